@@ -1,0 +1,124 @@
+"""Rules that span sections: combinations that the schema alone cannot refuse. Each returns a problem or nothing.
+
+A rule is one function and one row in `RULES`; every rule names the key to change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from finetune.recipe.schema import Recipe
+
+Finding = tuple[str, str]  # dotted key, what is wrong and what to do
+
+
+def lora_section(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.mode in ("lora", "qlora") and recipe.lora is None:
+        yield "mode", f"`mode: {recipe.mode}` needs a `lora:` section; `lora: {{rank: 16, alpha: 32}}` is a start"
+    if recipe.mode == "full" and recipe.lora is not None:
+        yield "lora", "`mode: full` trains every weight and has no use for `lora:`; remove it or set `mode: lora`"
+
+
+def quantization_section(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.mode == "qlora" and recipe.quantization is None:
+        yield "mode", "`mode: qlora` needs a `quantization:` section; `quantization: {type: nf4}` is the usual one"
+    if recipe.mode != "qlora" and recipe.quantization is not None:
+        yield "quantization", f"only `mode: qlora` quantises; remove this section or change `mode: {recipe.mode}`"
+
+
+def adapters_on_something(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.mode != "full" and recipe.model.config is not None:
+        yield "model.config", f"`mode: {recipe.mode}` adapts a pretrained model: give `model.name`, or `mode: full`"
+
+
+def rows_divide(recipe: Recipe) -> Iterator[Finding]:
+    batch = recipe.batch
+    if batch.rows % batch.rows_per_device:
+        yield "batch.rows", divisibility_message(batch.rows, batch.rows_per_device, 1)
+
+
+def divisibility_message(rows: int, rows_per_device: int, world_size: int) -> str:
+    """The nearest values that would do.
+
+    >>> divisibility_message(10, 4, 1)
+    '10 rows a step cannot be dealt in forwards of 4 rows to 1 process: the nearest valid `batch.rows` are 8 and 12'
+    """
+    unit = rows_per_device * world_size
+    below, above = rows // unit * unit, (rows // unit + 1) * unit
+    nearest = f"{below} and {above}" if below else f"{above} and its multiples"
+    fitting = [n for n in range(rows_per_device, 0, -1) if rows % (n * world_size) == 0]
+    smaller = f"; or `batch.rows_per_device: {fitting[0]}`" if fitting and world_size > 1 else ""
+    return (
+        f"{rows} rows a step cannot be dealt in forwards of {rows_per_device} rows to {world_size} "
+        f"process{'es' if world_size > 1 else ''}: the nearest valid `batch.rows` are {nearest}{smaller}"
+    )
+
+
+def frozen_dtype(recipe: Recipe) -> Iterator[Finding]:
+    dtype, precision = recipe.model.dtype, recipe.train.precision
+    allowed = {
+        "fp32": ("float32",),
+        "bf16_true": ("bfloat16",),
+        "bf16": ("float32", "bfloat16"),
+        "fp16": ("float32", "float16"),
+    }
+    if dtype != "auto" and dtype not in allowed[precision]:
+        yield (
+            "model.dtype",
+            f"`train.precision: {precision}` works with weights in {' or '.join(allowed[precision])}, not {dtype}; "
+            "`auto` always fits",
+        )
+
+
+def evaluation_has_data(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.data.eval:
+        return
+    for key in ("every_steps", "generate", "exact_match"):
+        if getattr(recipe.evaluate, key):
+            yield f"evaluate.{key}", "there is nothing to evaluate on: give `data.eval`, or remove this"
+
+
+def generation_has_prompts(recipe: Recipe) -> Iterator[Finding]:
+    wants = recipe.evaluate.generate or recipe.evaluate.exact_match
+    if wants and recipe.data.eval and all(source.format == "text" for source in recipe.data.eval):
+        yield "evaluate.generate", "`text` rows have no prompt to answer: set `generate` and `exact_match` to 0"
+
+
+def answer_pattern(recipe: Recipe) -> Iterator[Finding]:
+    pattern = recipe.evaluate.answer
+    if pattern is None:
+        return
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        yield "evaluate.answer", f"not a regular expression: {error}"
+        return
+    if groups < 1:
+        yield "evaluate.answer", "needs a group that holds the answer, such as `#### (.+)`"
+    if not recipe.evaluate.exact_match:
+        yield "evaluate.answer", "is only used by `evaluate.exact_match`, which is 0"
+
+
+def warmup_within_run(recipe: Recipe) -> Iterator[Finding]:
+    steps = recipe.train.max_steps
+    if steps is not None and recipe.schedule.warmup_steps >= steps:
+        yield "schedule.warmup_steps", f"warm-up of {recipe.schedule.warmup_steps} steps never ends in {steps} steps"
+
+
+RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
+    lora_section,
+    quantization_section,
+    adapters_on_something,
+    rows_divide,
+    frozen_dtype,
+    evaluation_has_data,
+    generation_has_prompts,
+    answer_pattern,
+    warmup_within_run,
+)
+
+
+def broken_rules(recipe: Recipe) -> list[Finding]:
+    """Every finding of every rule, in the order of the table."""
+    return [finding for rule in RULES for finding in rule(recipe)]

@@ -1,0 +1,219 @@
+"""The recipe: every choice that can move a loss, and nothing about where the run happens.
+
+Each field says its unit and where it acts. The models are strict and frozen: an unknown key, a wrong type or an
+impossible combination is an error at load (see `load.py`), never a silent default.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused, values are never coerced across kinds, nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def _int_to_float(value: Any) -> Any:
+    """`lr: 1` is a number as good as `1.0`; a bool is not."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _list_to_tuple(value: Any) -> Any:
+    """YAML has lists only; a frozen recipe holds tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Float = Annotated[float, BeforeValidator(_int_to_float), Field(allow_inf_nan=False)]
+Positive = Annotated[Float, Field(gt=0)]
+NonNegative = Annotated[Float, Field(ge=0)]
+Share = Annotated[Float, Field(ge=0, le=1)]  # of one
+Betas = Annotated[tuple[Share, Share], BeforeValidator(_list_to_tuple), Field(strict=False)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple), Field(strict=False, min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Run(Section):
+    """Where the results go, and the seed of everything random."""
+
+    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # run directory: <dir>/<name>
+    dir: str = "runs"
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 42  # initial weights, adapters, order of samples, dropout
+
+
+class Model(Section):
+    """The model that training starts from: `name` (pretrained) or `config` (from scratch)."""
+
+    name: str | None = None  # hub id or local folder, with weights and tokenizer
+    config: dict[str, Any] | None = None  # a Hugging Face model config with `model_type`: random weights, seeded
+    tokenizer: str | None = None  # hub id or local folder; null: where `name` is
+    revision: str | None = None  # branch, tag or commit of `name` on the hub
+    # Of the weights that stay frozen and of the saved result; what is trained follows `train.precision`.
+    # auto: the type that train.precision computes in.
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    # How documents of one packed row are kept apart. auto picks the fastest that can, and says which and why.
+    attention: Literal["auto", "documents", "sdpa", "eager", "flash_attention_2"] = "auto"
+    chat_template: str | None = None  # null: the tokenizer's own; else a built-in name or a Jinja file
+    trust_remote_code: bool = False  # runs Python from the model's repository: only for one you have read
+
+    @model_validator(mode="after")
+    def _one_start(self) -> Model:
+        if (self.name is None) == (self.config is None):
+            raise ValueError(
+                "give either `name` (pretrained weights) or `config` (from scratch), "
+                + ("not both" if self.name else "one of them is needed")
+            )
+        if self.config is not None:
+            if not isinstance(self.config.get("model_type"), str):
+                raise ValueError("`config` needs a `model_type`, such as `llama` or `mistral`")
+            if self.tokenizer is None:
+                raise ValueError("a model from `config` has no tokenizer of its own: give `tokenizer`")
+        return self
+
+
+class Lora(Section):
+    """Low-rank adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685), through peft."""
+
+    rank: Count = 16
+    alpha: Positive = 32.0  # the update is scaled by alpha / rank (rslora: alpha / sqrt(rank))
+    dropout: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    targets: Literal["all-linear"] | Names = "all-linear"  # module names; all-linear: every one but the LM head
+    rslora: bool = False  # Kalajdzievski 2023, https://arxiv.org/abs/2312.03732
+    dora: bool = False  # Liu et al. 2024, https://arxiv.org/abs/2402.09353
+    modules_to_save: Names | None = None  # modules trained in full beside the adapters, such as lm_head
+
+
+class Quantization(Section):
+    """Storage of the frozen weights under qlora (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314)."""
+
+    type: Literal["nf4", "fp4"] = "nf4"
+    double_quant: bool = True  # the block scales are quantised too: 0.37 bit a weight less
+
+
+Format = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+
+
+class Source(Section):
+    """One dataset: a local file (json, jsonl, csv, parquet, txt), a folder of them, or a hub id."""
+
+    path: Annotated[str, Field(min_length=1)]
+    config: str | None = None  # the hub dataset's configuration
+    split: str = "train"  # of a hub dataset; slices such as train[:1000] work. A local file is one split.
+    format: Format
+    columns: dict[str, str] | None = None  # what the format calls a field: what the file calls it
+    weight: Positive = 1.0  # rows an epoch takes, as a multiple of what the source has; 0.5: a fixed half, 2: twice
+    limit: Count | None = None  # rows read from the start of the source
+
+
+Sources = Annotated[tuple[Source, ...], BeforeValidator(_list_to_tuple), Field(strict=False)]
+
+
+class Data(Section):
+    """What is trained and evaluated on, and how it becomes rows of tokens."""
+
+    train: Annotated[Sources, Field(min_length=1)]
+    eval: Sources = ()
+    max_length: Annotated[int, Field(ge=2)]  # tokens in a packed row, and the longest example
+    overlong: Literal["drop", "truncate", "split", "error"] = "drop"  # examples over max_length; always counted
+    packing: bool = True  # rows are filled with whole documents (best fit); false: one document a row
+    on_bad_row: Literal["error", "skip"] = "error"
+    max_bad_share: Share = 0.01  # with on_bad_row: skip, more than this share of bad rows is an error all the same
+
+
+class Objective(Section):
+    name: Literal["sft"] = "sft"
+    train_on: Literal["assistant", "all"] = "assistant"
+
+
+class Batch(Section):
+    rows: Count  # packed rows (or examples) per optimizer step, over all processes
+    rows_per_device: Count = 1  # rows in one forward; accumulation follows from the two and the world size
+
+
+class Optimizer(Section):
+    name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "muon", "sgd"] = "adamw"
+    lr: Positive
+    weight_decay: NonNegative = 0.0  # decoupled (AdamW, Muon); not on biases, norms and other vectors
+    betas: Betas = (0.9, 0.95)  # adamw and its kin; muon: for what is not a matrix
+    eps: Positive = 1e-8
+    momentum: Share = 0.95  # muon and sgd only
+    max_grad_norm: Positive | None = 1.0  # L2 over all trained parameters; null: no clipping
+
+
+class Schedule(Section):
+    """Learning rate over steps, as a multiple of `optimizer.lr`."""
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0  # linear from 0
+    min_lr_ratio: Share = 0.0  # where the decay ends
+    decay_ratio: Share = 0.1  # wsd: share of all steps that decays (Hu et al. 2024, https://arxiv.org/abs/2404.06395)
+
+
+class Train(Section):
+    epochs: Positive | None = None  # passes over the data; a fraction is allowed
+    max_steps: Count | None = None  # optimizer steps; where both are given, the earlier end holds
+    # Computation; under fp32, bf16 and fp16 what is trained is held, reduced and stepped in fp32.
+    # bf16_true: everything in bf16, for memory.
+    precision: Literal["fp32", "bf16", "fp16", "bf16_true"] = "bf16"
+    activation_checkpointing: bool = False  # recompute activations in the backward: less memory, about 1/3 more compute
+    compile: bool = False  # torch.compile for each decoder layer
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> Train:
+        if self.epochs is None and self.max_steps is None:
+            raise ValueError("give `epochs` or `max_steps`: the run needs an end")
+        return self
+
+
+class Evaluate(Section):
+    """Held-out loss, and what the model writes, at intervals and at the end. Needs `data.eval`."""
+
+    every_steps: Count | None = None  # null: only at the end
+    generate: Annotated[int, Field(ge=0)] = 0  # examples whose continuation is printed and logged
+    exact_match: Annotated[int, Field(ge=0)] = 0  # examples on which greedy output is compared with the answer; 0: none
+    answer: str | None = None  # regular expression whose first group is the answer, in output and reference alike
+    max_new_tokens: Count = 128
+
+
+class Checkpoint(Section):
+    every_steps: Count | None = None  # null: no checkpoints
+    keep: Count = 2  # the newest ones
+    resume: Literal["auto", "never"] = "auto"  # auto: go on from the newest complete one in the run directory
+
+
+class Wandb(Section):
+    project: str
+    entity: str | None = None
+    group: str | None = None
+    tags: Names | None = None
+    mode: Literal["online", "offline", "disabled"] = "online"
+
+
+class Tracking(Section):
+    """Besides metrics.jsonl, which is always written."""
+
+    wandb: Wandb | None = None
+    tensorboard: bool = False
+    trackio: str | None = None  # project name
+
+
+class Recipe(Section):
+    """One reproducible run."""
+
+    run: Run
+    model: Model
+    mode: Literal["full", "lora", "qlora"]
+    lora: Lora | None = None
+    quantization: Quantization | None = None
+    data: Data
+    objective: Objective = Objective()
+    batch: Batch
+    optimizer: Optimizer
+    schedule: Schedule = Schedule()
+    train: Train
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+    tracking: Tracking = Tracking()
