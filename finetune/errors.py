@@ -6,3 +6,7 @@ class UserError(Exception):
 
     The message says what is wrong, where (file and line, dataset row, or both) and what to do.
     """
+
+
+class RunFailure(Exception):
+    """A run that had to stop although recipe and data were in order. Printed without a traceback; exit status 1."""

@@ -10,7 +10,7 @@ from finetune.recipe.schema import Recipe
 def recipe_json_schema() -> str:
     """`recipes/recipe.schema.json`, generated; a recipe that extends another may leave out what the other has."""
     schema = Recipe.model_json_schema(mode="validation")
-    schema["title"] = "finetune recipe"
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "finetune recipe"}
     schema["properties"] = {
         "extends": {"type": "string", "description": "another recipe, relative to this file; this one's keys win"},
         **schema["properties"],

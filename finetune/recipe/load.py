@@ -5,82 +5,103 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from finetune.recipe.problems import Key, Problem, RecipeError
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.schema import Recipe
-from finetune.recipe.yaml_tree import Tree, override, read
+from finetune.recipe.yaml_tree import Tree, dump, override, read
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     """Read, extend, override and check a recipe.
 
-    Raises RecipeError with every problem of the schema, or, where the schema is content, of the rules.
+    Raises RecipeError with every problem of the overrides and the schema, or, where those are content, of the rules.
     """
     path = Path(path)
     tree = read(path)
-    for text in overrides:
-        override(tree, text)
+    problems = _override(tree, overrides)
+    recipe = None
     try:
         recipe = Recipe.model_validate(tree.values)
     except ValidationError as error:
-        raise RecipeError(path, _problems(error, tree)) from None
-    findings = [(tuple(key.split(".")), message) for key, message in broken_rules(recipe)]
-    if findings:
-        raise RecipeError(path, [Problem(tree.place(key), key, message) for key, message in findings])
+        problems += _problems(error, tree)
+    if recipe is not None and not problems:
+        findings = [(tuple(key.split(".")), message) for key, message in broken_rules(recipe)]
+        problems = [Problem(tree.place(key), key, message) for key, message in findings]
+    if recipe is None or problems:
+        raise RecipeError(path, _in_order(problems, path))
     return recipe
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML that loads to an equal recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return dump(recipe.model_dump(mode="json"))
+
+
+def _override(tree: Tree, overrides: Sequence[str]) -> list[Problem]:
+    """Lay every override over the tree; the problems of those that cannot be."""
+    problems: list[Problem] = []
+    for text in overrides:
+        try:
+            override(tree, text, _is_text)
+        except RecipeError as error:
+            problems += error.problems
+    return problems
+
+
+def _in_order(problems: list[Problem], path: Path) -> list[Problem]:
+    """The recipe's own file by line, then the files it extends, then the command line."""
+    return sorted(problems, key=lambda p: (p.place.line is None, p.place.file != str(path), p.place.line or 0))
 
 
 def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
-    """pydantic's findings in our words, in the order of the file, each once."""
-    found: dict[tuple[Key, str], Problem] = {}
-    details = error.errors()
+    """pydantic's findings in our words, each key once."""
     # A union reports the failure of every branch: one problem per key, what each branch expected joined by "or".
     by_key: dict[Key, list[dict[str, Any]]] = {}
-    for detail in details:
+    for detail in error.errors():
         by_key.setdefault(_key(detail["loc"], detail["type"], tree.values), []).append(dict(detail))
-    for key, group in by_key.items():
-        message = _message(key, group, tree.values)
-        place = tree.place(key)
-        found[(key, message)] = Problem(place, key, message)
-    return sorted(found.values(), key=lambda problem: problem.place.line or 0)
+    return [
+        Problem(tree.place(key), key, _message(key, group, tree.values))
+        for key, group in by_key.items()
+        if not _is_wrong_branch(key, group, by_key)
+    ]
+
+
+def _is_wrong_branch(key: Key, group: list[dict[str, Any]], keys: Iterable[Key]) -> bool:
+    """Whether another branch of the same union got further: `targets: [q_proj, 3]` is a list, not `all-linear`."""
+    deeper = [k for k in keys if len(k) > len(key) and k[: len(key)] == key]
+    return bool(deeper) and all(detail["type"] == "literal_error" for detail in group)
 
 
 def _key(loc: tuple[str | int, ...], kind: str, values: Any) -> Key:
     """The part of pydantic's location that exists in the recipe (it also names the branches of unions)."""
-    key: list[str | int] = []
+    key: Key = ()
     for i, part in enumerate(loc):
-        inside = (isinstance(values, dict) and part in values) or (
-            isinstance(values, list) and isinstance(part, int) and part < len(values)
-        )
-        if inside:
-            key.append(part)
+        if _has(values, part):
+            key = (*key, part)
             values = values[part]
         elif kind == "missing" and i == len(loc) - 1:
-            key.append(part)
-    return tuple(key)
+            key = (*key, part)
+    return key
+
+
+def _has(values: Any, part: str | int) -> bool:
+    if isinstance(values, list):
+        return isinstance(part, int) and part < len(values)
+    return isinstance(values, dict) and part in values
 
 
 def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> str:
     first = group[0]
     if first["type"] == "extra_forbidden":
-        return "unknown key" + _did_you_mean(str(key[-1]), _fields_at(key[:-1]))
+        return "unknown key" + _meant(key)
     if first["type"] == "missing":
-        present = _value_at(values, key[:-1])
-        strays = [name for name in present if name not in _fields_at(key[:-1])] if isinstance(present, dict) else []
-        close = difflib.get_close_matches(str(key[-1]), strays, n=1)
-        return "is missing" + (f"; is `{close[0]}` meant for it?" if close else "")
+        return "is missing" + _stray(key, values)
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     expected = list(dict.fromkeys(_expected(detail) for detail in group))
@@ -89,7 +110,57 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
     if first["type"] == "literal_error" and isinstance(given, str):
         choices = [choice.strip("'") for choice in first["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         message += _did_you_mean(given, choices)
+    if first["type"] == "string_type" and isinstance(given, int | float):
+        message += "; quote it"
     return message
+
+
+# What other programs call a thing: their recipes and command lines are what people come with.
+_ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "max_seq_length": "data.max_length",
+    "sequence_len": "data.max_length",
+    "cutoff_len": "data.max_length",
+    "num_train_epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "per_device_train_batch_size": "batch.rows_per_device",
+    "micro_batch_size": "batch.rows_per_device",
+    "model_name_or_path": "model.name",
+    "base_model": "model.name",
+    "gradient_checkpointing": "train.activation_checkpointing",
+    "lora_r": "lora.rank",
+    "r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "target_modules": "lora.targets",
+    "lr_scheduler_type": "schedule.name",
+    "attn_implementation": "model.attention",
+    "max_norm": "optimizer.max_grad_norm",
+    "save_steps": "checkpoint.every_steps",
+    "eval_steps": "evaluate.every_steps",
+}
+
+
+def _meant(key: Key) -> str:
+    """Which key an unknown one was meant to be: near it, elsewhere in the recipe, or known from other programs."""
+    name, here = str(key[-1]), _fields_at(key[:-1])
+    if difflib.get_close_matches(name.lower(), here, n=1, cutoff=0.7):
+        return _did_you_mean(name, here)
+    homes = [dotted for dotted in _dotted_names() if dotted.rpartition(".")[2] == name]
+    elsewhere = _ELSEWHERE.get(name)
+    if elsewhere or homes:
+        return f"; did you mean `{elsewhere or '` or `'.join(homes)}`?"
+    if name in ("gradient_accumulation_steps", "accumulation_steps"):
+        return "; accumulation follows from `batch.rows`, `batch.rows_per_device` and the number of processes"
+    return _did_you_mean(name, here)
+
+
+def _stray(key: Key, values: dict[str, Any]) -> str:
+    """The unknown key beside a missing one that was probably meant for it."""
+    present, known = _value_at(values, key[:-1]), _fields_at(key[:-1])
+    strays = [name for name in present if name not in known] if isinstance(present, dict) else []
+    close = difflib.get_close_matches(str(key[-1]), strays, n=1)
+    return f"; is `{close[0]}` meant for it?" if close else ""
 
 
 _EXPECTED = {
@@ -138,7 +209,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return "a section"
     if isinstance(value, list):
-        return f"a list of {len(value)}" if len(value) != 2 else f"{value}"
+        return f"a list of {len(value)}"
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -167,16 +238,30 @@ def _value_at(values: Any, key: Key) -> Any:
 
 def _fields_at(key: Key) -> list[str]:
     """Names of the fields of the section at `key`."""
-    section: Any = Recipe
+    section = _section_in(_annotation_at(key)) if key else Recipe
+    if section is None:
+        return []
+    return list(section.model_fields) + ([] if key else ["extends"])
+
+
+def _annotation_at(key: Key) -> Any:
+    """The type of the value at `key`; None where the schema has no such key."""
+    annotation: Any = Recipe
     for part in key:
-        if isinstance(part, str):
-            field = section.model_fields.get(part)
-            if field is None:
-                return []
-            section = _section_in(field.annotation)
-            if section is None:
-                return []
-    return list(section.model_fields) + (["extends"] if not key else [])
+        if isinstance(part, int):
+            continue  # a list item: the section is found inside the list's annotation
+        section = _section_in(annotation)
+        field = section.model_fields.get(part) if section else None
+        if field is None:
+            return None
+        annotation = field.annotation
+    return annotation
+
+
+def _is_text(key: Key) -> bool:
+    """Whether the schema wants text at `key`, or text or nothing."""
+    annotation = _annotation_at(key)
+    return annotation is str or str in typing.get_args(annotation)
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
@@ -191,6 +276,15 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
         if (section := _section_in(inner)) is not None:
             return section
     return None
+
+
+def _dotted_names(section: type[BaseModel] = Recipe, above: str = "") -> Iterator[str]:
+    """Every field of the recipe, as `optimizer.lr`."""
+    for name, field in section.model_fields.items():
+        yield above + name
+        inner = _section_in(field.annotation)
+        if inner is not None:
+            yield from _dotted_names(inner, f"{above}{name}.")
 
 
 def key_is_known(key: str) -> bool:

@@ -64,7 +64,7 @@ class Model(Section):
         if (self.name is None) == (self.config is None):
             raise ValueError(
                 "give either `name` (pretrained weights) or `config` (from scratch), "
-                + ("not both" if self.name else "one of them is needed")
+                + ("one of them is needed" if self.name is None else "not both")
             )
         if self.config is not None:
             if not isinstance(self.config.get("model_type"), str):
@@ -169,9 +169,10 @@ class Train(Section):
 
 
 class Evaluate(Section):
-    """Held-out loss, and what the model writes, at intervals and at the end. Needs `data.eval`."""
+    """Held-out loss, and what the model writes, at the start, at intervals and at the end. Needs `data.eval`."""
 
-    every_steps: Count | None = None  # null: only at the end
+    every_steps: Count | None = None  # null: only at the start and the end
+    at_start: bool = True  # before the first step as well
     generate: Annotated[int, Field(ge=0)] = 0  # examples whose continuation is printed and logged
     exact_match: Annotated[int, Field(ge=0)] = 0  # examples on which greedy output is compared with the answer; 0: none
     answer: str | None = None  # regular expression whose first group is the answer, in output and reference alike

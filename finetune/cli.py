@@ -1,0 +1,179 @@
+"""The commands and their printing. Nothing heavy is imported before a command needs it: `--help` stays instant."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from finetune.errors import RunFailure, UserError
+
+app = typer.Typer(
+    help="Fine-tune language models: the recipe fixes the maths, the accelerate config only decides where it runs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+RecipePath = Annotated[Path, typer.Argument(help="Recipe file (YAML).", metavar="RECIPE")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value, typed by the recipe's schema.", metavar="[KEY=VALUE]...")
+]
+RunDir = Annotated[Path, typer.Argument(help="Run directory, such as runs/quickstart-full.", metavar="RUN_DIR")]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+def main() -> None:
+    """Exit status: 0 success, 2 a mistake the user can mend, 1 a failure of the run or of ours."""
+    try:
+        app()
+    except UserError as error:
+        _complain(str(error))
+        raise SystemExit(2) from None
+    except RunFailure as error:
+        _complain(str(error))
+        raise SystemExit(1) from None
+
+
+def _complain(message: str) -> None:
+    """On one rank only, as long as every rank must have found the same; with the rank where one may be alone."""
+    rank = int(os.environ.get("RANK", "0"))
+    torch = sys.modules.get("torch")
+    in_group = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+    if rank == 0 or in_group:
+        where = f"[rank {rank}] " if rank else ""
+        print(f"{where}error: {message}", file=sys.stderr, flush=True)
+
+
+@app.command()
+def train(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Train a recipe where this process was launched.
+
+    Example: [bold]accelerate launch --config_file accelerate_configs/ddp.yaml -m finetune train
+    recipes/quickstart/full.yaml optimizer.lr=1e-3[/bold]
+    """
+    from finetune.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    quiet_libraries()
+    from finetune.training.run import train as run
+
+    run(loaded, str(recipe), Console(soft_wrap=False))
+
+
+@app.command()
+def check(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file, or a folder of them.", metavar="RECIPE|FOLDER")],
+    overrides: Overrides = None,
+    config_file: Annotated[Path | None, typer.Option(help="Check against this accelerate config as well.")] = None,
+    num_processes: Annotated[int | None, typer.Option(help="World size, where it is not the config's.")] = None,
+    recipe_only: Annotated[bool, typer.Option(help="Only the recipe itself: no tokenizer, no data.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Everything that can be known without training: schema, launch, template, masks, data.
+
+    A folder is searched for recipes and each checked by itself, without its data.
+
+    Example: [bold]python -m finetune check recipes/quickstart/full.yaml
+    --config-file accelerate_configs/fsdp2.yaml --num-processes 4[/bold]
+    """
+    from finetune.checking import check_folder, check_recipe
+
+    if recipe.is_dir():
+        reports = check_folder(recipe, overrides or ())
+    else:
+        reports = [check_recipe(recipe, overrides or (), config_file, num_processes, recipe_only)]
+    failed = [report for report in reports if report.error]
+    if as_json:
+        print(json.dumps([report.as_dict() for report in reports], indent=1))
+    else:
+        for report in reports:
+            print(report.text(), file=sys.stderr if report.error else sys.stdout)
+        if recipe.is_dir():
+            print(f"{len(reports)} recipes, {len(failed)} with problems")
+    if failed:
+        raise SystemExit(2)
+
+
+@app.command()
+def inspect(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=1, help="Examples to show.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """What the model will see: examples with the trained tokens coloured, and what was dropped.
+
+    With --json one object per example: path, row, input_ids, labels (-100 where not trained), before packing.
+
+    Example: [bold]python -m finetune inspect recipes/quickstart/full.yaml --rows 2[/bold]
+    """
+    from finetune.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    quiet_libraries()
+    from finetune.inspecting import print_examples, print_json_lines
+
+    (print_json_lines if as_json else print_examples)(loaded, rows)
+
+
+@app.command()
+def generate(
+    run_dir: RunDir,
+    prompt: Annotated[list[str] | None, typer.Argument(help="What to ask; without it, asks you.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Answer with a run's result.
+
+    Example: [bold]python -m finetune generate runs/quickstart-full "the 3rd of March, 2021"[/bold]
+    """
+    quiet_libraries()
+    from finetune.export.generate import answer_prompts
+
+    answer_prompts(run_dir, prompt or [], max_new_tokens, temperature, as_json)
+
+
+@app.command()
+def merge(
+    run_dir: RunDir,
+    out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/merged.")] = None,
+) -> None:
+    """Merge a run's adapter into its base: one plain model folder, for servers without adapters.
+
+    Example: [bold]python -m finetune merge runs/quickstart-lora[/bold]
+    """
+    quiet_libraries()
+    from finetune.export.merge import merge_adapter
+
+    print(f"merged into {merge_adapter(run_dir, out or run_dir / 'merged')}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the recipe's JSON Schema.
+
+    Example: [bold]python -m finetune schema > recipes/recipe.schema.json[/bold]
+    """
+    from finetune.recipe import recipe_json_schema
+
+    print(recipe_json_schema(), end="")
+
+
+def quiet_libraries() -> None:
+    """Warnings of the libraries on the main process, errors only on the others; before they are imported."""
+    import logging
+
+    main_process = int(os.environ.get("RANK", "0")) == 0
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forks after threads; the tokenizer warns on every one
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if main_process else "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if main_process else "1")
+    os.environ.setdefault("DS_LOG_LEVEL", "warning" if main_process else "error")
+    logging.basicConfig(level=logging.WARNING if main_process else logging.ERROR, format="%(message)s")

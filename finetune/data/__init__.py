@@ -1,0 +1,54 @@
+"""Data: sources -> formats -> chat rendering and masks -> length policy -> packing -> global order -> batches."""
+
+from finetune.data.batch import Batch, Loader, collate, shifted_targets
+from finetune.data.chat import (
+    UNTRAINED,
+    Renderer,
+    Template,
+    built_in_templates,
+    check_template,
+    render,
+    renderer,
+    resolve_template,
+)
+from finetune.data.examples import Example, Examples, Report, SourceReport, cache_root, prepare_examples
+from finetune.data.formats import FORMATS, BadRow, Conversation, Message, PromptCompletion, Text, parse_row
+from finetune.data.order import RowOrder
+from finetune.data.packing import Rows, one_per_row, pack
+from finetune.data.show import render_rich, to_json_lines
+from finetune.data.sources import read_rows
+
+__all__ = [
+    "FORMATS",
+    "UNTRAINED",
+    "BadRow",
+    "Batch",
+    "Conversation",
+    "Example",
+    "Examples",
+    "Loader",
+    "Message",
+    "PromptCompletion",
+    "Renderer",
+    "Report",
+    "RowOrder",
+    "Rows",
+    "SourceReport",
+    "Template",
+    "Text",
+    "built_in_templates",
+    "cache_root",
+    "check_template",
+    "collate",
+    "one_per_row",
+    "pack",
+    "parse_row",
+    "prepare_examples",
+    "read_rows",
+    "render",
+    "render_rich",
+    "renderer",
+    "resolve_template",
+    "shifted_targets",
+    "to_json_lines",
+]

@@ -1,0 +1,17 @@
+"""The only room that knows accelerate, FSDP, DeepSpeed and torch.distributed."""
+
+from finetune.engine.base import Engine, NonFinite
+from finetune.engine.launch import Launch, read_config_file, read_launch
+from finetune.engine.precision import autocast_forward
+from finetune.engine.start import check_launch, start_engine
+
+__all__ = [
+    "Engine",
+    "Launch",
+    "NonFinite",
+    "autocast_forward",
+    "check_launch",
+    "read_config_file",
+    "read_launch",
+    "start_engine",
+]

@@ -1,0 +1,149 @@
+"""What the rest of the house may ask of a backend.
+
+Everything above this room reads like single-device code: it hands `backward` its share of the global loss and gets the
+global gradient norm from `step`. That every backend averages, scales or clips in its own way is undone here and in the
+three files beside it, nowhere else.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.optim import Optimizer
+
+from finetune.engine.launch import Launch
+from finetune.engine.precision import LossScale
+from finetune.models import Placement
+from finetune.recipe.schema import Recipe
+
+NamedTensors = list[tuple[str, Tensor]]
+BuildOptimizers = Callable[[NamedTensors], list[Optimizer]]
+
+
+class NonFinite(Exception):
+    """The loss or the gradient is not finite. Nothing was stepped."""
+
+
+class Engine(abc.ABC):
+    """One backend, one model. Attributes are facts about this process and its group."""
+
+    def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
+        self.accelerator = accelerator
+        self.launch = launch
+        self.rank = accelerator.process_index
+        self.world_size = accelerator.num_processes
+        self.is_main = accelerator.is_main_process
+        self.device = accelerator.device
+        self.max_grad_norm = recipe.optimizer.max_grad_norm
+        self.loss_scale = LossScale.of(recipe.train.precision)
+        self.optimizers: list[Optimizer] = []
+        self.model: Any = None  # what a forward goes through: the wrapper
+        self.unwrapped: Any = None  # the transformers or peft model inside
+
+    # --- set-up
+
+    @abc.abstractmethod
+    def placement(self, recipe: Recipe) -> Placement:
+        """How this rank loads its weights."""
+
+    @contextlib.contextmanager
+    def loading(self, recipe: Recipe) -> Iterator[None]:
+        """Around the load."""
+        yield
+
+    @abc.abstractmethod
+    def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
+        """Shard or replicate the model, then build the optimizers over what this rank steps."""
+
+    # --- the loop
+
+    @abc.abstractmethod
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Backward of this rank's share of the step's loss; gradients over all ranks add up to the global one.
+
+        `last` says that the step follows: backends that can wait with communication until then, do.
+        """
+
+    @abc.abstractmethod
+    def step(self, lr_factor: float) -> float | None:
+        """Clip and update at `lr_factor` times each group's own rate; the global gradient norm before clipping.
+
+        None: fp16 only, the step was skipped for a smaller loss scale. Raises NonFinite before anything is stepped.
+        """
+
+    def set_lr(self, lr_factor: float) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+                group["lr"] = group["initial_lr"] * lr_factor
+
+    # --- between the ranks
+
+    def sum(self, *values: float | Tensor) -> list[float]:
+        """Each value summed over all ranks, in fp64. One collective, one synchronisation."""
+        local = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device).detach() for v in values])
+        if self.world_size > 1:
+            torch.distributed.all_reduce(local)
+        return local.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """A small picklable value of every rank, in rank order; in memory, between our own processes."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        self.accelerator.wait_for_everyone()
+
+    # --- the result
+
+    @abc.abstractmethod
+    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+        """Each parameter and saved buffer of the unwrapped model, whole: (name, CPU tensor on rank 0, None elsewhere).
+
+        Collective: every rank must run through all of it. One tensor at a time is whole on a device.
+        """
+
+    def close(self) -> None:
+        self.accelerator.end_training()
+
+
+def named_trainables(model: Any) -> NamedTensors:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def saved_names(model: Any, trainable_only: bool) -> set[str]:
+    """Names of the state dict that make up the result: all, or only what trains. Tied tensors once."""
+    state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+    return {name for name, tensor in state.items() if not trainable_only or tensor.requires_grad}
+
+
+def update_shards(engine: Engine, gradients: list[Tensor], squared_norm: Callable[[Tensor], float]) -> float | None:
+    """Clip, check and step for backends whose gradients lie open as plain tensors on this rank.
+
+    gradients: this rank's part, each element once over all ranks after `squared_norm`'s reduction. The norm is taken of the
+    true gradient (loss scale divided out), clipping is torch.nn.utils.clip_grad_norm_'s.
+    """
+    scale = engine.loss_scale.value
+    norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=engine.device)]
+    local = torch.stack([norm.double().to(engine.device) for norm in norms]).square().sum()
+    norm = math.sqrt(squared_norm(local)) / scale if scale else math.nan
+    if not engine.loss_scale.enabled and not math.isfinite(norm):
+        raise NonFinite("the gradient is not finite")
+    if not engine.loss_scale.update(norm):
+        return None
+    clip = 1.0 if engine.max_grad_norm is None else min(1.0, engine.max_grad_norm / (norm + 1e-6))
+    if clip / scale != 1.0 and gradients:
+        torch._foreach_mul_(gradients, clip / scale)
+    for optimizer in engine.optimizers:
+        optimizer.step()
+    return norm

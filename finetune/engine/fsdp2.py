@@ -1,0 +1,79 @@
+"""FSDP2: each decoder layer's weights, gradients and optimizer state sharded over the ranks (torch's fully_shard)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, named_trainables, saved_names, update_shards
+from finetune.models import Placement, dtypes
+from finetune.recipe.schema import Recipe
+
+
+class Fsdp2(Engine):
+    """Wrapped by accelerate, with three of its choices set straight.
+
+    - Its YAML knows one type for weights, reduction and output; ours reduces gradients in fp32 (`MixedPrecisionPolicy`).
+    - It pins offloaded memory even where there is no device to pin it for.
+    - It maps the optimizer's parameters to shards by address, which is 0 for every rank that loaded no weights, so the
+      optimizer would train nothing after step 1. Ours is built afterwards, over this rank's plain local shards, which
+      8-bit and fused optimizers understand and DTensor dispatch does not slow down.
+    """
+
+    def placement(self, recipe: Recipe) -> Placement:
+        """Only rank 0 reads the weights; quantised ones cannot be sent through `meta` and are a quarter of the size."""
+        from_meta = recipe.mode != "qlora" and self.rank > 0
+        return Placement("meta" if from_meta else "load", self.device)
+
+    def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
+        plugin = self.accelerator.state.fsdp_plugin
+        plugin.cpu_ram_efficient_loading = not getattr(model, "is_quantized", False)
+        plugin.mixed_precision_policy = self.policy
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+        # prepare() insists on an optimizer next to the model; this one only satisfies it.
+        unused = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+        self.model, _ = self.accelerator.prepare(model, unused)
+        self.unwrapped = self.model
+        self.optimizers = build(self._local_shards())
+
+    def _local_shards(self) -> NamedTensors:
+        """This rank's part of each trained parameter, sharing its memory; nothing where the part is empty."""
+        self._shards = [(name, p, _local(p.detach())) for name, p in named_trainables(self.unwrapped)]
+        return [(name, local) for name, _, local in self._shards if local.numel()]
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        (loss * (self.world_size * self.loss_scale.value)).backward()  # reduce-scatter averages
+
+    def step(self, lr_factor: float) -> float | None:
+        self.set_lr(lr_factor)
+        for _, parameter, local in self._shards:
+            local.grad = _local(parameter.grad) if parameter.grad is not None and local.numel() else None
+        gradients = [local.grad for _, _, local in self._shards if local.grad is not None]
+        norm = update_shards(self, gradients, lambda local: self.sum(local)[0])
+        for _, parameter, local in self._shards:
+            parameter.grad = local.grad = None
+        return norm
+
+    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+        wanted = saved_names(self.unwrapped, trainable_only)
+        for name, tensor in self.unwrapped.state_dict().items():
+            if name in wanted:
+                whole = tensor.detach().to(self.device)
+                whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+                yield name, whole.cpu() if self.is_main else None
+
+    def configure(self, recipe: Recipe) -> None:
+        """Remember the precision policy; the plugin takes it at wrap."""
+        compute = dtypes(recipe).compute
+        mixed = recipe.train.precision in ("bf16", "fp16")
+        self.policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

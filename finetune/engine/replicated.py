@@ -1,0 +1,45 @@
+"""One process, or several with a whole model each (DDP)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from finetune.engine.base import BuildOptimizers, Engine, named_trainables, saved_names, update_shards
+from finetune.models import Placement
+from finetune.recipe.schema import Recipe
+
+
+class Replicated(Engine):
+    """Gradients are averaged by DDP at the last micro-batch of a step; the average is undone by the loss's factor."""
+
+    def placement(self, recipe: Recipe) -> Placement:
+        return Placement("load", self.device)
+
+    def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
+        self.unwrapped = model
+        self.model = self.accelerator.prepare_model(model)
+        self.optimizers = build(named_trainables(model))
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        wait = isinstance(self.model, DistributedDataParallel) and not last
+        with self.model.no_sync() if wait else contextlib.nullcontext():
+            (loss * (self.world_size * self.loss_scale.value)).backward()
+
+    def step(self, lr_factor: float) -> float | None:
+        self.set_lr(lr_factor)
+        gradients = [p.grad for _, p in named_trainables(self.unwrapped) if p.grad is not None]
+        norm = update_shards(self, gradients, lambda local: local.item())
+        for _, parameter in named_trainables(self.unwrapped):
+            parameter.grad = None
+        return norm
+
+    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+        wanted = saved_names(self.unwrapped, trainable_only)
+        for name, tensor in self.unwrapped.state_dict().items():
+            if name in wanted:
+                yield name, tensor.detach().cpu() if self.is_main else None

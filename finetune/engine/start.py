@@ -1,0 +1,65 @@
+"""From a launch to an engine, with the launch checked against what was asked."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+
+from finetune.engine.base import Engine
+from finetune.engine.fsdp2 import Fsdp2
+from finetune.engine.launch import Launch, check_agreement, check_started
+from finetune.engine.rehearsal import is_rehearsal, prepare_rehearsal
+from finetune.engine.replicated import Replicated
+from finetune.engine.zero import Zero, require_deepspeed
+from finetune.errors import UserError
+from finetune.recipe import Recipe, divisibility_message
+
+log = logging.getLogger(__name__)
+
+_KINDS = {DistributedType.FSDP: "fsdp2", DistributedType.DEEPSPEED: "zero"}
+
+
+def check_launch(recipe: Recipe, recipe_file: str, launch: Launch) -> int:
+    """Everything about the pair of recipe and launch that can be known before a process group exists.
+
+    Returns the micro-batches that each process runs per step. Raises UserError.
+    """
+    unit = recipe.batch.rows_per_device * launch.processes
+    if recipe.batch.rows % unit:
+        message = divisibility_message(recipe.batch.rows, recipe.batch.rows_per_device, launch.processes)
+        raise UserError(f"{recipe_file} on {launch.name}: batch.rows: {message}")
+    micro_batches = recipe.batch.rows // unit
+    check_agreement(recipe, recipe_file, launch, micro_batches)
+    return micro_batches
+
+
+def start_engine(recipe: Recipe, launch: Launch) -> Engine:
+    """Join the process group and check that it is the one asked for. Raises UserError where it is not."""
+    if launch.kind == "zero":
+        require_deepspeed()
+    if is_rehearsal():
+        prepare_rehearsal(launch)
+    accelerator = Accelerator(
+        mixed_precision="no",  # precision is the model's own; see precision.py
+        gradient_accumulation_steps=1,  # so is accumulation: the loop's
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=timedelta(minutes=30)),
+        ],
+    )
+    kind = _KINDS.get(accelerator.distributed_type, "replicated")
+    check_started(launch, accelerator.num_processes, kind)
+    engine = {"fsdp2": Fsdp2, "zero": Zero, "replicated": Replicated}[kind](accelerator, launch, recipe)
+    if isinstance(engine, Fsdp2):
+        engine.configure(recipe)
+    if is_rehearsal() and engine.is_main and launch.processes > 1:
+        log.warning(
+            "REHEARSAL: no accelerator here. %d CPU processes stand in for %d devices; "
+            "the maths is the same, speed and memory are not.",
+            launch.processes,
+            launch.processes,
+        )
+    return engine

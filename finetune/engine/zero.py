@@ -1,0 +1,93 @@
+"""DeepSpeed ZeRO 1, 2 and 3, with offload of optimizer state and weights to CPU memory or NVMe."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from finetune.engine.base import BuildOptimizers, Engine, NonFinite, named_trainables, saved_names
+from finetune.models import Placement
+from finetune.recipe.schema import Recipe
+
+
+class Zero(Engine):
+    """Driven through accelerate's wrapping, then by DeepSpeed's own backward and step.
+
+    DeepSpeed is always in its fp32 path: what is trained, its gradients and its state are fp32 there, and the compute type
+    is autocast's inside the forward, as on every backend. The optimizer is torch's also under offload
+    (`zero_force_ds_cpu_optimizer: false`): the same arithmetic, and nothing to compile.
+    """
+
+    def placement(self, recipe: Recipe) -> Placement:
+        return Placement("load", self.device)
+
+    @contextlib.contextmanager
+    def loading(self, recipe: Recipe) -> Iterator[None]:
+        """Under stage 3 `from_pretrained` shards while it reads, so no rank holds the whole model. Random weights are made
+        whole on every rank, then sharded: made in shards, they would depend on the number of ranks."""
+        plugin = self.accelerator.state.deepspeed_plugin
+        with plugin.zero3_init_context_manager(enable=recipe.model.config is None):
+            yield
+
+    def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
+        self.unwrapped = model
+        config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        config.update(
+            train_micro_batch_size_per_gpu=1,  # rows are ours; DeepSpeed only checks that the product fits
+            gradient_accumulation_steps=micro_batches,
+            train_batch_size=micro_batches * self.world_size,
+            gradient_clipping=self.max_grad_norm or 0.0,
+            zero_force_ds_cpu_optimizer=False,
+            zero_allow_untested_optimizer=True,
+            steps_per_print=2**62,
+        )
+        for kind in ("bf16", "fp16"):
+            config[kind] = {"enabled": False}
+        (optimizer,) = build(named_trainables(model))
+        self.model, wrapped = self.accelerator.prepare(model, optimizer)
+        self.optimizers = [optimizer]
+        self.zero = wrapped.optimizer
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        if self.loss_scale.enabled:
+            self.zero.override_loss_scale(self.loss_scale.value)
+        self.model.set_gradient_accumulation_boundary(last)
+        self.model.backward(loss * self.world_size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
+        if not last:
+            self.model.step()  # between boundaries: counts the micro-batch, updates nothing
+
+    def step(self, lr_factor: float) -> float | None:
+        self.set_lr(lr_factor)
+        self.model.step()
+        norm = float("inf") if self.zero.overflow else float(self.model.get_global_grad_norm())
+        if not self.loss_scale.enabled and not math.isfinite(norm):
+            raise NonFinite("the gradient is not finite")
+        return norm if self.loss_scale.update(norm) else None
+
+    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+        from deepspeed.zero import GatheredParameters
+
+        wanted = saved_names(self.unwrapped, trainable_only)
+        for name, tensor in self.unwrapped.state_dict(keep_vars=True).items():
+            if name not in wanted:
+                continue
+            sharded = [tensor] if hasattr(tensor, "ds_id") else []
+            with GatheredParameters(sharded):
+                yield name, tensor.detach().to("cpu", copy=True) if self.is_main else None
+
+
+def require_deepspeed() -> None:
+    """Raises UserError with the install line where DeepSpeed is missing."""
+    import importlib.util
+
+    from finetune.errors import UserError
+
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError("this accelerate config needs DeepSpeed: pip install 'deepspeed>=0.19'")
+
+
+

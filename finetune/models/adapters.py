@@ -1,0 +1,50 @@
+"""LoRA adapters through peft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+from finetune.errors import UserError
+from finetune.models.tokenizer import first_line
+from finetune.recipe.schema import Lora
+
+
+def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
+    """The model with its weights frozen and adapters that train, held in `dtype`.
+
+    Raises UserError where `lora.targets` or `lora.modules_to_save` name nothing of the model.
+    """
+    _check_names(model, lora)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (peft says int; it only divides)
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,
+        ensure_weight_tying=bool(lora.modules_to_save) and bool(model.config.tie_word_embeddings),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"lora: {first_line(error)}") from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def _check_names(model: Any, lora: Lora) -> None:
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    paths = [name for name, _ in model.named_modules()]
+    wanted = [("lora.targets", name) for name in (() if isinstance(lora.targets, str) else lora.targets)]
+    wanted += [("lora.modules_to_save", name) for name in lora.modules_to_save or ()]
+    for key, name in wanted:
+        if not any(path == name or path.endswith(f".{name}") for path in paths):
+            linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if "Linear" in type(m).__name__})
+            raise UserError(f"{key}: the model has no module {name!r}; its linear ones are {', '.join(linear or names)}")

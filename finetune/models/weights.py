@@ -1,0 +1,154 @@
+"""The model of a recipe: weights from a hub id or folder, or from a config; quantised, frozen and adapted as asked.
+
+Where the weights lie in memory is not decided here: the engine says how this rank loads (`Placement`).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from finetune.errors import UserError
+from finetune.models.adapters import add_adapters
+from finetune.models.attention import AttentionChoice, choose_attention
+from finetune.models.quantization import keep_weights_unpacked, quantization_config
+from finetune.models.tokenizer import first_line
+from finetune.recipe.schema import Model, Recipe
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Types in memory. `compute` is what the matrix products run in."""
+
+    trained: torch.dtype
+    frozen: torch.dtype
+    compute: torch.dtype
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How this rank gets its weights.
+
+    meta: shapes only; the engine fills them in from rank 0. device: where quantised weights are made.
+    """
+
+    weights: Literal["load", "meta"]
+    device: torch.device
+
+
+def dtypes(recipe: Recipe) -> Dtypes:
+    """What `train.precision` and `model.dtype` mean together; see Precision in the README."""
+    compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16_true": torch.bfloat16}[
+        recipe.train.precision
+    ]
+    trained = torch.bfloat16 if recipe.train.precision == "bf16_true" else torch.float32
+    asked = recipe.model.dtype
+    return Dtypes(trained=trained, frozen=compute if asked == "auto" else getattr(torch, asked), compute=compute)
+
+
+def model_config(model: Model) -> PretrainedConfig:
+    """The Hugging Face config of the recipe's model. Raises UserError where there is none."""
+    try:
+        if model.config is not None:
+            return AutoConfig.for_model(**model.config)
+        assert model.name is not None
+        return AutoConfig.from_pretrained(
+            model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
+        raise UserError(f"{where}: no model config: {first_line(error)}") from error
+
+
+def attention_for(recipe: Recipe, config: PretrainedConfig, device: str) -> AttentionChoice:
+    """The attention of this run; see `choose_attention`."""
+    try:
+        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        raise UserError(f"{type(config).__name__} is not a causal language model that transformers knows") from None
+    half = dtypes(recipe).compute != torch.float32
+    return choose_attention(recipe.model.attention, model_class, config, device, half)
+
+
+def load_model(
+    recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, placement: Placement
+) -> PreTrainedModel:
+    """The model ready to be wrapped by an engine: in train mode, frozen where frozen, adapters in.
+
+    Seeded: every rank that makes random weights makes the same ones.
+    """
+    types = dtypes(recipe)
+    base_dtype = types.trained if recipe.mode == "full" else types.frozen
+    torch.manual_seed(recipe.run.seed)
+    model = _base_model(recipe, config, attention, base_dtype, placement)
+    _check_vocabulary(model, config)
+    keep_weights_unpacked(model)
+    model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
+    if recipe.lora is not None:
+        torch.manual_seed(recipe.run.seed + 1)  # the adapters do not depend on how many draws the base took
+        model = add_adapters(model, recipe.lora, types.trained)
+    if types.compute != torch.float32:
+        _start_in(model, types.compute)
+    return model.train()
+
+
+def _base_model(
+    recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, dtype: torch.dtype, placement: Placement
+) -> Any:
+    common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
+    if placement.weights == "meta":
+        with torch.device("meta"), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, **common)
+        _buffers_from_meta(model, config)
+        return model
+    if recipe.model.config is not None:
+        return AutoModelForCausalLM.from_config(config, **common)
+    if recipe.quantization is not None:
+        common["quantization_config"] = quantization_config(recipe.quantization, dtypes(recipe).compute)
+        common["device_map"] = {"": placement.device}  # 4-bit weights are packed where they will be used
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            recipe.model.name,
+            config=config,
+            revision=recipe.model.revision or "main",
+            trust_remote_code=recipe.model.trust_remote_code,
+            **common,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.name: {recipe.model.name!r} cannot be loaded: {first_line(error)}") from error
+
+
+def _buffers_from_meta(model: Any, config: PretrainedConfig) -> None:
+    """Real values for the buffers that no checkpoint holds (rotary frequencies): each is computed by its own module."""
+    for module in model.modules():
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            fresh = type(module)(config)
+            for name, _ in list(module.named_buffers(recurse=False)):
+                module.register_buffer(name, getattr(fresh, name), persistent=False)
+
+
+def _check_vocabulary(model: Any, config: PretrainedConfig) -> None:
+    if model.get_output_embeddings() is None:
+        raise UserError(f"{type(config).__name__} has no LM head to train")
+
+
+def _start_in(model: Any, dtype: torch.dtype) -> None:
+    """Let the hidden states begin in the compute type: the embedding table may be held in fp32, and then the whole
+    residual stream would be fp32 on one backend and 16 bit on another."""
+    model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
+
+
+def check_token_ids(config: PretrainedConfig, tokenizer_size: int) -> None:
+    """Raises UserError where the tokenizer has ids the embedding table does not."""
+    if tokenizer_size > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer_size} tokens, the model's embedding {config.vocab_size} rows: "
+            "they do not belong together; check `model.tokenizer` and `model.name` or `model.config.vocab_size`"
+        )

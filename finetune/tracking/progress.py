@@ -1,0 +1,60 @@
+"""What a person sees while it trains: a bar in a terminal, sparse lines in a log file, nothing on other ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class TrainingProgress:
+    """Context manager; `update` once per step."""
+
+    def __init__(self, console: Console, steps: int, done: int, shown: bool):
+        self._console, self._steps, self._shown = console, steps, shown
+        self._first = done
+        self._started = self._last_line = time.monotonic()
+        self._bar = None
+        if shown and console.is_terminal:
+            self._bar = Progress(
+                TextColumn("train"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tok/s"),
+                TextColumn("eta"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task("train", total=steps, completed=done, loss="-", speed="-")
+
+    def __enter__(self) -> TrainingProgress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
+        """step: optimizer steps done."""
+        if self._bar:
+            self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", speed=f"{tokens_per_s:,.0f}")
+        elif self._shown:
+            self._line(step, loss, tokens_per_s)
+
+    def _line(self, step: int, loss: float, tokens_per_s: float) -> None:
+        now = time.monotonic()
+        if step > self._first + 1 and step < self._steps and now - self._last_line < _SECONDS_BETWEEN_LINES:
+            return
+        self._last_line = now
+        remaining = (now - self._started) / max(1, step - self._first) * (self._steps - step)
+        self._console.print(
+            f"step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_s:,.0f} tok/s  eta {remaining:.0f} s",
+            highlight=False,
+        )
+        sys.stdout.flush()

@@ -1,0 +1,125 @@
+"""W&B, TensorBoard and trackio, through accelerate's trackers; on the main process only."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.recipe.schema import Recipe, Tracking
+
+Metrics = dict[str, Any]
+_INSTALL = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
+# Keys and tokens by their public shapes (Hugging Face, W&B's 40 hex digits, cloud keys) and user:password in a URL.
+_SECRET = re.compile(r"hf_[A-Za-z0-9]{20,}|\b[0-9a-f]{40}\b|AKIA[0-9A-Z]{16}|sk-[A-Za-z0-9_-]{20,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)")
+
+
+def wanted(tracking: Tracking) -> list[str]:
+    """Names of the trackers that a recipe switches on."""
+    switches = {"wandb": tracking.wandb is not None, "tensorboard": tracking.tensorboard, "trackio": bool(tracking.trackio)}
+    return [name for name, on in switches.items() if on]
+
+
+def check_installed(tracking: Tracking) -> None:
+    """Raises UserError with the install line of each tracker that the recipe asks for and is missing."""
+    missing = [_INSTALL[name] for name in wanted(tracking) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"tracking: pip install {' '.join(missing)}, or remove {', '.join(missing)} from the recipe")
+
+
+class Trackers:
+    """All trackers of a run; a run that goes on keeps its W&B id."""
+
+    def __init__(self, recipe: Recipe, run_dir: Path, config: Metrics):
+        self._all = [_START[name](recipe, run_dir) for name in wanted(recipe.tracking)]
+        for tracker in self._all:
+            tracker.store_init_configuration(_plain(redact(config)))
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+        for tracker in self._all:
+            tracker.log(numbers, step=step)
+
+    def table(self, name: str, columns: list[str], rows: list[list[str]], step: int) -> None:
+        """A table of generations: W&B shows it as one, the others as text where they can."""
+        for tracker in self._all:
+            if tracker.name == "wandb":
+                tracker.log_table(name, columns=columns, data=rows, step=step)
+            elif tracker.name == "tensorboard":
+                lines = "\n".join("| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *rows])
+                tracker.writer.add_text(name, lines, step)
+
+    def summary(self, values: Metrics) -> None:
+        for tracker in self._all:
+            if tracker.name == "wandb":
+                tracker.run.summary.update(values)
+
+    def finish(self) -> None:
+        for tracker in self._all:
+            tracker.finish()
+
+
+def _wandb(recipe: Recipe, run_dir: Path) -> Any:
+    from accelerate.tracking import WandBTracker
+
+    settings = recipe.tracking.wandb
+    assert settings is not None
+    id_file = run_dir / "wandb.json"
+    if not id_file.exists():
+        id_file.write_text(json.dumps({"id": secrets.token_hex(4)}), encoding="utf-8")
+    tracker = WandBTracker(
+        settings.project,
+        entity=settings.entity,
+        group=settings.group,
+        tags=settings.tags,
+        mode=settings.mode,
+        name=recipe.run.name,
+        id=json.loads(id_file.read_text(encoding="utf-8"))["id"],
+        resume="allow",
+        dir=str(run_dir),
+    )
+    tracker.start()
+    return tracker
+
+
+def _tensorboard(recipe: Recipe, run_dir: Path) -> Any:
+    from accelerate.tracking import TensorBoardTracker
+
+    tracker = TensorBoardTracker("tensorboard", logging_dir=str(run_dir))
+    tracker.start()
+    return tracker
+
+
+def _trackio(recipe: Recipe, run_dir: Path) -> Any:
+    from accelerate.tracking import TrackioTracker
+
+    tracker = TrackioTracker(recipe.tracking.trackio, name=recipe.run.name, resume="allow")
+    tracker.start()
+    return tracker
+
+
+_START = {"wandb": _wandb, "tensorboard": _tensorboard, "trackio": _trackio}
+
+
+def redact(value: Any) -> Any:
+    """The same structure with anything that looks like a key or password replaced."""
+    if isinstance(value, dict):
+        return {key: redact(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(inner) for inner in value]
+    return _SECRET.sub("[redacted]", value) if isinstance(value, str) else value
+
+
+def _plain(config: Metrics, above: str = "") -> Metrics:
+    """One level of dotted keys with values that every tracker takes."""
+    flat: Metrics = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat.update(_plain(value, f"{above}{key}."))
+        else:
+            flat[above + key] = value if isinstance(value, int | float | str | bool) else json.dumps(value)
+    return flat

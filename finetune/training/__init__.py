@@ -1,0 +1,1 @@
+"""The run, the loop, optimizers, schedules, evaluation."""

@@ -1,0 +1,135 @@
+"""Held-out loss, exact match and sample generations; the same numbers at any number of processes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from finetune.data import Batch, Examples, Loader
+from finetune.engine import Engine
+from finetune.models import AttentionChoice
+from finetune.objectives import supervised_loss_sum
+from finetune.recipe.schema import Evaluate
+from finetune.training.generation import greedy
+
+_PROMPTS_AT_ONCE = 32  # per rank; bounds the cache of keys and values
+
+
+@dataclass(frozen=True)
+class Question:
+    """An example taken apart at its last trained stretch."""
+
+    prompt: list[int]
+    reference: list[int]  # without the end token
+
+
+@dataclass(frozen=True)
+class Generation:
+    prompt: str
+    output: str
+    reference: str
+    matches: bool
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    engine: Engine
+    loader: Loader
+    attention: AttentionChoice
+    tokenizer: PreTrainedTokenizerFast
+    recipe: Evaluate
+
+    def run(self) -> tuple[dict[str, float], list[Generation]]:
+        """Metrics by name (`eval_loss` in nats per supervised token), and the generations to show. Collective."""
+        self.engine.model.eval()
+        with torch.no_grad():
+            metrics = {"eval_loss": self._loss()}
+        wanted = max(self.recipe.exact_match, self.recipe.generate)
+        generations = self._generations(wanted) if wanted else []
+        self.engine.model.train()
+        if self.recipe.exact_match and generations:
+            judged = generations[: self.recipe.exact_match]
+            metrics["exact_match"] = sum(g.matches for g in judged) / len(judged)
+        return metrics, generations[: self.recipe.generate]
+
+    def _loss(self) -> float:
+        total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        items = 0
+        for batch in self.loader.all_batches():
+            total += self._loss_sum(batch)
+            items += batch.num_supervised
+        loss, count = self.engine.sum(total, items)
+        return loss / count
+
+    def _loss_sum(self, batch: Batch) -> torch.Tensor:
+        arguments = self.attention.forward_arguments(batch.document_lengths)
+        return supervised_loss_sum(self.engine.model, batch, arguments, self.engine.device)
+
+    def _generations(self, wanted: int) -> list[Generation]:
+        """The first `wanted` examples, dealt to ranks in turn, back in order on every rank."""
+        questions = [q for q in (question(self.loader.examples, i) for i in range(_limit(self, wanted))) if q]
+        mine = questions[self.engine.rank :: self.engine.world_size]
+        rounds = -(-len(questions) // (_PROMPTS_AT_ONCE * self.engine.world_size))
+        outputs: list[list[int]] = []
+        for i in range(rounds):
+            outputs += self._answer(mine[i * _PROMPTS_AT_ONCE : (i + 1) * _PROMPTS_AT_ONCE])
+        shares = self.engine.gather(outputs)
+        ordered = [shares[i % len(shares)][i // len(shares)] for i in range(len(questions))]
+        return [self._judged(q, ids) for q, ids in zip(questions, ordered, strict=True)]
+
+    def _answer(self, questions: list[Question]) -> list[list[int]]:
+        prompts = [question.prompt for question in questions]
+        return greedy(self.engine, prompts, self._end_ids(), self._pad_id(), self.recipe.max_new_tokens)
+
+    def _end_ids(self) -> set[int]:
+        return end_ids(self.loader.examples, self.tokenizer)
+
+    def _pad_id(self) -> int:
+        assert isinstance(self.tokenizer.pad_token_id, int)  # load_tokenizer sees to it
+        return self.tokenizer.pad_token_id
+
+    def _judged(self, asked: Question, output: list[int]) -> Generation:
+        said = self.tokenizer.decode(output, skip_special_tokens=True)
+        right = self.tokenizer.decode(asked.reference, skip_special_tokens=True)
+        matches = answer(said, self.recipe.answer) == answer(right, self.recipe.answer)
+        return Generation(self.tokenizer.decode(asked.prompt), said, right, matches)
+
+
+def _limit(evaluator: Evaluator, wanted: int) -> int:
+    return min(wanted, len(evaluator.loader.examples))
+
+
+def question(examples: Examples, index: int) -> Question | None:
+    """The last trained stretch is the reference, all before it the prompt; None where nothing precedes it."""
+    example = examples[index]
+    trained = [i for i, label in enumerate(example.labels) if label != -100]
+    start = end = trained[-1]
+    while start - 1 >= 0 and example.labels[start - 1] != -100:
+        start -= 1
+    if start == 0:
+        return None
+    ids = example.input_ids.tolist()
+    return Question(prompt=ids[:start], reference=ids[start:end])  # ids[end] is the end-of-turn
+
+
+def end_ids(examples: Examples, tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """What ends a generation: the tokenizer's end token and the end-of-turn that the data teaches."""
+    last = examples[0]
+    taught = int(last.input_ids[max(i for i, label in enumerate(last.labels) if label != -100)])
+    ends = {taught} if taught in tokenizer.all_special_ids else set()
+    return ends | ({tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set())
+
+
+def answer(text: str, pattern: str | None) -> Any:
+    """What is compared: the whole text without outer blanks, or the pattern's first group (its last occurrence)."""
+    if pattern is None:
+        return text.strip()
+    found = re.findall(pattern, text)
+    if not found:
+        return None if text else ""
+    last = found[-1]
+    return (last[0] if isinstance(last, tuple) else last).strip()

@@ -1,0 +1,64 @@
+"""Greedy continuation through the wrapped model, on any backend.
+
+`generate` of transformers calls the inner module, past the hooks with which FSDP2 and ZeRO-3 gather sharded weights, so
+this loop calls the wrapper, as training does, and keeps all ranks in step until every one is done.
+
+Letters: B prompts, P longest prompt, N new tokens so far.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from finetune.engine import Engine
+
+
+@torch.no_grad()
+def greedy(
+    engine: Engine, prompts: list[list[int]], end_ids: set[int], pad_id: int, max_new_tokens: int
+) -> list[list[int]]:
+    """New tokens of each prompt, up to and without its end token. Collective; ranks may hold different prompts.
+
+    A rank without prompts still takes part: it continues a dummy one and returns nothing.
+    """
+    real = len(prompts)
+    input_ids, mask = _left_padded(prompts or [[pad_id]], pad_id, engine.device)  # (B, P), (B, P)
+    ended = torch.tensor([i >= real for i in range(len(input_ids))], device=engine.device)
+    ends = torch.tensor(sorted(end_ids), device=engine.device)
+    cache = DynamicCache(config=engine.unwrapped.config)
+    new: list[Tensor] = []
+    for _ in range(max_new_tokens):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        output = engine.model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        chosen = output.logits[:, -1].argmax(-1)  # (B,)
+        new.append(torch.where(ended, pad_id, chosen))
+        ended = ended | torch.isin(chosen, ends)
+        if engine.sum((~ended).sum())[0] == 0:
+            break
+        input_ids = chosen[:, None]
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    rows = torch.stack(new, dim=1).tolist() if new else [[] for _ in range(real)]
+    return [_until_end(row, end_ids) for row in rows[:real]]
+
+
+def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    longest = max(len(prompt) for prompt in prompts)
+    ids = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def _until_end(ids: list[int], end_ids: set[int]) -> list[int]:
+    for i, token in enumerate(ids):
+        if token in end_ids:
+            return ids[:i]
+    return ids

@@ -1,0 +1,108 @@
+"""The training loop: what happens to every batch of every step, readable top to bottom.
+
+It knows nothing of how tensors lie on devices; the engine knows nothing of steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from finetune.data import Batch, Loader
+from finetune.engine import Engine, NonFinite
+from finetune.errors import RunFailure
+from finetune.models import AttentionChoice
+from finetune.objectives import supervised_loss_sum
+from finetune.recipe import Recipe
+from finetune.training.plan import Plan
+from finetune.training.schedules import lr_factor
+
+
+@dataclass
+class State:
+    """Where a run stands: all that changes besides weights, optimizer and loss scale."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # global, without padding
+    supervised_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One train line of metrics.jsonl."""
+
+    step: int
+    epoch: float
+    loss: float  # nats per supervised token of the global batch
+    grad_norm: float | None  # before clipping; None where fp16 skipped the step
+    lr: float
+    tokens: int
+    supervised_tokens: int
+    tokens_per_s: float
+    step_s: float
+
+
+def training_steps(
+    engine: Engine, loader: Loader, attention: AttentionChoice, recipe: Recipe, plan: Plan, state: State
+) -> Iterator[StepMetrics]:
+    """Train from `state.step` to the plan's end; yields after every optimizer step, with `state` up to date.
+
+    Raises RunFailure before the optimizer step where loss or gradient is not finite, on all ranks alike.
+    """
+    while state.step < plan.steps:
+        started = time.perf_counter()
+        batches = loader.step(state.step)
+        items, tokens = engine.sum(sum(b.num_supervised for b in batches), sum(b.num_tokens for b in batches))
+        losses = []
+        for batch in batches:
+            seed_micro_batch(recipe.run.seed, state.step, batch.index)
+            arguments = attention.forward_arguments(batch.document_lengths)
+            loss_sum = supervised_loss_sum(engine.model, batch, arguments, engine.device)
+            engine.backward(loss_sum / items, last=batch is batches[-1])
+            losses.append(loss_sum.detach().double())
+        (loss,) = engine.sum(torch.stack(losses).sum())
+        if not math.isfinite(loss):
+            raise RunFailure(not_finite("loss", engine, state.step, batches, losses))
+        factor = lr_factor(recipe.schedule, state.step, plan.steps)
+        try:
+            grad_norm = engine.step(factor)
+        except NonFinite:
+            raise RunFailure(not_finite("gradient", engine, state.step, batches, losses)) from None
+        state.step += 1
+        state.tokens += int(tokens)
+        state.supervised_tokens += int(items)
+        seconds = time.perf_counter() - started
+        yield StepMetrics(
+            step=state.step,
+            epoch=min(state.step * recipe.batch.rows, plan.total_rows) / plan.rows_per_epoch,
+            loss=loss / items,
+            grad_norm=grad_norm,
+            lr=recipe.optimizer.lr * factor,
+            tokens=state.tokens,
+            supervised_tokens=state.supervised_tokens,
+            tokens_per_s=tokens / seconds,
+            step_s=seconds,
+        )
+
+
+def seed_micro_batch(seed: int, step: int, index: int) -> None:
+    """Dropout as a pure function of the global micro-batch, so that it does not depend on which process runs it."""
+    torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + index & (2**63 - 1))
+
+
+def not_finite(what: str, engine: Engine, step: int, batches: list[Batch], losses: list[torch.Tensor]) -> str:
+    """The message of a stop: step, and the rows of the micro-batches that did it, over all ranks. Collective."""
+    guilty = [b for b, loss in zip(batches, losses, strict=True) if not torch.isfinite(loss)] or batches
+    rows = [f"{path}:{row}" for batch in guilty for path, row in batch.documents]
+    everyone = [row for share in engine.gather(rows if what == "gradient" or guilty is not batches else []) for row in share]
+    shown = ", ".join(everyone[:20]) + (f" and {len(everyone) - 20} more" if len(everyone) > 20 else "")
+    return (
+        f"the {what} is not finite at step {step + 1}; nothing was stepped. Rows in question: {shown}. "
+        "Look at these rows with `finetune inspect`, lower optimizer.lr, or use train.precision: bf16 instead of fp16"
+    )
+
+

@@ -1,0 +1,73 @@
+"""What follows from recipe, data and launch: printed before step 1, written to plan.json, frozen."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import subprocess
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from finetune.recipe import Recipe
+
+_PACKAGES = ("finetune", "torch", "transformers", "accelerate", "peft", "datasets", "deepspeed", "bitsandbytes")
+
+
+@dataclass(frozen=True)
+class Plan:
+    where: str  # the accelerate config's name
+    world_size: int
+    device: str
+    steps: int  # optimizer steps of the whole run
+    micro_batches: int  # per step and process
+    rows_per_epoch: int  # packed rows
+    total_rows: int  # of the whole run; the last step may be short
+    examples: int
+    tokens_per_epoch: int
+    supervised_tokens_per_epoch: int
+    packing_efficiency: float  # tokens / (rows * max_length)
+    parameters: int
+    trainable_parameters: int
+    attention: str  # and why
+    precision: str
+    versions: dict[str, str]
+    git_commit: str | None
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def run_length(recipe: Recipe, rows_per_epoch: int) -> tuple[int, int]:
+    """(optimizer steps, packed rows) of the whole run, by `epochs` and `max_steps`, whichever ends first.
+
+    >>> # 100 rows, 64 a step, 2 epochs: 200 rows, the last step of 4 is short
+    """
+    rows = math.inf if recipe.train.epochs is None else math.ceil(recipe.train.epochs * rows_per_epoch)
+    if recipe.train.max_steps is not None:
+        rows = min(rows, recipe.train.max_steps * recipe.batch.rows)
+    return math.ceil(rows / recipe.batch.rows), int(rows)
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on, where installed."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """Of the current directory, with `+` where files differ from it; None outside a repository."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
+        status = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.stdout.strip() + ("+" if status.stdout.strip() else "")

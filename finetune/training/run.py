@@ -1,0 +1,292 @@
+"""One run from recipe to result: the corridor.
+
+    recipe -> tokenizer -> rows of tokens -> engine -> plan -> model -> steps -> result
+
+Every room is entered once, in this order. What can fail for a reason the user can mend fails before the model loads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+from finetune.data import Examples, Loader, RowOrder, Rows, one_per_row, pack, prepare_examples
+from finetune.engine import Engine, autocast_forward, check_launch, read_launch, start_engine
+from finetune.errors import UserError
+from finetune.export import model_card, save_result
+from finetune.models import (
+    AttentionChoice,
+    attention_for,
+    check_token_ids,
+    dtypes,
+    load_model,
+    load_tokenizer,
+    model_config,
+)
+from finetune.recipe import Recipe, dump_recipe
+from finetune.recipe.schema import Source
+from finetune.tracking import MetricsLog, Trackers, TrainingProgress, check_installed
+from finetune.training.evaluation import Evaluator, Generation, end_ids
+from finetune.training.loop import State, StepMetrics, training_steps
+from finetune.training.optimizers import build_optimizers
+from finetune.training.plan import Plan, git_commit, run_length, versions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Examples and how they lie in rows."""
+
+    examples: Examples
+    rows: Rows
+
+    @property
+    def tokens(self) -> int:
+        return int(self.examples.lengths.sum())
+
+    def efficiency(self, max_length: int) -> float:
+        return self.tokens / (len(self.rows) * max_length)
+
+
+def train(recipe: Recipe, recipe_file: str, console: Console | None = None) -> Path:
+    """Run a recipe where this process was launched; returns the run directory.
+
+    Raises UserError for what the user can mend, RunFailure for a run that had to stop.
+    """
+    launch = read_launch()
+    micro_batches = check_launch(recipe, recipe_file, launch)
+    check_installed(recipe.tracking)
+    tokenizer = load_tokenizer(recipe.model)
+    config = model_config(recipe.model)
+    check_token_ids(config, len(tokenizer))
+    training = dataset(recipe, recipe.data.train, tokenizer)
+    held_out = dataset(recipe, recipe.data.eval, tokenizer) if recipe.data.eval else None
+    engine = start_engine(recipe, launch)
+    run = Run(recipe, engine, tokenizer, config, training, held_out, micro_batches, console or Console())
+    try:
+        run.execute()
+    finally:
+        engine.close()
+    return run.folder
+
+
+def dataset(recipe: Recipe, sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast) -> Dataset:
+    """Rows of tokens, made once and cached; every process may ask at the same time."""
+    examples = prepare_examples(recipe, sources, tokenizer)
+    packed = pack(examples.lengths, recipe.data.max_length) if recipe.data.packing else one_per_row(examples.lengths)
+    return Dataset(examples, packed)
+
+
+class Run:
+    """A started run: engine, data and model in place; `execute` trains, evaluates and saves."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerFast,
+        config: PretrainedConfig,
+        training: Dataset,
+        held_out: Dataset | None,
+        micro_batches: int,
+        console: Console,
+    ):
+        self.recipe, self.engine, self.tokenizer, self.console = recipe, engine, tokenizer, console
+        self.training, self.held_out = training, held_out
+        self.folder = Path(recipe.run.dir) / recipe.run.name
+        self.state = State()
+        self.attention = attention_for(recipe, config, engine.device.type)
+        self._isolate_documents()
+        model = self._load(config)
+        self.plan = self._plan(model, micro_batches)
+        engine.wrap(model, lambda named: build_optimizers(recipe.optimizer, named), micro_batches)
+        self.loader = self._loader(self.training, self.plan.total_rows)
+        self.evaluator = self._evaluator()
+        self.evaluation: dict[str, float] = {}
+        self.last: StepMetrics | None = None
+
+    def _isolate_documents(self) -> None:
+        """Where an architecture cannot keep documents apart: one per forward, said aloud."""
+        if self.attention.isolates_documents:
+            return
+        if self.recipe.batch.rows_per_device != 1:
+            raise UserError(f"{self.attention.reason}: set batch.rows_per_device: 1")
+        if self.recipe.data.packing:
+            self._say(f"[yellow]{self.attention.reason}; packing is off[/yellow]")
+        self.training, self.held_out = (
+            data and Dataset(data.examples, one_per_row(data.examples.lengths)) for data in (self.training, self.held_out)
+        )
+
+    def _load(self, config: PretrainedConfig) -> Any:
+        with self.engine.loading(self.recipe):
+            model = load_model(self.recipe, config, self.attention, self.engine.placement(self.recipe))
+        types = dtypes(self.recipe)
+        if self.recipe.train.activation_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if types.compute != types.trained:
+            autocast_forward(model, types.compute, self.engine.device.type)
+        if self.recipe.train.compile:
+            compile_layers(model)
+        return model
+
+    def _plan(self, model: Any, micro_batches: int) -> Plan:
+        recipe, data = self.recipe, self.training
+        steps, total_rows = run_length(recipe, len(data.rows))
+        whole = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+        return Plan(
+            where=self.engine.launch.where,
+            world_size=self.engine.world_size,
+            device=device_name(self.engine),
+            steps=steps,
+            micro_batches=micro_batches,
+            rows_per_epoch=len(data.rows),
+            total_rows=total_rows,
+            examples=len(data.examples),
+            tokens_per_epoch=data.tokens,
+            supervised_tokens_per_epoch=int(data.examples.num_trained.sum()),
+            packing_efficiency=data.efficiency(recipe.data.max_length),
+            parameters=sum(count for count, _ in whole),
+            trainable_parameters=sum(count for count, trained in whole if trained),
+            attention=f"{self.attention.implementation} ({self.attention.reason})",
+            precision=recipe.train.precision,
+            versions=versions(),
+            git_commit=git_commit(),
+        )
+
+    def _loader(self, data: Dataset, total_rows: int) -> Loader:
+        recipe, engine = self.recipe, self.engine
+        order = RowOrder(len(data.rows), recipe.run.seed)
+        batch = recipe.batch
+        return Loader(
+            data.examples, data.rows, order, batch.rows, batch.rows_per_device, engine.rank, engine.world_size, total_rows
+        )
+
+    def _evaluator(self) -> Evaluator | None:
+        if self.held_out is None:
+            return None
+        loader = self._loader(self.held_out, len(self.held_out.rows))
+        return Evaluator(self.engine, loader, self.attention, self.tokenizer, self.recipe.evaluate)
+
+    # --- the run
+
+    def execute(self) -> None:
+        main = self.engine.is_main
+        if main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
+            self.plan.write(self.folder / "plan.json")
+            self._show_plan()
+        self._metrics = MetricsLog(self.folder / "metrics.jsonl", self.state.step + 1) if main else None
+        configuration = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
+        self._trackers = Trackers(self.recipe, self.folder, configuration) if main else None
+        self._train()
+        self._save()
+        if self._trackers and self._metrics:
+            self._trackers.summary(self.evaluation)
+            self._trackers.finish()
+            self._metrics.close()
+
+    def _train(self) -> None:
+        if self.state.step == 0 and self.recipe.evaluate.at_start:
+            self._evaluate()
+        every = self.recipe.evaluate.every_steps
+        with TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress:
+            for metrics in training_steps(
+                self.engine, self.loader, self.attention, self.recipe, self.plan, self.state
+            ):
+                self.last = metrics
+                self._log(asdict(metrics), metrics.step)
+                progress.update(metrics.step, metrics.loss, metrics.tokens_per_s)
+                if every and metrics.step % every == 0 and metrics.step < self.plan.steps:
+                    self._evaluate()
+        self._evaluate()
+
+    def _evaluate(self) -> None:
+        if self.evaluator is None:
+            return
+        self.evaluation, generations = self.evaluator.run()
+        self._log({"step": self.state.step, **self.evaluation}, self.state.step)
+        if self.engine.is_main:
+            self._show_evaluation(generations)
+        if self._trackers and generations:
+            rows = [[g.prompt, g.output, g.reference] for g in generations]
+            self._trackers.table("generations", ["prompt", "output", "reference"], rows, self.state.step)
+
+    def _log(self, entry: dict[str, Any], step: int) -> None:
+        if self._metrics and self._trackers:
+            self._metrics.write(entry)
+            self._trackers.log(entry, step)
+
+    def _save(self) -> None:
+        ends = end_ids(self.training.examples, self.tokenizer)
+        card = model_card(self.recipe, asdict(self.plan), asdict(self.last) if self.last else {}, self.evaluation)
+        adapter = self.recipe.mode != "full"
+        save_result(
+            self.engine, self.tokenizer, ends, adapter, dtypes(self.recipe).frozen, card, self.folder / "model"
+        )
+        self._say(f"saved [bold]{self.folder / 'model'}[/bold]")
+
+    # --- what a person sees
+
+    def _say(self, text: str) -> None:
+        if self.engine.is_main:
+            self.console.print(text)
+
+    def _show_plan(self) -> None:
+        plan = self.plan
+        table = Table(title=self.recipe.run.name, show_header=False, title_justify="left")
+        for name, value in (
+            ("runs on", f"{plan.where}: {plan.world_size} x {plan.device}"),
+            ("model", f"{plan.parameters:,} parameters, {plan.trainable_parameters:,} trained ({self.recipe.mode})"),
+            ("precision", plan.precision),
+            ("attention", plan.attention),
+            ("data", f"{plan.examples:,} examples, {plan.tokens_per_epoch:,} tokens, "
+                     f"{plan.supervised_tokens_per_epoch / plan.tokens_per_epoch:.0%} supervised"),
+            ("rows", f"{plan.rows_per_epoch:,} of {self.recipe.data.max_length:,} tokens, {plan.packing_efficiency:.1%} full"),
+            ("steps", f"{plan.steps:,} of {self.recipe.batch.rows} rows: {plan.micro_batches} forwards "
+                      f"of {self.recipe.batch.rows_per_device} on each of {plan.world_size}"),
+        ):  # fmt: skip
+            table.add_row(name, value)
+        self.console.print(table)
+
+    def _show_evaluation(self, generations: list[Generation]) -> None:
+        numbers = "  ".join(
+            f"{name} {value:.1%}" if name == "exact_match" else f"{name} {value:.4f}"
+            for name, value in self.evaluation.items()
+        )
+        self.console.print(f"step {self.state.step}: {numbers}", highlight=False)
+        if generations:
+            table = Table("prompt", "output", "reference", "")
+            for generation in generations:
+                mark = "=" if generation.matches else "x"
+                table.add_row(*map(_shortened, (generation.prompt, generation.output, generation.reference)), mark)
+            self.console.print(table, markup=False)
+
+
+def _shortened(text: str, most: int = 300) -> str:
+    from rich.markup import escape
+
+    return escape(text if len(text) <= most else text[:most] + "…")
+
+
+def compile_layers(model: Any) -> None:
+    """torch.compile for each decoder layer by itself: one small graph, reused by all of them."""
+    for module in model.modules():
+        if type(module).__name__ in (model._no_split_modules or ()):
+            module.compile(dynamic=True)
+
+
+def device_name(engine: Engine) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type
+
+
