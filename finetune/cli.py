@@ -62,9 +62,11 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
 
     loaded = load_recipe(recipe, overrides or ())
     quiet_libraries()
+    from finetune.engine import leave_group
     from finetune.training.run import train as run
 
-    run(loaded, str(recipe), Console(soft_wrap=False))
+    run(loaded, str(recipe), Console())
+    leave_group()
 
 
 @app.command()
@@ -83,7 +85,8 @@ def check(
     Example: [bold]python -m finetune check recipes/quickstart/full.yaml
     --config-file accelerate_configs/fsdp2.yaml --num-processes 4[/bold]
     """
-    from finetune.checking import check_folder, check_recipe
+    quiet_libraries()
+    from finetune.planning.check import check_folder, check_recipe
 
     if recipe.is_dir():
         reports = check_folder(recipe, overrides or ())
@@ -118,7 +121,7 @@ def inspect(
 
     loaded = load_recipe(recipe, overrides or ())
     quiet_libraries()
-    from finetune.inspecting import print_examples, print_json_lines
+    from finetune.planning.inspect import print_examples, print_json_lines
 
     (print_json_lines if as_json else print_examples)(loaded, rows)
 

@@ -11,6 +11,7 @@ from finetune.data.chat import (
     renderer,
     resolve_template,
 )
+from finetune.data.dataset import Dataset, build_dataset, template_notes
 from finetune.data.examples import Example, Examples, Report, SourceReport, cache_root, prepare_examples
 from finetune.data.formats import FORMATS, BadRow, Conversation, Message, PromptCompletion, Text, parse_row
 from finetune.data.order import RowOrder
@@ -24,6 +25,7 @@ __all__ = [
     "BadRow",
     "Batch",
     "Conversation",
+    "Dataset",
     "Example",
     "Examples",
     "Loader",
@@ -36,6 +38,7 @@ __all__ = [
     "SourceReport",
     "Template",
     "Text",
+    "build_dataset",
     "built_in_templates",
     "cache_root",
     "check_template",
@@ -50,5 +53,6 @@ __all__ = [
     "renderer",
     "resolve_template",
     "shifted_targets",
+    "template_notes",
     "to_json_lines",
 ]

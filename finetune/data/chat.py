@@ -10,6 +10,10 @@ pieces, so the ids are those that the model sees in use. Under a ChatML-shaped t
 
 What is trained is what the model has to write in use: from the end of the generation prompt through the end-of-turn.
 Neither the header before it nor the newline after it. Labels are aligned with the ids; `batch.py` shifts them.
+
+The end-of-turn is found once, by rendering a short conversation (`_end_of_turn`). In a row it is trained
+wherever it is what follows a content, with at most white space between; so a `{% generation %}` block that leaves it
+out is extended to it, one that goes on after it is cut there, and a header that follows instead is never taken for it.
 """
 
 from __future__ import annotations
@@ -181,15 +185,15 @@ class Renderer:
     def _draw_conversation(self, conversation: Conversation, template: Template) -> Rendered:
         messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
         if template.marks_generation:
-            text, marked = self._apply(template, messages, mark=True)
+            text, marked = self.apply(template, messages, mark=True)
             spans = [self._close(text, span) for span in marked if span[1] > span[0]]
             return Rendered(text, self._of_completion(conversation, spans))
-        text, _ = self._apply(template, messages)
+        text, _ = self.apply(template, messages)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in turns if i >= conversation.first_trained]
         return Rendered(text, [self._turn(text, messages, i, template) for i in trained])
 
-    def _apply(
+    def apply(
         self, template: Template, messages: list[dict[str, str]], *, prompt: bool = False, mark: bool = False
     ) -> tuple[str, list[Span]]:
         """The rendered text, and the spans of its generation blocks if `mark`."""
@@ -244,13 +248,13 @@ class Renderer:
 
         Raises UserError where the conversation up to a turn is not rendered as the beginning of the whole.
         """
-        prompt, _ = self._apply(template, messages[:i], prompt=True)
+        prompt, _ = self.apply(template, messages[:i], prompt=True)
         if not text.startswith(prompt):
             raise UserError(_rewritten(template, i, prompt, text))
         begin, content_end = self._find_content(text, len(prompt), messages, i, template)
         end = self._end_from(text, content_end)
         if i + 1 < len(messages):
-            so_far, _ = self._apply(template, messages[: i + 1])
+            so_far, _ = self.apply(template, messages[: i + 1])
             # Up to the end-of-turn only: some templates write a last token that a longer conversation does not have.
             if so_far[:end] != text[:end]:
                 raise UserError(_rewritten(template, i, so_far[:end], text))
@@ -270,7 +274,7 @@ class Renderer:
         form = next((form for form in forms if self.has_prompt and text.startswith(form, at)), None)
         if form is None:
             # Not right behind the prompt: a content that occurs nowhere else shows where the template puts one.
-            shown, _ = self._apply(template, [*messages[:i], {"role": "assistant", "content": _ANSWER}])
+            shown, _ = self.apply(template, [*messages[:i], {"role": "assistant", "content": _ANSWER}])
             at = shown.find(_ANSWER, after_prompt)
             form = next((form for form in forms if at >= 0 and text.startswith(shown[:at] + form)), None)
         if form is None:
@@ -375,7 +379,7 @@ def _end_of_turn(made: Renderer) -> str:
     if made.template is None:
         return ""
     try:
-        text, _ = made._apply(made.template, _probe(1))
+        text, _ = made.apply(made.template, _probe(1))
     except BadRow:
         return ""
     if _ANSWER not in text:
@@ -390,7 +394,7 @@ def _has_prompt(made: Renderer) -> bool:
         return False
     question = _probe(1)[:1]
     try:
-        return made._apply(made.template, question, prompt=True) != made._apply(made.template, question)
+        return made.apply(made.template, question, prompt=True) != made.apply(made.template, question)
     except BadRow:
         return False
 

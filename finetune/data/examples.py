@@ -131,6 +131,9 @@ class Examples:
             raise IndexError(f"example {i} of {len(self)}")
         return self._entries[self._source[i]].example(int(self._within[i]))
 
+    def __iter__(self) -> Iterator[Example]:
+        return (self[i] for i in range(len(self)))
+
 
 def _counts(entry: _Entry) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(tokens, trained tokens) of every example of an entry, (N,) each."""
@@ -269,9 +272,11 @@ class _Building:
 
     def run(self, opened: Opened, progress: Callable[[int], None] | None) -> None:
         """Raises UserError for bad rows beyond what the recipe allows, and where nothing is left."""
-        rows = opened.rows(self._bad)
-        while chunk := list(islice(rows, ROWS_AT_ONCE)):
-            self._add(chunk)
+        rendered = self._rendered(opened)
+        while chunk := list(islice(rendered, ROWS_AT_ONCE)):
+            tokens = self.made.tokenise([one for _, one in chunk])
+            for (place, _), found in zip(chunk, tokens, strict=True):
+                self._keep(place, found)
             if progress:
                 progress(self.report.rows)
         self._check_share()
@@ -288,20 +293,19 @@ class _Building:
             "rows": np.array([row for _, row, _ in self._kept], np.int64),
         }
 
-    def _add(self, chunk: list[tuple[str, int, dict[str, Any]]]) -> None:
-        rendered: list[tuple[_Place, Rendered]] = []
-        for label, number, row in chunk:
+    def _rendered(self, opened: Opened) -> Iterator[tuple[_Place, Rendered]]:
+        """Rows as strings with spans, in the order of the source; bad ones are left out and counted."""
+        for label, number, row in opened.rows(self._bad):
             try:
                 sample = parse_row(row, self.source.format, self.source.columns)
-                rendered.append(((label, number), self.made.draw(sample)))
+                rendered = self.made.draw(sample)
             except BadRow as error:
                 self._bad(label, number, str(error))
             except UserError as error:
                 raise UserError(f"{label}:{number}: {error}") from None
-        self.report.rows += len(rendered)
-        tokens = self.made.tokenise([one for _, one in rendered])
-        for (place, _), found in zip(rendered, tokens, strict=True):
-            self._keep(place, found)
+            else:
+                self.report.rows += 1
+                yield (label, number), rendered
 
     def _bad(self, label: str, number: int, message: str) -> None:
         found = f"{label}:{number}: {message}"

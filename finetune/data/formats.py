@@ -186,6 +186,12 @@ def _text(value: Any, where: str) -> str:
         raise BadRow(f"{where} is {_kind(value)}; expected text")
     if not value.strip():
         raise BadRow(f"{where} is empty; expected text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, UTF-8 cannot
+        raise BadRow(
+            f"{where} has half a character ({value[error.start]!a}) at {error.start}; write it whole"
+        ) from None
     return value
 
 

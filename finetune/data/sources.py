@@ -42,7 +42,10 @@ class Opened:
     def __init__(self, source: Source):
         """Raises UserError where there is no such file, folder or dataset, or it cannot be reached."""
         self.source = source
-        self.files = _local_files(source.path)
+        try:
+            self.files = _local_files(source.path)
+        except OSError as error:
+            raise UserError(f"{source.path}: cannot be read: {error.strerror}") from None
         self._dataset = None if self.files else _hub_dataset(source)
 
     def digest(self) -> str:
@@ -153,11 +156,11 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
 
 def _json_object(line: str) -> dict[str, Any] | BadRow:
     try:
-        return _object(json.loads(line))
+        return _object(json.loads(line.rstrip()))
     except json.JSONDecodeError as error:
         return BadRow(f"not valid JSON: {error.msg} at column {error.colno}; expected one object a line")
-    except RecursionError:
-        return BadRow("not usable JSON: nested too deeply")
+    except (RecursionError, ValueError) as error:  # nested without end, a number of thousands of digits
+        return BadRow(f"JSON that cannot be read: {error}")
 
 
 def _object(value: Any) -> dict[str, Any] | BadRow:
@@ -176,6 +179,8 @@ def _json(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
         items = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg} at column {error.colno}") from None
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{path}: JSON that cannot be read: {error}") from None
     for number, item in enumerate(items, start=1):
         yield number, _object(item)
 

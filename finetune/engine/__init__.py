@@ -3,7 +3,7 @@
 from finetune.engine.base import Engine, NonFinite
 from finetune.engine.launch import Launch, read_config_file, read_launch
 from finetune.engine.precision import autocast_forward
-from finetune.engine.start import check_launch, start_engine
+from finetune.engine.start import check_launch, leave_group, start_engine
 
 __all__ = [
     "Engine",
@@ -11,6 +11,7 @@ __all__ = [
     "NonFinite",
     "autocast_forward",
     "check_launch",
+    "leave_group",
     "read_config_file",
     "read_launch",
     "start_engine",

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -114,7 +115,11 @@ class Engine(abc.ABC):
         """
 
     def close(self) -> None:
-        self.accelerator.end_training()
+        """Forget this run but stay in the process group: a process may run several recipes, one after another."""
+        self.optimizers, self.model, self.unwrapped = [], None, None
+        self.accelerator.free_memory()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 def named_trainables(model: Any) -> NamedTensors:

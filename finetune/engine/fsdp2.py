@@ -72,7 +72,9 @@ class Fsdp2(Engine):
         """Remember the precision policy; the plugin takes it at wrap."""
         compute = dtypes(recipe).compute
         mixed = recipe.train.precision in ("bf16", "fp16")
-        self.policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
+        self.policy = (
+            MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
+        )
 
 
 def _local(tensor: Tensor) -> Tensor:

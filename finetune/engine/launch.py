@@ -53,7 +53,10 @@ def read_launch() -> Launch:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     asked = _number(arguments, "num_processes") or config.get("num_processes") or started
     kind: Kind = "replicated"
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" or config.get("distributed_type") == "DEEPSPEED":
+    if (
+        os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+        or config.get("distributed_type") == "DEEPSPEED"
+    ):
         kind = "zero"
     elif os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" or config.get("distributed_type") == "FSDP":
         kind = "fsdp2"
@@ -142,7 +145,12 @@ def _disagreements(recipe: Recipe, config: dict[str, Any], micro_batches: int) -
     owned = [
         ("mixed_precision", config.get("mixed_precision"), precision, f"train.precision: {recipe.train.precision}"),
         *(
-            (f"deepspeed {kind}.enabled", (deepspeed.get(kind) or {}).get("enabled"), precision == kind, "train.precision")
+            (
+                f"deepspeed {kind}.enabled",
+                (deepspeed.get(kind) or {}).get("enabled"),
+                precision == kind,
+                "train.precision",
+            )
             for kind in ("bf16", "fp16")
         ),
         *(
@@ -155,8 +163,12 @@ def _disagreements(recipe: Recipe, config: dict[str, Any], micro_batches: int) -
             for where, section in (("", config), ("deepspeed ", deepspeed))
         ),
         *(
-            (f"{where}gradient_clipping", section.get("gradient_clipping"), recipe.optimizer.max_grad_norm or 0.0,
-             f"optimizer.max_grad_norm: {recipe.optimizer.max_grad_norm}")
+            (
+                f"{where}gradient_clipping",
+                section.get("gradient_clipping"),
+                recipe.optimizer.max_grad_norm or 0.0,
+                f"optimizer.max_grad_norm: {recipe.optimizer.max_grad_norm}",
+            )
             for where, section in (("", config), ("deepspeed ", deepspeed))
         ),
         (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from datetime import timedelta
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 
@@ -36,12 +38,21 @@ def check_launch(recipe: Recipe, recipe_file: str, launch: Launch) -> int:
     return micro_batches
 
 
+def leave_group() -> None:
+    """At the end of a process that trained: without it, communicators complain at exit."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def start_engine(recipe: Recipe, launch: Launch) -> Engine:
     """Join the process group and check that it is the one asked for. Raises UserError where it is not."""
     if launch.kind == "zero":
         require_deepspeed()
     if is_rehearsal():
         prepare_rehearsal(launch)
+    # The launcher passes the words of the config file on; accelerate cannot read its own `auto` here.
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
+    os.environ.pop("ACCELERATE_GRADIENT_CLIPPING", None)
     accelerator = Accelerator(
         mixed_precision="no",  # precision is the model's own; see precision.py
         gradient_accumulation_steps=1,  # so is accumulation: the loop's

@@ -22,6 +22,10 @@ class Zero(Engine):
     (`zero_force_ds_cpu_optimizer: false`): the same arithmetic, and nothing to compile.
     """
 
+    @property
+    def plugin(self) -> Any:
+        return self.accelerator.state.deepspeed_plugin
+
     def placement(self, recipe: Recipe) -> Placement:
         return Placement("load", self.device)
 
@@ -29,13 +33,12 @@ class Zero(Engine):
     def loading(self, recipe: Recipe) -> Iterator[None]:
         """Under stage 3 `from_pretrained` shards while it reads, so no rank holds the whole model. Random weights are made
         whole on every rank, then sharded: made in shards, they would depend on the number of ranks."""
-        plugin = self.accelerator.state.deepspeed_plugin
-        with plugin.zero3_init_context_manager(enable=recipe.model.config is None):
+        with self.plugin.zero3_init_context_manager(enable=recipe.model.config is None):
             yield
 
     def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
         self.unwrapped = model
-        config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        config = self.plugin.deepspeed_config
         config.update(
             train_micro_batch_size_per_gpu=1,  # rows are ours; DeepSpeed only checks that the product fits
             gradient_accumulation_steps=micro_batches,
@@ -69,7 +72,7 @@ class Zero(Engine):
         return norm if self.loss_scale.update(norm) else None
 
     def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         wanted = saved_names(self.unwrapped, trainable_only)
         for name, tensor in self.unwrapped.state_dict(keep_vars=True).items():
@@ -88,6 +91,3 @@ def require_deepspeed() -> None:
 
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("this accelerate config needs DeepSpeed: pip install 'deepspeed>=0.19'")
-
-
-

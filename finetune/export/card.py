@@ -11,7 +11,10 @@ from finetune.recipe import Recipe, dump_recipe
 
 def model_card(recipe: Recipe, plan: dict[str, Any], last: dict[str, Any], evaluation: dict[str, float]) -> str:
     """Markdown with the hub's metadata block. plan: plan.json; last: the last train line."""
-    head: dict[str, Any] = {"library_name": "transformers" if recipe.mode == "full" else "peft", "tags": ["finetune", "sft"]}
+    head: dict[str, Any] = {
+        "library_name": "transformers" if recipe.mode == "full" else "peft",
+        "tags": ["finetune", "sft"],
+    }
     if recipe.model.name:
         head["base_model"] = recipe.model.name
     rows = [

@@ -47,4 +47,6 @@ def _check_names(model: Any, lora: Lora) -> None:
     for key, name in wanted:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
             linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if "Linear" in type(m).__name__})
-            raise UserError(f"{key}: the model has no module {name!r}; its linear ones are {', '.join(linear or names)}")
+            raise UserError(
+                f"{key}: the model has no module {name!r}; its linear ones are {', '.join(linear or names)}"
+            )

@@ -70,7 +70,7 @@ def model_config(model: Model) -> PretrainedConfig:
 def attention_for(recipe: Recipe, config: PretrainedConfig, device: str) -> AttentionChoice:
     """The attention of this run; see `choose_attention`."""
     try:
-        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:
         raise UserError(f"{type(config).__name__} is not a causal language model that transformers knows") from None
     half = dtypes(recipe).compute != torch.float32
@@ -107,15 +107,18 @@ def _base_model(
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, **common)
         _buffers_from_meta(model, config)
+        model.tie_weights()  # no_init_weights leaves them apart
         return model
     if recipe.model.config is not None:
         return AutoModelForCausalLM.from_config(config, **common)
     if recipe.quantization is not None:
         common["quantization_config"] = quantization_config(recipe.quantization, dtypes(recipe).compute)
         common["device_map"] = {"": placement.device}  # 4-bit weights are packed where they will be used
+    name = recipe.model.name
+    assert name is not None  # the schema wants it where there is no config
     try:
         return AutoModelForCausalLM.from_pretrained(
-            recipe.model.name,
+            name,
             config=config,
             revision=recipe.model.revision or "main",
             trust_remote_code=recipe.model.trust_remote_code,

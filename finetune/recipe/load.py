@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from finetune.recipe.problems import Key, Problem, RecipeError
 from finetune.recipe.rules import broken_rules
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import RUN_NAME, Recipe
 from finetune.recipe.yaml_tree import Tree, dump, override, read
 
 
@@ -85,7 +85,7 @@ def _key(loc: tuple[str | int, ...], kind: str, values: Any) -> Key:
         if _has(values, part):
             key = (*key, part)
             values = values[part]
-        elif kind == "missing" and i == len(loc) - 1:
+        elif kind == "missing" and i == len(loc) - 1 and isinstance(part, str):
             key = (*key, part)
     return key
 
@@ -100,6 +100,8 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
     first = group[0]
     if first["type"] == "extra_forbidden":
         return "unknown key" + _meant(key)
+    if first["type"] == "missing" and isinstance(first["loc"][-1], int):  # of a list whose length is fixed
+        return f"expected {group[-1]['loc'][-1] + 1} items, got {_shown(_value_at(values, key))}"
     if first["type"] == "missing":
         return "is missing" + _stray(key, values)
     if first["type"] == "value_error":
@@ -144,6 +146,8 @@ _ELSEWHERE = {
 def _meant(key: Key) -> str:
     """Which key an unknown one was meant to be: near it, elsewhere in the recipe, or known from other programs."""
     name, here = str(key[-1]), _fields_at(key[:-1])
+    if name == "extends":
+        return "; it stands at the top of a recipe, in no section"
     if difflib.get_close_matches(name.lower(), here, n=1, cutoff=0.7):
         return _did_you_mean(name, here)
     homes = [dotted for dotted in _dotted_names() if dotted.rpartition(".")[2] == name]
@@ -165,7 +169,6 @@ def _stray(key: Key, values: dict[str, Any]) -> str:
 
 _EXPECTED = {
     "int_type": "a whole number",
-    "int_from_float": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
@@ -173,7 +176,13 @@ _EXPECTED = {
     "tuple_type": "a list",
     "dict_type": "a section",
     "model_type": "a section",
-    "none_required": "null",
+    "string_too_short": "text that is not empty",
+}
+_BOUNDS = {
+    "greater_than": "greater than",
+    "greater_than_equal": "of at least",
+    "less_than": "less than",
+    "less_than_equal": "of at most",
 }
 
 
@@ -184,23 +193,14 @@ def _expected(detail: dict[str, Any]) -> str:
         return _EXPECTED[kind]
     if kind == "literal_error":
         return context["expected"]
-    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        return (
-            kind.replace("_", " ")
-            .replace("than equal", "than or equal to")
-            .replace("greater", "a number greater")
-            .replace("less", "a number less")
-            + " "
-            + str(next(iter(context.values())))
-        )
+    if kind in _BOUNDS:
+        return f"a number {_BOUNDS[kind]} {next(iter(context.values()))}"
     if kind == "too_short":
         return f"at least {context['min_length']} item{'s' if context['min_length'] > 1 else ''}"
-    if kind == "too_long":
-        return f"at most {context['max_length']} items"
-    if kind == "string_pattern_mismatch":
-        return f"text of the form {context['pattern']}"
-    if kind == "string_too_short":
-        return "text that is not empty"
+    if kind == "too_long":  # a list whose length is fixed
+        return f"{context['max_length']} items"
+    if kind == "string_pattern_mismatch" and context["pattern"] == RUN_NAME:
+        return "letters, digits, `.`, `_` and `-`, the first a letter or digit"
     return detail["msg"]
 
 

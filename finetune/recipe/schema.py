@@ -35,11 +35,13 @@ Betas = Annotated[tuple[Share, Share], BeforeValidator(_list_to_tuple), Field(st
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple), Field(strict=False, min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
 
 class Run(Section):
     """Where the results go, and the seed of everything random."""
 
-    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # run directory: <dir>/<name>
+    name: Annotated[str, Field(min_length=1, pattern=RUN_NAME)]  # run directory: <dir>/<name>
     dir: str = "runs"
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 42  # initial weights, adapters, order of samples, dropout
 

@@ -25,6 +25,8 @@ _WORDS = (
     ("merge", r"<<", "<"),
 )
 
+_PLAIN = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2's idea of numbers and booleans."""
@@ -112,7 +114,7 @@ def _parse(path: Path) -> Tree:
         message = ", ".join(part for part in (error.context, error.problem) if part)
         raise _error(path, Place(str(path), mark and mark.line + 1), (), f"not valid YAML: {message}") from None
     if problems:
-        raise RecipeError(path, problems)
+        raise RecipeError(path, sorted(problems, key=lambda problem: problem.place.line or 0))
     if tree.values is None:
         raise _error(path, Place(str(path)), (), "is empty; copy one of the files in recipes/")
     if not isinstance(tree.values, dict):
@@ -163,6 +165,8 @@ class _Reading:
         if any(node is other for other in above):
             return self.problem(place, key, "an alias that stands inside what it names")
         above = (*above, node)
+        if not isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN:
+            return self.problem(place, key, f"the tag {node.tag!r} has no meaning here")
         if isinstance(node, yaml.SequenceNode):
             return [self.value(child, (*key, i), above) for i, child in enumerate(node.value)]
         if isinstance(node, yaml.MappingNode):

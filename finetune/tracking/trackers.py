@@ -15,12 +15,18 @@ from finetune.recipe.schema import Recipe, Tracking
 Metrics = dict[str, Any]
 _INSTALL = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
 # Keys and tokens by their public shapes (Hugging Face, W&B's 40 hex digits, cloud keys) and user:password in a URL.
-_SECRET = re.compile(r"hf_[A-Za-z0-9]{20,}|\b[0-9a-f]{40}\b|AKIA[0-9A-Z]{16}|sk-[A-Za-z0-9_-]{20,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)")
+_SECRET = re.compile(
+    r"hf_[A-Za-z0-9]{20,}|\b[0-9a-f]{40}\b|AKIA[0-9A-Z]{16}|sk-[A-Za-z0-9_-]{20,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)"
+)
 
 
 def wanted(tracking: Tracking) -> list[str]:
     """Names of the trackers that a recipe switches on."""
-    switches = {"wandb": tracking.wandb is not None, "tensorboard": tracking.tensorboard, "trackio": bool(tracking.trackio)}
+    switches = {
+        "wandb": tracking.wandb is not None,
+        "tensorboard": tracking.tensorboard,
+        "trackio": bool(tracking.trackio),
+    }
     return [name for name, on in switches.items() if on]
 
 
@@ -97,7 +103,7 @@ def _tensorboard(recipe: Recipe, run_dir: Path) -> Any:
 def _trackio(recipe: Recipe, run_dir: Path) -> Any:
     from accelerate.tracking import TrackioTracker
 
-    tracker = TrackioTracker(recipe.tracking.trackio, name=recipe.run.name, resume="allow")
+    tracker = TrackioTracker(str(recipe.tracking.trackio), name=recipe.run.name, resume="allow")
     tracker.start()
     return tracker
 

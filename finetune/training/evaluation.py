@@ -92,11 +92,14 @@ class Evaluator:
         assert isinstance(self.tokenizer.pad_token_id, int)  # load_tokenizer sees to it
         return self.tokenizer.pad_token_id
 
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
     def _judged(self, asked: Question, output: list[int]) -> Generation:
-        said = self.tokenizer.decode(output, skip_special_tokens=True)
-        right = self.tokenizer.decode(asked.reference, skip_special_tokens=True)
+        said = self._text(output)
+        right = self._text(asked.reference)
         matches = answer(said, self.recipe.answer) == answer(right, self.recipe.answer)
-        return Generation(self.tokenizer.decode(asked.prompt), said, right, matches)
+        return Generation(str(self.tokenizer.decode(asked.prompt)), said, right, matches)
 
 
 def _limit(evaluator: Evaluator, wanted: int) -> int:

@@ -18,7 +18,7 @@ from finetune.errors import RunFailure
 from finetune.models import AttentionChoice
 from finetune.objectives import supervised_loss_sum
 from finetune.recipe import Recipe
-from finetune.training.plan import Plan
+from finetune.planning.plan import Plan
 from finetune.training.schedules import lr_factor
 
 
@@ -98,11 +98,11 @@ def not_finite(what: str, engine: Engine, step: int, batches: list[Batch], losse
     """The message of a stop: step, and the rows of the micro-batches that did it, over all ranks. Collective."""
     guilty = [b for b, loss in zip(batches, losses, strict=True) if not torch.isfinite(loss)] or batches
     rows = [f"{path}:{row}" for batch in guilty for path, row in batch.documents]
-    everyone = [row for share in engine.gather(rows if what == "gradient" or guilty is not batches else []) for row in share]
+    everyone = [
+        row for share in engine.gather(rows if what == "gradient" or guilty is not batches else []) for row in share
+    ]
     shown = ", ".join(everyone[:20]) + (f" and {len(everyone) - 20} more" if len(everyone) > 20 else "")
     return (
         f"the {what} is not finite at step {step + 1}; nothing was stepped. Rows in question: {shown}. "
         "Look at these rows with `finetune inspect`, lower optimizer.lr, or use train.precision: bf16 instead of fp16"
     )
-
-

@@ -8,8 +8,7 @@ Every room is entered once, in this order. What can fail for a reason the user c
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from finetune.data import Examples, Loader, RowOrder, Rows, one_per_row, pack, prepare_examples
+from finetune.data import Dataset, Loader, RowOrder, build_dataset, template_notes
 from finetune.engine import Engine, autocast_forward, check_launch, read_launch, start_engine
 from finetune.errors import UserError
 from finetune.export import model_card, save_result
@@ -31,29 +30,13 @@ from finetune.models import (
     model_config,
 )
 from finetune.recipe import Recipe, dump_recipe
-from finetune.recipe.schema import Source
 from finetune.tracking import MetricsLog, Trackers, TrainingProgress, check_installed
 from finetune.training.evaluation import Evaluator, Generation, end_ids
 from finetune.training.loop import State, StepMetrics, training_steps
 from finetune.training.optimizers import build_optimizers
-from finetune.training.plan import Plan, git_commit, run_length, versions
+from finetune.planning.plan import Plan, git_commit, run_length, versions
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """Examples and how they lie in rows."""
-
-    examples: Examples
-    rows: Rows
-
-    @property
-    def tokens(self) -> int:
-        return int(self.examples.lengths.sum())
-
-    def efficiency(self, max_length: int) -> float:
-        return self.tokens / (len(self.rows) * max_length)
 
 
 def train(recipe: Recipe, recipe_file: str, console: Console | None = None) -> Path:
@@ -67,22 +50,18 @@ def train(recipe: Recipe, recipe_file: str, console: Console | None = None) -> P
     tokenizer = load_tokenizer(recipe.model)
     config = model_config(recipe.model)
     check_token_ids(config, len(tokenizer))
-    training = dataset(recipe, recipe.data.train, tokenizer)
-    held_out = dataset(recipe, recipe.data.eval, tokenizer) if recipe.data.eval else None
+    notes = template_notes(recipe, tokenizer)
+    training = build_dataset(recipe, recipe.data.train, tokenizer)
+    held_out = build_dataset(recipe, recipe.data.eval, tokenizer) if recipe.data.eval else None
     engine = start_engine(recipe, launch)
     run = Run(recipe, engine, tokenizer, config, training, held_out, micro_batches, console or Console())
+    for note in notes:
+        run.say(f"note: {note}")
     try:
         run.execute()
     finally:
         engine.close()
     return run.folder
-
-
-def dataset(recipe: Recipe, sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast) -> Dataset:
-    """Rows of tokens, made once and cached; every process may ask at the same time."""
-    examples = prepare_examples(recipe, sources, tokenizer)
-    packed = pack(examples.lengths, recipe.data.max_length) if recipe.data.packing else one_per_row(examples.lengths)
-    return Dataset(examples, packed)
 
 
 class Run:
@@ -120,10 +99,9 @@ class Run:
         if self.recipe.batch.rows_per_device != 1:
             raise UserError(f"{self.attention.reason}: set batch.rows_per_device: 1")
         if self.recipe.data.packing:
-            self._say(f"[yellow]{self.attention.reason}; packing is off[/yellow]")
-        self.training, self.held_out = (
-            data and Dataset(data.examples, one_per_row(data.examples.lengths)) for data in (self.training, self.held_out)
-        )
+            self.say(f"[yellow]{self.attention.reason}; packing is off[/yellow]")
+        self.training = self.training.unpacked()
+        self.held_out = self.held_out.unpacked() if self.held_out else None
 
     def _load(self, config: PretrainedConfig) -> Any:
         with self.engine.loading(self.recipe):
@@ -151,7 +129,7 @@ class Run:
             total_rows=total_rows,
             examples=len(data.examples),
             tokens_per_epoch=data.tokens,
-            supervised_tokens_per_epoch=int(data.examples.num_trained.sum()),
+            supervised_tokens_per_epoch=data.supervised_tokens,
             packing_efficiency=data.efficiency(recipe.data.max_length),
             parameters=sum(count for count, _ in whole),
             trainable_parameters=sum(count for count, trained in whole if trained),
@@ -166,7 +144,14 @@ class Run:
         order = RowOrder(len(data.rows), recipe.run.seed)
         batch = recipe.batch
         return Loader(
-            data.examples, data.rows, order, batch.rows, batch.rows_per_device, engine.rank, engine.world_size, total_rows
+            data.examples,
+            data.rows,
+            order,
+            batch.rows,
+            batch.rows_per_device,
+            engine.rank,
+            engine.world_size,
+            total_rows,
         )
 
     def _evaluator(self) -> Evaluator | None:
@@ -199,9 +184,7 @@ class Run:
             self._evaluate()
         every = self.recipe.evaluate.every_steps
         with TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress:
-            for metrics in training_steps(
-                self.engine, self.loader, self.attention, self.recipe, self.plan, self.state
-            ):
+            for metrics in training_steps(self.engine, self.loader, self.attention, self.recipe, self.plan, self.state):
                 self.last = metrics
                 self._log(asdict(metrics), metrics.step)
                 progress.update(metrics.step, metrics.loss, metrics.tokens_per_s)
@@ -229,14 +212,12 @@ class Run:
         ends = end_ids(self.training.examples, self.tokenizer)
         card = model_card(self.recipe, asdict(self.plan), asdict(self.last) if self.last else {}, self.evaluation)
         adapter = self.recipe.mode != "full"
-        save_result(
-            self.engine, self.tokenizer, ends, adapter, dtypes(self.recipe).frozen, card, self.folder / "model"
-        )
-        self._say(f"saved [bold]{self.folder / 'model'}[/bold]")
+        save_result(self.engine, self.tokenizer, ends, adapter, dtypes(self.recipe).frozen, card, self.folder / "model")
+        self.say(f"saved [bold]{self.folder / 'model'}[/bold]")
 
     # --- what a person sees
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         if self.engine.is_main:
             self.console.print(text)
 
@@ -288,5 +269,3 @@ def device_name(engine: Engine) -> str:
     import torch
 
     return torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type
-
-

@@ -1,0 +1,65 @@
+"""Examples and how they lie in rows: what training, evaluation, `check` and `inspect` all start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.chat import check_template, resolve_template
+from finetune.data.examples import Examples, prepare_examples
+from finetune.data.packing import Rows, one_per_row, pack
+from finetune.errors import UserError
+from finetune.recipe import Recipe
+from finetune.recipe.schema import Source
+
+
+@dataclass(frozen=True)
+class Dataset:
+    examples: Examples
+    rows: Rows
+
+    @property
+    def tokens(self) -> int:
+        """Of an epoch."""
+        return int(self.examples.lengths.sum())
+
+    @property
+    def supervised_tokens(self) -> int:
+        return int(self.examples.num_trained.sum())
+
+    def efficiency(self, max_length: int) -> float:
+        """Tokens over the room in all rows."""
+        return self.tokens / (len(self.rows) * max_length)
+
+    def unpacked(self) -> Dataset:
+        """The same examples, one in a row."""
+        return Dataset(self.examples, one_per_row(self.examples.lengths))
+
+
+def build_dataset(
+    recipe: Recipe,
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Callable[[int], None] | None = None,
+) -> Dataset:
+    """Rows of tokens, made once and cached; every process may ask at the same time. Raises UserError."""
+    examples = prepare_examples(recipe, sources, tokenizer, progress)
+    packed = pack(examples.lengths, recipe.data.max_length) if recipe.data.packing else one_per_row(examples.lengths)
+    return Dataset(examples, packed)
+
+
+def template_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What is worth knowing of the chat template; the tokenizer takes the recipe's, so that the result carries it.
+
+    Raises UserError where its masks cannot be right.
+    """
+    template = resolve_template(recipe.model.chat_template, tokenizer)
+    if template is not None:
+        tokenizer.chat_template = template.text
+    findings = check_template(tokenizer, template, recipe.objective.train_on)
+    problems = [text.removeprefix("problem: ") for text in findings if text.startswith("problem: ")]
+    if problems and any(source.format != "text" for source in (*recipe.data.train, *recipe.data.eval)):
+        raise UserError("model.chat_template: " + "; ".join(problems))
+    return [text.removeprefix("note: ") for text in findings if text.startswith("note: ")]

@@ -1,0 +1,1 @@
+"""What can be known without training: the plan, `check`, `inspect`."""

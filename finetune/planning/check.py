@@ -1,0 +1,108 @@
+"""`check`: everything that would stop a run, found without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.recipe import Recipe, load_recipe
+
+
+@dataclass
+class Report:
+    """What was found of one recipe: `error` where it would not run, else facts by name and notes."""
+
+    recipe: str
+    error: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"recipe": self.recipe, "ok": self.error is None, "error": self.error, **self.facts, "notes": self.notes}
+
+    def text(self) -> str:
+        if self.error:
+            return self.error
+        facts = [f"  {name.replace('_', ' ')}: {_shown(value)}" for name, value in self.facts.items()]
+        return "\n".join([f"{self.recipe}: ok", *facts, *(f"  note: {note}" for note in self.notes)])
+
+
+def check_folder(folder: Path, overrides: Sequence[str]) -> list[Report]:
+    """Every complete recipe below a folder, by itself. Files in a folder named `base` are parts of others.
+
+    Raises UserError where there is none.
+    """
+    paths = sorted(path for path in folder.rglob("*.yaml") if "base" not in path.relative_to(folder).parts[:-1])
+    if not paths:
+        raise UserError(f"{folder}: no recipes (*.yaml) in this folder")
+    return [check_recipe(path, overrides, recipe_only=True) for path in paths]
+
+
+def check_recipe(
+    path: Path,
+    overrides: Sequence[str],
+    config_file: Path | None = None,
+    num_processes: int | None = None,
+    recipe_only: bool = False,
+) -> Report:
+    """Schema and rules; with an accelerate config the launch; unless `recipe_only` tokenizer, template and data."""
+    report = Report(str(path))
+    try:
+        recipe = load_recipe(path, overrides)
+        if config_file or num_processes:
+            _check_launch(recipe, path, config_file, num_processes, report)
+        if not recipe_only:
+            _check_data(recipe, report)
+    except UserError as error:
+        report.error = str(error)
+    return report
+
+
+def _check_launch(recipe: Recipe, path: Path, config_file: Path | None, processes: int | None, report: Report) -> None:
+    from finetune.engine import Launch, check_launch, read_config_file
+
+    launch = read_config_file(str(config_file), processes) if config_file else Launch("replicated", processes or 1)
+    micro_batches = check_launch(recipe, str(path), launch)
+    report.facts["launch"] = f"{launch.where}, {launch.processes} processes, {micro_batches} forwards each per step"
+
+
+def _check_data(recipe: Recipe, report: Report) -> None:
+    from finetune.data import build_dataset, template_notes
+    from finetune.models import check_token_ids, load_tokenizer, model_config
+    from finetune.planning.plan import run_length
+    from finetune.tracking import check_installed
+
+    check_installed(recipe.tracking)
+    tokenizer = load_tokenizer(recipe.model)
+    check_token_ids(model_config(recipe.model), len(tokenizer))
+    report.notes += template_notes(recipe, tokenizer)
+    for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+        if not sources:
+            continue
+        data = build_dataset(recipe, sources, tokenizer)
+        share = data.supervised_tokens / data.tokens
+        report.facts[f"{name}_data"] = (
+            f"{len(data.examples):,} examples, {data.tokens:,} tokens, {share:.0%} supervised"
+        )
+        full = data.efficiency(recipe.data.max_length)
+        report.facts[f"{name}_rows"] = f"{len(data.rows):,} of {recipe.data.max_length:,} tokens, {full:.1%} full"
+        if name == "train":
+            report.facts["steps"] = run_length(recipe, len(data.rows))[0]
+        lost = {key: count for key, count in data.examples.report.totals().items() if key in _LOSSES and count}
+        report.notes += [f"{name}: {count:,} {_LOSSES[key]}" for key, count in lost.items()]
+
+
+_LOSSES = {
+    "bad": "bad rows skipped",
+    "dropped_overlong": "rows dropped for their length",
+    "truncated": "rows truncated",
+    "split": "rows split",
+    "no_supervised_token": "examples dropped because nothing in them is trained",
+}
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)

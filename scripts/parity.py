@@ -1,0 +1,273 @@
+"""The promise, measured: the same recipe on every accelerate config, step by step against one process.
+
+    python scripts/parity.py                      # everything that fits this machine
+    python scripts/parity.py --only zero3 lora    # configs or cases whose names contain one of the words
+
+Each accelerate config is launched once and runs all its cases in that one group. Exit status 1 where a difference
+exceeds its tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 20
+LOSS_RELATIVE = 5e-6  # fp32: reordering the micro-batches of one process moves the loss by 2e-7 over 60 steps
+PARAMETER = 1e-5
+# bf16 rounds each product to 8 bits; two backends that round in another order drift apart by some of those steps.
+BF16_LOSS_RELATIVE = 1e-2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe, as overrides of the base one, and how close the backends must stay."""
+
+    name: str
+    overrides: tuple[str, ...]
+    model: str = "llama"
+    loss: float = LOSS_RELATIVE
+    parameter: float = PARAMETER
+    not_on: tuple[str, ...] = ()  # configs, with the reason beside the case
+
+
+LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
+QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}")
+DEEPSPEED = ("zero2", "zero3", "zero3_offload", "zero3_nvme")
+CASES = (
+    Case("full", ()),
+    Case("lora", LORA),
+    Case("full accumulate 1", ("batch.rows_per_device=4",)),
+    Case("lora accumulate 1", (*LORA, "batch.rows_per_device=4")),
+    Case("full unpacked", ("data.packing=false",)),
+    Case("lora unpacked", (*LORA, "data.packing=false")),
+    Case("full tied", (), model="llama_tied"),
+    Case("lora tied", LORA, model="llama_tied"),
+    Case("full mistral window", (), model="mistral"),
+    Case("lora mistral window", LORA, model="mistral"),
+    Case("full checkpointing", ("train.activation_checkpointing=true",)),
+    Case("lora dropout rslora", (*LORA, "lora.dropout=0.1", "lora.rslora=true", "optimizer.lr=1e-3")),
+    Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
+    Case("qlora", QLORA, not_on=("zero3_nvme",)),
+    Case("full bf16", ("train.precision=bf16",), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
+    Case("lora bf16", (*LORA, "train.precision=bf16"), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
+)
+# (accelerate config, processes, words that select its cases). Four processes run a selection, for time.
+LAUNCHES = (
+    ("ddp", 2, None),
+    ("fsdp2", 2, None),
+    ("fsdp2_offload", 2, ("full", "lora", "qlora")),
+    ("zero2", 2, None),
+    ("zero3", 2, None),
+    ("zero3_offload", 2, None),
+    ("ddp", 4, ("full", "lora", "full tied", "lora dropout rslora")),
+    ("fsdp2", 4, ("full", "lora", "full tied", "lora dropout rslora")),
+    ("zero3", 4, ("full", "lora")),
+)
+
+
+@dataclass
+class Difference:
+    """One cell of the matrix."""
+
+    config: str
+    processes: int
+    case: str
+    loss: float  # largest relative difference of any step's loss
+    bias: float  # mean signed relative difference: noise averages out, a wrong factor does not
+    grad_norm: float
+    parameter: float  # largest absolute difference of any trained parameter at the end
+    passed: bool
+    steps: int = STEPS
+    problems: list[str] = field(default_factory=list)
+
+
+def base_recipe(folder: Path) -> dict[str, Any]:
+    return {
+        "run": {"name": "base", "dir": str(folder / "runs")},
+        "model": {"name": str(folder / "llama")},
+        "mode": "full",
+        "data": {
+            "train": [{"path": str(folder / "rows.jsonl"), "format": "messages"}],
+            "eval": [{"path": str(folder / "held_out.jsonl"), "format": "messages"}],
+            "max_length": 64,
+        },
+        "batch": {"rows": 8, "rows_per_device": 1},
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
+        "schedule": {"warmup_steps": 2},
+        "train": {"max_steps": STEPS, "precision": "fp32"},
+        "evaluate": {"at_start": False},
+    }
+
+
+def prepare(folder: Path) -> None:
+    for model in tiny.MODELS:
+        tiny.save_model(folder, model)
+    tiny.write_rows(folder / "rows.jsonl", tiny.conversations(300))
+    tiny.write_rows(folder / "held_out.jsonl", tiny.conversations(24, seed=1))
+    import yaml
+
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(base_recipe(folder)), encoding="utf-8")
+
+
+def run_name(config: str, processes: int, case: str) -> str:
+    return f"{config}-{processes}-{case.replace(' ', '_')}"
+
+
+def work(folder: Path, config: str, names: list[str]) -> None:
+    """Inside a launch: train the named cases one after another in this process group."""
+    from finetune.cli import quiet_libraries
+
+    quiet_libraries()
+    from rich.console import Console
+
+    from finetune.engine import leave_group
+    from finetune.recipe import load_recipe
+    from finetune.training.run import train
+
+    quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115 (lives as long as the process)
+    for case in CASES:
+        if case.name in names:
+            name = run_name(config, int(os.environ.get("WORLD_SIZE", "1")), case.name)
+            overrides = (*case.overrides, f"run.name={name}", f"model.name={folder / case.model}")
+            train(load_recipe(folder / "recipe.yaml", overrides), "recipe.yaml", quiet)
+            print(f"done {name}", flush=True)
+    leave_group()
+
+
+def launch(folder: Path, config: str, processes: int, cases: list[str]) -> None:
+    """Run cases under `accelerate launch`, as a user would. Raises CalledProcessError with the output shown."""
+    command = ["accelerate", "launch", "--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")]
+    command += ["--num_processes", str(processes), str(Path(__file__).resolve())]
+    command += ["--folder", str(folder), "--work", config, *cases]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    (folder / f"{config}-{processes}.log").write_text(done.stdout, encoding="utf-8")
+    if done.returncode:
+        print(done.stdout[-6000:], file=sys.stderr)
+        raise subprocess.CalledProcessError(done.returncode, command)
+
+
+def compare(folder: Path, config: str, processes: int, case: Case) -> Difference:
+    """One launch's case against the same case on one process."""
+    reference, other = (folder / "runs" / run_name(*which, case.name) for which in (("single", 1), (config, processes)))
+    ours, theirs = train_lines(reference), train_lines(other)
+    relative = [(b["loss"] - a["loss"]) / a["loss"] for a, b in zip(ours, theirs, strict=True)]
+    norms = [abs(b["grad_norm"] / a["grad_norm"] - 1) for a, b in zip(ours, theirs, strict=True)]
+    loss, bias = max(map(abs, relative)), statistics.fmean(relative)
+    parameter = parameter_difference(reference / "model", other / "model")
+    problems = []
+    if loss > case.loss:
+        problems.append(f"loss differs by {loss:.1e}, allowed {case.loss:.0e}")
+    if abs(bias) > case.loss / 5:
+        problems.append(f"losses differ by {bias:.1e} on average, allowed {case.loss / 5:.0e}")
+    if parameter > case.parameter:
+        problems.append(f"parameters differ by {parameter:.1e}, allowed {case.parameter:.0e}")
+    if len(ours) != STEPS:
+        problems.append(f"{len(ours)} steps instead of {STEPS}")
+    return Difference(
+        config, processes, case.name, loss, bias, max(norms), parameter, not problems, len(ours), problems
+    )
+
+
+def train_lines(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if "loss" in line]
+
+
+def parameter_difference(reference: Path, other: Path) -> float:
+    """Over the saved weights or adapters; infinite where their names differ."""
+    ours, theirs = tensors(reference), tensors(other)
+    if ours.keys() != theirs.keys():
+        return float("inf")
+    return max((ours[name].float() - theirs[name].float()).abs().max().item() for name in ours)
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(file))
+    return found
+
+
+def selected(only: list[str]) -> list[tuple[str, int, list[Case]]]:
+    """Launches and their cases, narrowed by words: a config's name, `x4`, or part of a case's name."""
+    configs = {config for config, _, _ in LAUNCHES}
+    wanted_configs = [word for word in only if word in configs]
+    sizes = [int(word[1:]) for word in only if word[:1] == "x" and word[1:].isdigit()]
+    words = [word for word in only if word not in configs and not (word[:1] == "x" and word[1:].isdigit())]
+    chosen = []
+    for config, processes, names in LAUNCHES:
+        if (wanted_configs and config not in wanted_configs) or (sizes and processes not in sizes):
+            continue
+        cases = [
+            case
+            for case in CASES
+            if (names is None or case.name in names)
+            and config not in case.not_on
+            and (not words or any(word == case.name or word in case.name.split() for word in words))
+        ]
+        if cases:
+            chosen.append((config, processes, cases))
+    return chosen
+
+
+def show(differences: list[Difference]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("config", "processes", "case", "loss, relative", "bias", "grad norm", "parameters", "")
+    for d in differences:
+        numbers = [f"{value:.1e}" for value in (d.loss, d.bias, d.grad_norm, d.parameter)]
+        mark = "[green]same[/green]" if d.passed else f"[red]{'; '.join(d.problems)}[/red]"
+        table.add_row(d.config, str(d.processes), d.case, *numbers, mark)
+    Console(width=140).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], help="names of configs, cases, or sizes such as x4")
+    parser.add_argument("--json", type=Path, help="write the matrix there")
+    parser.add_argument("--folder", type=Path, help="work there and keep everything")
+    parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work:
+        work(arguments.folder, arguments.work[0], arguments.work[1:])
+        return 0
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="finetune-parity-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["FINETUNE_CACHE"] = str(folder / "cache")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    prepare(folder)
+    launches = selected(arguments.only)
+    needed = [case.name for case in CASES if any(case in cases for _, _, cases in launches)]
+    launch(folder, "single", 1, needed)
+    differences = []
+    for config, processes, cases in launches:
+        print(f"{config} x{processes}: {len(cases)} cases", file=sys.stderr, flush=True)
+        launch(folder, config, processes, [case.name for case in cases])
+        differences += [compare(folder, config, processes, case) for case in cases]
+    show(differences)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([vars(d) for d in differences], indent=1) + "\n", encoding="utf-8")
+    if not arguments.folder:
+        shutil.rmtree(folder)
+    return 0 if all(d.passed for d in differences) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,86 @@
+"""Tiny models, a tokenizer and conversations, made on the spot: what the parity matrix and the tests train."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_WORDS = ("river", "stone", "light", "cloud", "paper", "green", "seven", "house", "under", "table", "quick", "stars")
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_SHAPE},
+    "llama_tied": {"model_type": "llama", **_SHAPE, "tie_word_embeddings": True},
+    # The window is shorter than most documents, so that it matters.
+    "mistral": {"model_type": "mistral", **_SHAPE, "sliding_window": 8},
+}
+
+
+def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Answers of very different length, so that wrong normalisation shows."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        asked = [rng.choice(_WORDS) for _ in range(rng.randint(1, 9))]
+        told = asked[::-1] if rng.random() < 0.5 else asked[:1]
+        rows.append({"messages": [_said("user", asked), _said("assistant", told)]})
+    return rows
+
+
+def _said(role: str, words: list[str]) -> dict[str, str]:
+    return {"role": role, "content": " ".join(words)}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def tokenizer() -> Any:
+    """Byte-level BPE with ChatML's tokens; pad, end of turn and beginning are three different ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=350,
+        special_tokens=["<pad>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator((json.dumps(row) for row in conversations(300)), trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<|im_end|>")
+    fast.chat_template = CHATML
+    return fast
+
+
+def save_model(folder: Path, name: str, **changes: Any) -> Path:
+    """A model folder with random weights and the tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**MODELS[name], **changes})).save_pretrained(folder / name)
+    tokenizer().save_pretrained(folder / name)
+    return folder / name

@@ -1,0 +1,120 @@
+"""Tokenizers, templates and recipes for the tests of the data room, all made in the process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from finetune.data import UNTRAINED, Example, prepare_examples
+from finetune.recipe import Recipe
+
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog; what is two and two? It is four, of course.",
+    "user assistant system question answer hello world how are you I am fine thanks",
+    "def add(a, b):\n    return a + b\n\n0 1 2 3 4 5 6 7 8 9",
+]
+
+
+@lru_cache
+def _trained(specials: tuple[str, ...]) -> str:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=list(specials),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS * 5, trainer)
+    return backend.to_str()
+
+
+def byte_level(
+    specials: Sequence[str] = ("<s>", "</s>"),
+    *,
+    template: str | None = None,
+    trim_offsets: bool = False,
+    adds_bos: bool = False,
+    **named: str,
+) -> PreTrainedTokenizerFast:
+    """A small byte-level BPE. `named`: bos_token=, eos_token=, pad_token=."""
+    backend = Tokenizer.from_str(_trained(tuple(specials)))
+    parts = [processors.ByteLevel(trim_offsets=trim_offsets)]
+    if adds_bos:
+        bos = named["bos_token"]
+        parts.append(processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, specials.index(bos))]))
+    backend.post_processor = processors.Sequence(parts)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **named)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def word_level(vocab: Mapping[str, int], specials: Sequence[str], **named: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of given words and ids, for literal examples; the words are runs of white space or of the rest."""
+    backend = Tokenizer(models.WordLevel(dict(vocab), unk_token="?"))  # the vocabulary has a "?"
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), behavior="isolated")
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **named)
+
+
+def conversation(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    """user, assistant, user, ... after an optional system message."""
+    start = [{"role": "system", "content": system}] if system else []
+    roles = ("user", "assistant")
+    return start + [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def recipe(
+    path: Path | str, format: str = "text", *, source: Mapping[str, Any] | None = None, **changes: Any
+) -> Recipe:
+    """A recipe with one source. changes: `section__key=value`."""
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"name": "test"},
+        "model": {"config": {"model_type": "llama"}, "tokenizer": "none"},
+        "data": {"train": [{"path": str(path), "format": format, **(source or {})}], "max_length": 64},
+        "objective": {},
+        "batch": {"rows": 4},
+        "optimizer": {"lr": 1e-3},
+        "train": {"epochs": 1},
+    }
+    for name, value in changes.items():
+        section, key = name.split("__")
+        sections[section][key] = value
+    return Recipe.model_validate({"mode": "full", **sections})
+
+
+def prepare(
+    path: Path | str, format: str = "text", *, tokenizer: PreTrainedTokenizerFast | None = None, **options: Any
+):
+    """`prepare_examples` over the one source of `recipe(path, format, **options)`."""
+    made = recipe(path, format, **options)
+    return prepare_examples(made, made.data.train, tokenizer or text_tokenizer())
+
+
+def text_tokenizer() -> PreTrainedTokenizerFast:
+    return byte_level(bos_token="<s>", eos_token="</s>", adds_bos=True)
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def trained_ids(example: Example) -> list[int]:
+    return example.labels[example.labels != UNTRAINED].tolist()
+
+
+def document(number: int, length: int) -> Example:
+    """An example whose tokens say which document they are of; all but the first trained."""
+    ids = np.arange(length, dtype=np.int32) + 100 * number
+    labels = ids.copy()
+    labels[0] = UNTRAINED
+    return Example("made", number, ids, labels)

@@ -1,0 +1,518 @@
+"""Every mistake in a recipe is answered with its place, its key, what was expected and what to do. The table is the test.
+
+`GOOD` has one section a line, so a case is the lines that it changes and the problems that it must give: all of them,
+and no others, in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from finetune.recipe import RecipeError, divisibility_message, load_recipe
+
+GOOD = (
+    "run: {name: a}",  # 1
+    "model: {name: org/model}",  # 2
+    "mode: full",  # 3
+    "data: {train: [{path: a.jsonl, format: messages}], max_length: 64}",  # 4
+    "batch: {rows: 8}",  # 5
+    "optimizer: {lr: 1e-4}",  # 6
+    "train: {epochs: 1}",  # 7
+)
+EVAL = "data: {train: [{path: a.jsonl, format: messages}], eval: [{path: b.jsonl, format: messages}], max_length: 64}"
+LORA = "lora: {rank: 16, alpha: 32}"
+
+
+@dataclass
+class Bad:
+    """A recipe that must not load. `problems`: as printed, with `:8` for line 8 of the recipe itself."""
+
+    name: str
+    problems: list[str]
+    lines: dict[int, str] = field(default_factory=dict)  # changed or added lines of GOOD
+    text: str | None = None  # the whole file, instead
+    overrides: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)  # beside the recipe
+
+
+CASES = [
+    # --- keys ---
+    Bad("unknown key, near miss", [":1: run.sed: unknown key; did you mean `seed`?"], {1: "run: {name: a, sed: 3}"}),
+    Bad("unknown section", [":8: evalute: unknown key; did you mean `evaluate`?"], {8: "evalute: {every_steps: 2}"}),
+    Bad(
+        "unknown key, three levels down",
+        [":4: data.train[0].fromat: unknown key; did you mean `format`?"],
+        {4: "data: {train: [{path: a.jsonl, format: messages, fromat: text}], max_length: 64}"},
+    ),
+    Bad(
+        "unknown key, nothing like it",
+        [":5: batch.zzz: unknown key; valid here: rows, rows_per_device"],
+        {5: "batch: {rows: 8, zzz: 1}"},
+    ),
+    Bad(
+        "key of another section",
+        [":5: batch.packing: unknown key; did you mean `data.packing`?"],
+        {5: "batch: {rows: 8, packing: true}"},
+    ),
+    Bad(
+        "key of several other sections",
+        [":7: train.every_steps: unknown key; did you mean `evaluate.every_steps` or `checkpoint.every_steps`?"],
+        {7: "train: {epochs: 1, every_steps: 3}"},
+    ),
+    Bad(
+        "key of another program, and the key that it stands for",
+        [":6: optimizer.lr: is missing", ":6: optimizer.learning_rate: unknown key; did you mean `optimizer.lr`?"],
+        {6: "optimizer: {learning_rate: 1e-4}"},
+    ),
+    Bad(
+        "accumulation is not a choice",
+        [
+            ":5: batch.gradient_accumulation_steps: unknown key; accumulation follows from `batch.rows`, "
+            "`batch.rows_per_device` and the number of processes"
+        ],
+        {5: "batch: {rows: 8, gradient_accumulation_steps: 4}"},
+    ),
+    Bad(
+        "extends in a section",
+        [":1: run.extends: unknown key; it stands at the top of a recipe, in no section"],
+        {1: "run: {name: a, extends: b}"},
+    ),
+    # --- missing ---
+    Bad(
+        "missing, and its misspelling",
+        [
+            ":4: data.max_length: is missing; is `max_lenght` meant for it?",
+            ":4: data.max_lenght: unknown key; did you mean `max_length`?",
+        ],
+        {4: "data: {train: [{path: a.jsonl, format: messages}], max_lenght: 64}"},
+    ),
+    Bad("missing sections", [":1: batch: is missing", ":1: train: is missing"], {5: "", 7: ""}),
+    Bad(
+        "missing in a list item",
+        [":4: data.train[0].format: is missing"],
+        {4: "data: {train: [{path: a.jsonl}], max_length: 64}"},
+    ),
+    Bad("a section left empty", [":7: train: expected a section, got null"], {7: "train:"}),
+    # --- types ---
+    Bad("whole number", [":5: batch.rows: expected a whole number, got 8.0"], {5: "batch: {rows: 8.0}"}),
+    Bad("number", [':6: optimizer.lr: expected a number, got "small" (text)'], {6: "optimizer: {lr: small}"}),
+    Bad(
+        "a quoted number is text",
+        [':6: optimizer.lr: expected a number, got "1e-4" (text)'],
+        {6: 'optimizer: {lr: "1e-4"}'},
+    ),
+    Bad("a truth is no number", [":6: optimizer.lr: expected a number, got true"], {6: "optimizer: {lr: true}"}),
+    Bad(
+        "yes is a word",
+        [':7: train.compile: expected true or false, got "yes" (text)'],
+        {7: "train: {epochs: 1, compile: yes}"},
+    ),
+    Bad(
+        "text",
+        [":2: model.revision: expected text, got 1234567; quote it"],
+        {2: "model: {name: org/model, revision: 1234567}"},
+    ),
+    Bad(
+        "a list",
+        [":4: data.train: expected a list, got a section"],
+        {4: "data: {train: {path: a.jsonl, format: messages}, max_length: 64}"},
+    ),
+    Bad("a section", [":5: batch: expected a section, got 8"], {5: "batch: 8"}),
+    Bad(
+        "a section of columns",
+        [":4: data.train[0].columns: expected a section, got a list of 1"],
+        {4: "data: {train: [{path: a, format: text, columns: [text]}], max_length: 64}"},
+    ),
+    Bad(
+        "text in columns",
+        [":4: data.train[0].columns.text: expected text, got a list of 2"],
+        {4: "data: {train: [{path: a, format: text, columns: {text: [b, c]}}], max_length: 64}"},
+    ),
+    Bad("finite", [":6: optimizer.lr: expected a finite number, got inf"], {6: "optimizer: {lr: .inf}"}),
+    Bad(
+        "a long value is shortened",
+        [f':6: optimizer.lr: expected a number, got "{"x" * 56}...'],
+        {6: f"optimizer: {{lr: {'x' * 80}}}"},
+    ),
+    # --- ranges ---
+    Bad("greater than", [":6: optimizer.lr: expected a number greater than 0, got 0"], {6: "optimizer: {lr: 0}"}),
+    Bad("at least", [":5: batch.rows: expected a number of at least 1, got 0"], {5: "batch: {rows: 0}"}),
+    Bad(
+        "at most",
+        [":8: schedule.min_lr_ratio: expected a number of at most 1, got 1.5"],
+        {8: "schedule: {min_lr_ratio: 1.5}"},
+    ),
+    Bad(
+        "less than",
+        [":1: run.seed: expected a number less than 2147483648, got 2147483648"],
+        {1: "run: {name: a, seed: 2147483648}"},
+    ),
+    Bad(
+        "no items",
+        [":4: data.train: expected at least 1 item, got a list of 0"],
+        {4: "data: {train: [], max_length: 64}"},
+    ),
+    Bad(
+        "too many items",
+        [":6: optimizer.betas: expected 2 items, got a list of 3"],
+        {6: "optimizer: {lr: 1e-4, betas: [0.9, 0.95, 0.99]}"},
+    ),
+    Bad(
+        "too few items",
+        [":6: optimizer.betas: expected 2 items, got a list of 1"],
+        {6: "optimizer: {lr: 1e-4, betas: [0.9]}"},
+    ),
+    Bad(
+        "an item",
+        [":6: optimizer.betas[1]: expected a number of at most 1, got 95"],
+        {6: "optimizer: {lr: 1e-4, betas: [0.9, 95]}"},
+    ),
+    Bad("empty text", [':1: run.name: expected text that is not empty, got "" (text)'], {1: "run: {name: ''}"}),
+    Bad(
+        "a run name that is no folder name",
+        [':1: run.name: expected letters, digits, `.`, `_` and `-`, the first a letter or digit, got "a/b" (text)'],
+        {1: "run: {name: a/b}"},
+    ),
+    Bad(
+        "a choice",
+        [":3: mode: expected 'full', 'lora' or 'qlora', got \"lorra\" (text); did you mean `lora`?"],
+        {3: "mode: lorra"},
+    ),
+    Bad("a choice, not even text", [":3: mode: expected 'full', 'lora' or 'qlora', got 3"], {3: "mode: 3"}),
+    Bad(
+        "one of two types",
+        [":8: lora.targets: expected 'all-linear' or a list, got \"all-liner\" (text); did you mean `all-linear`?"],
+        {3: "mode: lora", 8: "lora: {targets: all-liner}"},
+    ),
+    Bad(
+        "one of two types: the branch that came further is the one meant",
+        [":8: lora.targets[1]: expected text, got 3; quote it"],
+        {3: "mode: lora", 8: "lora: {targets: [q_proj, 3]}"},
+    ),
+    # --- a section's own rules ---
+    Bad(
+        "no model",
+        [":2: model: give either `name` (pretrained weights) or `config` (from scratch), one of them is needed"],
+        {2: "model: {dtype: auto}"},
+    ),
+    Bad(
+        "two models",
+        [":2: model: give either `name` (pretrained weights) or `config` (from scratch), not both"],
+        {2: "model: {name: a, config: {model_type: llama}, tokenizer: t}"},
+    ),
+    Bad(
+        "a config without its type",
+        [":2: model: `config` needs a `model_type`, such as `llama` or `mistral`"],
+        {2: "model: {config: {hidden_size: 8}, tokenizer: t}"},
+    ),
+    Bad(
+        "a config without a tokenizer",
+        [":2: model: a model from `config` has no tokenizer of its own: give `tokenizer`"],
+        {2: "model: {config: {model_type: llama}}"},
+    ),
+    Bad("no end", [":7: train: give `epochs` or `max_steps`: the run needs an end"], {7: "train: {precision: fp32}"}),
+    # --- rules across sections ---
+    Bad(
+        "lora without its section",
+        [":3: mode: `mode: lora` needs a `lora:` section; `lora: {rank: 16, alpha: 32}` is a start"],
+        {3: "mode: lora"},
+    ),
+    Bad(
+        "full with lora",
+        [":8: lora: `mode: full` trains every weight and has no use for `lora:`; remove it or set `mode: lora`"],
+        {8: LORA},
+    ),
+    Bad(
+        "qlora without its sections",
+        [
+            ":3: mode: `mode: qlora` needs a `lora:` section; `lora: {rank: 16, alpha: 32}` is a start",
+            ":3: mode: `mode: qlora` needs a `quantization:` section; `quantization: {type: nf4}` is the usual one",
+        ],
+        {3: "mode: qlora"},
+    ),
+    Bad(
+        "quantised without qlora",
+        [":9: quantization: only `mode: qlora` quantises; remove this section or change `mode: lora`"],
+        {3: "mode: lora", 8: LORA, 9: "quantization: {type: nf4}"},
+    ),
+    Bad(
+        "adapters on random weights",
+        [":2: model.config: `mode: lora` adapts a pretrained model: give `model.name`, or `mode: full`"],
+        {2: "model: {config: {model_type: llama}, tokenizer: t}", 3: "mode: lora", 8: LORA},
+    ),
+    Bad(
+        "rows that do not divide",
+        [
+            ":5: batch.rows: 10 rows a step cannot be dealt in forwards of 4 rows to 1 process: "
+            "the nearest valid `batch.rows` are 8 and 12"
+        ],
+        {5: "batch: {rows: 10, rows_per_device: 4}"},
+    ),
+    Bad(
+        "weights of a type that the precision cannot use",
+        [
+            ":2: model.dtype: `train.precision: fp32` works with weights in float32, not bfloat16; `auto` always fits",
+        ],
+        {2: "model: {name: a, dtype: bfloat16}", 7: "train: {epochs: 1, precision: fp32}"},
+    ),
+    Bad(
+        "evaluation of nothing",
+        [
+            f":8: evaluate.{key}: there is nothing to evaluate on: give `data.eval`, or remove this"
+            for key in ("every_steps", "generate", "exact_match")
+        ],
+        {8: "evaluate: {every_steps: 5, generate: 2, exact_match: 10}"},
+    ),
+    Bad(
+        "generation from text",
+        [":8: evaluate.generate: `text` rows have no prompt to answer: set `generate` and `exact_match` to 0"],
+        {4: EVAL.replace("b.jsonl, format: messages", "b.txt, format: text"), 8: "evaluate: {generate: 2}"},
+    ),
+    Bad(
+        "no regular expression",
+        [":8: evaluate.answer: not a regular expression: missing ), unterminated subpattern at position 5"],
+        {4: EVAL, 8: "evaluate: {exact_match: 10, answer: '#### (.+'}"},
+    ),
+    Bad(
+        "a regular expression without a group",
+        [":8: evaluate.answer: needs a group that holds the answer, such as `#### (.+)`"],
+        {4: EVAL, 8: "evaluate: {exact_match: 10, answer: '#### .+'}"},
+    ),
+    Bad(
+        "an answer that nobody asks for",
+        [":8: evaluate.answer: is only used by `evaluate.exact_match`, which is 0"],
+        {4: EVAL, 8: "evaluate: {answer: '#### (.+)'}"},
+    ),
+    Bad(
+        "warm-up longer than the run",
+        [":8: schedule.warmup_steps: warm-up of 100 steps never ends in 100 steps"],
+        {7: "train: {max_steps: 100}", 8: "schedule: {warmup_steps: 100}"},
+    ),
+    # --- YAML ---
+    Bad("an empty file", [": is empty; copy one of the files in recipes/"], text="# nothing\n"),
+    Bad("a list", [":2: expected sections (`key: value`), got something else"], text="# one\n- run\n"),
+    Bad(
+        "a bracket left open",
+        [":3: not valid YAML: while parsing a flow mapping, expected ',' or '}', but got ':'"],
+        text="run: {name: a}\nmodel: {name: b\nmode: full\n",
+    ),
+    Bad(
+        "a tab",
+        [":2: not valid YAML: while scanning for the next token, found character '\\t' that cannot start any token"],
+        text="run:\n\tname: a\n",
+    ),
+    Bad(
+        "two documents",
+        [":2: not valid YAML: expected a single document in the stream, but found another document"],
+        text="run: {name: a}\n---\nmode: full\n",
+    ),
+    Bad(
+        "a control character",
+        [":2: not valid YAML: character U+0007 is not allowed"],
+        text="run: {name: a}\nmode: \x07\n",
+    ),
+    Bad(
+        "an unknown tag",
+        [":1: run: the tag '!thing' has no meaning here"],
+        {1: "run: !thing {name: a}"},
+    ),
+    Bad(
+        "Python is not run",
+        [":8: not valid YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/name:os.system'"],
+        {8: "x: !!python/name:os.system"},
+    ),
+    Bad(
+        "a tag that does not fit",
+        [":5: batch.rows: 'many' does not fit its tag 'int'"],
+        {5: "batch: {rows: !!int many}"},
+    ),
+    Bad(
+        "keys given twice, at several depths",
+        [":2: model.name: is given twice; keep one", ":8: mode: is given twice; keep one"],
+        {2: "model: {name: a, name: b}", 8: "mode: lora"},
+    ),
+    Bad("a key that is no word", [":5: batch: a key must be a word"], {5: "batch: {rows: 8, [1, 2]: 3}"}),
+    Bad(
+        "an alias inside what it names",
+        [":5: batch.rows: an alias that stands inside what it names"],
+        {5: "batch: &batch {rows: *batch}"},
+    ),
+    # --- extends ---
+    Bad("extends nothing", [":8: extends: no such file: {dir}/nowhere.yaml"], {8: "extends: nowhere.yaml"}),
+    Bad("extends two", [":8: extends: expected the path of one recipe file, got ['a', 'b']"], {8: "extends: [a, b]"}),
+    Bad(
+        "extends itself",
+        [":8: extends: recipes extend each other in a circle: recipe.yaml -> recipe.yaml"],
+        {8: "extends: recipe.yaml"},
+    ),
+    Bad(
+        "extends in a circle",
+        ["b.yaml:1: extends: recipes extend each other in a circle: recipe.yaml -> b.yaml -> recipe.yaml"],
+        {8: "extends: b.yaml"},
+        files={"b.yaml": "extends: recipe.yaml\n"},
+    ),
+    Bad(
+        "a mistake in what is extended, after those of the file itself",
+        [
+            ":8: evaluate.generat: unknown key; did you mean `generate`?",
+            "b.yaml:2: schedule.nam: unknown key; did you mean `name`?",
+        ],
+        {8: "evaluate: {generat: 2}", 9: "extends: b.yaml"},
+        files={"b.yaml": "# shared\nschedule: {nam: linear}\n"},
+    ),
+    # --- overrides ---
+    Bad(
+        "not an override",
+        ["command line, 'lr': expected section.key=value, such as optimizer.lr=1e-4"],
+        overrides=["lr"],
+    ),
+    Bad(
+        "a dot too many",
+        ["command line, 'run..seed=1': expected section.key=value, such as optimizer.lr=1e-4"],
+        overrides=["run..seed=1"],
+    ),
+    Bad(
+        "override of the wrong type",
+        ["command line, 'optimizer.lr=fast': optimizer.lr: expected a number, got \"fast\" (text)"],
+        overrides=["optimizer.lr=fast"],
+    ),
+    Bad(
+        "override of an unknown key",
+        ["command line, 'train.epoch=3': train.epoch: unknown key; did you mean `epochs`?"],
+        overrides=["train.epoch=3"],
+    ),
+    Bad(
+        "override of an unknown section",
+        ["command line, 'optim.lr=3': optim: unknown key; did you mean `optimizer`?"],
+        overrides=["optim.lr=3"],
+    ),
+    Bad(
+        "override inside a value",
+        ["command line, 'optimizer.lr.max=3': optimizer.lr: expected a number, got a section"],
+        overrides=["optimizer.lr.max=3"],
+    ),
+    Bad(
+        "override by a number that the list does not have",
+        ["command line, 'data.train.1.path=b': data.train: is a list of 1: expected 0, got '1'"],
+        overrides=["data.train.1.path=b"],
+    ),
+    Bad(
+        "override in a list of several",
+        ["command line, 'optimizer.betas.x=0.9': optimizer.betas: is a list of 2: expected 0 to 1, got 'x'"],
+        {6: "optimizer: {lr: 1e-4, betas: [0.9, 0.95]}"},
+        overrides=["optimizer.betas.x=0.9"],
+    ),
+    Bad(
+        "override in an empty list",
+        ["command line, 'data.eval.0.path=b': data.eval: is a list of 0: nothing to number yet, got '0'"],
+        {4: EVAL.replace("{path: b.jsonl, format: messages}", "")},
+        overrides=["data.eval.0.path=b"],
+    ),
+    Bad(
+        "override inside a list's value",
+        ["command line, 'lora.targets.0.x=1': lora.targets[0]: is 'q_proj', it has no 'x' inside"],
+        {3: "mode: lora", 8: "lora: {targets: [q_proj]}"},
+        overrides=["lora.targets.0.x=1"],
+    ),
+    Bad(
+        "override that is no YAML",
+        ["command line, 'optimizer.betas=[0.9': optimizer.betas: expected a list, got \"[0.9\" (text)"],
+        overrides=["optimizer.betas=[0.9"],
+    ),
+    Bad(
+        "override that gives a key twice",
+        ["command line, 'batch={rows: 8, rows: 9}': batch.rows: is given twice; keep one"],
+        overrides=["batch={rows: 8, rows: 9}"],
+    ),
+    Bad(
+        "extends on the command line",
+        ["command line, 'extends=b': extends: works inside a recipe file only"],
+        overrides=["extends=b"],
+    ),
+    Bad(
+        "a rule broken by an override",
+        [
+            "command line, 'mode=lora': mode: `mode: lora` needs a `lora:` section; `lora: {rank: 16, alpha: 32}` is a start"
+        ],
+        overrides=["mode=lora"],
+    ),
+    # --- all at once ---
+    Bad(
+        "everything at once: the file by line, then the command line",
+        [
+            ":1: run.sed: unknown key; did you mean `seed`?",
+            ':4: data.max_length: expected a whole number, got "long" (text)',
+            ":6: optimizer.lr: is missing",
+            "command line, 'x': expected section.key=value, such as optimizer.lr=1e-4",
+            "command line, 'batch.rows=0': batch.rows: expected a number of at least 1, got 0",
+        ],
+        {1: "run: {name: a, sed: 1}", 4: GOOD[3].replace("64", "long"), 6: "optimizer: {}"},
+        overrides=["batch.rows=0", "x"],
+    ),
+]
+
+
+@pytest.mark.parametrize("bad", CASES, ids=lambda bad: bad.name)
+def test_message(bad: Bad, tmp_path: Path):
+    lines = dict(enumerate(GOOD, start=1)) | bad.lines
+    path = tmp_path / "recipe.yaml"
+    path.write_text(bad.text if bad.text is not None else "".join(lines[n] + "\n" for n in sorted(lines)))
+    for name, text in bad.files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, bad.overrides)
+    printed = [str(problem).replace(f"{path}:", ":").replace(f"{tmp_path}/b", "b") for problem in caught.value.problems]
+    assert printed == [problem.replace("{dir}", str(tmp_path)) for problem in bad.problems]
+    count = f"{len(printed)} problem{'s' if len(printed) > 1 else ''}"
+    assert f": {count}\n" in str(caught.value)  # the title; then every problem, whichever it is, has a line
+    assert all(f"\n  {problem}" in str(caught.value) for problem in caught.value.problems)
+
+
+def test_the_good_one_is_good(tmp_path: Path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("\n".join(GOOD))
+    assert load_recipe(path).run.name == "a"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "no such file"),
+        (lambda path: path.mkdir(), "is a folder, not a recipe file"),
+        (lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links"),
+    ],
+    ids=["missing", "folder", "unreadable"],
+)
+def test_file_that_cannot_be_read(make, message: str, tmp_path: Path):
+    path = tmp_path / "recipe.yaml"
+    make(path)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert str(caught.value) == f"{path}: 1 problem\n  {path}: {message}"
+
+
+def test_file_in_another_encoding(tmp_path: Path):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes("mode: full\nrun: {name: grün}\n".encode("latin-1"))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert [str(problem) for problem in caught.value.problems] == [f"{path}:2: not UTF-8 text"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "rows_per_device", "world_size", "advice"),
+    [
+        (8, 2, 3, "to 3 processes: the nearest valid `batch.rows` are 6 and 12"),
+        (
+            8,
+            4,
+            4,
+            "to 4 processes: the nearest valid `batch.rows` are 16 and its multiples; or `batch.rows_per_device: 2`",
+        ),
+    ],
+)
+def test_divisibility_advice(rows: int, rows_per_device: int, world_size: int, advice: str):
+    assert divisibility_message(rows, rows_per_device, world_size).endswith(advice)

@@ -1,0 +1,208 @@
+"""What loads, and as what: YAML's words and numbers, `extends`, overrides, dump and back, frozen."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pydantic
+import pytest
+
+from finetune.recipe import RecipeError, dump_recipe, load_recipe
+from finetune.recipe.load import _ELSEWHERE, key_is_known
+
+ROOT = Path(__file__).parents[3]
+GOOD = """\
+run: {name: a}
+model: {name: org/model}
+mode: lora
+lora: {rank: 16, targets: [q_proj, v_proj]}
+data: {train: [{path: a.jsonl, format: messages}], max_length: 64}
+batch: {rows: 8}
+optimizer: {lr: 1e-4}
+train: {epochs: 1}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write(tmp_path / "recipe.yaml", GOOD)
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1E-4", 1e-4),
+        ("2.5e-5", 2.5e-5),
+        ("1.e-3", 1e-3),
+        (".5", 0.5),
+        ("+3", 3.0),
+        ("1", 1.0),
+    ],
+)
+def test_numbers(written: str, value: float, recipe: Path):
+    assert load_recipe(write(recipe, GOOD.replace("1e-4", written))).optimizer.lr == value
+    loaded = load_recipe(recipe, [f"optimizer.lr={written}"]).optimizer.lr
+    assert (loaded, type(loaded)) == (value, float)
+
+
+def test_a_leading_zero_is_not_octal(recipe: Path):
+    assert load_recipe(recipe, ["batch.rows=010", "run.seed=089"]).batch.rows == 10
+
+
+@pytest.mark.parametrize("word", ["yes", "no", "on", "off", "y", "2021-03-03", "0x10", "1_000", "12:30:00"])
+def test_words(word: str, recipe: Path):
+    """YAML 1.1 makes truths, dates and numbers of these."""
+    assert load_recipe(write(recipe, GOOD.replace("org/model", word))).model.name == word
+
+
+def test_merge_keys(recipe: Path):
+    text = GOOD.replace("{path: a.jsonl, format: messages}", "&a {path: a.jsonl, format: messages}")
+    text = text.replace("max_length", "eval: [{<<: *a, path: b.jsonl}], max_length")
+    assert load_recipe(write(recipe, text)).data.eval[0].model_dump(exclude_defaults=True) == {
+        "path": "b.jsonl",
+        "format": "messages",
+    }
+
+
+def test_extends_nested(tmp_path: Path):
+    write(tmp_path / "base.yaml", GOOD + "schedule: {name: linear, warmup_steps: 5}\n")
+    write(
+        tmp_path / "models/middle.yaml",
+        "extends: ../base.yaml\nschedule: {warmup_steps: 7}\nlora: {targets: [k_proj]}\n",
+    )
+    top = write(tmp_path / "models/runs/top.yaml", "extends: ../middle.yaml\nrun: {name: top}\nlora: {rank: 4}\n")
+    recipe = load_recipe(top)
+    assert recipe.run.name == "top"
+    assert (recipe.schedule.name, recipe.schedule.warmup_steps) == ("linear", 7)  # sections merge, key by key
+    assert recipe.lora is not None
+    assert (recipe.lora.rank, recipe.lora.targets) == (4, ("k_proj",))  # lists are replaced whole
+
+
+def test_null_removes_a_section(recipe: Path):
+    top = write(recipe.parent / "top.yaml", "extends: recipe.yaml\nmode: full\nlora: null\n")
+    assert load_recipe(top).lora is None
+
+
+def test_a_model_config_is_replaced_whole(recipe: Path):
+    config = "{config: {model_type: llama, hidden_size: 8}, tokenizer: t}"
+    write(recipe, GOOD.replace("{name: org/model}", config).replace("mode: lora\nlora", "mode: full\n#"))
+    top = write(recipe.parent / "top.yaml", "extends: recipe.yaml\nmodel: {config: {model_type: mistral}}\n")
+    assert load_recipe(top).model.config == {"model_type": "mistral"}
+    assert load_recipe(recipe, ["model.config.hidden_size=16"]).model.config == {
+        "model_type": "llama",
+        "hidden_size": 16,
+    }
+
+
+def test_problems_below_name_the_file_that_has_them(recipe: Path):
+    write(recipe, GOOD.replace("rank: 16", "rank: many"))
+    top = write(recipe.parent / "top.yaml", "extends: recipe.yaml\nbatch: {rows: few}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(top)
+    assert [str(problem.place) for problem in caught.value.problems] == [f"{top}:2", f"{recipe}:4"]
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("run.name=2024", "2024"),
+        ("model.revision=1234567", "1234567"),
+        ("model.revision=12e4567", "12e4567"),
+        ("model.revision=null", None),
+        ("model.revision=", None),
+        ('model.revision="null"', "null"),
+        ("evaluate.answer=#### (.+)", "#### (.+)"),
+        ("evaluate.answer=a: (b)", "a: (b)"),
+        ("batch.rows=16", 16),
+        ("optimizer.lr=3", 3.0),
+        ("optimizer.betas=[0.9, 0.99]", (0.9, 0.99)),
+        ("train.compile=true", True),
+        ("train.max_steps=7", 7),
+        ("schedule.name=wsd", "wsd"),
+        ("data.train.0.path=b=c.jsonl", "b=c.jsonl"),
+        ("data.train.0.limit=5", 5),
+        ("lora.targets.1=o_proj", "o_proj"),
+        ("lora.targets=all-linear", "all-linear"),
+        ("tracking.wandb.project=x", "x"),
+    ],
+)
+def test_overrides_are_typed_by_the_schema(override: str, value: object, recipe: Path):
+    loaded: object = load_recipe(
+        recipe, [override, *(["evaluate.exact_match=1", EVAL] if "answer" in override else [])]
+    )
+    for part in override.partition("=")[0].split("."):
+        loaded = loaded[int(part)] if isinstance(loaded, tuple) else getattr(loaded, part)
+    assert (loaded, type(loaded)) == (value, type(value))
+
+
+EVAL = "data.eval=[{path: b.jsonl, format: messages}]"
+
+
+def test_the_last_override_wins(recipe: Path):
+    assert load_recipe(recipe, ["run.seed=1", "run={name: b, seed: 2}", "run.seed=3"]).run.seed == 3
+
+
+def every_recipe() -> list[Path]:
+    return [path for path in sorted((ROOT / "recipes").rglob("*.yaml")) if path.parent.name != "base"]
+
+
+@pytest.mark.parametrize("path", every_recipe(), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_dump_loads_to_an_equal_recipe(path: Path, tmp_path: Path):
+    recipe = load_recipe(path)
+    text = dump_recipe(recipe)
+    again = load_recipe(write(tmp_path / "again.yaml", text))
+    assert again == recipe
+    assert dump_recipe(again) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-4", "12e4567", "089", "010", "1.", "yes", "null", "~", "", "a: b # c", "ü", "x" * 300]
+)
+def test_dump_keeps_text_text(text: str, recipe: Path, tmp_path: Path):
+    loaded = load_recipe(recipe)
+    changed = loaded.model_copy(update={"model": loaded.model.model_copy(update={"revision": text})})
+    assert load_recipe(write(tmp_path / "again.yaml", dump_recipe(changed))) == changed
+
+
+def test_frozen(recipe: Path):
+    loaded = load_recipe(recipe)
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        loaded.run.seed = 1  # pyright: ignore
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        loaded.mode = "full"  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        ("run", True),
+        ("extends", True),
+        ("optimizer.lr", True),
+        ("lora.targets", True),
+        ("data.train.path", True),
+        ("tracking.wandb.project", True),
+        ("optimizer.learning_rate", False),
+        ("optim.lr", False),
+        ("run.name.first", False),
+        ("model.config.hidden_size", False),
+    ],
+)
+def test_key_is_known(key: str, known: bool):
+    assert key_is_known(key) is known
+
+
+def test_advice_names_keys_that_exist():
+    assert [key for key in _ELSEWHERE.values() if not key_is_known(key)] == []
+    rules = (ROOT / "finetune/recipe/rules.py").read_text()
+    sections = "run|model|lora|quantization|data|objective|batch|optimizer|schedule|train|evaluate|checkpoint|tracking"
+    named = re.findall(rf"[`\"]((?:{sections})\.[a-z_]+)", rules)
+    assert len(named) > 10
+    assert [key for key in named if not key_is_known(key)] == []
