@@ -3,8 +3,8 @@
     python scripts/make_quickstart.py            # into runs/quickstart-data
     python scripts/make_quickstart.py --out DIR
 
-    DIR/train.jsonl  DIR/test.jsonl              the 3rd of March, 2021 -> 2021-03-03       (recipes/quickstart/full.yaml)
-    DIR/words/train.jsonl  DIR/words/test.jsonl  the 3rd of March, 2021 -> 3 March 2021     (recipes/quickstart/lora.yaml)
+    DIR/train.jsonl  DIR/test.jsonl              the 3rd of March, 2021 -> 2021-03-03    (recipes/quickstart/full.yaml)
+    DIR/words/train.jsonl  DIR/words/test.jsonl  the 3rd of March, 2021 -> 3 March 2021  (recipes/quickstart/lora.yaml)
     DIR/tokenizer/                               byte-level BPE learnt from the first of them
 
 The prompts of the two pairs are of one kind, and those of the two test files are the same, so that what the second
@@ -30,9 +30,20 @@ NUM_TRAIN = 16_000  # a tenth of all pairs of date and format, so what is learnt
 NUM_TRAIN_WORDS = 8_000
 VOCAB_SIZE = 320  # 3 special tokens, 256 bytes, 61 merges; recipes/quickstart/full.yaml says the same number
 
-MONTHS = (
-    "January February March April May June July August September October November December"  # not the locale's
-).split()
+MONTHS = (  # calendar.month_name speaks the language of the machine
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+)
 
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"  # ids 0, 1, 2: 1 and 2 are what a Llama config calls bos, eos
 CHAT_TEMPLATE = """\

@@ -71,18 +71,17 @@ def resolve_template(chat_template: str | None, tokenizer: PreTrainedTokenizerBa
     """
     if chat_template is None:
         return _own_template(tokenizer)
+    built_in = built_in_templates()
+    if chat_template in built_in:
+        return Template(_read_template(TEMPLATES / f"{chat_template}.jinja"), f"built-in template `{chat_template}`")
     path = Path(chat_template).expanduser()
     if path.suffix in (".jinja", ".j2") or path.is_file():
         return Template(_read_template(path), str(path))
-    built_in = built_in_templates()
-    if chat_template not in built_in:
-        close = difflib.get_close_matches(chat_template.lower(), built_in, n=1)
-        hint = f"did you mean `{close[0]}`? " if close else ""
-        raise UserError(
-            f"model.chat_template: no template `{chat_template}`; {hint}The built-in ones are {', '.join(built_in)}; "
-            "or give the path of a .jinja file"
-        )
-    return Template(_read_template(TEMPLATES / f"{chat_template}.jinja"), f"built-in template `{chat_template}`")
+    close = difflib.get_close_matches(chat_template.lower(), built_in, n=1)
+    raise UserError(
+        f"model.chat_template: no template `{chat_template}`{f'; did you mean `{close[0]}`?' if close else ''} "
+        f"(built in: {', '.join(built_in)}; or the path of a .jinja file)"
+    )
 
 
 def _own_template(tokenizer: PreTrainedTokenizerBase) -> Template | None:
@@ -416,10 +415,10 @@ def check_template(
 
     Nothing to say of a tokenizer without a template: `text` needs none, and messages are refused where they appear.
     """
-    made = renderer(tokenizer, template, train_on)
-    if made.template is None:
-        return []
     try:
+        made = renderer(tokenizer, template, train_on)
+        if made.template is None:
+            return []
         one, two = (_tried(made, turns) for turns in (1, 2))
     except (BadRow, UserError) as error:
         return [f"problem: {error}"]
@@ -452,10 +451,13 @@ def _mask_problems(made: Renderer, tried: _Tried) -> list[str]:
         problems.append(f"{name} begins with {made.tokenizer.bos_token!r} twice: remove one from the template")
     if not end:
         problems.append(f"{name} writes no end-of-turn after an answer: the model would not learn to stop")
-    elif len(pieces := made.tokenizer(end, add_special_tokens=False)["input_ids"]) > 1:
+    elif (pieces := made.tokenizer(end, add_special_tokens=False)["input_ids"]) and (
+        len(pieces) > 1 or pieces == [made.tokenizer.unk_token_id]
+    ):
+        count = f"{len(pieces)} tokens for" if len(pieces) > 1 else "unknown to"
         problems.append(
-            f"{name} ends turns with {end!r}, which is {len(pieces)} tokens for this tokenizer: the template is for "
-            "another one; try model.chat_template: plain"
+            f"{name} ends turns with {end!r}, which is {count} this tokenizer: the template is for another one; "
+            "try model.chat_template: plain"
         )
     return problems
 

@@ -135,8 +135,8 @@ def saved_names(model: Any, trainable_only: bool) -> set[str]:
 def update_shards(engine: Engine, gradients: list[Tensor], squared_norm: Callable[[Tensor], float]) -> float | None:
     """Clip, check and step for backends whose gradients lie open as plain tensors on this rank.
 
-    gradients: this rank's part, each element once over all ranks after `squared_norm`'s reduction. The norm is taken of the
-    true gradient (loss scale divided out), clipping is torch.nn.utils.clip_grad_norm_'s.
+    gradients: this rank's part, each element once over all ranks after `squared_norm`'s reduction. The norm is that of
+    the true gradient (loss scale divided out), clipping is torch.nn.utils.clip_grad_norm_'s.
     """
     scale = engine.loss_scale.value
     norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=engine.device)]

@@ -18,7 +18,7 @@ from finetune.recipe.schema import Recipe
 class Fsdp2(Engine):
     """Wrapped by accelerate, with three of its choices set straight.
 
-    - Its YAML knows one type for weights, reduction and output; ours reduces gradients in fp32 (`MixedPrecisionPolicy`).
+    - Its YAML knows one type for weights, reduction and output; ours reduces gradients in fp32.
     - It pins offloaded memory even where there is no device to pin it for.
     - It maps the optimizer's parameters to shards by address, which is 0 for every rank that loaded no weights, so the
       optimizer would train nothing after step 1. Ours is built afterwards, over this rank's plain local shards, which
@@ -31,7 +31,7 @@ class Fsdp2(Engine):
         return Placement("meta" if from_meta else "load", self.device)
 
     def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
-        plugin = self.accelerator.state.fsdp_plugin
+        plugin: Any = self.accelerator.state.fsdp_plugin
         plugin.cpu_ram_efficient_loading = not getattr(model, "is_quantized", False)
         plugin.mixed_precision_policy = self.policy
         if isinstance(plugin.cpu_offload, CPUOffloadPolicy):

@@ -1,9 +1,9 @@
 """What `accelerate launch` was told, and whether the recipe agrees.
 
 The launcher passes its choices on through environment variables, but not the name of the config file nor how many
-processes were asked for; both are read from the launching process itself, so that an error can name the file and a launch
-that came out smaller than asked (accelerate starts one process, without a word, for some configs on a machine without
-GPUs) is noticed.
+processes were asked for; both are read from the launching process itself, so that an error can name the file and a
+launch that came out smaller than asked (accelerate starts one process, without a word, for some configs on a machine
+without GPUs) is noticed.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _load_config(path: str) -> dict[str, Any]:
 
 
 def check_agreement(recipe: Recipe, recipe_file: str, launch: Launch, micro_batches: int) -> None:
-    """Training maths belongs to the recipe: raises UserError naming both files where the accelerate config disagrees."""
+    """Training maths belongs to the recipe: raises UserError naming both files where the accelerate config differs."""
     wrong = [*_disagreements(recipe, launch.config, micro_batches), *_not_offered(recipe, launch)]
     if wrong:
         lines = "\n".join(f"  {line}" for line in wrong)
@@ -218,15 +218,17 @@ def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
         yield "`parallelism_config` is not supported yet: use a config without it"
     name, precision = recipe.optimizer.name, recipe.train.precision
     if launch.kind == "zero" and name == "muon":
-        yield "ZeRO hands an optimizer flat slices, and Muon needs whole matrices: use fsdp2 or ddp, or another optimizer"
+        yield "ZeRO hands an optimizer flat slices, Muon needs whole matrices: use ddp or fsdp2, or another optimizer"
     if launch.kind == "zero" and precision == "bf16_true":
-        yield "DeepSpeed keeps fp32 copies of what it trains, so `bf16_true` would not be true: use fsdp2 or ddp, or `bf16`"
+        yield "DeepSpeed keeps fp32 copies of what it trains, against `bf16_true`: use ddp or fsdp2, or `bf16`"
     if launch.kind == "zero" and recipe.train.compile:
-        yield "`train.compile` is not supported with DeepSpeed's parameter hooks: use fsdp2 or ddp, or `compile: false`"
+        yield "`train.compile` does not go with DeepSpeed's hooks on parameters: use ddp or fsdp2, or `compile: false`"
 
 
 def check_started(launch: Launch, world_size: int, kind: str) -> None:
-    """Raises UserError where the launch came out other than the config says; accelerate itself would go on in silence."""
+    """Raises UserError where the launch came out other than the config says; accelerate itself would go on in
+    silence.
+    """
     if world_size != launch.processes:
         raise UserError(
             f"{launch.name} asks for {launch.processes} processes, but {world_size} "
@@ -235,5 +237,5 @@ def check_started(launch: Launch, world_size: int, kind: str) -> None:
         )
     if kind != launch.kind:
         raise UserError(
-            f"{launch.name} asks for {launch.kind}, but accelerate started {kind}: check `distributed_type` in that file"
+            f"{launch.name} asks for {launch.kind}, but accelerate started {kind}: check its `distributed_type`"
         )

@@ -29,7 +29,8 @@ def autocast_forward(model: Any, compute: torch.dtype, device_type: str) -> None
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling for fp16 (Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740); 1 and still elsewhere.
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740); 1 and still
+    elsewhere.
 
     One number on every rank: it changes with the global gradient norm, which all ranks know.
     """

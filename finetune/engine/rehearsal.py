@@ -2,8 +2,8 @@
 
 accelerate 1.15 recognises several processes without a GPU only as plain data parallel: it never names a communication
 backend for FSDP or DeepSpeed there, and starts N runs of one process each instead (accelerate/state.py,
-`PartialState._prepare_backend` and `AcceleratorState.__init__`). This file gives it the missing answer, and only where no
-accelerator exists.
+`PartialState._prepare_backend` and `AcceleratorState.__init__`). This file gives it the missing answer, and only where
+no accelerator exists.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _replace_prepare_backend(sharded: bool) -> None:
             f"rehearsal on CPU processes does not know accelerate {accelerate.__version__} "
             "(PartialState._prepare_backend has changed): pip install 'accelerate==1.15.*', or run on GPUs"
         )
-    # DDP refuses device_ids on the CPU, so replicas must be MULTI_CPU; FSDP and DeepSpeed are only looked for on MULTI_GPU.
+    # DDP refuses device_ids on the CPU, so replicas must be MULTI_CPU; FSDP and DeepSpeed are only looked for on
+    # MULTI_GPU.
     kind = DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
 
     def _prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):

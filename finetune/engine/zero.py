@@ -17,8 +17,8 @@ from finetune.recipe.schema import Recipe
 class Zero(Engine):
     """Driven through accelerate's wrapping, then by DeepSpeed's own backward and step.
 
-    DeepSpeed is always in its fp32 path: what is trained, its gradients and its state are fp32 there, and the compute type
-    is autocast's inside the forward, as on every backend. The optimizer is torch's also under offload
+    DeepSpeed is always in its fp32 path: what is trained, its gradients and its state are fp32 there, and the compute
+    type is autocast's inside the forward, as on every backend. The optimizer is torch's also under offload
     (`zero_force_ds_cpu_optimizer: false`): the same arithmetic, and nothing to compile.
     """
 
@@ -31,7 +31,8 @@ class Zero(Engine):
 
     @contextlib.contextmanager
     def loading(self, recipe: Recipe) -> Iterator[None]:
-        """Under stage 3 `from_pretrained` shards while it reads, so no rank holds the whole model. Random weights are made
+        """Under stage 3 `from_pretrained` shards while it reads, so no rank holds the whole model. Random weights are
+        made
         whole on every rank, then sharded: made in shards, they would depend on the number of ranks."""
         with self.plugin.zero3_init_context_manager(enable=recipe.model.config is None):
             yield

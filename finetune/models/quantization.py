@@ -22,7 +22,8 @@ def quantization_config(quantization: Quantization, compute: torch.dtype) -> Bit
         bnb_4bit_quant_type=quantization.type,
         bnb_4bit_use_double_quant=quantization.double_quant,
         bnb_4bit_compute_dtype=compute,
-        # The packed bytes are stored as floats of the compute type: FSDP2 shards floats only (bytes it would replicate).
+        # The packed bytes are stored as floats of the compute type: FSDP2 shards floats only (bytes it would
+        # replicate).
         bnb_4bit_quant_storage=compute,
     )
 

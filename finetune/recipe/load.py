@@ -227,12 +227,7 @@ def _did_you_mean(name: str, choices: Sequence[str]) -> str:
 
 def _value_at(values: Any, key: Key) -> Any:
     for part in key:
-        if isinstance(values, dict):
-            values = values.get(part)
-        elif isinstance(values, list) and isinstance(part, int) and part < len(values):
-            values = values[part]
-        else:
-            return None
+        values = values[part]
     return values
 
 

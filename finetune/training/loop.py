@@ -17,8 +17,8 @@ from finetune.engine import Engine, NonFinite
 from finetune.errors import RunFailure
 from finetune.models import AttentionChoice
 from finetune.objectives import supervised_loss_sum
-from finetune.recipe import Recipe
 from finetune.planning.plan import Plan
+from finetune.recipe import Recipe
 from finetune.training.schedules import lr_factor
 
 

@@ -17,7 +17,9 @@ Group = dict[str, Any]
 
 
 def build_optimizers(recipe: OptimizerRecipe, named: NamedTensors) -> list[Optimizer]:
-    """One optimizer, or Muon with an AdamW for what is not a hidden matrix. Raises UserError where a package is missing."""
+    """One optimizer, or Muon with an AdamW for what is not a hidden matrix. Raises UserError where a package is
+    missing.
+    """
     return BUILDERS[recipe.name](recipe, named)
 
 
@@ -61,8 +63,9 @@ def _sgd(recipe: OptimizerRecipe, named: NamedTensors) -> list[Optimizer]:
 
 
 def _muon(recipe: OptimizerRecipe, named: NamedTensors) -> list[Optimizer]:
-    """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) for hidden matrices, AdamW for embeddings, head and
-    vectors. The update is scaled to AdamW's size, so one `lr` serves both (Liu et al. 2025, https://arxiv.org/abs/2502.16982).
+    """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) for hidden matrices, AdamW for embeddings, head
+    and vectors. The update is scaled to AdamW's size, so one `lr` serves both (Liu et al. 2025,
+    https://arxiv.org/abs/2502.16982).
     """
     hidden = [(n, t) for n, t in named if t.ndim == 2 and "embed" not in n and "lm_head" not in n]
     rest = [(n, t) for n, t in named if all(t is not other for _, other in hidden)]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.data import Dataset, Loader, RowOrder, build_dataset, template_notes
@@ -21,7 +20,6 @@ from finetune.engine import Engine, autocast_forward, check_launch, read_launch,
 from finetune.errors import UserError
 from finetune.export import model_card, save_result
 from finetune.models import (
-    AttentionChoice,
     attention_for,
     check_token_ids,
     dtypes,
@@ -29,12 +27,13 @@ from finetune.models import (
     load_tokenizer,
     model_config,
 )
+from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe, dump_recipe
 from finetune.tracking import MetricsLog, Trackers, TrainingProgress, check_installed
-from finetune.training.evaluation import Evaluator, Generation, end_ids
+from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.loop import State, StepMetrics, training_steps
 from finetune.training.optimizers import build_optimizers
-from finetune.planning.plan import Plan, git_commit, run_length, versions
+from finetune.training.report import show_evaluation, show_plan
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +167,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
             self.plan.write(self.folder / "plan.json")
-            self._show_plan()
+            show_plan(self.console, self.recipe, self.plan)
         self._metrics = MetricsLog(self.folder / "metrics.jsonl", self.state.step + 1) if main else None
         configuration = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
         self._trackers = Trackers(self.recipe, self.folder, configuration) if main else None
@@ -198,7 +197,7 @@ class Run:
         self.evaluation, generations = self.evaluator.run()
         self._log({"step": self.state.step, **self.evaluation}, self.state.step)
         if self.engine.is_main:
-            self._show_evaluation(generations)
+            show_evaluation(self.console, self.state.step, self.evaluation, generations)
         if self._trackers and generations:
             rows = [[g.prompt, g.output, g.reference] for g in generations]
             self._trackers.table("generations", ["prompt", "output", "reference"], rows, self.state.step)
@@ -215,47 +214,9 @@ class Run:
         save_result(self.engine, self.tokenizer, ends, adapter, dtypes(self.recipe).frozen, card, self.folder / "model")
         self.say(f"saved [bold]{self.folder / 'model'}[/bold]")
 
-    # --- what a person sees
-
     def say(self, text: str) -> None:
         if self.engine.is_main:
             self.console.print(text)
-
-    def _show_plan(self) -> None:
-        plan = self.plan
-        table = Table(title=self.recipe.run.name, show_header=False, title_justify="left")
-        for name, value in (
-            ("runs on", f"{plan.where}: {plan.world_size} x {plan.device}"),
-            ("model", f"{plan.parameters:,} parameters, {plan.trainable_parameters:,} trained ({self.recipe.mode})"),
-            ("precision", plan.precision),
-            ("attention", plan.attention),
-            ("data", f"{plan.examples:,} examples, {plan.tokens_per_epoch:,} tokens, "
-                     f"{plan.supervised_tokens_per_epoch / plan.tokens_per_epoch:.0%} supervised"),
-            ("rows", f"{plan.rows_per_epoch:,} of {self.recipe.data.max_length:,} tokens, {plan.packing_efficiency:.1%} full"),
-            ("steps", f"{plan.steps:,} of {self.recipe.batch.rows} rows: {plan.micro_batches} forwards "
-                      f"of {self.recipe.batch.rows_per_device} on each of {plan.world_size}"),
-        ):  # fmt: skip
-            table.add_row(name, value)
-        self.console.print(table)
-
-    def _show_evaluation(self, generations: list[Generation]) -> None:
-        numbers = "  ".join(
-            f"{name} {value:.1%}" if name == "exact_match" else f"{name} {value:.4f}"
-            for name, value in self.evaluation.items()
-        )
-        self.console.print(f"step {self.state.step}: {numbers}", highlight=False)
-        if generations:
-            table = Table("prompt", "output", "reference", "")
-            for generation in generations:
-                mark = "=" if generation.matches else "x"
-                table.add_row(*map(_shortened, (generation.prompt, generation.output, generation.reference)), mark)
-            self.console.print(table, markup=False)
-
-
-def _shortened(text: str, most: int = 300) -> str:
-    from rich.markup import escape
-
-    return escape(text if len(text) <= most else text[:most] + "…")
 
 
 def compile_layers(model: Any) -> None:

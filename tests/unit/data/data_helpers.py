@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data import UNTRAINED, Example, prepare_examples
@@ -53,6 +53,20 @@ def byte_level(
         parts.append(processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, specials.index(bos))]))
     backend.post_processor = processors.Sequence(parts)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **named)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def sentencepiece_like(template: str) -> PreTrainedTokenizerFast:
+    """A BPE over whole texts in which a space is "▁" and one stands before each, as converted from SentencePiece."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    alphabet = sorted({c for text in [*CORPUS, "é!?[]/INST4"] for c in text} | {"▁"})
+    trainer = trainers.BpeTrainer(
+        vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([word for text in CORPUS for word in text.split()] * 5, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = template
     return tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from data_helpers import byte_level, conversation, word_level
+from data_helpers import byte_level, conversation, sentencepiece_like, word_level
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data import (
@@ -286,6 +286,28 @@ def test_a_system_message_that_the_template_refuses_is_a_bad_row():
         render(as_conversation(conversation("hello", "fine", system="quick")), tokenizer)
 
 
+def test_a_tokenizer_that_rewrites_spaces():
+    """Llama 2 and Mistral v1: spaces become "▁", one is put before every piece; offsets still speak of the text."""
+    tokenizer = sentencepiece_like(
+        template=(
+            "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
+            "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+        ),
+    )
+    messages = conversation("hello", "I am fine", "and you?", "4 é!")
+    input_ids, labels = render(as_conversation(messages), tokenizer)
+    assert input_ids.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
+    trained = tokenizer.convert_ids_to_tokens(labels[labels != UNTRAINED].tolist())
+    assert "".join(trained) == "▁I▁am▁fine▁</s>▁4▁é!▁</s>"
+    assert check_template(tokenizer) == []
+
+
+def test_an_end_of_turn_that_the_tokenizer_does_not_know():
+    tokenizer = word_level({"?": 9, "\n": 198}, ["?"], unk_token="?")
+    found = check_template(tokenizer, resolve_template("chatml", tokenizer))
+    assert any("'<|im_end|>', which is" in text for text in found)
+
+
 # --- check_template
 
 
@@ -322,10 +344,6 @@ def test_a_system_message_that_the_template_refuses_is_a_bad_row():
 )
 def test_check_template_names_the_problem(template, problem):
     tokenizer = byte_level(("<s>", "<|im_start|>", "<|im_end|>"), template=template, bos_token="<s>")
-    if problem and "Jinja" in problem:
-        with pytest.raises(UserError, match=problem):
-            check_template(tokenizer)
-        return
     found = check_template(tokenizer)
     assert bool(found) == bool(problem)
     if problem:
@@ -395,7 +413,7 @@ def test_messages_without_a_template_are_refused():
 
 
 def test_a_misspelt_template_suggests_the_right_one():
-    with pytest.raises(UserError, match=r"did you mean `chatml`\? The built-in ones are chatml, llama3, mistral"):
+    with pytest.raises(UserError, match=r"did you mean `chatml`\? \(built in: chatml, llama3, mistral"):
         resolve_template("chat_ml", byte_level())
 
 

@@ -1,4 +1,4 @@
-"""Every mistake in a recipe is answered with its place, its key, what was expected and what to do. The table is the test.
+"""Every mistake in a recipe is answered with its place, its key, what was expected and what to do.
 
 `GOOD` has one section a line, so a case is the lines that it changes and the problems that it must give: all of them,
 and no others, in order.
@@ -435,7 +435,8 @@ CASES = [
     Bad(
         "a rule broken by an override",
         [
-            "command line, 'mode=lora': mode: `mode: lora` needs a `lora:` section; `lora: {rank: 16, alpha: 32}` is a start"
+            "command line, 'mode=lora': mode: `mode: lora` needs a `lora:` section; "
+            "`lora: {rank: 16, alpha: 32}` is a start"
         ],
         overrides=["mode=lora"],
     ),

@@ -1,4 +1,4 @@
-"""Every recipe that ships: it loads, its header is honest, editors can check it, and common numbers of processes fit."""
+"""Every recipe that ships: it loads, its header is honest, editors can check it, common numbers of processes fit."""
 
 from __future__ import annotations
 

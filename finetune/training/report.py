@@ -1,0 +1,47 @@
+"""What a person sees of a run besides the progress bar: the plan before step 1, and each evaluation."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from finetune.planning.plan import Plan
+from finetune.recipe import Recipe
+from finetune.training.evaluation import Generation
+
+_SHOWN_CHARACTERS = 300
+
+
+def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
+    supervised = plan.supervised_tokens_per_epoch / plan.tokens_per_epoch
+    facts = {
+        "runs on": f"{plan.where}: {plan.world_size} x {plan.device}",
+        "model": f"{plan.parameters:,} parameters, {plan.trainable_parameters:,} trained ({recipe.mode})",
+        "precision": plan.precision,
+        "attention": plan.attention,
+        "data": f"{plan.examples:,} examples, {plan.tokens_per_epoch:,} tokens, {supervised:.0%} supervised",
+        "rows": f"{plan.rows_per_epoch:,} of {recipe.data.max_length:,} tokens, {plan.packing_efficiency:.1%} full",
+        "steps": f"{plan.steps:,} of {recipe.batch.rows} rows: {plan.micro_batches} forwards of "
+        f"{recipe.batch.rows_per_device} on each of {plan.world_size}",
+    }
+    table = Table(title=recipe.run.name, show_header=False, title_justify="left")
+    for name, value in facts.items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def show_evaluation(console: Console, step: int, metrics: dict[str, float], generations: list[Generation]) -> None:
+    numbers = [f"{n} {v:.1%}" if n == "exact_match" else f"{n} {v:.4f}" for n, v in metrics.items()]
+    console.print(f"step {step}: {'  '.join(numbers)}", highlight=False)
+    if not generations:
+        return
+    table = Table("prompt", "output", "reference", "")
+    for generation in generations:
+        texts = (generation.prompt, generation.output, generation.reference)
+        table.add_row(*map(_shortened, texts), "=" if generation.matches else "x")
+    console.print(table)
+
+
+def _shortened(text: str) -> str:
+    return escape(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…")

@@ -1,0 +1,94 @@
+"""The quickstart's rows and tokenizer are what its two recipes say they are."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from datetime import date, timedelta
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from transformers import AutoTokenizer
+
+from finetune.recipe import load_recipe
+
+ROOT = Path(__file__).parents[3]
+FULL = load_recipe(ROOT / "recipes/quickstart/full.yaml")
+WORDS = load_recipe(ROOT / "recipes/quickstart/lora.yaml")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_quickstart", ROOT / "scripts/make_quickstart.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def data(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("quickstart")
+    script.make(out)
+    return out
+
+
+def turns(data: Path, path: str) -> list[tuple[str, str]]:
+    """Question and answer of each row of a file that a recipe names."""
+    lines = (data / Path(path).relative_to("runs/quickstart-data")).read_text().splitlines()
+    return [tuple(turn["content"] for turn in json.loads(line)["messages"]) for line in lines]
+
+
+def test_no_date_is_both_trained_and_tested(data: Path):
+    for recipe in (FULL, WORDS):
+        tested = {answer for _, answer in turns(data, recipe.data.eval[0].path)}
+        assert len(tested) == 200 == recipe.evaluate.exact_match
+        assert tested.isdisjoint(answer for _, answer in turns(data, recipe.data.train[0].path))
+
+
+def test_the_second_stage_asks_the_same_and_wants_another_answer(data: Path):
+    first, second = (turns(data, recipe.data.eval[0].path) for recipe in (FULL, WORDS))
+    assert [question for question, _ in first] == [question for question, _ in second]
+    assert all(one != other for (_, one), (_, other) in zip(first, second, strict=True))
+
+
+def test_no_two_dates_are_written_alike(script: ModuleType):
+    """Whatever the format, what is written has one reading among all dates and formats."""
+    read: dict[str, date] = {}
+    days = [script.FIRST + timedelta(days=n) for n in range((script.LAST - script.FIRST).days + 1)]
+    for day in days:
+        for write in script.FORMATS:
+            assert read.setdefault(write(day), day) == day
+    assert len(read) == len(days) * len(script.FORMATS)
+
+
+def test_tokenizer_fits_the_model_and_the_rows(data: Path):
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    config = FULL.model.config
+    assert config is not None
+    assert len(tokenizer) == config["vocab_size"]
+    ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    assert ids == {name: config[f"{name}_token_id"] for name in ids}
+    assert len(set(ids.values())) == 3
+    assert tokenizer.tokenize("2021-03-03") == list("2021-03-03")
+    for path in (FULL.data.train[0].path, WORDS.data.train[0].path):
+        question, answer = max(turns(data, path), key=lambda turn: len("".join(turn)))
+        assert len(tokenizer(f"{question}{answer}")["input_ids"]) + 16 <= FULL.data.max_length
+
+
+def test_template_marks_the_answer_and_the_end_of_turn(data: Path):
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    messages = [{"role": "user", "content": "3 Mar 21"}, {"role": "assistant", "content": "2021-03-03"}]
+    made = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    marked = [i for i, mark in zip(made["input_ids"], made["assistant_masks"], strict=True) if mark]
+    assert marked == [*tokenizer("2021-03-03")["input_ids"], tokenizer.eos_token_id]
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == prompt + "2021-03-03<|im_end|>\n"
+
+
+def test_every_run_writes_the_same_bytes(script: ModuleType, data: Path, tmp_path: Path):
+    script.make(tmp_path)
+    files = sorted(path.relative_to(data) for path in data.rglob("*") if path.is_file())
+    assert [(data / file).read_bytes() == (tmp_path / file).read_bytes() for file in files] == [True] * 7
