@@ -127,9 +127,14 @@ def named_trainables(model: Any) -> NamedTensors:
 
 
 def saved_names(model: Any, trainable_only: bool) -> set[str]:
-    """Names of the state dict that make up the result: all, or only what trains. Tied tensors once."""
+    """Names of the state dict that make up the result: all, or only what trains. Tied tensors under their first name."""
     state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
-    return {name for name, tensor in state.items() if not trainable_only or tensor.requires_grad}
+    first = {id(tensor): name for name, tensor in reversed(state.items())}
+    return {
+        name
+        for name, tensor in state.items()
+        if first[id(tensor)] == name and (not trainable_only or tensor.requires_grad)
+    }
 
 
 def update_shards(engine: Engine, gradients: list[Tensor], squared_norm: Callable[[Tensor], float]) -> float | None:
