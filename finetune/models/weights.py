@@ -16,6 +16,7 @@ from transformers.initialization import no_init_weights
 from finetune.errors import UserError
 from finetune.models.adapters import add_adapters
 from finetune.models.attention import AttentionChoice, choose_attention
+from finetune.models.layers import compile_layers, recompute_activations
 from finetune.models.quantization import keep_weights_unpacked, quantization_config
 from finetune.models.tokenizer import first_line
 from finetune.recipe.schema import Model, Recipe
@@ -96,6 +97,10 @@ def load_model(
         model = add_adapters(model, recipe.lora, types.trained)
     if types.compute != torch.float32:
         _start_in(model, types.compute)
+    if recipe.train.activation_checkpointing:
+        recompute_activations(model)
+    if recipe.train.compile:
+        compile_layers(model)
     return model.train()
 
 

@@ -106,12 +106,8 @@ class Run:
         with self.engine.loading(self.recipe):
             model = load_model(self.recipe, config, self.attention, self.engine.placement(self.recipe))
         types = dtypes(self.recipe)
-        if self.recipe.train.activation_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if types.compute != types.trained:
             autocast_forward(model, types.compute, self.engine.device.type)
-        if self.recipe.train.compile:
-            compile_layers(model)
         return model
 
     def _plan(self, model: Any, micro_batches: int) -> Plan:
@@ -217,13 +213,6 @@ class Run:
     def say(self, text: str) -> None:
         if self.engine.is_main:
             self.console.print(text)
-
-
-def compile_layers(model: Any) -> None:
-    """torch.compile for each decoder layer by itself: one small graph, reused by all of them."""
-    for module in model.modules():
-        if type(module).__name__ in (model._no_split_modules or ()):
-            module.compile(dynamic=True)
 
 
 def device_name(engine: Engine) -> str:

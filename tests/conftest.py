@@ -1,0 +1,86 @@
+"""What every test may use: tiny models made on the spot, a cache of their own, and real launches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Before any library is imported: nothing reaches for a hub, and forked tokenizers do not warn.
+os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+for launcher_variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(launcher_variable, None)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one model folder for each of `tiny.MODELS`, rows.jsonl and held_out.jsonl."""
+    folder = tmp_path_factory.mktemp("made")
+    for name in tiny.MODELS:
+        tiny.save_model(folder, name)
+    tiny.write_rows(folder / "rows.jsonl", tiny.conversations(120))
+    tiny.write_rows(folder / "held_out.jsonl", tiny.conversations(16, seed=1))
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def data_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["FINETUNE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def recipe(made: Path, tmp_path: Path) -> dict[str, Any]:
+    """A small complete recipe as plain values, to change and write."""
+    return {
+        "run": {"name": "run", "dir": str(tmp_path / "runs")},
+        "model": {"name": str(made / "llama")},
+        "mode": "full",
+        "data": {
+            "train": [{"path": str(made / "rows.jsonl"), "format": "messages"}],
+            "eval": [{"path": str(made / "held_out.jsonl"), "format": "messages"}],
+            "max_length": 64,
+        },
+        "batch": {"rows": 4, "rows_per_device": 2},
+        "optimizer": {"lr": 1e-3},
+        "train": {"max_steps": 6, "precision": "fp32"},
+        "evaluate": {"at_start": False},
+    }
+
+
+@pytest.fixture
+def write_recipe(tmp_path: Path) -> Callable[..., Path]:
+    def write(values: dict[str, Any], name: str = "recipe.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return path
+
+    return write
+
+
+def finetune(*arguments: object, cwd: Path | None = None, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """`python -m finetune ...` as a user runs it."""
+    command = [sys.executable, "-m", "finetune", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, input=stdin, timeout=600)
+
+
+def launch(config: str | Path, processes: int, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch --config_file ... -m finetune ...` as a user runs it; config: a name in accelerate_configs/."""
+    file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", str(file)]
+    command += ["--num_processes", str(processes), "-m", "finetune", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=800)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
