@@ -27,7 +27,7 @@ class Zero(Engine):
         return self.accelerator.state.deepspeed_plugin
 
     def placement(self, recipe: Recipe) -> Placement:
-        return Placement("load", self.device)
+        return Placement("load", None if self.plugin.zero_stage == 3 else self.device)
 
     @contextlib.contextmanager
     def loading(self, recipe: Recipe) -> Iterator[None]:

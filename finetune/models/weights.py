@@ -37,11 +37,12 @@ class Dtypes:
 class Placement:
     """How this rank gets its weights.
 
-    meta: shapes only; the engine fills them in from rank 0. device: where quantised weights are made.
+    meta: shapes only; the engine fills them in from rank 0. device: where quantised weights are packed; None where
+    ZeRO-3 places them itself.
     """
 
     weights: Literal["load", "meta"]
-    device: torch.device
+    device: torch.device | None
 
 
 def dtypes(recipe: Recipe) -> Dtypes:
@@ -118,7 +119,8 @@ def _base_model(
         return AutoModelForCausalLM.from_config(config, **common)
     if recipe.quantization is not None:
         common["quantization_config"] = quantization_config(recipe.quantization, dtypes(recipe).compute)
-        common["device_map"] = {"": placement.device}  # 4-bit weights are packed where they will be used
+        if placement.device is not None:
+            common["device_map"] = {"": placement.device}
     name = recipe.model.name
     assert name is not None  # the schema wants it where there is no config
     try:
