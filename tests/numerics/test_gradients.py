@@ -1,0 +1,99 @@
+"""Loss and gradient of one step against the plainest possible reference: one process, one document at a time, fp64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from finetune.data import Batch, Loader, RowOrder, build_dataset
+from finetune.models import attention_for, load_model, load_tokenizer, model_config
+from finetune.models.weights import Placement
+from finetune.objectives import supervised_loss_sum
+from finetune.recipe import load_recipe
+from finetune.recipe.schema import Recipe
+
+CPU = torch.device("cpu")
+
+
+def loader(recipe: Recipe, rank: int = 0, world_size: int = 1) -> Loader:
+    data = build_dataset(recipe, recipe.data.train, load_tokenizer(recipe.model))
+    order = RowOrder(len(data.rows), recipe.run.seed)
+    batch = recipe.batch
+    return Loader(data.examples, data.rows, order, batch.rows, batch.rows_per_device, rank, world_size, 10**6)
+
+
+def reference(made: Path, batches: list[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Mean negative log-likelihood over all supervised tokens, and its gradient; every document by itself, fp64."""
+    model = AutoModelForCausalLM.from_pretrained(made / "llama", dtype=torch.float64)
+    losses, count = [], 0
+    for batch in batches:
+        documents = zip(
+            batch.input_ids.split(batch.document_lengths, 1), batch.labels.split(batch.document_lengths, 1), strict=True
+        )
+        for ids, labels in documents:
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            losses.append(cross_entropy(logits, labels[0, 1:], ignore_index=-100, reduction="sum"))
+            count += int((labels[0, 1:] != -100).sum())
+    loss = torch.stack(losses).sum() / count
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("attention", ["documents", "sdpa", "eager"])
+@pytest.mark.parametrize("rows_per_device", [1, 2, 4])
+def test_accumulated_gradient_is_the_whole_batch_s(
+    made: Path, recipe: dict[str, Any], write_recipe: Any, attention: str, rows_per_device: int
+) -> None:
+    recipe["batch"]["rows_per_device"] = rows_per_device
+    recipe["model"]["attention"] = attention
+    loaded = load_recipe(write_recipe(recipe))
+    config = model_config(loaded.model)
+    choice = attention_for(loaded, config, "cpu")
+    model = load_model(loaded, config, choice, Placement("load", CPU))
+    batches = loader(loaded).step(0)
+    items = sum(batch.num_supervised for batch in batches)
+    loss = torch.zeros(())
+    for batch in batches:
+        part = supervised_loss_sum(model, batch, choice.forward_arguments(batch.document_lengths), CPU) / items
+        part.backward()
+        loss += part.detach()
+    wanted, gradients = reference(made, batches)
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.double(), gradients[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_a_batch_with_nothing_supervised_has_no_loss_and_no_gradient(
+    recipe: dict[str, Any], write_recipe: Any
+) -> None:
+    """The filler rows of a run's last step: every rank has a forward, nothing is trained."""
+    loaded = load_recipe(write_recipe(recipe))
+    config = model_config(loaded.model)
+    choice = attention_for(loaded, config, "cpu")
+    model = load_model(loaded, config, choice, Placement("load", CPU))
+    whole = loader(loaded)
+    short = Loader(whole.examples, whole.rows, whole.order, 4, 2, 0, 1, total_rows=1)
+    batch = short.step(0)[1]
+    assert batch.num_supervised == 0
+    loss = supervised_loss_sum(model, batch, choice.forward_arguments(batch.document_lengths), CPU)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_only_supervised_positions_reach_the_head(recipe: dict[str, Any], write_recipe: Any) -> None:
+    loaded = load_recipe(write_recipe(recipe))
+    config = model_config(loaded.model)
+    choice = attention_for(loaded, config, "cpu")
+    model = load_model(loaded, config, choice, Placement("load", CPU))
+    seen: list[int] = []
+    model.get_output_embeddings().register_forward_hook(lambda _m, _i, output: seen.append(output.shape[1]))
+    batch = loader(loaded).step(0)[0]
+    supervised_loss_sum(model, batch, choice.forward_arguments(batch.document_lengths), CPU)
+    assert seen == [batch.num_supervised]
+    assert batch.num_supervised < batch.num_tokens

@@ -1,0 +1,111 @@
+"""What a precision means: types in memory, and that fp16's scale is invisible in the result."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.engine.precision import LossScale, autocast_forward
+from finetune.models import Placement, attention_for, dtypes, load_model, model_config
+from finetune.recipe import load_recipe
+
+CPU = torch.device("cpu")
+LORA = {"mode": "lora", "lora": {"rank": 4, "alpha": 8}}
+
+
+def loaded_model(recipe: dict[str, Any], write_recipe: Any, precision: str, **changes: Any) -> Any:
+    recipe["train"]["precision"] = precision
+    loaded = load_recipe(write_recipe({**recipe, **changes}))
+    config = model_config(loaded.model)
+    model = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", CPU))
+    if dtypes(loaded).compute != dtypes(loaded).trained:
+        autocast_forward(model, dtypes(loaded).compute, "cpu")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("precision", "trained", "frozen"),
+    [
+        ("fp32", torch.float32, torch.float32),
+        ("bf16", torch.float32, torch.bfloat16),
+        ("fp16", torch.float32, torch.float16),
+        ("bf16_true", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_types_in_memory(
+    recipe: dict[str, Any], write_recipe: Any, precision: str, trained: torch.dtype, frozen: torch.dtype
+) -> None:
+    full = loaded_model(recipe, write_recipe, precision)
+    assert {p.dtype for p in full.parameters()} == {trained}
+    adapted = loaded_model(recipe, write_recipe, precision, **LORA)
+    assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {trained}
+    assert {p.dtype for p in adapted.parameters() if not p.requires_grad} == {frozen}
+
+
+@pytest.mark.parametrize(("precision", "compute"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_products_and_residuals_are_in_the_compute_type_gradients_in_fp32(
+    recipe: dict[str, Any], write_recipe: Any, precision: str, compute: torch.dtype
+) -> None:
+    model = loaded_model(recipe, write_recipe, precision)
+    seen: dict[str, torch.dtype] = {}
+    for name in ("model.layers.0", "model.layers.1.mlp.down_proj", "lm_head"):
+        model.get_submodule(name).register_forward_hook(
+            lambda _m, _i, output, name=name: seen.update({name: output.dtype})
+        )
+    model(input_ids=torch.arange(3, 12)[None], use_cache=False, document_lengths=(9,)).logits.sum().backward()
+    assert set(seen.values()) == {compute}, seen
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+def test_loss_scale_halves_on_overflow_and_grows_after_good_steps() -> None:
+    scale = LossScale.of("fp16")
+    first = scale.value
+    assert not scale.update(math.inf)
+    assert scale.value == first / 2
+    scale.growth_interval = 3
+    assert [scale.update(1.0) for _ in range(3)] == [True] * 3
+    assert scale.value == first
+
+
+def test_loss_scale_gives_up_on_a_gradient_that_is_itself_not_finite() -> None:
+    scale = LossScale.of("fp16")
+    with pytest.raises(FloatingPointError):
+        for _ in range(100):
+            scale.update(math.nan)
+
+
+def test_no_scale_outside_fp16() -> None:
+    for precision in ("fp32", "bf16", "bf16_true"):
+        scale = LossScale.of(precision)
+        assert scale.value == 1.0
+        assert scale.update(math.inf), "the engine, not the scale, stops such a run"
+
+
+def test_quantised_weights_survive_an_evaluation(recipe: dict[str, Any], write_recipe: Any) -> None:
+    """bitsandbytes repacks 4-bit weights in eval on some CPUs and ruins later gradients; ours stay as they were."""
+    quantised = {"mode": "qlora", "quantization": {"type": "nf4"}, "lora": {"rank": 4, "alpha": 8}}
+    model = loaded_model(recipe, write_recipe, "fp32", **quantised)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(input_ids=torch.arange(3, 12)[None], use_cache=False, document_lengths=(9,)).logits.square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.requires_grad]
+
+    before = gradients()
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=torch.arange(3, 12)[None], use_cache=False, document_lengths=(9,))
+    model.train()
+    for a, b in zip(before, gradients(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_quantised_storage_is_a_float_that_fsdp2_can_shard(recipe: dict[str, Any], write_recipe: Any) -> None:
+    quantised = {"mode": "qlora", "quantization": {"type": "nf4"}, "lora": {"rank": 4, "alpha": 8}}
+    for precision, storage in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        model = loaded_model(recipe, write_recipe, precision, **quantised)
+        packed = {p.dtype for p in model.parameters() if type(p).__name__ == "Params4bit"}
+        assert packed == {storage}

@@ -1,0 +1,161 @@
+"""Recipe and accelerate config: who owns what, and launches that are not what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.state import PartialState
+
+from finetune.engine import check_launch, read_config_file
+from finetune.engine.launch import Launch, _option, check_started
+from finetune.engine.rehearsal import _replace_prepare_backend
+from finetune.errors import UserError
+from finetune.recipe import load_recipe
+
+CONFIGS = Path(__file__).resolve().parents[3] / "accelerate_configs"
+EIGHT = {"single", "ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload", "zero3_nvme"}
+
+
+def launch_of(tmp_path: Path, name: str, **changes: Any) -> Launch:
+    """One of our configs with top-level changes; a dict is merged into its section."""
+    values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    for key, value in changes.items():
+        values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return read_config_file(str(path), 2)
+
+
+def test_the_shipped_configs_are_the_eight() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == EIGHT
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("name", sorted(EIGHT))
+def test_shipped_configs_agree_with_any_recipe(
+    recipe: dict[str, Any], write_recipe: Any, name: str, processes: int
+) -> None:
+    recipe["batch"]["rows"] = 8
+    loaded = load_recipe(write_recipe(recipe))
+    launch = read_config_file(str(CONFIGS / f"{name}.yaml"), processes)
+    assert check_launch(loaded, "recipe.yaml", launch) == 8 // (2 * processes)
+
+
+DISAGREEMENTS: list[tuple[str, dict[str, Any], str]] = [
+    ("ddp", {"mixed_precision": "bf16"}, "`mixed_precision: bf16` against `train.precision: fp32`"),
+    ("ddp", {"gradient_accumulation_steps": 4}, "`gradient_accumulation_steps: 4` against `batch.rows"),
+    ("ddp", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "`dynamo_config` is decided by `train.compile`"),
+    ("zero3", {"deepspeed_config": {"gradient_accumulation_steps": 8}}, "`deepspeed gradient_accumulation_steps: 8`"),
+    ("zero3", {"deepspeed_config": {"gradient_clipping": 0.5}}, "against `optimizer.max_grad_norm: 1.0`"),
+    ("zero2", {"deepspeed_config": {"bf16": {"enabled": True}}}, "`deepspeed bf16.enabled: True`"),
+    ("zero2", {"deepspeed_config": {"optimizer": {"type": "Adam"}}}, "deepspeed `optimizer` is decided by the recipe"),
+    ("zero2", {"deepspeed_config": {"train_batch_size": 64}}, "deepspeed `train_batch_size` is decided by the recipe"),
+    ("fsdp2", {"fsdp_config": {"fsdp_activation_checkpointing": True}}, "`fsdp_activation_checkpointing: True`"),
+    ("fsdp2", {"fsdp_config": {"fsdp_version": 1}}, "`fsdp_version: 1` loses the optimizer state"),
+    ("fsdp2", {"parallelism_config": {"parallelism_config_tp_size": 2}}, "`parallelism_config` is not supported yet"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "fragment"), DISAGREEMENTS)
+def test_disagreement_names_both_files(
+    recipe: dict[str, Any], write_recipe: Any, tmp_path: Path, name: str, changes: dict[str, Any], fragment: str
+) -> None:
+    launch = launch_of(tmp_path, name, **changes)
+    with pytest.raises(UserError) as error:
+        check_launch(load_recipe(write_recipe(recipe)), "my_recipe.yaml", launch)
+    for part in (f"{name}.yaml", "my_recipe.yaml", fragment):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("ddp", {"mixed_precision": "no", "gradient_accumulation_steps": 1}),
+        ("zero3", {"deepspeed_config": {"gradient_clipping": 1.0, "gradient_accumulation_steps": 1}}),
+        ("fsdp2", {"fsdp_config": {"fsdp_activation_checkpointing": False}}),
+    ],
+)
+def test_saying_the_same_is_no_disagreement(
+    recipe: dict[str, Any], write_recipe: Any, tmp_path: Path, name: str, changes: dict[str, Any]
+) -> None:
+    check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch_of(tmp_path, name, **changes))
+
+
+def test_a_deepspeed_json_is_read_too(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_clipping": 5.0}))
+    launch = launch_of(tmp_path, "zero2", deepspeed_config={"deepspeed_config_file": str(file)})
+    with pytest.raises(UserError, match="gradient_clipping: 5.0"):
+        check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch)
+    file.write_text("{")
+    with pytest.raises(UserError, match=r"ds.json: the DeepSpeed config cannot be read"):
+        check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch)
+
+
+def test_rows_that_do_not_divide_name_the_nearest(recipe: dict[str, Any], write_recipe: Any) -> None:
+    launch = read_config_file(str(CONFIGS / "ddp.yaml"), 3)
+    with pytest.raises(UserError, match=r"nearest valid `batch.rows` are 6 and its multiples"):
+        check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "compiled", "fragment"),
+    [
+        ("muon", "fp32", False, "Muon needs whole matrices"),
+        ("adamw", "bf16_true", False, "against `bf16_true`"),
+        ("adamw", "fp32", True, "`train.compile` does not go with DeepSpeed"),
+    ],
+)
+def test_what_zero_cannot_do_is_refused(
+    recipe: dict[str, Any], write_recipe: Any, optimizer: str, precision: str, compiled: bool, fragment: str
+) -> None:
+    recipe["optimizer"]["name"] = optimizer
+    recipe["train"].update(precision=precision, compile=compiled)
+    launch = read_config_file(str(CONFIGS / "zero3.yaml"), 2)
+    with pytest.raises(UserError) as error:
+        check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch)
+    assert fragment in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"), [("[1", "not an accelerate config"), ("a: 1", "it has no `distributed_type`")]
+)
+def test_what_is_not_an_accelerate_config(tmp_path: Path, text: str, fragment: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=fragment):
+        read_config_file(str(path))
+    with pytest.raises(UserError, match="cannot be read"):
+        read_config_file(str(tmp_path / "absent.yaml"))
+
+
+def test_a_launch_that_came_out_smaller_is_an_error() -> None:
+    with pytest.raises(UserError, match="asks for 2 processes, but 1 is running: each would train alone"):
+        check_started(Launch("replicated", 2, "ddp.yaml"), 1, "replicated")
+
+
+def test_a_launch_that_came_out_as_something_else_is_an_error() -> None:
+    with pytest.raises(UserError, match="asks for zero, but accelerate started replicated"):
+        check_started(Launch("zero", 2, "zero3.yaml"), 2, "replicated")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--config_file", "a.yaml", "-m", "finetune", "train", "--config_file", "b.yaml"],
+        ["--config-file=a.yaml", "-m", "finetune"],
+    ],
+)
+def test_the_launcher_s_options_end_where_ours_begin(words: list[str]) -> None:
+    assert _option(words, "config_file") == "a.yaml"
+    assert _option(["-m", "finetune", "x", "--config_file", "b.yaml"], "config_file") is None
+
+
+def test_rehearsal_refuses_an_accelerate_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PartialState, "_prepare_backend", lambda self, other: None)
+    with pytest.raises(UserError, match="does not know accelerate"):
+        _replace_prepare_backend(sharded=True)

@@ -1,0 +1,88 @@
+"""metrics.jsonl and trackers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import PartialState
+
+from finetune.errors import UserError
+from finetune.recipe import load_recipe
+from finetune.recipe.schema import Tracking, Wandb
+from finetune.tracking import MetricsLog, Trackers, check_installed, read_metrics
+from finetune.tracking import trackers as trackers_module
+from finetune.tracking.trackers import redact
+
+
+def test_resumed_log_has_every_step_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 1)
+    for step in (1, 2, 3):
+        log.write({"step": step, "loss": 1.0})
+    log.close()
+    path.write_text(path.read_text() + '{"step": 4, "lo')  # killed while it wrote
+    resumed = MetricsLog(path, 3)
+    resumed.write({"step": 3, "loss": 2.0})
+    resumed.close()
+    assert [(entry["step"], entry["loss"]) for entry in read_metrics(path)] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def test_a_new_run_starts_a_new_log(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 9}\n')
+    MetricsLog(path, 1).close()
+    assert path.read_text() == ""
+
+
+def test_a_number_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", 1)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        log.write({"step": 1, "loss": float("nan")})
+    log.close()
+
+
+@pytest.mark.parametrize(
+    "secret",
+    ["hf_" + "a" * 34, "0123456789abcdef" * 2 + "01234567", "AKIA" + "A" * 16, "sk-" + "x" * 24, "me:pass"],
+)
+def test_secrets_never_reach_a_tracker(secret: str) -> None:
+    text = f"https://{secret}@host/x" if ":" in secret else f"path/{secret}"
+    cleaned = redact({"data": [{"path": text}], "n": 3})
+    assert secret not in json.dumps(cleaned)
+    assert cleaned["n"] == 3
+
+
+def test_what_is_no_secret_stays() -> None:
+    plain = {"path": "meta-llama/Llama-3.1-8B", "url": "https://host/x", "commit": "abc123"}
+    assert redact(plain) == plain
+
+
+def test_a_missing_tracker_names_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install wandb tensorboard"):
+        check_installed(Tracking(wandb=Wandb(project="x"), tensorboard=True))
+
+
+def test_wandb_offline_and_tensorboard_get_config_metrics_table_and_summary(
+    recipe: dict[str, Any], write_recipe: Any, tmp_path: Path
+) -> None:
+    recipe["tracking"] = {"wandb": {"project": "p", "mode": "offline"}, "tensorboard": True}
+    loaded = load_recipe(write_recipe(recipe))
+    PartialState(cpu=True)  # accelerate's trackers ask it for the main process
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for attempt in range(2):  # the second goes on with the first one's id
+        started = Trackers(loaded, folder, {"recipe": loaded.model_dump(mode="json")})
+        started.log({"loss": 1.0, "words": "dropped"}, 1 + attempt)
+        started.table("generations", ["prompt", "output"], [["a", "b"]], 1 + attempt)
+        started.summary({"exact_match": 1.0})
+        started.finish()
+    wandb_id = json.loads((folder / "wandb.json").read_text())["id"]
+    runs = list((folder / "wandb").glob("offline-run-*"))
+    assert runs
+    assert all(run.name.endswith(wandb_id) for run in runs)
+    assert any(run.glob("files/media/table/generations*.json") for run in runs)
+    assert list((folder / "tensorboard").rglob("events.out.tfevents.*"))
