@@ -1,0 +1,106 @@
+"""The documentation names only what exists: keys, files, commands and their options, messages, examples that load."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from finetune.cli import app
+from finetune.data.formats import FORMATS, parse_row
+from finetune.recipe import Recipe, load_recipe
+from finetune.recipe.load import key_is_known
+
+ROOT = Path(__file__).parents[2]
+README, CONTRIBUTING, CHANGELOG = (
+    (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+)
+PAGES = {"README": README, "CONTRIBUTING": CONTRIBUTING, "CHANGELOG": CHANGELOG}
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]  (typer says Command, it is a group)
+OURS = "finetune|recipes|scripts|tests|accelerate_configs|docs|benchmarks"  # folders of the repository
+PLACEHOLDERS = ("recipes/mine/",)  # what a reader would make
+LIBRARIES_SAY = {"CalledProcessError", "ChildFailedError"}  # not messages of ours
+
+every_page = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES.keys())
+
+
+@every_page
+def test_keys_exist(page: str) -> None:
+    sections = "|".join(Recipe.model_fields)
+    named = set(re.findall(rf"(?<![\w/.-])((?:{sections})\.[a-z_.]*[a-z_])(?![\w/(-])", page))
+    keys = {key for key in named if not key.endswith((".yaml", ".jsonl", ".py", ".md"))}
+    assert sorted(key for key in keys if not key_is_known(key)) == []
+
+
+@every_page
+def test_files_exist(page: str) -> None:
+    named = set(re.findall(rf"(?<![\w<.-])(?<!\w/)(?:\./)?((?:{OURS})/[\w./-]*\w/?)(?![\w<*-])", page))
+    named |= set(re.findall(r"`(\w+\.(?:md|toml|txt|sh|py|svg))`", page)) | set(re.findall(r"\]\(([\w./]+)\)", page))
+    wanted = {name for name in named if not name.startswith(PLACEHOLDERS)}
+    assert sorted(name for name in wanted if not (ROOT / name).exists()) == []
+
+
+@every_page
+def test_commands_and_options_exist(page: str) -> None:
+    for command, rest in re.findall(r"-m finetune (\w+)([^\n`]*)", page):
+        assert command in COMMANDS
+        known = {option for parameter in COMMANDS[command].params for option in parameter.opts}
+        words = rest.partition("#")[0]
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", words)) <= known, f"{command}{rest}"
+
+
+def test_overrides_in_commands_have_keys() -> None:
+    for page in PAGES.values():
+        for rest in re.findall(r"-m finetune train ([^\n`]*)", page):
+            assert [word for word in rest.split() if "=" in word and not key_is_known(word.partition("=")[0])] == []
+
+
+def test_contributing_is_short() -> None:
+    assert len(CONTRIBUTING.splitlines()) < 100
+
+
+def test_tables_are_where_contributing_says() -> None:
+    rows = re.findall(r"^\| [^|]+ \| (`[^|]+`) \| `([^|`]+\.py)` \|$", CONTRIBUTING, re.MULTILINE)
+    assert len(rows) >= 7
+    for names, path in rows:
+        code = (ROOT / path).read_text(encoding="utf-8")
+        assert [
+            name for name in re.findall(r"`(\w+)`", names) if not re.search(rf"^{name}\b", code, re.MULTILINE)
+        ] == []
+
+
+def test_readme_knows_every_accelerate_config() -> None:
+    listed = set(re.findall(r"^\| `(\w+)` \| [^`|]*(?:`\w+`[^`|]*)* \|", README, re.MULTILINE))
+    assert {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")} <= listed
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_readme_shows_a_row_of_every_format(name: str) -> None:
+    row = re.search(rf"^\| `{name}` \| `(\{{.+\}})` \|", README, re.MULTILINE)
+    assert row is not None
+    parse_row(json.loads(row[1]), name)
+
+
+def test_readme_recipe_loads(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "recipes" / "base", tmp_path / "base")
+    path = tmp_path / "mine" / "lora.yaml"
+    path.parent.mkdir()
+    shown = re.search(r"```yaml\n# recipes/mine/lora.yaml\n(.+?)```", README, re.DOTALL)
+    assert shown is not None
+    path.write_text(shown[1], encoding="utf-8")
+    recipe = load_recipe(path)
+    assert (recipe.run.name, recipe.data.train[0].path) == ("my-lora", "data/train.jsonl")
+
+
+def test_readme_quotes_messages_that_the_code_has() -> None:
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "finetune").rglob("*.py")))
+    table = README.partition("| you see |")[2]
+    quoted = [
+        text for cell in re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE) for text in re.findall(r"`([^`]+)`", cell)
+    ]
+    assert len(quoted) >= 12
+    assert [text for text in quoted if text not in code and text not in LIBRARIES_SAY] == []
