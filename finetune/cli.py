@@ -177,6 +177,8 @@ def quiet_libraries() -> None:
     main_process = int(os.environ.get("RANK", "0")) == 0
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forks after threads; the tokenizer warns on every one
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if main_process else "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if main_process else "1")
+    if not (main_process and sys.stderr.isatty()):
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DS_LOG_LEVEL", "warning" if main_process else "error")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of an optional kernel at every import
     logging.basicConfig(level=logging.WARNING if main_process else logging.ERROR, format="%(message)s")

@@ -75,6 +75,9 @@ LAUNCHES = (
     ("ddp", 4, ("full", "lora", "full tied", "lora dropout rslora")),
     ("fsdp2", 4, ("full", "lora", "full tied", "lora dropout rslora")),
     ("zero3", 4, ("full", "lora")),
+    ("fsdp2_offload", 4, ("full",)),
+    ("zero2", 4, ("full",)),
+    ("zero3_offload", 4, ("full",)),
 )
 
 

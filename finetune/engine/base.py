@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.engine.launch import Launch
+from finetune.engine.parts import Part
 from finetune.engine.precision import LossScale
 from finetune.models import Placement
 from finetune.recipe.schema import Recipe
@@ -114,6 +115,15 @@ class Engine(abc.ABC):
         Collective: every rank must run through all of it. One tensor at a time is whole on a device.
         """
 
+    # --- checkpoints
+
+    @abc.abstractmethod
+    def parts(self, reading: bool) -> list[Part]:
+        """What this rank writes to a checkpoint, or reads from one. Written, every element is on exactly one rank."""
+
+    def restored(self) -> None:  # noqa: B027 (most backends have nothing to do)
+        """After the parts were filled from a checkpoint: bring what is derived from them up to date. Collective."""
+
     def close(self) -> None:
         """Forget this run but stay in the process group: a process may run several recipes, one after another."""
         self.optimizers, self.model, self.unwrapped = [], None, None
@@ -127,9 +137,9 @@ def named_trainables(model: Any) -> NamedTensors:
 
 
 def saved_names(model: Any, trainable_only: bool) -> set[str]:
-    """Names of the state dict that make up the result: all, or only what trains. Tied tensors under their first name."""
+    """Names of the state dict that make up the result: all, or only what trains. Tied tensors: the first name."""
     state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
-    first = {id(tensor): name for name, tensor in reversed(state.items())}
+    first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
     return {
         name
         for name, tensor in state.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, named_trainables, saved_names, update_shards
+from finetune.engine.parts import Part
 from finetune.models import Placement, dtypes
 from finetune.recipe.schema import Recipe
 
@@ -60,6 +63,15 @@ class Fsdp2(Engine):
             parameter.grad = local.grad = None
         return norm
 
+    def parts(self, reading: bool) -> list[Part]:
+        """Rows of each parameter: a contiguous range of it."""
+        found = []
+        for name, parameter, local in self._shards:
+            if local.numel():
+                start = _first_row(parameter) * (math.prod(parameter.shape[1:]) if parameter.ndim else 1)
+                found.append(Part(name, tuple(parameter.shape), start, local.numel(), local, 0))
+        return found
+
     def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
         wanted = saved_names(self.unwrapped, trainable_only)
         for name, tensor in self.unwrapped.state_dict().items():
@@ -75,6 +87,14 @@ class Fsdp2(Engine):
         self.policy = (
             MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
         )
+
+
+def _first_row(parameter: Tensor) -> int:
+    """Of this rank's shard, in the whole parameter."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -217,8 +217,8 @@ def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
     if launch.config.get("parallelism_config"):
         yield "`parallelism_config` is not supported yet: use a config without it"
     name, precision = recipe.optimizer.name, recipe.train.precision
-    if launch.kind == "zero" and name == "muon":
-        yield "ZeRO hands an optimizer flat slices, Muon needs whole matrices: use ddp or fsdp2, or another optimizer"
+    if launch.kind != "replicated" and name == "muon":
+        yield "Muon needs whole matrices, and shards are handed to the optimizer here: use ddp, or another optimizer"
     if launch.kind == "zero" and precision == "bf16_true":
         yield "DeepSpeed keeps fp32 copies of what it trains, against `bf16_true`: use ddp or fsdp2, or `bf16`"
     if launch.kind == "zero" and recipe.train.compile:

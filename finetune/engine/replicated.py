@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.engine.base import BuildOptimizers, Engine, named_trainables, saved_names, update_shards
+from finetune.engine.parts import Part
 from finetune.models import Placement
 from finetune.recipe.schema import Recipe
 
@@ -37,6 +38,17 @@ class Replicated(Engine):
         for _, parameter in named_trainables(self.unwrapped):
             parameter.grad = None
         return norm
+
+    def parts(self, reading: bool) -> list[Part]:
+        """Every rank has everything: each writes its share of every parameter, and reads all of it."""
+        found = []
+        for name, p in named_trainables(self.unwrapped):
+            share = -(-p.numel() // self.world_size)
+            start = 0 if reading else min(self.rank * share, p.numel())
+            numel = p.numel() if reading else min(share, p.numel() - start)
+            if numel:
+                found.append(Part(name, tuple(p.shape), start, numel, p, start))
+        return found
 
     def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
         wanted = saved_names(self.unwrapped, trainable_only)

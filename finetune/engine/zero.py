@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from finetune.engine.base import BuildOptimizers, Engine, NonFinite, named_trainables, saved_names
+from finetune.engine.parts import Part
+from finetune.errors import UserError
 from finetune.models import Placement
 from finetune.recipe.schema import Recipe
 
@@ -72,6 +74,44 @@ class Zero(Engine):
             raise NonFinite("the gradient is not finite")
         return norm if self.loss_scale.update(norm) else None
 
+    def parts(self, reading: bool) -> list[Part]:
+        """Ranges of parameters in DeepSpeed's flat fp32 groups. Raises UserError where these lie on NVMe."""
+        if getattr(self.zero, "swap_optimizer", False):
+            raise UserError(
+                "checkpoint.every_steps: optimizer state on NVMe cannot be checkpointed yet; use zero3_offload"
+            )
+        find = self._sharded_part if self.plugin.zero_stage == 3 else self._flat_part
+        found = [find(name, parameter) for name, parameter in named_trainables(self.unwrapped)]
+        return [part for part in found if part is not None]
+
+    def _flat_part(self, name: str, parameter: Any) -> Part | None:
+        """Stages 1 and 2: the group's flat range on this rank may hold a piece of the parameter."""
+        fragment = parameter._hp_mapping
+        if fragment is None:
+            return None
+        stepped = self.zero.single_partition_of_fp32_groups[fragment.param_group_index]
+        place, within = fragment.lp_fragment_address, fragment.hp_fragment_address
+        return Part(name, tuple(parameter.shape), place.start, place.numel, stepped, within.start)
+
+    def _sharded_part(self, name: str, parameter: Any) -> Part | None:
+        """Stage 3: every rank has an equal range, padded at the end."""
+        group, offset, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
+        start = self.rank * parameter.ds_tensor.ds_numel
+        numel = min(parameter.ds_tensor.ds_numel, parameter.ds_numel - start)
+        stepped = self.zero.fp32_partitioned_groups_flat[group]
+        return Part(name, tuple(parameter.ds_shape), start, numel, stepped, offset) if numel > 0 else None
+
+    def restored(self) -> None:
+        """The weights of the forward are copies of the fp32 groups."""
+        if self.plugin.zero_stage != 3:
+            self.zero.update_lp_params()
+            return
+        for group in range(len(self.zero.fp16_groups)):
+            self.zero._reassign_or_swap_out_partitioned_parameters(group)
+        if self.zero.persistent_parameters:
+            self.zero.persistent_parameters[0].partition(self.zero.persistent_parameters)
+            self.zero.persistent_parameters[0].all_gather(self.zero.persistent_parameters)
+
     def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
         from deepspeed.runtime.zero import GatheredParameters
 
@@ -87,8 +127,6 @@ class Zero(Engine):
 def require_deepspeed() -> None:
     """Raises UserError with the install line where DeepSpeed is missing."""
     import importlib.util
-
-    from finetune.errors import UserError
 
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("this accelerate config needs DeepSpeed: pip install 'deepspeed>=0.19'")

@@ -9,8 +9,10 @@ import yaml
 from finetune.recipe import Recipe, dump_recipe
 
 
-def model_card(recipe: Recipe, plan: dict[str, Any], last: dict[str, Any], evaluation: dict[str, float]) -> str:
-    """Markdown with the hub's metadata block. plan: plan.json; last: the last train line."""
+def model_card(
+    recipe: Recipe, plan: dict[str, Any], state: dict[str, int], loss: float | None, evaluation: dict[str, float]
+) -> str:
+    """Markdown with the hub's metadata block. plan: plan.json; state: steps and tokens done; loss: of the last step."""
     head: dict[str, Any] = {
         "library_name": "transformers" if recipe.mode == "full" else "peft",
         "tags": ["finetune", "sft"],
@@ -22,10 +24,10 @@ def model_card(recipe: Recipe, plan: dict[str, Any], last: dict[str, Any], evalu
         ("Method", recipe.mode + (f", rank {recipe.lora.rank}" if recipe.lora else "")),
         ("Parameters", f"{plan['parameters']:,} ({plan['trainable_parameters']:,} trained)"),
         ("Training data", ", ".join(source.path for source in recipe.data.train)),
-        ("Steps", f"{last['step']:,} of {recipe.batch.rows} rows of up to {recipe.data.max_length:,} tokens"),
-        ("Tokens", f"{last['tokens']:,} ({last['supervised_tokens']:,} supervised)"),
+        ("Steps", f"{state['step']:,} of {recipe.batch.rows} rows of up to {recipe.data.max_length:,} tokens"),
+        ("Tokens", f"{state['tokens']:,} ({state['supervised_tokens']:,} supervised)"),
         ("Precision", recipe.train.precision),
-        ("Last training loss", f"{last['loss']:.4f}"),
+        *((("Last training loss", f"{loss:.4f}"),) if loss is not None else ()),
         *((name.replace("_", " ").capitalize(), f"{value:.4f}") for name, value in evaluation.items()),
         ("Ran on", f"{plan['where']}, {plan['world_size']} x {plan['device']}"),
         ("Code", plan["git_commit"] or "-"),

@@ -38,9 +38,13 @@ def check_installed(tracking: Tracking) -> None:
 
 
 class Trackers:
-    """All trackers of a run; a run that goes on keeps its W&B id."""
+    """All trackers of a run. One that goes on from a checkpoint keeps its W&B id, one that starts anew gets a new
+    one.
+    """
 
-    def __init__(self, recipe: Recipe, run_dir: Path, config: Metrics):
+    def __init__(self, recipe: Recipe, run_dir: Path, config: Metrics, goes_on: bool):
+        if not goes_on:
+            _wandb_id(run_dir).unlink(missing_ok=True)
         self._all = [_START[name](recipe, run_dir) for name in wanted(recipe.tracking)]
         for tracker in self._all:
             tracker.store_init_configuration(_plain(redact(config)))
@@ -69,12 +73,16 @@ class Trackers:
             tracker.finish()
 
 
+def _wandb_id(run_dir: Path) -> Path:
+    return run_dir / "wandb.json"
+
+
 def _wandb(recipe: Recipe, run_dir: Path) -> Any:
     from accelerate.tracking import WandBTracker
 
     settings = recipe.tracking.wandb
     assert settings is not None
-    id_file = run_dir / "wandb.json"
+    id_file = _wandb_id(run_dir)
     if not id_file.exists():
         id_file.write_text(json.dumps({"id": secrets.token_hex(4)}), encoding="utf-8")
     tracker = WandBTracker(

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+from finetune.checkpoints import newest_good, resume, save_checkpoint
 from finetune.data import Dataset, Loader, RowOrder, build_dataset, template_notes
 from finetune.engine import Engine, autocast_forward, check_launch, read_launch, start_engine
 from finetune.errors import UserError
@@ -88,6 +89,8 @@ class Run:
         engine.wrap(model, lambda named: build_optimizers(recipe.optimizer, named), micro_batches)
         self.loader = self._loader(self.training, self.plan.total_rows)
         self.evaluator = self._evaluator()
+        self.checkpoints = self.folder / "checkpoints"
+        self._resume()
         self.evaluation: dict[str, float] = {}
         self.last: StepMetrics | None = None
 
@@ -155,6 +158,14 @@ class Run:
         loader = self._loader(self.held_out, len(self.held_out.rows))
         return Evaluator(self.engine, loader, self.attention, self.tokenizer, self.recipe.evaluate)
 
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint that verifies, or from step 0."""
+        if self.recipe.checkpoint.resume == "never":
+            return
+        if (found := newest_good(self.engine, self.checkpoints)) is not None:
+            self.state = State(**resume(self.engine, self.recipe, found))
+            self.say(f"resuming from {found}: step {self.state.step} of {self.plan.steps}")
+
     # --- the run
 
     def execute(self) -> None:
@@ -166,7 +177,8 @@ class Run:
             show_plan(self.console, self.recipe, self.plan)
         self._metrics = MetricsLog(self.folder / "metrics.jsonl", self.state.step + 1) if main else None
         configuration = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
-        self._trackers = Trackers(self.recipe, self.folder, configuration) if main else None
+        goes_on = self.state.step > 0
+        self._trackers = Trackers(self.recipe, self.folder, configuration, goes_on) if main else None
         self._train()
         self._save()
         if self._trackers and self._metrics:
@@ -177,7 +189,7 @@ class Run:
     def _train(self) -> None:
         if self.state.step == 0 and self.recipe.evaluate.at_start:
             self._evaluate()
-        every = self.recipe.evaluate.every_steps
+        every, save_every = self.recipe.evaluate.every_steps, self.recipe.checkpoint.every_steps
         with TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress:
             for metrics in training_steps(self.engine, self.loader, self.attention, self.recipe, self.plan, self.state):
                 self.last = metrics
@@ -185,6 +197,8 @@ class Run:
                 progress.update(metrics.step, metrics.loss, metrics.tokens_per_s)
                 if every and metrics.step % every == 0 and metrics.step < self.plan.steps:
                     self._evaluate()
+                if save_every and (metrics.step % save_every == 0 or metrics.step == self.plan.steps):
+                    save_checkpoint(self.engine, self.recipe, asdict(self.state), self.checkpoints)
         self._evaluate()
 
     def _evaluate(self) -> None:
@@ -205,7 +219,8 @@ class Run:
 
     def _save(self) -> None:
         ends = end_ids(self.training.examples, self.tokenizer)
-        card = model_card(self.recipe, asdict(self.plan), asdict(self.last) if self.last else {}, self.evaluation)
+        loss = self.last.loss if self.last else None  # none where a finished run was only evaluated again
+        card = model_card(self.recipe, asdict(self.plan), asdict(self.state), loss, self.evaluation)
         adapter = self.recipe.mode != "full"
         save_result(self.engine, self.tokenizer, ends, adapter, dtypes(self.recipe).frozen, card, self.folder / "model")
         self.say(f"saved [bold]{self.folder / 'model'}[/bold]")

@@ -11,13 +11,13 @@ from finetune.recipe.schema import Schedule
 def lr_factor(schedule: Schedule, step: int, steps: int) -> float:
     """The factor for optimizer step `step` (0-based) of `steps`.
 
-    Warm-up is linear and never 0: the first step moves. The last step is at `min_lr_ratio`, not one beyond it.
+    Warm-up is linear and never 0. The decay reaches `min_lr_ratio` where the run ends, after its last step: no step is
+    spent at a rate of 0.
     """
     if step < schedule.warmup_steps:
         return (step + 1) / (schedule.warmup_steps + 1)
-    decaying = steps - 1 - schedule.warmup_steps
-    progress = (step - schedule.warmup_steps) / decaying if decaying > 0 else 1.0
-    return SHAPES[schedule.name](min(progress, 1.0), schedule)
+    progress = (step - schedule.warmup_steps) / (steps - schedule.warmup_steps)
+    return SHAPES[schedule.name](progress, schedule)
 
 
 def _constant(progress: float, schedule: Schedule) -> float:

@@ -68,9 +68,7 @@ def test_accumulated_gradient_is_the_whole_batch_s(
         torch.testing.assert_close(parameter.grad.double(), gradients[name], rtol=1e-5, atol=1e-7, msg=name)
 
 
-def test_a_batch_with_nothing_supervised_has_no_loss_and_no_gradient(
-    recipe: dict[str, Any], write_recipe: Any
-) -> None:
+def test_a_batch_with_nothing_supervised_has_no_loss_and_no_gradient(recipe: dict[str, Any], write_recipe: Any) -> None:
     """The filler rows of a run's last step: every rank has a forward, nothing is trained."""
     loaded = load_recipe(write_recipe(recipe))
     config = model_config(loaded.model)

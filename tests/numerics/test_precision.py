@@ -91,7 +91,9 @@ def test_quantised_weights_survive_an_evaluation(recipe: dict[str, Any], write_r
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()
-        model(input_ids=torch.arange(3, 12)[None], use_cache=False, document_lengths=(9,)).logits.square().sum().backward()
+        model(
+            input_ids=torch.arange(3, 12)[None], use_cache=False, document_lengths=(9,)
+        ).logits.square().sum().backward()
         return [p.grad.clone() for p in model.parameters() if p.requires_grad]
 
     before = gradients()

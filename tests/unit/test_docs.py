@@ -68,9 +68,8 @@ def test_tables_are_where_contributing_says() -> None:
     assert len(rows) >= 7
     for names, path in rows:
         code = (ROOT / path).read_text(encoding="utf-8")
-        assert [
-            name for name in re.findall(r"`(\w+)`", names) if not re.search(rf"^{name}\b", code, re.MULTILINE)
-        ] == []
+        missing = [name for name in re.findall(r"`(\w+)`", names) if not re.search(rf"^{name}\b", code, re.MULTILINE)]
+        assert missing == []
 
 
 def test_readme_knows_every_accelerate_config() -> None:
@@ -99,8 +98,7 @@ def test_readme_recipe_loads(tmp_path: Path) -> None:
 def test_readme_quotes_messages_that_the_code_has() -> None:
     code = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "finetune").rglob("*.py")))
     table = README.partition("| you see |")[2]
-    quoted = [
-        text for cell in re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE) for text in re.findall(r"`([^`]+)`", cell)
-    ]
+    cells = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
+    quoted = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
     assert len(quoted) >= 12
     assert [text for text in quoted if text not in code and text not in LIBRARIES_SAY] == []

@@ -105,7 +105,7 @@ def test_rows_that_do_not_divide_name_the_nearest(recipe: dict[str, Any], write_
 @pytest.mark.parametrize(
     ("optimizer", "precision", "compiled", "fragment"),
     [
-        ("muon", "fp32", False, "Muon needs whole matrices"),
+        ("muon", "fp32", False, "Muon needs whole matrices, and shards"),
         ("adamw", "bf16_true", False, "against `bf16_true`"),
         ("adamw", "fp32", True, "`train.compile` does not go with DeepSpeed"),
     ],

@@ -75,7 +75,7 @@ def test_wandb_offline_and_tensorboard_get_config_metrics_table_and_summary(
     folder = tmp_path / "run"
     folder.mkdir()
     for attempt in range(2):  # the second goes on with the first one's id
-        started = Trackers(loaded, folder, {"recipe": loaded.model_dump(mode="json")})
+        started = Trackers(loaded, folder, {"recipe": loaded.model_dump(mode="json")}, attempt > 0)
         started.log({"loss": 1.0, "words": "dropped"}, 1 + attempt)
         started.table("generations", ["prompt", "output"], [["a", "b"]], 1 + attempt)
         started.summary({"exact_match": 1.0})

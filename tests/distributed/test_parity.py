@@ -1,0 +1,119 @@
+"""The promise: one recipe, the same loss at every step and the same parameters at the end, wherever it runs.
+
+The matrix of scripts/parity.py, and proof that its comparison can fail.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+from safetensors.torch import load_file, save_file
+
+CASE_BY_NAME = {case.name: case for case in parity.CASES}
+# Sharding code paths with nothing to share: a group of one must be the one process.
+ALONE = (("fsdp2", 1, [CASE_BY_NAME["lora"]]), ("zero3_offload", 1, [CASE_BY_NAME["lora"]]))
+LAUNCHES = (*parity.selected([]), *ALONE)
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of scripts/parity.py with every case run on one process."""
+    folder = tmp_path_factory.mktemp("parity")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FINETUNE_CACHE", str(folder / "cache"))
+        parity.prepare(folder)
+        parity.launch(folder, "single", 1, [case.name for case in parity.CASES])
+    return folder
+
+
+def test_the_matrix_has_every_config_and_size_that_is_promised() -> None:
+    sizes = {(config, processes) for config, processes, _ in parity.LAUNCHES}
+    configs = {"ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload"}
+    assert sizes == {(config, processes) for config in configs for processes in (2, 4)}
+    for config, processes, cases in parity.selected([]):
+        assert processes == 4 or {"full", "lora", "qlora"} <= {case.name for case in cases}, config
+
+
+@pytest.mark.parametrize(
+    ("config", "processes", "cases"), LAUNCHES, ids=[f"{config} x{processes}" for config, processes, _ in LAUNCHES]
+)
+def test_same_as_one_process(
+    references: Path, monkeypatch: pytest.MonkeyPatch, config: str, processes: int, cases: list[parity.Case]
+) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(references / "cache"))
+    parity.launch(references, config, processes, [case.name for case in cases])
+    differences = [parity.compare(references, config, processes, case) for case in cases]
+    assert len(differences) == len(cases) > 0
+    assert [f"{d.case}: {problem}" for d in differences for problem in d.problems] == []
+    assert all(d.passed for d in differences)
+
+
+# --- the comparison itself
+
+Lines = list[dict[str, Any]]
+
+
+def edit_lines(run: Path, change: Callable[[Lines], Lines]) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    text = "".join(json.dumps(line) + "\n" for line in change(lines))
+    (run / "metrics.jsonl").write_text(text, encoding="utf-8")
+
+
+def one_loss_off(run: Path) -> None:
+    edit_lines(run, lambda lines: [{**x, "loss": x["loss"] * (1 + (x["step"] == 7) * 2e-5)} if "loss" in x else x for x in lines])
+
+
+def every_loss_a_little_high(run: Path) -> None:
+    edit_lines(run, lambda lines: [{**x, "loss": x["loss"] * (1 + 2e-6)} if "loss" in x else x for x in lines])
+
+
+def last_step_missing(run: Path) -> None:
+    edit_lines(run, lambda lines: [x for x in lines if x["step"] < parity.STEPS])
+
+
+def change_parameters(run: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    file = run / "model" / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def one_parameter_off(run: Path) -> None:
+    change_parameters(run, lambda t: {**t, "lm_head.weight": t["lm_head.weight"].index_fill(0, t["lm_head.weight"].new_tensor([3]).long(), 1.0)})
+
+
+def one_parameter_not_a_number(run: Path) -> None:
+    change_parameters(run, lambda t: {**t, "lm_head.weight": t["lm_head.weight"] * float("nan")})
+
+
+def a_parameter_missing(run: Path) -> None:
+    change_parameters(run, lambda t: {name: x for name, x in t.items() if name != "lm_head.weight"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (one_loss_off, "loss differs by 2.0e-05, allowed 5e-06"),
+        (every_loss_a_little_high, "losses differ by 2.0e-06 on average, allowed 1e-06"),
+        (last_step_missing, f"{parity.STEPS - 1} steps instead of {parity.STEPS}"),
+        (one_parameter_off, "parameters differ by "),
+        (one_parameter_not_a_number, "parameters differ by nan"),
+        (a_parameter_missing, "parameters differ by inf"),
+    ],
+)
+def test_the_comparison_finds_a_difference(
+    references: Path, tmp_path: Path, damage: Callable[[Path], None], problem: str
+) -> None:
+    original = references / "runs" / parity.run_name("single", 1, "full")
+    for name in (("single", 1), ("ddp", 2)):
+        shutil.copytree(original, tmp_path / "runs" / parity.run_name(*name, "full"))
+    whole = parity.compare(tmp_path, "ddp", 2, CASE_BY_NAME["full"])
+    assert (whole.passed, whole.loss, whole.parameter, whole.problems) == (True, 0.0, 0.0, [])
+    damage(tmp_path / "runs" / parity.run_name("ddp", 2, "full"))
+    found = parity.compare(tmp_path, "ddp", 2, CASE_BY_NAME["full"])
+    assert not found.passed
+    assert any(problem in text for text in found.problems), found.problems

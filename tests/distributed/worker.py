@@ -1,0 +1,106 @@
+"""Inside a launch: train the cases of a plan one after another in this process group, and write what became of each.
+
+    accelerate launch --config_file ... tests/distributed/worker.py plan.json
+    python tests/distributed/worker.py plan.json
+
+plan.json   {"recipe": file, "out": folder, "cases": [{"name": ..., "overrides": [...], "break_at": step or null}, ...]}
+out/        <name>-<rank>.json: {"error", "message"} and, with `break_at`, {"moved", "unchanged"}
+            <name>.txt: what a person saw on rank 0
+
+`break_at`: from that step on (1-based, at least 2) the gradient that reaches the LM head is infinite, the loss is not.
+`moved`: the parameters differed between the beginnings of the step before and of that step. `unchanged`: they are the
+same, bit by bit, at the beginning of that step and after the run has stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(plan: dict[str, Any]) -> None:
+    from finetune.cli import quiet_libraries
+
+    quiet_libraries()
+    from finetune.engine import leave_group
+
+    for case in plan["cases"]:
+        become = run_case(plan["recipe"], Path(plan["out"]), **case)
+        file = Path(plan["out"]) / f"{case['name']}-{os.environ.get('RANK', '0')}.json"
+        file.write_text(json.dumps(become), encoding="utf-8")
+    leave_group()
+
+
+def run_case(recipe: str, out: Path, name: str, overrides: list[str], break_at: int | None = None) -> dict[str, Any]:
+    from rich.console import Console
+
+    from finetune.errors import RunFailure, UserError
+    from finetune.recipe import load_recipe
+    from finetune.training.run import train
+
+    loaded = load_recipe(recipe, [*overrides, f"run.name={name}"])
+    micro_batches = loaded.batch.rows // loaded.batch.rows_per_device // int(os.environ.get("WORLD_SIZE", "1"))
+    broken = BrokenGradient(break_at, micro_batches) if break_at else None
+    become: dict[str, Any] = {"error": None, "message": None}
+    seen = out / f"{name}.txt" if os.environ.get("RANK", "0") == "0" else Path(os.devnull)
+    with seen.open("w", encoding="utf-8") as file:
+        try:
+            train(loaded, recipe, Console(file=file, width=200))
+        except (RunFailure, UserError) as error:
+            become = {"error": type(error).__name__, "message": str(error)}
+    if broken:
+        become.update(broken.verdict())
+    return become
+
+
+class BrokenGradient:
+    """Through torch's hooks for every module; no code of ours is replaced."""
+
+    def __init__(self, break_at: int, micro_batches: int):
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        self.first = (break_at - 1) * micro_batches  # forward in which it breaks, from 0
+        self.previous = self.first - micro_batches
+        self.forwards = 0
+        self.model: Any = None
+        self.snapshots: dict[int, list[Any]] = {}
+        self.hook = register_module_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, module: Any, _inputs: Any) -> None:
+        from transformers import PreTrainedModel
+
+        if not isinstance(module, PreTrainedModel) or module.get_output_embeddings() is None or not module.training:
+            return
+        if self.model is None:
+            self.model = module
+            module.get_output_embeddings().register_full_backward_pre_hook(self._on_the_way_back)
+        if self.forwards in (self.previous, self.first):
+            self.snapshots[self.forwards] = stored(module)
+        self.forwards += 1
+
+    def _on_the_way_back(self, _module: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return tuple(g * float("inf") for g in gradients) if self.forwards > self.first else None
+
+    def verdict(self) -> dict[str, bool]:
+        self.hook.remove()
+        earlier, before, after = self.snapshots[self.previous], self.snapshots[self.first], stored(self.model)
+        return {"moved": not same(earlier, before), "unchanged": same(before, after)}
+
+
+def stored(model: Any) -> list[Any]:
+    """A copy of this rank's part of every parameter, under any backend."""
+    parts = [getattr(parameter, "ds_tensor", parameter).detach() for parameter in model.parameters()]
+    return [(part.to_local() if hasattr(part, "to_local") else part).clone() for part in parts]
+
+
+def same(some: list[Any], others: list[Any]) -> bool:
+    import torch
+
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
