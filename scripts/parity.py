@@ -129,8 +129,8 @@ def run_name(config: str, processes: int, case: str) -> str:
     return f"{config}-{processes}-{case.replace(' ', '_')}"
 
 
-def work(folder: Path, config: str, names: list[str]) -> None:
-    """Inside a launch: train the named cases one after another in this process group."""
+def work(folder: Path, jobs: Path) -> None:
+    """Inside a launch: train recipes one after another in this process group. jobs: a JSON list of override lists."""
     from finetune.cli import quiet_libraries
 
     quiet_libraries()
@@ -141,23 +141,32 @@ def work(folder: Path, config: str, names: list[str]) -> None:
     from finetune.training.run import train
 
     quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115 (lives as long as the process)
-    for case in CASES:
-        if case.name in names:
-            name = run_name(config, int(os.environ.get("WORLD_SIZE", "1")), case.name)
-            overrides = (*case.overrides, f"run.name={name}", f"model.name={folder / case.model}")
-            train(load_recipe(folder / "recipe.yaml", overrides), "recipe.yaml", quiet)
-            print(f"done {name}", flush=True)
+    for overrides in json.loads(jobs.read_text(encoding="utf-8")):
+        train(load_recipe(folder / "recipe.yaml", overrides), "recipe.yaml", quiet)
+        print(f"done {overrides}", flush=True)
     leave_group()
 
 
 def launch(folder: Path, config: str, processes: int, cases: list[str]) -> None:
-    """Run cases under `accelerate launch`, as a user would. Raises CalledProcessError with the output shown."""
-    command = ["accelerate", "launch", "--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")]
-    command += ["--num_processes", str(processes), str(Path(__file__).resolve())]
-    command += ["--folder", str(folder), "--work", config, *cases]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    """Run cases, by name, in one launch."""
+    launch_jobs(folder, config, processes, [job(folder, config, processes, c) for c in CASES if c.name in cases])
+
+
+def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
+    """Overrides of the base recipe."""
+    return [*case.overrides, f"run.name={run_name(config, processes, case.name)}", f"model.name={folder / case.model}"]
+
+
+def launch_jobs(folder: Path, config: str, processes: int, jobs: list[list[str]]) -> None:
+    """Train under `accelerate launch`, as a user would. Raises CalledProcessError with the output shown."""
+    file = folder / f"{config}-{processes}.json"
+    file.write_text(json.dumps(jobs), encoding="utf-8")
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", str(processes)]
+    command += ["--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")]
+    command += [str(Path(__file__).resolve()), "--folder", str(folder), "--work", str(file)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    (folder / f"{config}-{processes}.log").write_text(done.stdout, encoding="utf-8")
+    file.with_suffix(".log").write_text(done.stdout, encoding="utf-8")
     if done.returncode:
         print(done.stdout[-6000:], file=sys.stderr)
         raise subprocess.CalledProcessError(done.returncode, command)
@@ -246,10 +255,10 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="names of configs, cases, or sizes such as x4")
     parser.add_argument("--json", type=Path, help="write the matrix there")
     parser.add_argument("--folder", type=Path, help="work there and keep everything")
-    parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
-        work(arguments.folder, arguments.work[0], arguments.work[1:])
+        work(arguments.folder, arguments.work)
         return 0
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="finetune-parity-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,317 @@
+"""What the parity matrix leaves out: NVMe, other optimizers and precisions, runs that must stop, results that reload.
+
+Each accelerate config is launched once (`worker.py`) and runs all its cases in that group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import tiny
+import torch
+import yaml
+from peft import PeftModel
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from finetune.engine import check_launch, read_config_file
+from finetune.errors import UserError
+from finetune.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "accelerate_configs"
+WORKER = Path(__file__).with_name("worker.py")
+STEPS = 12
+
+GENERATE = ("evaluate.exact_match=24", "evaluate.generate=24", "evaluate.max_new_tokens=8", r"evaluate.answer='(\w)'")
+OVERRIDES: dict[str, tuple[str, ...]] = {
+    "full": GENERATE,
+    "lora": parity.LORA,
+    "qlora": parity.QLORA,
+    "adamw_8bit": ("optimizer={name: adamw_8bit, lr: 1e-3}",),
+    "paged_adamw_8bit": ("optimizer={name: paged_adamw_8bit, lr: 1e-3}",),
+    "muon": ("optimizer={name: muon, lr: 1e-3}",),
+    "fp16": ("train.precision=fp16",),
+    "bf16_true": ("train.precision=bf16_true",),
+    "broken": ("optimizer={name: adamw, lr: 1e-3}",),
+}
+BREAK_AT = 3
+# The last case of a group stops it in the middle of a step.
+CASES: dict[tuple[str, int], tuple[str, ...]] = {
+    ("single", 1): tuple(OVERRIDES),
+    ("ddp", 2): ("adamw_8bit", "muon", "fp16", "broken"),
+    ("fsdp2", 2): ("full", "lora", "qlora", "adamw_8bit", "paged_adamw_8bit", "fp16", "bf16_true", "broken"),
+    ("zero2", 2): ("adamw_8bit", "fp16", "broken"),
+    ("zero3", 2): ("full", "lora", "qlora", "adamw_8bit", "paged_adamw_8bit", "fp16", "broken"),
+    ("zero3_nvme", 1): ("lora",),
+    ("zero3_nvme", 2): ("full", "lora"),
+}
+# Largest relative difference of any step's loss from one process; measured beside each, on two CPU cores.
+TOLERANCE = {
+    "full": 5e-6,  # 1e-6
+    "lora": 5e-6,
+    "qlora": 5e-6,
+    "adamw_8bit": 1e-2,
+    "paged_adamw_8bit": 1e-2,
+    "muon": 1e-2,
+    "fp16": 1e-2,
+    "bf16_true": 1e-2,
+}
+
+Launched = Callable[[str, int], Path]
+
+
+@pytest.fixture(scope="session")
+def launched(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """Launch a config with its cases, once; returns the folder with what became of them and their `runs`."""
+    folder = tmp_path_factory.mktemp("modes")
+    recipe = parity.base_recipe(made)
+    recipe["run"]["dir"] = str(folder / "runs")
+    recipe["batch"] = {"rows": 4, "rows_per_device": 1}
+    recipe["train"]["max_steps"] = STEPS
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+
+    @cache
+    def start(config: str, processes: int) -> Path:
+        out = folder / f"{config}-{processes}"
+        out.mkdir()
+        cases = [
+            {
+                "name": name,
+                "overrides": [*OVERRIDES[name], f"run.dir={out / 'runs'}"],
+                "break_at": BREAK_AT if name == "broken" else None,
+            }
+            for name in CASES[config, processes]
+        ]
+        plan = {"recipe": str(folder / "recipe.yaml"), "out": str(out), "cases": cases}
+        (out / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+        done = accelerate_launch(config_of(config, folder), processes, WORKER, out / "plan.json")
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        return out
+
+    return start
+
+
+def config_of(name: str, folder: Path) -> Path:
+    """The shipped config; that of NVMe with its files in `folder`."""
+    shipped = CONFIGS / f"{name}.yaml"
+    if name != "zero3_nvme":
+        return shipped
+    values = yaml.safe_load(shipped.read_text(encoding="utf-8"))
+    values["deepspeed_config"]["offload_optimizer_nvme_path"] = str(folder / "nvme")
+    path = folder / shipped.name
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def accelerate_launch(config: Path, processes: int, *program: object) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", str(config)]
+    command += ["--num_processes", str(processes), *map(str, program)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def became(out: Path, name: str) -> list[dict[str, Any]]:
+    """Of each rank."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob(f"{name}-[0-9]*.json"))]
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+needs_libaio = pytest.mark.skipif(
+    not Path("/usr/include/libaio.h").exists(), reason="DeepSpeed compiles NVMe offload against libaio (libaio-dev)"
+)
+COMPARED = [
+    pytest.param(config, processes, name, id=f"{name} {config} x{processes}", marks=marks)
+    for (config, processes), names in CASES.items()
+    if config != "single"
+    for name in names
+    if name != "broken"
+    for marks in [[needs_libaio] if config == "zero3_nvme" else []]
+]
+
+
+@pytest.mark.parametrize(("config", "processes", "name"), COMPARED)
+def test_near_one_process(launched: Launched, config: str, processes: int, name: str) -> None:
+    reference, other = launched("single", 1), launched(config, processes)
+    assert [rank["error"] for rank in became(other, name)] == [None] * processes
+    ours, theirs = (parity.train_lines(out / "runs" / name) for out in (reference, other))
+    assert [line["step"] for line in theirs] == [line["step"] for line in ours] == list(range(1, STEPS + 1))
+    for a, b in zip(ours, theirs, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=TOLERANCE[name]), b["step"]
+        assert (b["grad_norm"] is None) == (a["grad_norm"] is None), "fp16 skips the same steps everywhere"
+        assert [b[key] for key in ("lr", "tokens", "supervised_tokens", "epoch")] == [
+            a[key] for key in ("lr", "tokens", "supervised_tokens", "epoch")
+        ]
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit", "muon", "fp16", "bf16_true", "full", "lora", "qlora"])
+def test_the_reference_learns(launched: Launched, name: str) -> None:
+    """Two runs that train nothing would be alike as well."""
+    losses = [line["loss"] for line in parity.train_lines(launched("single", 1) / "runs" / name)]
+    assert losses[-1] < 0.97 * losses[0]
+
+
+@pytest.mark.parametrize("config", ["fsdp2", "zero3"])
+def test_generations_are_those_of_one_process(launched: Launched, config: str) -> None:
+    """Through sharded weights, prompts dealt to two ranks: the same outputs, hence the same exact match."""
+    reference, other = (launched(*which) for which in (("single", 1), (config, 2)))
+    assert last_evaluation(other / "runs" / "full")["exact_match"] == last_evaluation(reference / "runs" / "full")["exact_match"]
+    tables = [table(out / "full.txt") for out in (reference, other)]
+    assert len(tables[0]) >= 16
+    assert tables[0] == tables[1]
+
+
+def last_evaluation(run: Path) -> dict[str, Any]:
+    return [line for line in lines_of(run) if "eval_loss" in line][-1]
+
+
+def table(file: Path) -> list[str]:
+    """The rows of generations that a person saw."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.startswith("│") and "<|im_start|>" in line]
+
+
+# --- results
+
+
+@pytest.fixture(scope="session")
+def held_out(made: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[int], list[int]]]:
+    """(input_ids, labels) of each held-out document, as `inspect` reports them."""
+    recipe = parity.base_recipe(made)
+    recipe["data"]["train"] = recipe["data"].pop("eval")
+    path = tmp_path_factory.mktemp("held_out") / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    command = [sys.executable, "-m", "finetune", "inspect", str(path), "--json", "--rows", "1000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    examples = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(examples) == 16
+    return [(example["input_ids"], example["labels"]) for example in examples]
+
+
+def reloaded(made: Path, run: Path, name: str) -> Any:
+    """The result through plain transformers and peft."""
+    if name == "full":
+        return AutoModelForCausalLM.from_pretrained(run / "model")
+    if name == "lora":
+        return AutoModelForCausalLM.from_pretrained(run / "model")  # transformers finds the adapter and its base
+    quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    quantised.bnb_4bit_compute_dtype = torch.float32
+    base = AutoModelForCausalLM.from_pretrained(made / "llama", quantization_config=quantised)
+    for module in base.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # its packed kernel computes in bf16
+    return PeftModel.from_pretrained(base, str(run / "model"))
+
+
+@torch.no_grad()
+def mean_nll(model: Any, documents: list[tuple[list[int], list[int]]]) -> float:
+    """Nats per supervised token, one document at a time."""
+    total, count = 0.0, 0
+    for ids, labels in documents:
+        logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
+        total += cross_entropy(logits, torch.tensor(labels[1:]), ignore_index=-100, reduction="sum").item()
+        count += sum(label != -100 for label in labels[1:])
+    return total / count
+
+
+@pytest.mark.parametrize("name", ["full", "lora", "qlora"])
+@pytest.mark.parametrize(("config", "processes"), [("single", 1), ("fsdp2", 2), ("zero3", 2)])
+def test_the_result_reloads_with_the_loss_of_the_last_evaluation(
+    launched: Launched,
+    made: Path,
+    held_out: list[tuple[list[int], list[int]]],
+    config: str,
+    processes: int,
+    name: str,
+) -> None:
+    run = launched(config, processes) / "runs" / name
+    evaluation = last_evaluation(run)
+    assert evaluation["step"] == STEPS
+    model = reloaded(made, run, name).eval()
+    assert mean_nll(model, held_out) == pytest.approx(evaluation["eval_loss"], rel=1e-5)
+
+
+def test_a_result_differs_from_its_base(made: Path, held_out: list[tuple[list[int], list[int]]], launched: Launched) -> None:
+    """So that the test above does not compare the base with itself."""
+    base = mean_nll(AutoModelForCausalLM.from_pretrained(made / "llama").eval(), held_out)
+    for name in ("full", "lora", "qlora"):
+        assert last_evaluation(launched("fsdp2", 2) / "runs" / name)["eval_loss"] < 0.98 * base
+
+
+# --- runs that must stop
+
+
+@pytest.mark.parametrize(("config", "processes"), [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero2", 2), ("zero3", 2)])
+def test_a_gradient_that_is_not_finite_stops_before_the_step(
+    launched: Launched, made: Path, config: str, processes: int
+) -> None:
+    out = launched(config, processes)
+    ranks = became(out, "broken")
+    assert len(ranks) == processes
+    for rank in ranks:
+        assert rank["error"] == "RunFailure"
+        assert f"the gradient is not finite at step {BREAK_AT}; nothing was stepped" in rank["message"]
+        assert f"{made / 'rows.jsonl'}:" in rank["message"]
+        assert rank["moved"], "an earlier step changed the parameters"
+        assert rank["unchanged"], "this one did not"
+    assert [line["step"] for line in lines_of(out / "runs" / "broken")] == list(range(1, BREAK_AT))
+    assert not (out / "runs" / "broken" / "model").exists()
+
+
+@pytest.mark.parametrize(("config", "processes"), [("single", 1), ("fsdp2", 2), ("zero3", 2)])
+def test_a_loss_that_is_not_finite_stops_the_run(
+    recipe: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path, config: str, processes: int
+) -> None:
+    recipe["optimizer"] = {"name": "sgd", "lr": 1e30}
+    path = write_recipe(recipe)
+    done = accelerate_launch(CONFIGS / f"{config}.yaml", processes, "-m", "finetune", "train", path)
+    assert done.returncode == 1
+    message = "error: the loss is not finite at step 2; nothing was stepped. Rows in question: "
+    assert f"{message}{made / 'rows.jsonl'}:" in done.stderr
+    assert "finetune/training" not in done.stderr, "no traceback of ours"
+    run = tmp_path / "runs" / "run"
+    assert [line["step"] for line in lines_of(run)] == [1]
+    assert not (run / "model").exists()
+
+
+def test_a_launch_smaller_than_asked_is_an_error(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
+    """accelerate 1.15 starts one process for this config, without a word."""
+    config = tmp_path / "cpu.yaml"
+    config.write_text(
+        yaml.safe_dump(
+            {
+                "compute_environment": "LOCAL_MACHINE",
+                "distributed_type": "MULTI_CPU",
+                "use_cpu": True,
+                "num_machines": 1,
+                "num_processes": 2,
+                "machine_rank": 0,
+            }
+        ),
+        encoding="utf-8",
+    )
+    done = accelerate_launch(config, 2, "-m", "finetune", "train", write_recipe(recipe))
+    assert done.returncode != 0
+    assert f"error: {config} asks for 2 processes, but 1 is running: each would train alone" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("config", ["fsdp2", "fsdp2_offload", "zero2", "zero3"])
+def test_muon_is_refused_where_a_rank_holds_parts_of_matrices(
+    recipe: dict[str, Any], write_recipe: Any, config: str
+) -> None:
+    recipe["optimizer"]["name"] = "muon"
+    launch = read_config_file(str(CONFIGS / f"{config}.yaml"), 2)
+    with pytest.raises(UserError, match="Muon needs whole matrices"):
+        check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch)
