@@ -1,10 +1,11 @@
 """Stop on one backend, go on on any other: every pair (saved under, resumed under), against the run never stopped.
 
-    python scripts/resume_matrix.py                    # 7 x 7 configs, full and LoRA, two processes where there are several
+    python scripts/resume_matrix.py                    # 7 configs on 7 and three sizes, full and LoRA
     python scripts/resume_matrix.py --only ddp zero3   # these configs only
 
-Each config is launched twice: once to save at step 10 of 20, once to go on from everybody's checkpoint. The losses of the
-steps after the stop and the final weights must be those of one process that ran through. Exit status 1 where they are not.
+Each config is launched twice: once to save at step 10 of 20, once to go on from everybody's checkpoint. The losses of
+the steps after the stop and the final weights must be those of one process that ran through. Exit status 1 where they
+are not.
 """
 
 from __future__ import annotations

@@ -155,7 +155,9 @@ def test_near_one_process(launched: Launched, config: str, processes: int, name:
         ]
 
 
-@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit", "muon", "fp16", "bf16_true", "full", "lora", "qlora"])
+@pytest.mark.parametrize(
+    "name", ["adamw_8bit", "paged_adamw_8bit", "muon", "fp16", "bf16_true", "full", "lora", "qlora"]
+)
 def test_the_reference_learns(launched: Launched, name: str) -> None:
     """Two runs that train nothing would be alike as well."""
     losses = [line["loss"] for line in parity.train_lines(launched("single", 1) / "runs" / name)]
@@ -166,7 +168,10 @@ def test_the_reference_learns(launched: Launched, name: str) -> None:
 def test_generations_are_those_of_one_process(launched: Launched, config: str) -> None:
     """Through sharded weights, prompts dealt to two ranks: the same outputs, hence the same exact match."""
     reference, other = (launched(*which) for which in (("single", 1), (config, 2)))
-    assert last_evaluation(other / "runs" / "full")["exact_match"] == last_evaluation(reference / "runs" / "full")["exact_match"]
+    assert (
+        last_evaluation(other / "runs" / "full")["exact_match"]
+        == last_evaluation(reference / "runs" / "full")["exact_match"]
+    )
     tables = [table(out / "full.txt") for out in (reference, other)]
     assert len(tables[0]) >= 16
     assert tables[0] == tables[1]
@@ -242,7 +247,9 @@ def test_the_result_reloads_with_the_loss_of_the_last_evaluation(
     assert mean_nll(model, held_out) == pytest.approx(evaluation["eval_loss"], rel=1e-5)
 
 
-def test_a_result_differs_from_its_base(made: Path, held_out: list[tuple[list[int], list[int]]], launched: Launched) -> None:
+def test_a_result_differs_from_its_base(
+    made: Path, held_out: list[tuple[list[int], list[int]]], launched: Launched
+) -> None:
     """So that the test above does not compare the base with itself."""
     base = mean_nll(AutoModelForCausalLM.from_pretrained(made / "llama").eval(), held_out)
     for name in ("full", "lora", "qlora"):

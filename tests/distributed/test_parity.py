@@ -66,7 +66,10 @@ def edit_lines(run: Path, change: Callable[[Lines], Lines]) -> None:
 
 
 def one_loss_off(run: Path) -> None:
-    edit_lines(run, lambda lines: [{**x, "loss": x["loss"] * (1 + (x["step"] == 7) * 2e-5)} if "loss" in x else x for x in lines])
+    edit_lines(
+        run,
+        lambda lines: [{**x, "loss": x["loss"] * (1 + (x["step"] == 7) * 2e-5)} if "loss" in x else x for x in lines],
+    )
 
 
 def every_loss_a_little_high(run: Path) -> None:
@@ -83,7 +86,13 @@ def change_parameters(run: Path, change: Callable[[dict[str, Any]], dict[str, An
 
 
 def one_parameter_off(run: Path) -> None:
-    change_parameters(run, lambda t: {**t, "lm_head.weight": t["lm_head.weight"].index_fill(0, t["lm_head.weight"].new_tensor([3]).long(), 1.0)})
+    change_parameters(
+        run,
+        lambda t: {
+            **t,
+            "lm_head.weight": t["lm_head.weight"].index_fill(0, t["lm_head.weight"].new_tensor([3]).long(), 1.0),
+        },
+    )
 
 
 def one_parameter_not_a_number(run: Path) -> None:

@@ -1,0 +1,114 @@
+"""A checkpoint is complete or absent, and damage is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.checkpoints.folder import complete, partial_folder, problem, prune, seal, step_folder
+from finetune.checkpoints.shards import PartReader, write_parts
+from finetune.engine.parts import Part
+from finetune.errors import UserError
+
+
+def sealed(root: Path, step: int) -> Path:
+    partial = partial_folder(root, step)
+    partial.mkdir(parents=True)
+    (partial / "state.json").write_text('{"step": 1}')
+    (partial / "rank-00000-of-00001.safetensors").write_bytes(bytes(range(256)) * 8)
+    seal(partial, step_folder(root, step))
+    return step_folder(root, step)
+
+
+def test_sealed_is_whole_and_nothing_partial_is_left(tmp_path: Path) -> None:
+    folder = sealed(tmp_path, 200)
+    assert folder.name == "step-00000200"
+    assert problem(folder) is None
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def flip_a_bit(folder: Path) -> None:
+    file = folder / "rank-00000-of-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "rank-00000-of-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def newer_version(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
+
+
+DAMAGE: list[tuple[Callable[[Path], object], str]] = [
+    (flip_a_bit, "is damaged: its checksum differs"),
+    (truncate, "has 2047 bytes instead of 2048"),
+    (lambda folder: (folder / "rank-00000-of-00001.safetensors").unlink(), "is missing"),
+    (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
+    (lambda folder: (folder / "manifest.json").write_text("{"), "cannot be read"),
+    (newer_version, "it is of format 99, this program writes 1"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE, ids=[reason for _, reason in DAMAGE])
+def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], object], reason: str) -> None:
+    folder = sealed(tmp_path, 1)
+    damage(folder)
+    assert reason in (problem(folder) or "")
+
+
+def test_an_interrupted_save_is_no_checkpoint_and_is_swept_up(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        sealed(tmp_path, step)
+    partial_folder(tmp_path, 4).mkdir()
+    assert [path.name for path in complete(tmp_path)] == ["step-00000003", "step-00000002", "step-00000001"]
+    prune(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def stepped(weight: torch.Tensor) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+    parameter = torch.nn.Parameter(weight.clone())
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    parameter.grad = torch.arange(weight.numel(), dtype=torch.float32).view_as(weight)
+    optimizer.step()
+    return parameter, optimizer
+
+
+@pytest.mark.parametrize("writers", [(0, 12), (0, 5, 12), (0, 1, 2, 11, 12)])
+@pytest.mark.parametrize("readers", [(0, 12), (0, 7, 12), (0, 3, 6, 9, 12)])
+def test_any_ranges_read_what_any_ranges_wrote(
+    tmp_path: Path, writers: tuple[int, ...], readers: tuple[int, ...]
+) -> None:
+    parameter, optimizer = stepped(torch.randn(4, 3))
+    for rank, (start, end) in enumerate(zip(writers, writers[1:], strict=False)):
+        part = Part("w", (4, 3), start, end - start, parameter, start)
+        write_parts(tmp_path / f"rank-{rank}.safetensors", [part], [optimizer])
+    reader = PartReader(sorted(tmp_path.glob("*.safetensors")))
+    for start, end in zip(readers, readers[1:], strict=False):
+        shard = torch.nn.Parameter(torch.zeros(end - start))
+        fresh = torch.optim.AdamW([shard], lr=0.1)
+        reader.restore(Part("w", (4, 3), start, end - start, shard, 0), [fresh], {"step": 1.0})
+        assert torch.equal(shard.detach(), parameter.detach().view(-1)[start:end])
+        for field in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(fresh.state[shard][field], optimizer.state[parameter][field].view(-1)[start:end])
+        assert fresh.state[shard]["step"].item() == 1.0
+
+
+def test_a_gap_and_another_model_are_errors(tmp_path: Path) -> None:
+    parameter, optimizer = stepped(torch.randn(4, 3))
+    write_parts(tmp_path / "rank-0.safetensors", [Part("w", (4, 3), 0, 5, parameter, 0)], [optimizer])
+    reader = PartReader([tmp_path / "rank-0.safetensors"])
+    with pytest.raises(UserError, match="holds 5 of 12 elements of weight of w"):
+        reader.restore(Part("w", (4, 3), 0, 12, parameter, 0), [optimizer], {})
+    with pytest.raises(UserError, match=r"checkpoint's w is \[4, 3\], the model's \[6, 2\]: another model"):
+        reader.restore(Part("w", (6, 2), 0, 12, parameter, 0), [optimizer], {})
+    with pytest.raises(UserError, match="checkpoint's v is absent"):
+        reader.restore(Part("v", (4, 3), 0, 12, parameter, 0), [optimizer], {})
