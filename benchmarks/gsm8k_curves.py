@@ -2,8 +2,8 @@
 
     python benchmarks/gsm8k_curves.py --data gsm8k_train.jsonl
 
-GSM8K (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168, MIT licence) is not part of the project: take train.jsonl from
-https://github.com/openai/grade-school-math. Writes benchmarks/results/gsm8k_curves.json and .png.
+GSM8K (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168, MIT licence) is not part of the project: take train.jsonl
+from https://github.com/openai/grade-school-math. Writes benchmarks/results/gsm8k_curves.json and .png.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ def checkpoint_of_8_bit_state(recipe: Recipe) -> Iterator[Finding]:
     if recipe.checkpoint.every_steps and recipe.optimizer.name.endswith("8bit"):
         yield (
             "checkpoint.every_steps",
-            f"the state of `{recipe.optimizer.name}` is rounded in blocks that belong to one way of sharding and cannot "
-            "be checkpointed yet: use adamw or paged_adamw, or remove this",
+            f"the state of `{recipe.optimizer.name}` is rounded in blocks that belong to one way of sharding and "
+            "cannot be checkpointed yet: use adamw or paged_adamw, or remove this",
         )
 
 
