@@ -74,10 +74,11 @@ def finetune(*arguments: object, cwd: Path | None = None, stdin: str | None = No
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, input=stdin, timeout=600)
 
 
-def launch(
-    config: str | Path, processes: int, *arguments: object, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch --config_file ... -m finetune ...` as a user runs it; config: a name in accelerate_configs/."""
+Done = subprocess.CompletedProcess[str]
+
+
+def launch(config: str | Path, processes: int, *arguments: object, **environment: str) -> Done:
+    """`accelerate launch --config_file ... -m finetune ...` as a user; config: a name in accelerate_configs/."""
     file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
     command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", str(file)]
     command += ["--num_processes", str(processes), "-m", "finetune", *map(str, arguments)]

@@ -71,10 +71,9 @@ def test_loss_scale_halves_on_overflow_and_grows_after_good_steps() -> None:
 
 
 def test_loss_scale_gives_up_on_a_gradient_that_is_itself_not_finite() -> None:
-    scale = LossScale.of("fp16")
+    scale = LossScale(enabled=True, value=0.5)
     with pytest.raises(FloatingPointError):
-        for _ in range(100):
-            scale.update(math.nan)
+        scale.update(math.nan)
 
 
 def test_no_scale_outside_fp16() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -88,11 +89,11 @@ def test_any_ranges_read_what_any_ranges_wrote(
     tmp_path: Path, writers: tuple[int, ...], readers: tuple[int, ...]
 ) -> None:
     parameter, optimizer = stepped(torch.randn(4, 3))
-    for rank, (start, end) in enumerate(zip(writers, writers[1:], strict=False)):
+    for rank, (start, end) in enumerate(pairwise(writers)):
         part = Part("w", (4, 3), start, end - start, parameter, start)
         write_parts(tmp_path / f"rank-{rank}.safetensors", [part], [optimizer])
     reader = PartReader(sorted(tmp_path.glob("*.safetensors")))
-    for start, end in zip(readers, readers[1:], strict=False):
+    for start, end in pairwise(readers):
         shard = torch.nn.Parameter(torch.zeros(end - start))
         fresh = torch.optim.AdamW([shard], lr=0.1)
         reader.restore(Part("w", (4, 3), start, end - start, shard, 0), [fresh], {"step": 1.0})
