@@ -5,6 +5,7 @@ Where the weights lie in memory is not decided here: the engine says how this ra
 
 from __future__ import annotations
 
+import difflib
 import logging
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -59,6 +60,7 @@ def model_config(model: Model) -> PretrainedConfig:
     """The Hugging Face config of the recipe's model. Raises UserError where there is none."""
     try:
         if model.config is not None:
+            _check_config_keys(model.config)
             return AutoConfig.for_model(**model.config)
         assert model.name is not None
         return AutoConfig.from_pretrained(
@@ -67,6 +69,16 @@ def model_config(model: Model) -> PretrainedConfig:
     except (OSError, ValueError, KeyError, TypeError) as error:
         where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
         raise UserError(f"{where}: no model config: {first_line(error)}") from error
+
+
+def _check_config_keys(config: dict[str, Any]) -> None:
+    """transformers takes any key in silence; a misspelt one would train another architecture. Raises UserError."""
+    known = [*AutoConfig.for_model(config["model_type"]).to_dict(), "rope_theta", "rope_scaling"]
+    for name in config:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean `{close[0]}`?" if close else ""
+            raise UserError(f"model.config.{name}: not a setting of {config['model_type']}{hint}")
 
 
 def attention_for(recipe: Recipe, config: PretrainedConfig, device: str) -> AttentionChoice:
@@ -157,8 +169,9 @@ def _start_in(model: Any, dtype: torch.dtype) -> None:
 
 def check_token_ids(config: PretrainedConfig, tokenizer_size: int) -> None:
     """Raises UserError where the tokenizer has ids the embedding table does not."""
-    if tokenizer_size > config.vocab_size:
+    rows = config.get_text_config().vocab_size
+    if tokenizer_size > rows:
         raise UserError(
-            f"the tokenizer has {tokenizer_size} tokens, the model's embedding {config.vocab_size} rows: "
+            f"the tokenizer has {tokenizer_size} tokens, the model's embedding {rows} rows: "
             "they do not belong together; check `model.tokenizer` and `model.name` or `model.config.vocab_size`"
         )

@@ -73,9 +73,9 @@ def _check_data(recipe: Recipe, report: Report) -> None:
     from finetune.data import build_dataset, template_notes
     from finetune.models import check_token_ids, load_tokenizer, model_config
     from finetune.planning.plan import run_length
-    from finetune.tracking import check_installed
+    from finetune.tracking import check_trackers
 
-    check_installed(recipe.tracking)
+    check_trackers(recipe.tracking)
     tokenizer = load_tokenizer(recipe.model)
     check_token_ids(model_config(recipe.model), len(tokenizer))
     report.notes += template_notes(recipe, tokenizer)

@@ -2,6 +2,6 @@
 
 from finetune.tracking.metrics_log import MetricsLog, read_metrics
 from finetune.tracking.progress import TrainingProgress
-from finetune.tracking.trackers import Trackers, check_installed
+from finetune.tracking.trackers import Trackers, check_trackers
 
-__all__ = ["MetricsLog", "Trackers", "TrainingProgress", "check_installed", "read_metrics"]
+__all__ = ["MetricsLog", "Trackers", "TrainingProgress", "check_trackers", "read_metrics"]

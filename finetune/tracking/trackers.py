@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import netrc
+import os
 import re
 import secrets
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from finetune.errors import UserError
-from finetune.recipe.schema import Recipe, Tracking
+from finetune.recipe.schema import Recipe, Tracking, Wandb
 
 Metrics = dict[str, Any]
 _INSTALL = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
@@ -30,11 +33,30 @@ def wanted(tracking: Tracking) -> list[str]:
     return [name for name, on in switches.items() if on]
 
 
-def check_installed(tracking: Tracking) -> None:
-    """Raises UserError with the install line of each tracker that the recipe asks for and is missing."""
+def check_trackers(tracking: Tracking) -> None:
+    """Raises UserError where a tracker that the recipe asks for is not installed, or W&B has no key to log in with."""
     missing = [_INSTALL[name] for name in wanted(tracking) if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"tracking: pip install {' '.join(missing)}, or remove {', '.join(missing)} from the recipe")
+    if tracking.wandb and _wandb_mode(tracking.wandb) == "online" and not _wandb_key():
+        raise UserError(
+            "tracking.wandb: no key to log in with: run `wandb login`, set WANDB_API_KEY, or tracking.wandb.mode=offline"
+        )
+
+
+def _wandb_mode(settings: Wandb) -> str:
+    """W&B's own variable wins, as everywhere."""
+    return os.environ.get("WANDB_MODE") or settings.mode
+
+
+def _wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 class Trackers:
@@ -90,7 +112,7 @@ def _wandb(recipe: Recipe, run_dir: Path) -> Any:
         entity=settings.entity,
         group=settings.group,
         tags=settings.tags,
-        mode=settings.mode,
+        mode=_wandb_mode(settings),
         name=recipe.run.name,
         id=json.loads(id_file.read_text(encoding="utf-8"))["id"],
         resume="allow",

@@ -30,7 +30,7 @@ from finetune.models import (
 )
 from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe, dump_recipe
-from finetune.tracking import MetricsLog, Trackers, TrainingProgress, check_installed
+from finetune.tracking import MetricsLog, Trackers, TrainingProgress, check_trackers
 from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.loop import State, StepMetrics, training_steps
 from finetune.training.optimizers import build_optimizers
@@ -46,7 +46,7 @@ def train(recipe: Recipe, recipe_file: str, console: Console | None = None) -> P
     """
     launch = read_launch()
     micro_batches = check_launch(recipe, recipe_file, launch)
-    check_installed(recipe.tracking)
+    check_trackers(recipe.tracking)
     tokenizer = load_tokenizer(recipe.model)
     config = model_config(recipe.model)
     check_token_ids(config, len(tokenizer))

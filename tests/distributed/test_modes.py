@@ -6,7 +6,6 @@ Each accelerate config is launched once (`worker.py`) and runs all its cases in 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from typing import Any
 
 import parity
 import pytest
-import tiny
 import torch
 import yaml
 from peft import PeftModel
@@ -32,9 +30,10 @@ CONFIGS = ROOT / "accelerate_configs"
 WORKER = Path(__file__).with_name("worker.py")
 STEPS = 12
 
-GENERATE = ("evaluate.exact_match=24", "evaluate.generate=24", "evaluate.max_new_tokens=8", r"evaluate.answer='(\w)'")
+# At the start too, when a random model's outputs are many kinds of nonsense.
+EVALUATE = r"evaluate={at_start: true, exact_match: 16, generate: 16, max_new_tokens: 8, answer: '(\w)'}"
 OVERRIDES: dict[str, tuple[str, ...]] = {
-    "full": GENERATE,
+    "full": (EVALUATE,),
     "lora": parity.LORA,
     "qlora": parity.QLORA,
     "adamw_8bit": ("optimizer={name: adamw_8bit, lr: 1e-3}",),
@@ -42,29 +41,43 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "muon": ("optimizer={name: muon, lr: 1e-3}",),
     "fp16": ("train.precision=fp16",),
     "bf16_true": ("train.precision=bf16_true",),
-    "broken": ("optimizer={name: adamw, lr: 1e-3}",),
+    "fp16_skips": ("train.precision=fp16",),
+    "fp16_broken": ("train.precision=fp16", "train.max_steps=60"),
+    "broken": (),
 }
-BREAK_AT = 3
+BREAK_AT, HEAL_AT = 3, 5
 # The last case of a group stops it in the middle of a step.
 CASES: dict[tuple[str, int], tuple[str, ...]] = {
     ("single", 1): tuple(OVERRIDES),
-    ("ddp", 2): ("adamw_8bit", "muon", "fp16", "broken"),
-    ("fsdp2", 2): ("full", "lora", "qlora", "adamw_8bit", "paged_adamw_8bit", "fp16", "bf16_true", "broken"),
-    ("zero2", 2): ("adamw_8bit", "fp16", "broken"),
-    ("zero3", 2): ("full", "lora", "qlora", "adamw_8bit", "paged_adamw_8bit", "fp16", "broken"),
+    ("ddp", 2): ("adamw_8bit", "muon", "fp16", "fp16_skips", "broken"),
+    ("fsdp2", 2): (
+        "full",
+        "lora",
+        "qlora",
+        "adamw_8bit",
+        "paged_adamw_8bit",
+        "fp16",
+        "fp16_skips",
+        "bf16_true",
+        "broken",
+    ),
+    ("zero2", 2): ("adamw_8bit", "fp16", "fp16_skips", "broken"),
+    ("zero3", 2): ("full", "lora", "qlora", "adamw_8bit", "paged_adamw_8bit", "fp16", "fp16_skips", "broken"),
     ("zero3_nvme", 1): ("lora",),
     ("zero3_nvme", 2): ("full", "lora"),
 }
-# Largest relative difference of any step's loss from one process; measured beside each, on two CPU cores.
+# Largest relative difference of any step's loss from one process; behind each the largest that was measured on two
+# cores of a CPU. Of 8 bit: which matrices are large enough for it depends on how they are cut.
 TOLERANCE = {
-    "full": 5e-6,  # 1e-6
-    "lora": 5e-6,
-    "qlora": 5e-6,
-    "adamw_8bit": 1e-2,
-    "paged_adamw_8bit": 1e-2,
-    "muon": 1e-2,
-    "fp16": 1e-2,
-    "bf16_true": 1e-2,
+    "full": 5e-6,  # 5e-8
+    "lora": 5e-6,  # 5e-8
+    "qlora": 5e-6,  # 7e-8
+    "adamw_8bit": 1e-3,  # 1.4e-5
+    "paged_adamw_8bit": 1e-3,  # 1.4e-5
+    "muon": 1e-3,  # 3e-6; its Newton-Schulz iteration is in bf16
+    "fp16": 1e-3,  # 1.6e-5
+    "fp16_skips": 1e-3,
+    "bf16_true": 1e-2,  # 6.6e-5
 }
 
 Launched = Callable[[str, int], Path]
@@ -88,7 +101,8 @@ def launched(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
             {
                 "name": name,
                 "overrides": [*OVERRIDES[name], f"run.dir={out / 'runs'}"],
-                "break_at": BREAK_AT if name == "broken" else None,
+                "break_at": BREAK_AT if name in ("fp16_skips", "fp16_broken", "broken") else None,
+                "heal_at": HEAL_AT if name == "fp16_skips" else None,
             }
             for name in CASES[config, processes]
         ]
@@ -136,7 +150,7 @@ COMPARED = [
     for (config, processes), names in CASES.items()
     if config != "single"
     for name in names
-    if name != "broken"
+    if "broken" not in name
     for marks in [[needs_libaio] if config == "zero3_nvme" else []]
 ]
 
@@ -149,7 +163,8 @@ def test_near_one_process(launched: Launched, config: str, processes: int, name:
     assert [line["step"] for line in theirs] == [line["step"] for line in ours] == list(range(1, STEPS + 1))
     for a, b in zip(ours, theirs, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=TOLERANCE[name]), b["step"]
-        assert (b["grad_norm"] is None) == (a["grad_norm"] is None), "fp16 skips the same steps everywhere"
+        skipped = name == "fp16_skips" and BREAK_AT <= a["step"] < HEAL_AT
+        assert (b["grad_norm"] is None, a["grad_norm"] is None) == (skipped, skipped)
         assert [b[key] for key in ("lr", "tokens", "supervised_tokens", "epoch")] == [
             a[key] for key in ("lr", "tokens", "supervised_tokens", "epoch")
         ]
@@ -164,27 +179,35 @@ def test_the_reference_learns(launched: Launched, name: str) -> None:
     assert losses[-1] < 0.97 * losses[0]
 
 
+@pytest.mark.parametrize(("config", "processes"), [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero2", 2), ("zero3", 2)])
+def test_fp16_skips_steps_whose_gradient_overflowed(launched: Launched, config: str, processes: int) -> None:
+    for rank in became(launched(config, processes), "fp16_skips"):
+        assert rank == {"error": None, "message": None, "moved": True, "unchanged": True}
+
+
 @pytest.mark.parametrize("config", ["fsdp2", "zero3"])
 def test_generations_are_those_of_one_process(launched: Launched, config: str) -> None:
     """Through sharded weights, prompts dealt to two ranks: the same outputs, hence the same exact match."""
     reference, other = (launched(*which) for which in (("single", 1), (config, 2)))
-    assert (
-        last_evaluation(other / "runs" / "full")["exact_match"]
-        == last_evaluation(reference / "runs" / "full")["exact_match"]
+    ours, theirs = (
+        [line["exact_match"] for line in lines_of(out / "runs" / "full") if "eval_loss" in line]
+        for out in (reference, other)
     )
-    tables = [table(out / "full.txt") for out in (reference, other)]
-    assert len(tables[0]) >= 16
-    assert tables[0] == tables[1]
+    assert theirs == ours
+    assert len(ours) == 2
+    tables = [generations(out / "full.txt") for out in (reference, other)]
+    assert tables[1] == tables[0]
+    assert len({line.split("│")[2].strip() for line in tables[0]}) > 8, "outputs all alike would prove little"
+
+
+def generations(file: Path) -> list[str]:
+    """The lines of the tables of generations that a person saw."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.startswith("│") and line.count("│") == 5]
 
 
 def last_evaluation(run: Path) -> dict[str, Any]:
     return [line for line in lines_of(run) if "eval_loss" in line][-1]
-
-
-def table(file: Path) -> list[str]:
-    """The rows of generations that a person saw."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line.startswith("│") and "<|im_start|>" in line]
 
 
 # --- results
@@ -274,6 +297,12 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(
         assert rank["unchanged"], "this one did not"
     assert [line["step"] for line in lines_of(out / "runs" / "broken")] == list(range(1, BREAK_AT))
     assert not (out / "runs" / "broken" / "model").exists()
+
+
+def test_fp16_gives_up_where_no_loss_scale_helps(launched: Launched) -> None:
+    (rank,) = became(launched("single", 1), "fp16_broken")
+    assert (rank["error"], rank["unchanged"]) == ("RunFailure", True)
+    assert "the gradient is not finite at step" in rank["message"]
 
 
 @pytest.mark.parametrize(("config", "processes"), [("single", 1), ("fsdp2", 2), ("zero3", 2)])

@@ -3,13 +3,13 @@
     accelerate launch --config_file ... tests/distributed/worker.py plan.json
     python tests/distributed/worker.py plan.json
 
-plan.json   {"recipe": file, "out": folder, "cases": [{"name": ..., "overrides": [...], "break_at": step or null}, ...]}
+plan.json   {"recipe": file, "out": folder, "cases": [{"name": ..., "overrides": [...], "break_at": ..., "heal_at": ...}]}
 out/        <name>-<rank>.json: {"error", "message"} and, with `break_at`, {"moved", "unchanged"}
             <name>.txt: what a person saw on rank 0
 
-`break_at`: from that step on (1-based, at least 2) the gradient that reaches the LM head is infinite, the loss is not.
-`moved`: the parameters differed between the beginnings of the step before and of that step. `unchanged`: they are the
-same, bit by bit, at the beginning of that step and after the run has stopped.
+`break_at`: from that step on (1-based, at least 2), until `heal_at` if there is one, the gradient that reaches the LM
+head is infinite, the loss is not. `moved`: the parameters differed between the beginnings of the step before and of that
+step. `unchanged`: they are the same, bit by bit, at its beginning and at that of `heal_at` or after the run has stopped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def main(plan: dict[str, Any]) -> None:
     leave_group()
 
 
-def run_case(recipe: str, out: Path, name: str, overrides: list[str], break_at: int | None = None) -> dict[str, Any]:
+def run_case(
+    recipe: str, out: Path, name: str, overrides: list[str], break_at: int | None = None, heal_at: int | None = None
+) -> dict[str, Any]:
     from rich.console import Console
 
     from finetune.errors import RunFailure, UserError
@@ -43,13 +45,13 @@ def run_case(recipe: str, out: Path, name: str, overrides: list[str], break_at: 
 
     loaded = load_recipe(recipe, [*overrides, f"run.name={name}"])
     micro_batches = loaded.batch.rows // loaded.batch.rows_per_device // int(os.environ.get("WORLD_SIZE", "1"))
-    broken = BrokenGradient(break_at, micro_batches) if break_at else None
+    broken = BrokenGradient(break_at, heal_at, micro_batches) if break_at else None
     become: dict[str, Any] = {"error": None, "message": None}
     seen = out / f"{name}.txt" if os.environ.get("RANK", "0") == "0" else Path(os.devnull)
     with seen.open("w", encoding="utf-8") as file:
         try:
             train(loaded, recipe, Console(file=file, width=200))
-        except (RunFailure, UserError) as error:
+        except (RunFailure, UserError, ArithmeticError) as error:
             become = {"error": type(error).__name__, "message": str(error)}
     if broken:
         become.update(broken.verdict())
@@ -59,11 +61,12 @@ def run_case(recipe: str, out: Path, name: str, overrides: list[str], break_at: 
 class BrokenGradient:
     """Through torch's hooks for every module; no code of ours is replaced."""
 
-    def __init__(self, break_at: int, micro_batches: int):
+    def __init__(self, break_at: int, heal_at: int | None, micro_batches: int):
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         self.first = (break_at - 1) * micro_batches  # forward in which it breaks, from 0
         self.previous = self.first - micro_batches
+        self.healed = (heal_at - 1) * micro_batches if heal_at else sys.maxsize
         self.forwards = 0
         self.model: Any = None
         self.snapshots: dict[int, list[Any]] = {}
@@ -77,16 +80,18 @@ class BrokenGradient:
         if self.model is None:
             self.model = module
             module.get_output_embeddings().register_full_backward_pre_hook(self._on_the_way_back)
-        if self.forwards in (self.previous, self.first):
+        if self.forwards in (self.previous, self.first, self.healed):
             self.snapshots[self.forwards] = stored(module)
         self.forwards += 1
 
     def _on_the_way_back(self, _module: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        return tuple(g * float("inf") for g in gradients) if self.forwards > self.first else None
+        broken = self.first < self.forwards <= self.healed  # forwards counts the one on its way back
+        return tuple(g * float("inf") for g in gradients) if broken else None
 
     def verdict(self) -> dict[str, bool]:
         self.hook.remove()
-        earlier, before, after = self.snapshots[self.previous], self.snapshots[self.first], stored(self.model)
+        earlier, before = self.snapshots[self.previous], self.snapshots[self.first]
+        after = self.snapshots.get(self.healed) or stored(self.model)
         return {"moved": not same(earlier, before), "unchanged": same(before, after)}
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "accelerate_configs"
 WORKER = ROOT / "tests" / "distributed" / "worker.py"
 TRAIN_KEYS = {"step", "epoch", "loss", "grad_norm", "lr", "tokens", "supervised_tokens", "tokens_per_s", "step_s"}
-ROWS, EPOCHS = 8, 2
+ROWS, EPOCHS, LR = 4, 9, 1e-2
 
 Line = dict[str, Any]
 
@@ -80,9 +78,9 @@ def full_recipe(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             "max_length": 64,
         },
         "batch": {"rows": ROWS, "rows_per_device": 2},
-        "optimizer": {"lr": 5e-3},
+        "optimizer": {"lr": LR},
         "train": {"epochs": EPOCHS, "precision": "fp32"},
-        "evaluate": {"every_steps": 4, "generate": 12, "exact_match": 16, "max_new_tokens": 10, "answer": r"(\w)"},
+        "evaluate": {"every_steps": 20, "generate": 12, "exact_match": 16, "max_new_tokens": 10, "answer": r"(\w)"},
         "tracking": {"wandb": {"project": "tests", "tags": ["tiny"], "mode": "offline"}, "tensorboard": True},
     }
     return write(folder, values)
@@ -105,7 +103,13 @@ def ddp_run(full_recipe: Path) -> Path:
 def lora_run(full_recipe: Path) -> Path:
     """As a plain `python -m finetune train`: a launcher is not needed for one process."""
     lora = ("run.name=lora", "mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
-    short = ("train.max_steps=8", "tracking.wandb=null", "tracking.tensorboard=false", "evaluate.exact_match=0")
+    short = (
+        "train.max_steps=8",
+        "tracking.wandb=null",
+        "tracking.tensorboard=false",
+        "evaluate.exact_match=0",
+        "evaluate.answer=null",
+    )
     run("-m", "finetune", "train", full_recipe, *lora, *short)
     return full_recipe.parent / "runs" / "lora"
 
@@ -145,7 +149,7 @@ def test_one_train_line_for_every_step(full_run: Path) -> None:
     assert all(set(line) >= TRAIN_KEYS for line in found)
     assert all(isinstance(line[key], int) for line in found for key in ("tokens", "supervised_tokens"))
     assert all(line["tokens_per_s"] > 0 and line["step_s"] > 0 and line["grad_norm"] > 0 for line in found)
-    assert found[0]["lr"] == pytest.approx(5e-3)
+    assert found[0]["lr"] == pytest.approx(LR)
     assert found[-1]["lr"] == pytest.approx(0.0, abs=1e-9)
     assert found[-1]["loss"] < 0.7 * found[0]["loss"]
 
@@ -166,7 +170,7 @@ def test_epochs_end_with_a_short_step(full_run: Path) -> None:
 def test_eval_lines(full_run: Path) -> None:
     plan = json.loads((full_run / "plan.json").read_text(encoding="utf-8"))
     found = eval_lines(full_run)
-    assert [line["step"] for line in found] == [0, *range(4, plan["steps"], 4), plan["steps"]]
+    assert [line["step"] for line in found] == [0, *range(20, plan["steps"], 20), plan["steps"]]
     assert all(set(line) == {"step", "eval_loss", "exact_match"} for line in found)
     assert found[-1]["eval_loss"] < found[0]["eval_loss"]
 
@@ -193,8 +197,8 @@ def test_the_result_folder(full_run: Path) -> None:
 
 def test_a_second_result_replaces_the_first(full_recipe: Path, lora_run: Path) -> None:
     """The same run directory again, trained from the start: no line of the old run stays."""
-    again = ("run.name=lora", "mode=lora", "lora={rank: 2, alpha: 8}", "train.max_steps=2", "evaluate.at_start=false")
-    off = ("tracking.wandb=null", "tracking.tensorboard=false", "evaluate.exact_match=0", "evaluate.generate=0")
+    again = ("run.name=lora", "mode=lora", "lora={rank: 2, alpha: 8}")
+    off = ("tracking.wandb=null", "tracking.tensorboard=false", "evaluate={at_start: false}")
     other = lora_run.parent.parent / "again"
     for steps in ("train.max_steps=3", "train.max_steps=2"):
         run("-m", "finetune", "train", full_recipe, *again, *off, f"run.dir={other}", steps, "checkpoint.resume=never")
@@ -227,8 +231,7 @@ def test_wandb_has_a_table_of_generations_for_each_evaluation(full_run: Path) ->
 
 
 def test_tensorboard_has_the_same_numbers(full_run: Path) -> None:
-    (event_file,) = full_run.rglob("events.out.tfevents.*")
-    events = EventAccumulator(str(event_file.parent)).Reload()
+    events = EventAccumulator(str(full_run / "tensorboard")).Reload()
     for tag, found in (("loss", train_lines(full_run)), ("eval_loss", eval_lines(full_run))):
         scalars = events.Scalars(tag)
         assert [event.step for event in scalars] == [line["step"] for line in found]
@@ -245,20 +248,30 @@ def tables(folder: Path) -> list[list[list[str]]]:
 # --- generations against transformers
 
 
+@pytest.fixture(scope="session")
+def held_out(full_recipe: Path, made: Path) -> list[Line]:
+    found = inspected(full_recipe, f"data.train=[{{path: {made / 'held_out.jsonl'}, format: messages}}]")
+    assert len(found) == 16
+    return found
+
+
 @torch.no_grad()
-def greedily(folder: Path, example: Line, max_new_tokens: int) -> tuple[str, str]:
-    """(output, reference) of an example by transformers' own `generate`, one prompt at a time."""
+def greedily(folder: Path, examples: list[Line]) -> list[tuple[str, str]]:
+    """(output, reference) of each example by transformers' own `generate`, one prompt at a time."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    begin = next(i for i, label in enumerate(example["labels"]) if label != -100)
-    prompt = torch.tensor([example["input_ids"][:begin]])
-    output = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False
-    )
-    return tuple(  # type: ignore[return-value]
-        tokenizer.decode(ids, skip_special_tokens=True)
-        for ids in (output[0, begin:].tolist(), example["input_ids"][begin:])
-    )
+    found = []
+    for example in examples:
+        begin = next(i for i, label in enumerate(example["labels"]) if label != -100)
+        prompt = torch.tensor([example["input_ids"][:begin]])
+        mask = torch.ones_like(prompt)
+        end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+        output = model.generate(
+            prompt, attention_mask=mask, max_new_tokens=10, do_sample=False, eos_token_id=end, pad_token_id=pad
+        )
+        both = (output[0, begin:].tolist(), example["input_ids"][begin:])
+        found.append((tokenizer.decode(both[0], skip_special_tokens=True), tokenizer.decode(both[1][:-1])))
+    return found
 
 
 def last_word_character(text: str) -> str | None:
@@ -267,20 +280,20 @@ def last_word_character(text: str) -> str | None:
     return found[-1] if found else None
 
 
-@pytest.mark.parametrize("which", ["full_run", "ddp_run"])
+@pytest.mark.parametrize("when", ["at the start", "at the end, one process", "at the end, two processes"])
 def test_generations_and_exact_match_are_those_of_transformers(
-    request: pytest.FixtureRequest, full_recipe: Path, made: Path, which: str
+    full_run: Path, ddp_run: Path, made: Path, held_out: list[Line], when: str
 ) -> None:
-    folder: Path = request.getfixturevalue(which)
-    held_out = f"data.train=[{{path: {made / 'held_out.jsonl'}, format: messages}}]"
-    examples = inspected(full_recipe, held_out)
-    assert len(examples) == 16
-    expected = [greedily(folder / "model", example, 10) for example in examples]
+    folder, model, place = {
+        "at the start": (full_run, made / "llama", 0),
+        "at the end, one process": (full_run, full_run / "model", -1),
+        "at the end, two processes": (ddp_run, ddp_run / "model", -1),
+    }[when]
+    expected = greedily(model, held_out)
     assert len({output for output, _ in expected}) > 3, "outputs all alike would prove little"
-    shown = tables(folder)[-1]
-    assert [(output, reference) for _, output, reference in shown] == expected[:12]
+    assert [(output, reference) for _, output, reference in tables(folder)[place]] == expected[:12]
     matches = [last_word_character(output) == last_word_character(reference) for output, reference in expected]
-    assert eval_lines(folder)[-1]["exact_match"] == sum(matches) / len(matches)
+    assert eval_lines(folder)[place]["exact_match"] == sum(matches) / len(matches)
 
 
 def test_two_processes_evaluate_as_one(full_run: Path, ddp_run: Path) -> None:
@@ -295,14 +308,14 @@ def test_two_processes_evaluate_as_one(full_run: Path, ddp_run: Path) -> None:
 
 @pytest.fixture(scope="session")
 def constant_answers(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of one process on data whose answer is always `stone`, held out: 5 of 8 times.
+    """Runs of one process on data whose answer is always `stone river`, held out: 5 of 8 times.
 
     Names of the runs: the field of `evaluate` that they change.
     """
     folder = tmp_path_factory.mktemp("constant")
-    words = ["stone"] * 5 + ["my stone", "river", "quick stone light"]
+    words = ["stone river"] * 5 + ["my stone river", "green", "quick stone river light"]
     asked = [row["messages"][0] for row in tiny.conversations(72)]
-    rows = [{"messages": [question, {"role": "assistant", "content": "stone"}]} for question in asked[8:]]
+    rows = [{"messages": [question, {"role": "assistant", "content": "stone river"}]} for question in asked[8:]]
     held_out = [
         {"messages": [question, {"role": "assistant", "content": word}]}
         for question, word in zip(asked, words, strict=False)
@@ -328,7 +341,7 @@ def constant_answers(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         "generate": ["evaluate.generate=3"],
         "exact_match": ["evaluate.exact_match=6"],
         "no_exact_match": ["evaluate.exact_match=0"],
-        "answer": [r"evaluate.answer='(stone|river)'"],
+        "answer": [r"evaluate.answer='(stone river|green)'"],
         "max_new_tokens": ["evaluate.max_new_tokens=1"],
     }
     cases = [{"name": name, "overrides": overrides} for name, overrides in changes.items()]
@@ -349,8 +362,8 @@ def constant_answers(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         ("generate", [20], 5 / 8, 3),
         ("exact_match", [20], 5 / 6, 0),
         ("no_exact_match", [20], None, 0),
-        ("answer", [20], 7 / 8, 0),  # `my stone` and `quick stone light` have the answer in them
-        ("max_new_tokens", [20], 0.0, 0),  # `stone` is longer than a token
+        ("answer", [20], 7 / 8, 0),  # two more have the answer in them
+        ("max_new_tokens", [20], 0.0, 0),  # two words are more than a token
     ],
 )
 def test_each_field_of_evaluate_has_its_effect(
@@ -360,7 +373,7 @@ def test_each_field_of_evaluate_has_its_effect(
     assert [line["step"] for line in found] == steps
     assert found[-1].get("exact_match") == exact_match
     text = (constant_answers / f"{name}.txt").read_text(encoding="utf-8")
-    assert len([line for line in text.splitlines() if line.startswith("│") and "<|im_start|>" in line]) == shown
+    assert len([line for line in text.splitlines() if re.search(r"│ [=x] │$", line)]) == shown
     assert found[-1]["eval_loss"] == eval_lines(constant_answers / "runs" / "base")[-1]["eval_loss"]
 
 
@@ -377,8 +390,8 @@ def test_generate_answers_prompts(full_run: Path) -> None:
         ids = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
         )["input_ids"]
-        expected, _ = greedily(full_run / "model", {"input_ids": [*ids, 0], "labels": [-100] * len(ids) + [0]}, 10)
-        assert answer["answer"] == expected
+        asked = {"input_ids": [*ids, 0], "labels": [-100] * len(ids) + [0]}
+        assert answer["answer"] == greedily(full_run / "model", [asked])[0][0]
 
 
 def test_generate_reads_standard_input(full_run: Path, lora_run: Path) -> None:
@@ -465,4 +478,3 @@ def test_quickstart_learns(tmp_path: Path) -> None:
     assert losses[-1] < 0.5 * losses[0]
     assert "quickstart-full" in done.stdout
     assert (tmp_path / "runs" / "quickstart-full" / "model" / "model.safetensors").is_file()
-    assert os.environ["HF_HUB_OFFLINE"] == "1"

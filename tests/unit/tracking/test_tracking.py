@@ -12,7 +12,7 @@ from accelerate.state import PartialState
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Tracking, Wandb
-from finetune.tracking import MetricsLog, Trackers, check_installed, read_metrics
+from finetune.tracking import MetricsLog, Trackers, check_trackers, read_metrics
 from finetune.tracking import trackers as trackers_module
 from finetune.tracking.trackers import redact
 
@@ -63,7 +63,19 @@ def test_what_is_no_secret_stays() -> None:
 def test_a_missing_tracker_names_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install wandb tensorboard"):
-        check_installed(Tracking(wandb=Wandb(project="x"), tensorboard=True))
+        check_trackers(Tracking(wandb=Wandb(project="x"), tensorboard=True))
+
+
+def test_wandb_without_a_key_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    online = Tracking(wandb=Wandb(project="x"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    check_trackers(online)  # WANDB_MODE=offline wins
+    monkeypatch.delenv("WANDB_MODE")
+    with pytest.raises(UserError, match=r"run `wandb login`, set WANDB_API_KEY, or tracking\.wandb\.mode=offline"):
+        check_trackers(online)
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
+    (tmp_path / "netrc").chmod(0o600)
+    check_trackers(online)
 
 
 def test_wandb_offline_and_tensorboard_get_config_metrics_table_and_summary(

@@ -1,0 +1,98 @@
+"""How weights come to be: from scratch, from a folder, as shapes only; and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from finetune.errors import UserError
+from finetune.models import Placement, attention_for, check_token_ids, load_model, load_tokenizer, model_config
+from finetune.recipe import load_recipe
+from finetune.recipe.schema import Model
+
+CPU = torch.device("cpu")
+
+
+def load(recipe: dict[str, Any], write_recipe: Any, weights: Any = "load") -> Any:
+    loaded = load_recipe(write_recipe(recipe))
+    config = model_config(loaded.model)
+    return load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement(weights, CPU))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_shapes_only_holds_no_weight_but_every_buffer(
+    recipe: dict[str, Any], write_recipe: Any, made: Path, name: str, lora: bool
+) -> None:
+    """FSDP2's ranks above 0 load so: rotary frequencies are in no checkpoint and must be real everywhere."""
+    recipe["model"]["name"] = str(made / name)
+    if lora:
+        recipe.update(mode="lora", lora={"rank": 4})
+    shapes, real = load(recipe, write_recipe, "meta"), load(recipe, write_recipe)
+    assert all(p.is_meta for p in shapes.parameters())
+    assert [(n, p.shape, p.dtype) for n, p in shapes.named_parameters()] == [
+        (n, p.shape, p.dtype) for n, p in real.named_parameters()
+    ]
+    ours, theirs = dict(shapes.named_buffers()), dict(real.named_buffers())
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+def test_random_weights_follow_the_seed(recipe: dict[str, Any], write_recipe: Any, made: Path) -> None:
+    recipe["model"] = {"config": tiny.MODELS["llama"], "tokenizer": str(made / "llama")}
+    one, same = load(recipe, write_recipe), load(recipe, write_recipe)
+    recipe["run"]["seed"] = 7
+    other = load(recipe, write_recipe)
+    weights = [model.get_output_embeddings().weight for model in (one, same, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_lora_trains_every_linear_layer_and_nothing_else(recipe: dict[str, Any], write_recipe: Any) -> None:
+    recipe.update(mode="lora", lora={"rank": 4, "modules_to_save": ["lm_head"]})
+    trained = [name for name, p in load(recipe, write_recipe).named_parameters() if p.requires_grad]
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in trained if ".lora_" in name}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert [name for name in trained if ".lora_" not in name] == [
+        "base_model.model.lm_head.modules_to_save.default.weight"
+    ]
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"model": {"name": "no/such/folder"}}, "model.name: 'no/such/folder'"),
+    ({"model": {"config": {"model_type": "lama"}, "tokenizer": "x"}}, "model.config: no model config"),
+    ({"model": {"config": {"model_type": "llama", "hiden_size": 8}, "tokenizer": "x"}}, "did you mean `hidden_size`?"),
+    ({"mode": "lora", "lora": {"targets": ["q_prj"]}}, "lora.targets: the model has no module 'q_prj'"),
+    ({"mode": "lora", "lora": {"modules_to_save": ["head"]}}, "lora.modules_to_save: the model has no module 'head'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "fragment"), BAD, ids=[fragment for _, fragment in BAD])
+def test_what_cannot_be_loaded_is_named(
+    recipe: dict[str, Any], write_recipe: Any, changes: dict[str, Any], fragment: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        load({**recipe, **changes}, write_recipe)
+    assert fragment in str(error.value)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(made: Path) -> None:
+    config = model_config(Model(name=str(made / "llama")))
+    with pytest.raises(UserError, match="they do not belong together"):
+        check_token_ids(config, config.vocab_size + 1)
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.name: no tokenizer from"):
+        load_tokenizer(Model(name=str(tmp_path)))
+
+
+def test_a_tokenizer_without_pad_gets_its_end_token(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(Model(name=str(tmp_path))).pad_token == "<|im_end|>"
