@@ -61,6 +61,8 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
             InitProcessGroupKwargs(timeout=timedelta(minutes=30)),
         ],
     )
+    if accelerator.device.type == "cuda" and "bf16" in recipe.train.precision and not torch.cuda.is_bf16_supported():
+        raise UserError(f"train.precision: {torch.cuda.get_device_name()} has no bf16: use fp16 or fp32")
     kind = _KINDS.get(accelerator.distributed_type, "replicated")
     check_started(launch, accelerator.num_processes, kind)
     engine = {"fsdp2": Fsdp2, "zero": Zero, "replicated": Replicated}[kind](accelerator, launch, recipe)

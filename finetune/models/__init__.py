@@ -10,6 +10,7 @@ from finetune.models.weights import (
     dtypes,
     load_model,
     model_config,
+    parameter_counts,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "model_config",
+    "parameter_counts",
 ]

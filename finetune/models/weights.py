@@ -156,6 +156,18 @@ def _buffers_from_meta(model: Any, config: PretrainedConfig) -> None:
                 module.register_buffer(name, getattr(fresh, name), persistent=False)
 
 
+def parameter_counts(model: Any) -> tuple[int, int]:
+    """(all, trained) parameters of the whole model, also where this rank holds a shard or 4-bit weights."""
+    counts = [(_whole_numel(p), p.requires_grad) for p in model.parameters()]
+    return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)
+
+
+def _whole_numel(parameter: torch.nn.Parameter) -> int:
+    numel = getattr(parameter, "ds_numel", parameter.numel())
+    packed = type(parameter).__name__ == "Params4bit"  # two weights a byte
+    return numel * 2 * parameter.element_size() if packed else numel
+
+
 def _check_vocabulary(model: Any, config: PretrainedConfig) -> None:
     if model.get_output_embeddings() is None:
         raise UserError(f"{type(config).__name__} has no LM head to train")

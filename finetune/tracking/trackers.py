@@ -40,7 +40,7 @@ def check_trackers(tracking: Tracking) -> None:
         raise UserError(f"tracking: pip install {' '.join(missing)}, or remove {', '.join(missing)} from the recipe")
     if tracking.wandb and _wandb_mode(tracking.wandb) == "online" and not _wandb_key():
         raise UserError(
-            "tracking.wandb: no key to log in with: run `wandb login`, set WANDB_API_KEY, or tracking.wandb.mode=offline"
+            "tracking.wandb: no key to log in with: `wandb login`, or WANDB_API_KEY, or tracking.wandb.mode=offline"
         )
 
 

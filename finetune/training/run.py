@@ -8,6 +8,7 @@ Every room is entered once, in this order. What can fail for a reason the user c
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from finetune.models import (
     load_model,
     load_tokenizer,
     model_config,
+    parameter_counts,
 )
 from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe, dump_recipe
@@ -53,6 +55,7 @@ def train(recipe: Recipe, recipe_file: str, console: Console | None = None) -> P
     notes = template_notes(recipe, tokenizer)
     training = build_dataset(recipe, recipe.data.train, tokenizer)
     held_out = build_dataset(recipe, recipe.data.eval, tokenizer) if recipe.data.eval else None
+    make_run_folder(recipe)
     engine = start_engine(recipe, launch)
     run = Run(recipe, engine, tokenizer, config, training, held_out, micro_batches, console or Console())
     for note in notes:
@@ -62,6 +65,21 @@ def train(recipe: Recipe, recipe_file: str, console: Console | None = None) -> P
     finally:
         engine.close()
     return run.folder
+
+
+def run_folder(recipe: Recipe) -> Path:
+    return Path(recipe.run.dir) / recipe.run.name
+
+
+def make_run_folder(recipe: Recipe) -> None:
+    """Raises UserError where results could not be written, before hours are spent on them."""
+    folder = run_folder(recipe)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run.dir: {folder} cannot be made: {error.strerror}; choose another `run.dir`") from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"run.dir: {folder} cannot be written to; choose another `run.dir`")
 
 
 class Run:
@@ -80,7 +98,7 @@ class Run:
     ):
         self.recipe, self.engine, self.tokenizer, self.console = recipe, engine, tokenizer, console
         self.training, self.held_out = training, held_out
-        self.folder = Path(recipe.run.dir) / recipe.run.name
+        self.folder = run_folder(recipe)
         self.state = State()
         self.attention = attention_for(recipe, config, engine.device.type)
         self._isolate_documents()
@@ -116,7 +134,7 @@ class Run:
     def _plan(self, model: Any, micro_batches: int) -> Plan:
         recipe, data = self.recipe, self.training
         steps, total_rows = run_length(recipe, len(data.rows))
-        whole = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+        parameters, trained = parameter_counts(model)
         return Plan(
             where=self.engine.launch.where,
             world_size=self.engine.world_size,
@@ -129,8 +147,8 @@ class Run:
             tokens_per_epoch=data.tokens,
             supervised_tokens_per_epoch=data.supervised_tokens,
             packing_efficiency=data.efficiency(recipe.data.max_length),
-            parameters=sum(count for count, _ in whole),
-            trainable_parameters=sum(count for count, trained in whole if trained),
+            parameters=parameters,
+            trainable_parameters=trained,
             attention=f"{self.attention.implementation} ({self.attention.reason})",
             precision=recipe.train.precision,
             versions=versions(),
@@ -171,7 +189,6 @@ class Run:
     def execute(self) -> None:
         main = self.engine.is_main
         if main:
-            self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
             self.plan.write(self.folder / "plan.json")
             show_plan(self.console, self.recipe, self.plan)

@@ -3,13 +3,13 @@
     accelerate launch --config_file ... tests/distributed/worker.py plan.json
     python tests/distributed/worker.py plan.json
 
-plan.json   {"recipe": file, "out": folder, "cases": [{"name": ..., "overrides": [...], "break_at": ..., "heal_at": ...}]}
+plan.json   {"recipe": file, "out": folder, "cases": [{"name", "overrides", "break_at", "heal_at"}, ...]}
 out/        <name>-<rank>.json: {"error", "message"} and, with `break_at`, {"moved", "unchanged"}
             <name>.txt: what a person saw on rank 0
 
 `break_at`: from that step on (1-based, at least 2), until `heal_at` if there is one, the gradient that reaches the LM
-head is infinite, the loss is not. `moved`: the parameters differed between the beginnings of the step before and of that
-step. `unchanged`: they are the same, bit by bit, at its beginning and at that of `heal_at` or after the run has stopped.
+head is infinite, the loss is not. `moved`: the parameters differ between the beginnings of the step before and of that
+step. `unchanged`: they are the same, bit by bit, at its beginning and at that of `heal_at`, or after the run's end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands as a person types them: help, exit codes, messages, machine-readable output, nothing written by mistake."""
+"""The commands as a person types them: help, exit codes, messages, output for programs, nothing written by mistake."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_console_script() -> None:
         (["tain"], "No such command 'tain'"),
         (["train"], "Missing argument 'RECIPE'"),
         (["check", "--procs", "2"], "No such option: --procs"),
-        (["inspect", "x.yaml", "--rows", "0"], "Invalid value for '--rows': 0"),
+        (["inspect", "x.yaml", "--rows", "0"], "Invalid value for '--rows'"),
         (["train", "absent.yaml"], "absent.yaml"),
         (["check", "absent.yaml"], "absent.yaml"),
         (["generate", "runs/absent", "hello"], "runs/absent: no result here"),

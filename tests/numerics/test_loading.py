@@ -10,7 +10,15 @@ import tiny
 import torch
 
 from finetune.errors import UserError
-from finetune.models import Placement, attention_for, check_token_ids, load_model, load_tokenizer, model_config
+from finetune.models import (
+    Placement,
+    attention_for,
+    check_token_ids,
+    load_model,
+    load_tokenizer,
+    model_config,
+    parameter_counts,
+)
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Model
 
@@ -78,6 +86,15 @@ def test_what_cannot_be_loaded_is_named(
     with pytest.raises(UserError) as error:
         load({**recipe, **changes}, write_recipe)
     assert fragment in str(error.value)
+
+
+def test_parameters_are_counted_whole_also_in_4_bit(recipe: dict[str, Any], write_recipe: Any) -> None:
+    whole, trained = parameter_counts(load(recipe, write_recipe))
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64  # q and o, k and v, the MLP, two norms
+    assert whole == trained == 2 * 384 * 64 + 2 * layer + 64
+    recipe.update(mode="qlora", lora={"rank": 4}, quantization={"type": "nf4"})
+    with_adapters, adapters = parameter_counts(load(recipe, write_recipe))
+    assert with_adapters - adapters == whole
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(made: Path) -> None:
