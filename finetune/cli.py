@@ -179,6 +179,6 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if main_process else "error")
     if not (main_process and sys.stderr.isatty()):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("DS_LOG_LEVEL", "warning" if main_process else "error")
+    os.environ.setdefault("DS_LOG_LEVEL", "error")  # it writes to standard output, which others may read
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of an optional kernel at every import
     logging.basicConfig(level=logging.WARNING if main_process else logging.ERROR, format="%(message)s")
