@@ -21,16 +21,12 @@ from torch.optim import Optimizer
 
 from finetune.engine.launch import Launch
 from finetune.engine.parts import Part
-from finetune.engine.precision import LossScale
+from finetune.engine.precision import LossScale, NonFinite
 from finetune.models import Placement
 from finetune.recipe.schema import Recipe
 
 NamedTensors = list[tuple[str, Tensor]]
 BuildOptimizers = Callable[[NamedTensors], list[Optimizer]]
-
-
-class NonFinite(Exception):
-    """The loss or the gradient is not finite. Nothing was stepped."""
 
 
 class Engine(abc.ABC):

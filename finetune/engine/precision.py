@@ -27,6 +27,10 @@ def autocast_forward(model: Any, compute: torch.dtype, device_type: str) -> None
     model.forward = with_autocast
 
 
+class NonFinite(Exception):
+    """The loss or the gradient is not finite. Nothing was stepped."""
+
+
 @dataclass
 class LossScale:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740); 1 and still
@@ -47,7 +51,7 @@ class LossScale:
     def update(self, grad_norm: float) -> bool:
         """After a step's norm: True where the step counts, False where it must be skipped for a smaller scale.
 
-        Raises FloatingPointError where no scale is small enough: the gradient itself is not finite.
+        Raises NonFinite where no scale is small enough: the gradient itself is not finite.
         """
         if not self.enabled:
             return True
@@ -57,6 +61,6 @@ class LossScale:
                 self.value, self.good_steps = self.value * 2, 0
             return True
         if self.value < 1.0:
-            raise FloatingPointError("the gradient is not finite at any loss scale")
+            raise NonFinite("the gradient is not finite at any loss scale")
         self.value, self.good_steps = self.value / 2, 0
         return False

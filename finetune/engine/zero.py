@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from finetune.engine.base import BuildOptimizers, Engine, NonFinite, named_trainables, saved_names
+from finetune.engine.base import BuildOptimizers, Engine, named_trainables, saved_names
 from finetune.engine.parts import Part
+from finetune.engine.precision import NonFinite
 from finetune.errors import UserError
 from finetune.models import Placement
 from finetune.recipe.schema import Recipe
