@@ -173,6 +173,7 @@ def schema() -> None:
 def quiet_libraries() -> None:
     """Warnings of the libraries on the main process, errors only on the others; before they are imported."""
     import logging
+    import warnings
 
     main_process = int(os.environ.get("RANK", "0")) == 0
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forks after threads; the tokenizer warns on every one
@@ -180,5 +181,7 @@ def quiet_libraries() -> None:
     if not (main_process and sys.stderr.isatty()):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DS_LOG_LEVEL", "error")  # it writes to standard output, which others may read
+    # torch 2.13 deprecates collectives that its own FSDP2 and DeepSpeed call at every layer.
+    warnings.filterwarnings("ignore", message="`torch.distributed.*is deprecated", category=FutureWarning)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of an optional kernel at every import
     logging.basicConfig(level=logging.WARNING if main_process else logging.ERROR, format="%(message)s")

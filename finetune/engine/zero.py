@@ -55,6 +55,7 @@ class Zero(Engine):
         for kind in ("bf16", "fp16"):
             config[kind] = {"enabled": False}
         (optimizer,) = build(named_trainables(model))
+        self.accelerator.gradient_accumulation_steps = micro_batches
         self.model, wrapped = self.accelerator.prepare(model, optimizer)
         self.optimizers = [optimizer]
         self.zero = wrapped.optimizer
