@@ -180,7 +180,8 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if main_process else "error")
     if not (main_process and sys.stderr.isatty()):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("DS_LOG_LEVEL", "error")  # it writes to standard output, which others may read
+    # DeepSpeed (peft imports it, too) sets its own level and warns on standard output, which programs may read.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     # torch 2.13 deprecates collectives that its own FSDP2 and DeepSpeed call at every layer.
     warnings.filterwarnings("ignore", message="`torch.distributed.*is deprecated", category=FutureWarning)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of an optional kernel at every import

@@ -40,6 +40,7 @@ class Case:
     model: str = "llama"
     loss: float = LOSS_RELATIVE
     parameter: float = PARAMETER
+    from_scratch: bool = False  # random weights of the model's shape instead of its folder's
 
 
 LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
@@ -54,6 +55,7 @@ CASES = (
     Case("lora unpacked", (*LORA, "data.packing=false")),
     Case("full tied", (), model="llama_tied"),
     Case("lora tied", LORA, model="llama_tied"),
+    Case("full from scratch", (), model="llama_tied", from_scratch=True),
     Case("full mistral window", (), model="mistral"),
     Case("lora mistral window", LORA, model="mistral"),
     Case("full checkpointing", ("train.activation_checkpointing=true",)),
@@ -156,7 +158,11 @@ def launch(folder: Path, config: str, processes: int, cases: list[str]) -> None:
 
 def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
     """Overrides of the base recipe."""
-    return [*case.overrides, f"run.name={run_name(config, processes, case.name)}", f"model.name={folder / case.model}"]
+    start = [f"model.name={folder / case.model}"]
+    if case.from_scratch:
+        shape = json.dumps(tiny.MODELS[case.model])
+        start = ["model.name=null", f"model.config={shape}", f"model.tokenizer={folder / case.model}"]
+    return [*case.overrides, *start, f"run.name={run_name(config, processes, case.name)}"]
 
 
 def launch_jobs(folder: Path, config: str, processes: int, jobs: list[list[str]]) -> None:

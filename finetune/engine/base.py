@@ -150,8 +150,12 @@ def update_shards(engine: Engine, gradients: list[Tensor], squared_norm: Callabl
     the true gradient (loss scale divided out), clipping is torch.nn.utils.clip_grad_norm_'s.
     """
     scale = engine.loss_scale.value
-    norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=engine.device)]
-    local = torch.stack([norm.double().to(engine.device) for norm in norms]).square().sum()
+    # In fp64, or the clip would depend on how the gradient is cut: fp32 norms of other pieces differ in the last bits,
+    # and those multiply every element.
+    norms = torch._foreach_norm(gradients, 2, torch.float64) if gradients else []
+    local = torch.zeros((), dtype=torch.float64, device=engine.device)
+    if norms:
+        local += torch.stack(list(norms)).to(engine.device).square().sum()
     norm = math.sqrt(squared_norm(local)) / scale if scale else math.nan
     if not engine.loss_scale.enabled and not math.isfinite(norm):
         raise NonFinite("the gradient is not finite")

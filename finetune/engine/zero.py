@@ -34,11 +34,19 @@ class Zero(Engine):
 
     @contextlib.contextmanager
     def loading(self, recipe: Recipe) -> Iterator[None]:
-        """Under stage 3 `from_pretrained` shards while it reads, so no rank holds the whole model. Random weights are
-        made
-        whole on every rank, then sharded: made in shards, they would depend on the number of ranks."""
-        with self.plugin.zero3_init_context_manager(enable=recipe.model.config is None):
+        """Under stage 3 transformers shards every model while it is made, so that no rank holds the whole. Random
+        weights
+        drawn in shards would depend on the number of ranks: these are made whole on every rank, and sharded at wrap."""
+        if recipe.model.config is None:
             yield
+            return
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+        try:
+            yield
+        finally:
+            self.plugin.set_deepspeed_weakref()
 
     def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
         self.unwrapped = model

@@ -41,7 +41,7 @@ def command(*arguments: object, cwd: Path | None = None, python: tuple[str, ...]
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """The same entry point in this process: a second each is saved on what imports torch."""
-    for name in ("TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS", "DS_LOG_LEVEL"):
+    for name in ("TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
         monkeypatch.setenv(name, os.environ.get(name, "1" if name.endswith("BARS") else "error"))
     monkeypatch.setenv("COLUMNS", "250")
 
