@@ -11,11 +11,11 @@ are not.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import parity
 
@@ -64,7 +64,7 @@ def resume(folder: Path, saved: list[tuple[str, int]], config: str, processes: i
     parity.launch_jobs(folder, config, processes, jobs)
 
 
-def compare(folder: Path, saved: tuple[str, int], resumed: tuple[str, int], case: parity.Case) -> dict[str, object]:
+def compare(folder: Path, saved: tuple[str, int], resumed: tuple[str, int], case: parity.Case) -> dict[str, Any]:
     """Largest relative difference of a loss after the stop, and of a weight at the end."""
     reference, other = (
         folder / "runs" / n for n in (saved_name("single", 1, case), resumed_name(saved, resumed, case))
@@ -85,7 +85,7 @@ def compare(folder: Path, saved: tuple[str, int], resumed: tuple[str, int], case
     }
 
 
-def show(cells: list[dict[str, object]]) -> None:
+def show(cells: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -120,7 +120,7 @@ def main() -> int:
         cells += [compare(folder, saved, (config, processes), case) for saved in wanted for case in CASES]
     show(cells)
     if arguments.json:
-        arguments.json.write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
+        parity.write_json(arguments.json, "scripts/resume_matrix.py", cells)
     if not arguments.folder:
         shutil.rmtree(folder)
     return 0 if all(cell["passed"] for cell in cells) else 1
