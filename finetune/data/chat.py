@@ -18,11 +18,8 @@ out is extended to it, one that goes on after it is cut there, and a header that
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -31,84 +28,14 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.data.formats import BadRow, Conversation, Message, PromptCompletion, Sample, Text
+from finetune.data.chat_template import Template, built_in_templates, own_template
+from finetune.data.formats import BadRow, Conversation, PromptCompletion, Sample, Text
 from finetune.errors import UserError
 
 UNTRAINED = -100  # Hugging Face convention, the ignore_index of torch's cross entropy
 
 Span = tuple[int, int]  # characters [begin, end) of the rendered text
 Tokens = tuple[NDArray[np.int32], NDArray[np.bool_]]  # input_ids (T,), trained (T,)
-
-TEMPLATES = Path(__file__).parent / "templates"
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-# --- which template
-
-
-@dataclass(frozen=True)
-class Template:
-    """A chat template and what to call it in messages."""
-
-    text: str
-    name: str
-
-    @property
-    def marks_generation(self) -> bool:
-        """Whether the template says itself, by `{% generation %}`, what the assistant writes."""
-        return GENERATION_TAG.search(self.text) is not None
-
-
-def built_in_templates() -> list[str]:
-    """Names that `model.chat_template` knows."""
-    return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
-
-
-def resolve_template(chat_template: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | None:
-    """`model.chat_template`: null is the tokenizer's own (None if it has none); else a built-in name or a Jinja file.
-
-    Raises UserError for a name or file that does not exist.
-    """
-    if chat_template is None:
-        return _own_template(tokenizer)
-    built_in = built_in_templates()
-    if chat_template in built_in:
-        return Template(_read_template(TEMPLATES / f"{chat_template}.jinja"), f"built-in template `{chat_template}`")
-    path = Path(chat_template).expanduser()
-    if path.suffix in (".jinja", ".j2") or path.is_file():
-        return Template(_read_template(path), str(path))
-    close = difflib.get_close_matches(chat_template.lower(), built_in, n=1)
-    raise UserError(
-        f"model.chat_template: no template `{chat_template}`{f'; did you mean `{close[0]}`?' if close else ''} "
-        f"(built in: {', '.join(built_in)}; or the path of a .jinja file)"
-    )
-
-
-def _own_template(tokenizer: PreTrainedTokenizerBase) -> Template | None:
-    own: Any = tokenizer.chat_template
-    if isinstance(own, dict):  # several, by name
-        if "default" not in own:
-            raise UserError(
-                f"the tokenizer has several chat templates ({', '.join(own)}) and none is the default: save the one "
-                "to use in a .jinja file and give its path as model.chat_template"
-            )
-        own = own["default"]
-    return Template(own, "the tokenizer's chat template") if own else None
-
-
-def _read_template(path: Path) -> str:
-    try:
-        # Jinja drops one newline at the end of a file; transformers compiles the text as it is.
-        return path.read_text(encoding="utf-8").removesuffix("\n")
-    except FileNotFoundError:
-        raise UserError(f"model.chat_template: no such file: {path}; relative paths start at {Path.cwd()}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"model.chat_template: {path} is not UTF-8 text") from None
-    except OSError as error:
-        raise UserError(f"model.chat_template: {path} cannot be read: {error.strerror}") from None
-
-
-# --- rendering
 
 
 @dataclass(frozen=True)
@@ -273,8 +200,8 @@ class Renderer:
         form = next((form for form in forms if self.has_prompt and text.startswith(form, at)), None)
         if form is None:
             # Not right behind the prompt: a content that occurs nowhere else shows where the template puts one.
-            shown, _ = self.apply(template, [*messages[:i], {"role": "assistant", "content": _ANSWER}])
-            at = shown.find(_ANSWER, after_prompt)
+            shown, _ = self.apply(template, [*messages[:i], {"role": "assistant", "content": ANSWER}])
+            at = shown.find(ANSWER, after_prompt)
             form = next((form for form in forms if at >= 0 and text.startswith(shown[:at] + form)), None)
         if form is None:
             raise UserError(
@@ -333,7 +260,7 @@ def renderer(
             f"{type(tokenizer).__name__} is a slow tokenizer: it cannot say which characters a token stands for, which "
             "the mask needs. Use a model folder with a tokenizer.json"
         )
-    template = template or _own_template(tokenizer)
+    template = template or own_template(tokenizer)
     plain = tokenizer("a")["input_ids"]
     adds_bos = tokenizer.bos_token_id is not None and plain[:1] == [tokenizer.bos_token_id]
     special = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
@@ -366,7 +293,7 @@ def labels_of(input_ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> NDArr
 
 # --- what a template is, found by trying it
 
-_QUESTION, _ANSWER = "qUeStIoN", "aNsWeR"  # texts that no template contains
+QUESTION, ANSWER = "qUeStIoN", "aNsWeR"  # texts that no template contains
 
 
 def _end_of_turn(made: Renderer) -> str:
@@ -378,12 +305,12 @@ def _end_of_turn(made: Renderer) -> str:
     if made.template is None:
         return ""
     try:
-        text, _ = made.apply(made.template, _probe(1))
+        text, _ = made.apply(made.template, probe(1))
     except BadRow:
         return ""
-    if _ANSWER not in text:
+    if ANSWER not in text:
         return ""
-    rest = text[text.rindex(_ANSWER) + len(_ANSWER) :].lstrip()
+    rest = text[text.rindex(ANSWER) + len(ANSWER) :].lstrip()
     known = [token for token in _added_tokens(made.tokenizer) if rest.startswith(token)]
     return max(known, key=len) if known else next(iter(rest.split()), "")
 
@@ -391,7 +318,7 @@ def _end_of_turn(made: Renderer) -> str:
 def _has_prompt(made: Renderer) -> bool:
     if made.template is None:
         return False
-    question = _probe(1)[:1]
+    question = probe(1)[:1]
     try:
         return made.apply(made.template, question, prompt=True) != made.apply(made.template, question)
     except BadRow:
@@ -403,91 +330,6 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [str(token) for token in added.values()]
 
 
-def _probe(turns: int) -> list[dict[str, str]]:
-    pair = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+def probe(turns: int) -> list[dict[str, str]]:
+    pair = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     return pair * turns
-
-
-def check_template(
-    tokenizer: PreTrainedTokenizerBase, template: Template | None = None, train_on: str = "assistant"
-) -> list[str]:
-    """What is wrong (`problem: ...`) or worth knowing (`note: ...`) about masks under this template; once per run.
-
-    Nothing to say of a tokenizer without a template: `text` needs none, and messages are refused where they appear.
-    """
-    try:
-        made = renderer(tokenizer, template, train_on)
-        if made.template is None:
-            return []
-        one, two = (_tried(made, turns) for turns in (1, 2))
-    except (BadRow, UserError) as error:
-        return [f"problem: {error}"]
-    problems = [f"problem: {text}" for text in (*_mask_problems(made, one), *_turn_problems(made, two))]
-    return list(dict.fromkeys(problems)) + [f"note: {text}" for text in _notes(made)]
-
-
-@dataclass(frozen=True)
-class _Tried:
-    text: str
-    spans: list[Span]
-    ids: list[int]
-    turns: int
-
-
-def _tried(made: Renderer, turns: int) -> _Tried:
-    sample = Conversation(tuple(Message(m["role"], m["content"]) for m in _probe(turns)))
-    rendered = made.draw(sample)
-    (ids, _) = made.tokenise([rendered])[0]
-    return _Tried(rendered.text, rendered.spans, ids.tolist(), turns)
-
-
-def _mask_problems(made: Renderer, tried: _Tried) -> list[str]:
-    assert made.template is not None
-    name, bos, end = made.template.name, made.tokenizer.bos_token_id, made.end_of_turn
-    problems = []
-    if not tried.spans:
-        problems.append(f"{name} marks nothing as written by the assistant: every row would be without a target")
-    if bos is not None and tried.ids[:2] == [bos, bos]:
-        problems.append(f"{name} begins with {made.tokenizer.bos_token!r} twice: remove one from the template")
-    if not end:
-        problems.append(f"{name} writes no end-of-turn after an answer: the model would not learn to stop")
-    elif (pieces := made.tokenizer(end, add_special_tokens=False)["input_ids"]) and (
-        len(pieces) > 1 or pieces == [made.tokenizer.unk_token_id]
-    ):
-        count = f"{len(pieces)} tokens for" if len(pieces) > 1 else "unknown to"
-        problems.append(
-            f"{name} ends turns with {end!r}, which is {count} this tokenizer: the template is for another one; "
-            "try model.chat_template: plain"
-        )
-    return problems
-
-
-def _turn_problems(made: Renderer, tried: _Tried) -> list[str]:
-    """Each turn of a longer conversation: from its content through its end-of-turn, and no header."""
-    assert made.template is not None
-    name = made.template.name
-    problems = []
-    if tried.spans and len(tried.spans) != tried.turns:
-        problems.append(f"{name} marks {len(tried.spans)} parts as generated in {tried.turns} assistant messages")
-    for begin, end in tried.spans:
-        trained = tried.text[begin:end]
-        if made.end_of_turn and not trained.endswith(made.end_of_turn):
-            problems.append(f"{name}: the end-of-turn {made.end_of_turn!r} is not trained after every answer")
-        if _ANSWER not in trained:
-            problems.append(f"{name} marks {trained[:40]!r} as generated, which is not the answer")
-        elif _QUESTION in trained or (made.template.marks_generation and trained.partition(_ANSWER)[0].strip()):
-            problems.append(f"{name} marks more than the answer as generated: {trained[:60]!r}")
-    return problems
-
-
-def _notes(made: Renderer) -> list[str]:
-    assert made.template is not None
-    notes = []
-    if made.end_of_turn and made.tokenizer.pad_token == made.end_of_turn:
-        notes.append(
-            f"the padding token is the end-of-turn {made.end_of_turn!r}: harmless here, where nothing is padded, but "
-            "other trainers would not train it"
-        )
-    if "strftime_now" in made.template.text:
-        notes.append(f"{made.template.name} writes today's date: rows tokenised on another day differ")
-    return notes

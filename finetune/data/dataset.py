@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.chat import check_template, resolve_template
+from finetune.data.chat_template import resolve_template
 from finetune.data.examples import Examples, prepare_examples
 from finetune.data.packing import Rows, one_per_row, pack
+from finetune.data.template_check import check_template
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source

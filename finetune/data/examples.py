@@ -29,7 +29,8 @@ import transformers
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.chat import UNTRAINED, Rendered, Renderer, Tokens, labels_of, renderer, resolve_template
+from finetune.data.chat import UNTRAINED, Rendered, Renderer, Tokens, labels_of, renderer
+from finetune.data.chat_template import resolve_template
 from finetune.data.formats import BadRow, check_columns, parse_row
 from finetune.data.show import plain_text
 from finetune.data.sources import Opened
