@@ -55,8 +55,8 @@ def train(recipe: Recipe, recipe_file: str, console: Console | None = None) -> P
     notes = template_notes(recipe, tokenizer)
     training = build_dataset(recipe, recipe.data.train, tokenizer)
     held_out = build_dataset(recipe, recipe.data.eval, tokenizer) if recipe.data.eval else None
-    make_run_folder(recipe)
     engine = start_engine(recipe, launch)
+    make_run_folder(recipe)
     run = Run(recipe, engine, tokenizer, config, training, held_out, micro_batches, console or Console())
     for note in notes:
         run.say(f"note: {note}")

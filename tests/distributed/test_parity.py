@@ -35,11 +35,11 @@ SELECTED = {
     },
     ("zero3_offload", 2): {"full", "lora", "full tied", "qlora", "full bf16"},
     ("ddp", 4): {"full", "lora dropout rslora"},
-    ("fsdp2", 4): {"full tied", "lora dropout rslora"},
+    ("fsdp2", 4): set(),
     ("zero3", 4): {"lora"},
     ("fsdp2_offload", 4): set(),
     ("zero2", 4): set(),
-    ("zero3_offload", 4): {"full"},
+    ("zero3_offload", 4): set(),
 }
 LAUNCHES = (
     *(
