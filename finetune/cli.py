@@ -184,5 +184,7 @@ def quiet_libraries() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     # torch 2.13 deprecates collectives that its own FSDP2 and DeepSpeed call at every layer.
     warnings.filterwarnings("ignore", message="`torch.distributed.*is deprecated", category=FutureWarning)
+    # peft 0.21 reads transformers' old name of activation checkpointing.
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of an optional kernel at every import
     logging.basicConfig(level=logging.WARNING if main_process else logging.ERROR, format="%(message)s")
