@@ -52,14 +52,10 @@ def read_launch() -> Launch:
     config_file, config = _config(arguments)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     asked = _number(arguments, "num_processes") or config.get("num_processes") or started
-    kind: Kind = "replicated"
-    if (
-        os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
-        or config.get("distributed_type") == "DEEPSPEED"
-    ):
-        kind = "zero"
-    elif os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" or config.get("distributed_type") == "FSDP":
-        kind = "fsdp2"
+    kind = _kind(config)
+    for variable, sharded in _SHARDED:  # without a config file: options of the launcher
+        if os.environ.get(variable, "").lower() == "true":
+            kind = sharded
     return Launch(kind, int(asked), config_file, config)
 
 
@@ -69,8 +65,15 @@ def read_config_file(path: str, processes: int | None = None) -> Launch:
     Raises UserError where the file is not an accelerate config.
     """
     config = _load_config(path)
-    kind: Kind = {"DEEPSPEED": "zero", "FSDP": "fsdp2"}.get(str(config.get("distributed_type")), "replicated")  # type: ignore[assignment]
-    return Launch(kind, int(processes or config.get("num_processes") or 1), path, config)
+    return Launch(_kind(config), int(processes or config.get("num_processes") or 1), path, config)
+
+
+_SHARDED: tuple[tuple[str, Kind], ...] = (("ACCELERATE_USE_FSDP", "fsdp2"), ("ACCELERATE_USE_DEEPSPEED", "zero"))
+
+
+def _kind(config: dict[str, Any]) -> Kind:
+    kinds: dict[str, Kind] = {"DEEPSPEED": "zero", "FSDP": "fsdp2"}
+    return kinds.get(str(config.get("distributed_type")), "replicated")
 
 
 def _launcher_arguments() -> list[str] | None:

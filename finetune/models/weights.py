@@ -6,7 +6,6 @@ Where the weights lie in memory is not decided here: the engine says how this ra
 from __future__ import annotations
 
 import difflib
-import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,8 +20,6 @@ from finetune.models.layers import compile_layers, recompute_activations
 from finetune.models.quantization import keep_weights_unpacked, quantization_config
 from finetune.models.tokenizer import first_line
 from finetune.recipe.schema import Model, Recipe
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ Every room is entered once, in this order. What can fail for a reason the user c
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -37,8 +36,6 @@ from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.loop import State, StepMetrics, training_steps
 from finetune.training.optimizers import build_optimizers
 from finetune.training.report import show_evaluation, show_plan
-
-log = logging.getLogger(__name__)
 
 
 def train(recipe: Recipe, recipe_file: str, console: Console | None = None) -> Path:
