@@ -27,7 +27,7 @@ class Batch:
     labels: Tensor  # (1, T) int64, aligned with input_ids; -100 where not trained, and at each document's first token
     position_ids: Tensor  # (1, T) int64, from 0 in every document
     document_lengths: tuple[int, ...]  # tokens; they sum to T
-    documents: tuple[tuple[str, int], ...]  # (path, row) of each document, for messages
+    documents: tuple[tuple[str, int], ...]  # (path, row) of each document that counts
     num_supervised: int  # targets: labels that are not -100
     num_tokens: int  # tokens of documents that count; fillers (`Loader`) are in T and not in here
     index: int = 0  # number of this micro-batch within its step, over all processes; seeds dropout
@@ -148,7 +148,12 @@ class Loader:
         """`rows`: (row, whether it counts); one that does not is masked."""
         documents = [(self.examples[int(member)], counts) for row, counts in rows for member in self.rows[row]]
         batch = collate([example if counts else _masked(example) for example, counts in documents], index)
-        return replace(batch, num_tokens=sum(len(example.input_ids) for example, counts in documents if counts))
+        counted = [example for example, counts in documents if counts]
+        return replace(
+            batch,
+            documents=tuple((example.path, example.row) for example in counted),
+            num_tokens=sum(len(example.input_ids) for example in counted),
+        )
 
 
 def _masked(example: Example) -> Example:

@@ -201,6 +201,7 @@ class Tracking(Section):
     wandb: Wandb | None = None
     tensorboard: bool = False
     trackio: str | None = None  # project name
+    samples: bool = False  # samples/rank-*.jsonl: the rows that each step of each process trained on
 
 
 class Recipe(Section):

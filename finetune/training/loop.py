@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -46,11 +46,36 @@ class StepMetrics:
     step_s: float
 
 
+@dataclass(frozen=True)
+class Wishes:
+    """What this rank would have happen at the end of a step; summed over the ranks, so that all do the same."""
+
+    stop: float = 0.0  # it was sent a signal
+    save: float = 0.0  # `checkpoint.every_minutes` have passed
+    settle: float = 0.0  # a checkpoint that was being written has failed
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was made."""
+
+    metrics: StepMetrics
+    rows: list[str]  # path:row of what this rank trained on
+    wishes: Wishes  # of all ranks
+
+
 def training_steps(
-    engine: Engine, loader: Loader, attention: AttentionChoice, recipe: Recipe, plan: Plan, state: State
-) -> Iterator[StepMetrics]:
+    engine: Engine,
+    loader: Loader,
+    attention: AttentionChoice,
+    recipe: Recipe,
+    plan: Plan,
+    state: State,
+    wishes: Callable[[], Wishes] = Wishes,
+) -> Iterator[Step]:
     """Train from `state.step` to the plan's end; yields after every optimizer step, with `state` up to date.
 
+    wishes: asked on every rank once a step; they travel with the loss, in the reduction that it needs anyway.
     Raises RunFailure before the optimizer step where loss or gradient is not finite, on all ranks alike.
     """
     while state.step < plan.steps:
@@ -64,7 +89,7 @@ def training_steps(
             loss_sum = supervised_loss_sum(engine.model, batch, arguments, engine.device)
             engine.backward(loss_sum / items, last=batch is batches[-1])
             losses.append(loss_sum.detach().double())
-        (loss,) = engine.sum(torch.stack(losses).sum())
+        loss, *wished = engine.sum(torch.stack(losses).sum(), *astuple(wishes()))
         if not math.isfinite(loss):
             raise RunFailure(not_finite("loss", engine, state.step, batches, losses))
         factor = lr_factor(recipe.schedule, state.step, plan.steps)
@@ -76,7 +101,7 @@ def training_steps(
         state.tokens += int(tokens)
         state.supervised_tokens += int(items)
         seconds = time.perf_counter() - started
-        yield StepMetrics(
+        metrics = StepMetrics(
             step=state.step,
             epoch=min(state.step * recipe.batch.rows, plan.total_rows) / plan.rows_per_epoch,
             loss=loss / items,
@@ -87,6 +112,7 @@ def training_steps(
             tokens_per_s=tokens / seconds,
             step_s=seconds,
         )
+        yield Step(metrics, row_ids(batches), Wishes(*wished))
 
 
 def seed_micro_batch(seed: int, step: int, index: int) -> None:
@@ -94,10 +120,14 @@ def seed_micro_batch(seed: int, step: int, index: int) -> None:
     torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + index & (2**63 - 1))
 
 
+def row_ids(batches: list[Batch]) -> list[str]:
+    return [f"{path}:{row}" for batch in batches for path, row in batch.documents]
+
+
 def not_finite(what: str, engine: Engine, step: int, batches: list[Batch], losses: list[torch.Tensor]) -> str:
     """The message of a stop: step, and the rows of the micro-batches that did it, over all ranks. Collective."""
     guilty = [b for b, loss in zip(batches, losses, strict=True) if not torch.isfinite(loss)] or batches
-    rows = [f"{path}:{row}" for batch in guilty for path, row in batch.documents]
+    rows = row_ids(guilty)
     everyone = [
         row for share in engine.gather(rows if what == "gradient" or guilty is not batches else []) for row in share
     ]

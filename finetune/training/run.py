@@ -31,7 +31,14 @@ from finetune.models import (
 )
 from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe, dump_recipe
-from finetune.tracking import MetricsLog, Trackers, TrainingProgress, check_trackers
+from finetune.tracking import (
+    StepLog,
+    Trackers,
+    TrainingProgress,
+    check_trackers,
+    prepare_samples,
+    sample_file,
+)
 from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.loop import State, StepMetrics, training_steps
 from finetune.training.optimizers import build_optimizers
@@ -189,7 +196,8 @@ class Run:
             (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
             self.plan.write(self.folder / "plan.json")
             show_plan(self.console, self.recipe, self.plan)
-        self._metrics = MetricsLog(self.folder / "metrics.jsonl", self.state.step + 1) if main else None
+        self._metrics = StepLog(self.folder / "metrics.jsonl", self.state.step + 1) if main else None
+        self._samples = self._sample_log()
         configuration = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
         goes_on = self.state.step > 0
         self._trackers = Trackers(self.recipe, self.folder, configuration, goes_on) if main else None
@@ -205,15 +213,26 @@ class Run:
             self._evaluate()
         every, save_every = self.recipe.evaluate.every_steps, self.recipe.checkpoint.every_steps
         with TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress:
-            for metrics in training_steps(self.engine, self.loader, self.attention, self.recipe, self.plan, self.state):
-                self.last = metrics
+            for step in training_steps(self.engine, self.loader, self.attention, self.recipe, self.plan, self.state):
+                self.last = metrics = step.metrics
                 self._log(asdict(metrics), metrics.step)
+                if self._samples:
+                    self._samples.write({"step": metrics.step, "rows": step.rows})
                 progress.update(metrics.step, metrics.loss, metrics.tokens_per_s)
                 if every and metrics.step % every == 0 and metrics.step < self.plan.steps:
                     self._evaluate()
                 if save_every and (metrics.step % save_every == 0 or metrics.step == self.plan.steps):
                     save_checkpoint(self.engine, self.recipe, asdict(self.state), self.checkpoints)
         self._evaluate()
+
+    def _sample_log(self) -> StepLog | None:
+        if not self.recipe.tracking.samples:
+            return None
+        folder, first_step = self.folder / "samples", self.state.step + 1
+        if self.engine.is_main:
+            prepare_samples(folder, first_step)
+        self.engine.barrier()
+        return StepLog(sample_file(folder, self.engine.rank), first_step)
 
     def _evaluate(self) -> None:
         if self.evaluator is None:

@@ -12,33 +12,33 @@ from accelerate.state import PartialState
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Tracking, Wandb
-from finetune.tracking import MetricsLog, Trackers, check_trackers, read_metrics
+from finetune.tracking import StepLog, Trackers, check_trackers, read_steps
 from finetune.tracking import trackers as trackers_module
 from finetune.tracking.trackers import redact
 
 
 def test_resumed_log_has_every_step_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, 1)
+    log = StepLog(path, 1)
     for step in (1, 2, 3):
         log.write({"step": step, "loss": 1.0})
     log.close()
     path.write_text(path.read_text() + '{"step": 4, "lo')  # killed while it wrote
-    resumed = MetricsLog(path, 3)
+    resumed = StepLog(path, 3)
     resumed.write({"step": 3, "loss": 2.0})
     resumed.close()
-    assert [(entry["step"], entry["loss"]) for entry in read_metrics(path)] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    assert [(entry["step"], entry["loss"]) for entry in read_steps(path)] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
 def test_a_new_run_starts_a_new_log(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 9}\n')
-    MetricsLog(path, 1).close()
+    StepLog(path, 1).close()
     assert path.read_text() == ""
 
 
 def test_a_number_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl", 1)
+    log = StepLog(tmp_path / "metrics.jsonl", 1)
     with pytest.raises(ValueError, match="not JSON compliant"):
         log.write({"step": 1, "loss": float("nan")})
     log.close()
