@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from finetune.errors import RunFailure, UserError
+from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError
 
 app = typer.Typer(
     help="Fine-tune language models: the recipe fixes the maths, the accelerate config only decides where it runs.",
@@ -30,9 +30,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")
 
 
 def main() -> None:
-    """Exit status: 0 success, 2 a mistake the user can mend, 1 a failure of the run or of ours."""
+    """Exit status: 0 success, 2 a mistake the user can mend, 1 a failure of the run or of ours, 75 stopped by a signal
+    and saved."""
     try:
         app()
+    except Stopped as stopped:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(stopped, file=sys.stderr, flush=True)
+        raise SystemExit(STOPPED_STATUS) from None
     except UserError as error:
         _complain(str(error))
         raise SystemExit(2) from None

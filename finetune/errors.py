@@ -1,4 +1,4 @@
-"""The one exception that means: the user can mend this."""
+"""The exceptions that a command turns into its exit status."""
 
 
 class UserError(Exception):
@@ -10,3 +10,11 @@ class UserError(Exception):
 
 class RunFailure(Exception):
     """A run that had to stop although recipe and data were in order. Printed without a traceback; exit status 1."""
+
+
+class Stopped(Exception):
+    """A run that was asked to stop, and saved. The same command goes on; exit status 75."""
+
+
+# EX_TEMPFAIL of BSD's sysexits.h: "try again later", which is what a scheduler should do with it.
+STOPPED_STATUS = 75

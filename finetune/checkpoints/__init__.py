@@ -1,5 +1,6 @@
 """The neutral checkpoint: written and read under any backend and world size; complete or absent; no pickle."""
 
-from finetune.checkpoints.checkpoint import newest_good, resume, save_checkpoint
+from finetune.checkpoints.resume import Resumed, newest_good, resume, start_anew
+from finetune.checkpoints.saver import Saver
 
-__all__ = ["newest_good", "resume", "save_checkpoint"]
+__all__ = ["Resumed", "Saver", "newest_good", "resume", "start_anew"]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,14 +19,14 @@ from finetune.engine.parts import WEIGHT, Part, fields, make_state
 from finetune.errors import UserError
 
 
-def write_parts(path: Path, parts: list[Part], optimizers: list[Optimizer]) -> None:
-    """This rank's file. Views are written as they are; only parts of a larger tensor are copied first."""
-    tensors = {
-        f"{field}|{part.start}|{part.name}": tensor.detach().cpu().clone()
-        for part in parts
-        for field, tensor in fields(part, optimizers)
-    }
-    save_file(tensors, path, metadata={f"shape {part.name}": str(list(part.shape)) for part in parts})
+def part_tensors(parts: list[Part], optimizers: list[Optimizer]) -> dict[str, Tensor]:
+    """What a rank writes, by its name in the file: (numel,) views of what the optimizer steps and keeps."""
+    return {f"{field}|{part.start}|{part.name}": tensor for part in parts for field, tensor in fields(part, optimizers)}
+
+
+def shape_metadata(parts: list[Part]) -> dict[str, str]:
+    """Of the whole parameters, for the file's header."""
+    return {f"shape {part.name}": str(list(part.shape)) for part in parts}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,18 @@ class Dataset:
     @property
     def supervised_tokens(self) -> int:
         return int(self.examples.num_trained.sum())
+
+    def facts(self) -> dict[str, int | str]:
+        """What tells these rows from others: a checkpoint keeps them. `lengths`: checksum over every example's tokens,
+        all and trained, which decide how examples are packed and ordered."""
+        lengths = hashlib.sha256(self.examples.lengths.astype("<i8").tobytes())
+        lengths.update(self.examples.num_trained.astype("<i8").tobytes())
+        return {
+            "examples": len(self.examples),
+            "rows": len(self.rows),
+            "tokens": self.tokens,
+            "lengths": lengths.hexdigest()[:16],
+        }
 
     def efficiency(self, max_length: int) -> float:
         """Tokens over the room in all rows."""

@@ -11,6 +11,7 @@ import abc
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from finetune.engine.precision import LossScale, NonFinite
 from finetune.models import Placement
 from finetune.recipe.schema import Recipe
 
+SIDE_TIMEOUT = timedelta(hours=6)  # for the slowest rank's disk, in a thread that nobody waits for
 NamedTensors = list[tuple[str, Tensor]]
 BuildOptimizers = Callable[[NamedTensors], list[Optimizer]]
 
@@ -98,6 +100,19 @@ class Engine(abc.ABC):
         values: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(values, value)
         return values
+
+    def side_gather(self) -> Callable[[Any], list[Any]]:
+        """A `gather` over a process group of its own, on the CPU, for a thread beside the loop. Collective."""
+        if self.world_size == 1:
+            return lambda value: [value]
+        group = torch.distributed.new_group(backend="gloo", timeout=SIDE_TIMEOUT)
+
+        def gather(value: Any) -> list[Any]:
+            values: list[Any] = [None] * self.world_size
+            torch.distributed.all_gather_object(values, value, group=group)
+            return values
+
+        return gather
 
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()

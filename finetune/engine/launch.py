@@ -32,6 +32,7 @@ class Launch:
     processes: int
     config_file: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    launched: bool = False  # a launcher runs above this process
 
     @property
     def name(self) -> str:
@@ -56,7 +57,7 @@ def read_launch() -> Launch:
     for variable, sharded in _SHARDED:  # without a config file: options of the launcher
         if os.environ.get(variable, "").lower() == "true":
             kind = sharded
-    return Launch(kind, int(asked), config_file, config)
+    return Launch(kind, int(asked), config_file, config, launched=arguments is not None)
 
 
 def read_config_file(path: str, processes: int | None = None) -> Launch:

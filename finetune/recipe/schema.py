@@ -181,10 +181,32 @@ class Evaluate(Section):
     max_new_tokens: Count = 128
 
 
+Acceptable = Literal[
+    "run.seed",
+    "model",
+    "quantization",
+    "data.train",
+    "data.max_length",
+    "data.overlong",
+    "data.packing",
+    "objective",
+]
+
+
 class Checkpoint(Section):
-    every_steps: Count | None = None  # null: no checkpoints
+    """When a run saves what it needs to go on. A stop by a signal saves as well, whatever is said here."""
+
+    every_steps: Count | None = None  # and after the last step; null: not by steps
+    every_minutes: Positive | None = None  # at the end of the step in which this much time has passed since the last
     keep: Count = 2  # the newest ones
-    resume: Literal["auto", "never"] = "auto"  # auto: go on from the newest complete one in the run directory
+    # The metric by whose value one more is kept; each evaluation that betters it is saved. Lowest eval_loss, highest
+    # exact_match.
+    best: Literal["eval_loss", "exact_match"] | None = None
+    asynchronous: bool = True  # files are written while steps go on; takes one copy in CPU memory of what is written
+    on_failure: Literal["stop", "continue"] = "stop"  # where a save fails (a full disk): end the run, or say so only
+    resume: Literal["auto", "never"] = "auto"  # auto: go on from the newest one in the run directory that verifies
+    # What may differ from the checkpoint's although the weights or the order of samples depend on it.
+    accept_changes: Annotated[tuple[Acceptable, ...], BeforeValidator(_list_to_tuple), Field(strict=False)] = ()
 
 
 class Wandb(Section):

@@ -50,7 +50,7 @@ def sample_file(folder: Path, rank: int) -> Path:
 
 
 def prepare_samples(folder: Path, first_step: int) -> None:
-    """Trim the files of all ranks, also of a run by more of them; on the main process, before any rank opens its own."""
+    """Trim the files of all ranks, also of a run by more of them; on the main process, before a rank opens its own."""
     folder.mkdir(exist_ok=True)
     for path in folder.glob("rank-*.jsonl"):
         keep_before(path, first_step)

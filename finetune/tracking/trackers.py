@@ -64,12 +64,16 @@ class Trackers:
     one.
     """
 
-    def __init__(self, recipe: Recipe, run_dir: Path, config: Metrics, goes_on: bool):
-        if not goes_on:
-            _wandb_id(run_dir).unlink(missing_ok=True)
-        self._all = [_START[name](recipe, run_dir) for name in wanted(recipe.tracking)]
+    def __init__(self, recipe: Recipe, run_dir: Path, config: Metrics, ids: dict[str, str]):
+        """ids: run ids by tracker, as a checkpoint has them; empty for a run that starts anew."""
+        self._wandb_id = ids.get("wandb") or secrets.token_hex(4)
+        self._all = [_START[name](recipe, run_dir, self._wandb_id) for name in wanted(recipe.tracking)]
         for tracker in self._all:
             tracker.store_init_configuration(_plain(redact(config)))
+
+    def run_ids(self) -> dict[str, str]:
+        """What a checkpoint keeps, so that the run goes on as the same one; W&B may be switched on later."""
+        return {"wandb": self._wandb_id}
 
     def log(self, metrics: Metrics, step: int) -> None:
         numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
@@ -94,19 +98,22 @@ class Trackers:
         for tracker in self._all:
             tracker.finish()
 
+    def finish_preempted(self, exit_status: int) -> None:
+        """End a run that will go on: W&B shows it as preempted rather than finished or crashed."""
+        for tracker in self._all:
+            if tracker.name == "wandb":
+                tracker.run.mark_preempting()
+                tracker.run.finish(exit_code=exit_status)
+            else:
+                tracker.finish()
 
-def _wandb_id(run_dir: Path) -> Path:
-    return run_dir / "wandb.json"
 
-
-def _wandb(recipe: Recipe, run_dir: Path) -> Any:
+def _wandb(recipe: Recipe, run_dir: Path, run_id: str) -> Any:
     from accelerate.tracking import WandBTracker
 
     settings = recipe.tracking.wandb
     assert settings is not None
-    id_file = _wandb_id(run_dir)
-    if not id_file.exists():
-        id_file.write_text(json.dumps({"id": secrets.token_hex(4)}), encoding="utf-8")
+    (run_dir / "wandb.json").write_text(json.dumps({"id": run_id}), encoding="utf-8")  # for people
     tracker = WandBTracker(
         settings.project,
         entity=settings.entity,
@@ -114,7 +121,7 @@ def _wandb(recipe: Recipe, run_dir: Path) -> Any:
         tags=settings.tags,
         mode=_wandb_mode(settings),
         name=recipe.run.name,
-        id=json.loads(id_file.read_text(encoding="utf-8"))["id"],
+        id=run_id,
         resume="allow",
         dir=str(run_dir),
     )
@@ -122,7 +129,7 @@ def _wandb(recipe: Recipe, run_dir: Path) -> Any:
     return tracker
 
 
-def _tensorboard(recipe: Recipe, run_dir: Path) -> Any:
+def _tensorboard(_recipe: Recipe, run_dir: Path, _run_id: str) -> Any:
     from accelerate.tracking import TensorBoardTracker
 
     tracker = TensorBoardTracker("tensorboard", logging_dir=str(run_dir))
@@ -130,7 +137,7 @@ def _tensorboard(recipe: Recipe, run_dir: Path) -> Any:
     return tracker
 
 
-def _trackio(recipe: Recipe, run_dir: Path) -> Any:
+def _trackio(recipe: Recipe, _run_dir: Path, _run_id: str) -> Any:
     from accelerate.tracking import TrackioTracker
 
     tracker = TrackioTracker(str(recipe.tracking.trackio), name=recipe.run.name, resume="allow")

@@ -8,17 +8,19 @@ Every room is entered once, in this order. What can fail for a reason the user c
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
+from rich.markup import escape
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from finetune.checkpoints import newest_good, resume, save_checkpoint
+from finetune.checkpoints import Saver, newest_good, resume, start_anew
 from finetune.data import Dataset, Loader, RowOrder, build_dataset, template_notes
 from finetune.engine import Engine, autocast_forward, check_launch, read_launch, start_engine
-from finetune.errors import UserError
+from finetune.errors import STOPPED_STATUS, Stopped, UserError
 from finetune.export import model_card, save_result
 from finetune.models import (
     attention_for,
@@ -37,20 +39,30 @@ from finetune.tracking import (
     TrainingProgress,
     check_trackers,
     prepare_samples,
+    read_steps,
     sample_file,
 )
 from finetune.training.evaluation import Evaluator, end_ids
-from finetune.training.loop import State, StepMetrics, training_steps
+from finetune.training.loop import State, Step, StepMetrics, Wishes, training_steps
 from finetune.training.optimizers import build_optimizers
 from finetune.training.report import show_evaluation, show_plan
+from finetune.training.stop import StopRequest, listening
 
 
 def train(recipe: Recipe, recipe_file: str, console: Console | None = None) -> Path:
     """Run a recipe where this process was launched; returns the run directory.
 
-    Raises UserError for what the user can mend, RunFailure for a run that had to stop.
+    Raises UserError for what the user can mend, RunFailure for a run that had to stop, Stopped for one that was asked
+    to and saved.
     """
+    with listening() as stop:
+        return _train(recipe, recipe_file, console or Console(), stop)
+
+
+def _train(recipe: Recipe, recipe_file: str, console: Console, stop: StopRequest) -> Path:
     launch = read_launch()
+    if launch.launched:
+        stop.watch_launcher()
     micro_batches = check_launch(recipe, recipe_file, launch)
     check_trackers(recipe.tracking)
     tokenizer = load_tokenizer(recipe.model)
@@ -61,11 +73,14 @@ def train(recipe: Recipe, recipe_file: str, console: Console | None = None) -> P
     held_out = build_dataset(recipe, recipe.data.eval, tokenizer) if recipe.data.eval else None
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
-    run = Run(recipe, engine, tokenizer, config, training, held_out, micro_batches, console or Console())
+    run = Run(recipe, engine, tokenizer, config, training, held_out, micro_batches, console, stop)
     for note in notes:
         run.say(f"note: {note}")
     try:
         run.execute()
+    except Stopped:
+        engine.barrier()  # a launcher ends every process as soon as the first has left
+        raise
     finally:
         engine.close()
     return run.folder
@@ -99,8 +114,10 @@ class Run:
         held_out: Dataset | None,
         micro_batches: int,
         console: Console,
+        stop: StopRequest,
     ):
         self.recipe, self.engine, self.tokenizer, self.console = recipe, engine, tokenizer, console
+        self.stop = stop
         self.training, self.held_out = training, held_out
         self.folder = run_folder(recipe)
         self.state = State()
@@ -112,6 +129,7 @@ class Run:
         self.loader = self._loader(self.training, self.plan.total_rows)
         self.evaluator = self._evaluator()
         self.checkpoints = self.folder / "checkpoints"
+        self.trackers: dict[str, str] = {}  # run ids that a checkpoint knows
         self._resume()
         self.evaluation: dict[str, float] = {}
         self.last: StepMetrics | None = None
@@ -183,14 +201,21 @@ class Run:
     def _resume(self) -> None:
         """Go on from the newest checkpoint that verifies, or from step 0."""
         if self.recipe.checkpoint.resume == "never":
+            for folder in start_anew(self.checkpoints) if self.engine.is_main else []:
+                self.say(f"note: the checkpoint of an earlier run is now {folder}")
             return
-        if (found := newest_good(self.engine, self.checkpoints)) is not None:
-            self.state = State(**resume(self.engine, self.recipe, found))
-            self.say(f"resuming from {found}: step {self.state.step} of {self.plan.steps}")
+        if (found := newest_good(self.engine, self.checkpoints)) is None:
+            return
+        resumed = resume(self.engine, self.recipe, found, self.training.facts())
+        self.state, self.trackers = State(**resumed.progress), resumed.trackers
+        self.say(f"resuming from {found}: step {self.state.step} of {self.plan.steps}")
+        for change in resumed.changes:
+            self.say(f"changed since then: {escape(change)}")
 
     # --- the run
 
     def execute(self) -> None:
+        """Raises Stopped after a save where a signal asked for it."""
         main = self.engine.is_main
         if main:
             (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
@@ -199,31 +224,107 @@ class Run:
         self._metrics = StepLog(self.folder / "metrics.jsonl", self.state.step + 1) if main else None
         self._samples = self._sample_log()
         configuration = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
-        goes_on = self.state.step > 0
-        self._trackers = Trackers(self.recipe, self.folder, configuration, goes_on) if main else None
-        self._train()
-        self._save()
-        if self._trackers and self._metrics:
-            self._trackers.summary(self.evaluation)
-            self._trackers.finish()
-            self._metrics.close()
+        self._trackers = Trackers(self.recipe, self.folder, configuration, self.trackers) if main else None
+        self._saver = Saver(self.engine, self.recipe, self.checkpoints, self._about())
+        self._saved_at = time.monotonic()
+        try:
+            self._train()
+            self._saver.settle()
+            self._save_result()
+            if self._trackers:
+                self._trackers.summary(self.evaluation)
+                self._trackers.finish()
+        finally:
+            self._saver.close()
+            for log in (self._metrics, self._samples):
+                if log:
+                    log.close()
+
+    def _about(self) -> dict[str, Any]:
+        """What a checkpoint says of the run beside its progress."""
+        return {
+            "steps": self.plan.steps,
+            "data": self.training.facts(),
+            "trackers": self._trackers.run_ids() if self._trackers else {},
+            "versions": self.plan.versions,
+            "git_commit": self.plan.git_commit,
+        }
 
     def _train(self) -> None:
-        if self.state.step == 0 and self.recipe.evaluate.at_start:
+        self.evaluation = self._recorded_evaluation()
+        if self.engine.sum(self._wishes().stop)[0]:  # while everything was loaded
+            self._leave()
+        if not self.evaluation and self._evaluation_due():
             self._evaluate()
-        every, save_every = self.recipe.evaluate.every_steps, self.recipe.checkpoint.every_steps
+        steps = training_steps(
+            self.engine, self.loader, self.attention, self.recipe, self.plan, self.state, self._wishes
+        )
         with TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress:
-            for step in training_steps(self.engine, self.loader, self.attention, self.recipe, self.plan, self.state):
-                self.last = metrics = step.metrics
-                self._log(asdict(metrics), metrics.step)
-                if self._samples:
-                    self._samples.write({"step": metrics.step, "rows": step.rows})
-                progress.update(metrics.step, metrics.loss, metrics.tokens_per_s)
-                if every and metrics.step % every == 0 and metrics.step < self.plan.steps:
-                    self._evaluate()
-                if save_every and (metrics.step % save_every == 0 or metrics.step == self.plan.steps):
-                    save_checkpoint(self.engine, self.recipe, asdict(self.state), self.checkpoints)
-        self._evaluate()
+            for step in steps:
+                self._record(step)
+                progress.update(step.metrics.step, step.metrics.loss, step.metrics.tokens_per_s)
+                self._between_steps(step.wishes)
+
+    def _wishes(self) -> Wishes:
+        minutes = self.recipe.checkpoint.every_minutes
+        overdue = minutes is not None and time.monotonic() - self._saved_at >= minutes * 60
+        return Wishes(
+            stop=float(self.stop.reason is not None),
+            save=float(overdue and self.engine.is_main),  # one clock decides
+            settle=float(self._saver.failed),
+        )
+
+    def _record(self, step: Step) -> None:
+        self.last = step.metrics
+        self._log(asdict(step.metrics), step.metrics.step)
+        if self._samples:
+            self._samples.write({"step": step.metrics.step, "rows": step.rows})
+
+    def _between_steps(self, wishes: Wishes) -> None:
+        """Evaluate, save, stop: what is due, the same on every rank."""
+        if wishes.settle:
+            self._saver.settle()
+        measured = {}
+        if self._evaluation_due() and not wishes.stop:  # one that is left out is made when the run goes on
+            measured = self._evaluate()
+        if wishes.stop or self._save_due(measured, wishes):
+            self._save_checkpoint(measured)
+        if wishes.stop:
+            self._leave()
+
+    def _evaluation_due(self) -> bool:
+        step, every = self.state.step, self.recipe.evaluate.every_steps
+        if self.evaluator is None:
+            return False
+        if step == 0:
+            return self.recipe.evaluate.at_start
+        return step == self.plan.steps or bool(every and step % every == 0)
+
+    def _save_due(self, measured: dict[str, float], wishes: Wishes) -> bool:
+        settings, step = self.recipe.checkpoint, self.state.step
+        if settings.every_steps and step % settings.every_steps == 0:
+            return True
+        asked_for = settings.every_steps or settings.every_minutes or settings.best
+        at_the_end = asked_for and step == self.plan.steps
+        return bool(wishes.save or at_the_end or self._saver.improves(measured))
+
+    def _save_checkpoint(self, measured: dict[str, float]) -> None:
+        for log in (self._metrics, self._samples):
+            if log:
+                log.flush()
+        self._saver.save(asdict(self.state), measured)
+        self._saved_at = time.monotonic()
+
+    def _leave(self) -> NoReturn:
+        """After a signal, with everything on the disk."""
+        self._saver.settle(must=True)
+        reasons = sorted({reason for reason in self.engine.gather(self.stop.reason) if reason})
+        if self._trackers:
+            self._trackers.finish_preempted(STOPPED_STATUS)
+        raise Stopped(
+            f"stopped by {', '.join(reasons)} after step {self.state.step} of {self.plan.steps}; "
+            "the same command goes on from there"
+        )
 
     def _sample_log(self) -> StepLog | None:
         if not self.recipe.tracking.samples:
@@ -234,9 +335,15 @@ class Run:
         self.engine.barrier()
         return StepLog(sample_file(folder, self.engine.rank), first_step)
 
-    def _evaluate(self) -> None:
-        if self.evaluator is None:
-            return
+    def _recorded_evaluation(self) -> dict[str, float]:
+        """Of this step, where an earlier launch of this run made it; empty elsewhere. Collective."""
+        lines = read_steps(self.folder / "metrics.jsonl") if self.engine.is_main else []
+        found = [line for line in lines if line["step"] == self.state.step and "eval_loss" in line]
+        recorded = {key: value for key, value in found[-1].items() if key != "step"} if found else {}
+        return self.engine.gather(recorded)[0]
+
+    def _evaluate(self) -> dict[str, float]:
+        assert self.evaluator is not None  # what is due has data
         self.evaluation, generations = self.evaluator.run()
         self._log({"step": self.state.step, **self.evaluation}, self.state.step)
         if self.engine.is_main:
@@ -244,13 +351,14 @@ class Run:
         if self._trackers and generations:
             rows = [[g.prompt, g.output, g.reference] for g in generations]
             self._trackers.table("generations", ["prompt", "output", "reference"], rows, self.state.step)
+        return self.evaluation
 
     def _log(self, entry: dict[str, Any], step: int) -> None:
         if self._metrics and self._trackers:
             self._metrics.write(entry)
             self._trackers.log(entry, step)
 
-    def _save(self) -> None:
+    def _save_result(self) -> None:
         ends = end_ids(self.training.examples, self.tokenizer)
         loss = self.last.loss if self.last else None  # none where a finished run was only evaluated again
         card = model_card(self.recipe, asdict(self.plan), asdict(self.state), loss, self.evaluation)

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune.checkpoints.folder import complete, partial_folder, problem, prune, seal, step_folder
-from finetune.checkpoints.shards import PartReader, write_parts
+from finetune.checkpoints.folder import complete, partial_folder, problem, seal, step_folder
+from finetune.checkpoints.retention import Retention
+from finetune.checkpoints.shards import PartReader, part_tensors, shape_metadata
+from finetune.checkpoints.tensor_file import write_tensors
 from finetune.engine.parts import Part
 from finetune.errors import UserError
+from finetune.recipe.schema import Checkpoint
 
 
 def sealed(root: Path, step: int) -> Path:
@@ -21,7 +24,7 @@ def sealed(root: Path, step: int) -> Path:
     partial.mkdir(parents=True)
     (partial / "state.json").write_text('{"step": 1}')
     (partial / "rank-00000-of-00001.safetensors").write_bytes(bytes(range(256)) * 8)
-    seal(partial, step_folder(root, step))
+    seal(partial, step_folder(root, step), [])
     return step_folder(root, step)
 
 
@@ -71,7 +74,7 @@ def test_an_interrupted_save_is_no_checkpoint_and_is_swept_up(tmp_path: Path) ->
         sealed(tmp_path, step)
     partial_folder(tmp_path, 4).mkdir()
     assert [path.name for path in complete(tmp_path)] == ["step-00000003", "step-00000002", "step-00000001"]
-    prune(tmp_path, keep=2)
+    Retention(tmp_path, Checkpoint(keep=2)).prune()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
@@ -83,6 +86,10 @@ def stepped(weight: torch.Tensor) -> tuple[torch.Tensor, torch.optim.Optimizer]:
     return parameter, optimizer
 
 
+def write(path: Path, part: Part, optimizer: torch.optim.Optimizer) -> None:
+    write_tensors(path, part_tensors([part], [optimizer]), shape_metadata([part]))
+
+
 @pytest.mark.parametrize("writers", [(0, 12), (0, 5, 12), (0, 1, 2, 11, 12)])
 @pytest.mark.parametrize("readers", [(0, 12), (0, 7, 12), (0, 3, 6, 9, 12)])
 def test_any_ranges_read_what_any_ranges_wrote(
@@ -91,7 +98,7 @@ def test_any_ranges_read_what_any_ranges_wrote(
     parameter, optimizer = stepped(torch.randn(4, 3))
     for rank, (start, end) in enumerate(pairwise(writers)):
         part = Part("w", (4, 3), start, end - start, parameter, start)
-        write_parts(tmp_path / f"rank-{rank}.safetensors", [part], [optimizer])
+        write(tmp_path / f"rank-{rank}.safetensors", part, optimizer)
     reader = PartReader(sorted(tmp_path.glob("*.safetensors")))
     for start, end in pairwise(readers):
         shard = torch.nn.Parameter(torch.zeros(end - start))
@@ -105,7 +112,7 @@ def test_any_ranges_read_what_any_ranges_wrote(
 
 def test_a_gap_and_another_model_are_errors(tmp_path: Path) -> None:
     parameter, optimizer = stepped(torch.randn(4, 3))
-    write_parts(tmp_path / "rank-0.safetensors", [Part("w", (4, 3), 0, 5, parameter, 0)], [optimizer])
+    write(tmp_path / "rank-0.safetensors", Part("w", (4, 3), 0, 5, parameter, 0), optimizer)
     reader = PartReader([tmp_path / "rank-0.safetensors"])
     with pytest.raises(UserError, match="holds 5 of 12 elements of weight of w"):
         reader.restore(Part("w", (4, 3), 0, 12, parameter, 0), [optimizer], {})

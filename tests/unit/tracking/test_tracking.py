@@ -86,8 +86,10 @@ def test_wandb_offline_and_tensorboard_get_config_metrics_table_and_summary(
     PartialState(cpu=True)  # accelerate's trackers ask it for the main process
     folder = tmp_path / "run"
     folder.mkdir()
+    ids: dict[str, str] = {}
     for attempt in range(2):  # the second goes on with the first one's id
-        started = Trackers(loaded, folder, {"recipe": loaded.model_dump(mode="json")}, attempt > 0)
+        started = Trackers(loaded, folder, {"recipe": loaded.model_dump(mode="json")}, ids)
+        ids = started.run_ids()
         started.log({"loss": 1.0, "words": "dropped"}, 1 + attempt)
         started.table("generations", ["prompt", "output"], [["a", "b"]], 1 + attempt)
         started.summary({"exact_match": 1.0})

@@ -1,0 +1,81 @@
+"""A run that is asked to stop: by a scheduler, or by Ctrl-C.
+
+The first SIGTERM, SIGINT or SIGUSR1 is a wish: the ranks agree on a step, save, and leave with exit status 75. A second
+one ends the process at once. The end of the launcher is such a wish, too: `accelerate launch` of one process dies of a
+SIGTERM without passing it on, and of SIGUSR1 it always does.
+
+The signals are read by a thread, because the main thread may be waiting in a collective for a rank that is gone, where
+Python runs no handler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Ctrl-C and schedulers signal the launcher and its processes alike, and the launcher passes its own on: what arrives
+# this soon after the first is the same wish.
+ECHO_S = 1.0
+
+
+class StopRequest:
+    """What this process was asked; `reason` is the first signal's name."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+        self._asked_at = 0.0
+        self._launcher: int | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """None while nothing asks for a stop."""
+        if self._reason is None and self._launcher is not None and os.getppid() != self._launcher:
+            self._reason, self._asked_at = "the end of its launcher", time.monotonic()
+        return self._reason
+
+    def watch_launcher(self) -> None:
+        """This process was started by one that should outlive it."""
+        self._launcher = os.getppid()
+
+    def receive(self, number: int) -> None:
+        """Note the first signal; end the process with 128 + number at a later one."""
+        if self._reason is None:
+            self._reason, self._asked_at = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._asked_at > ECHO_S:
+            os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[StopRequest]:
+    """Within, signals go to the request that this yields. Only for a main thread."""
+    request = StopRequest()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = {number: signal.signal(number, _noted) for number in SIGNALS}
+    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    reader = threading.Thread(target=_read, args=(reading, request), name="signals", daemon=True)
+    reader.start()
+    try:
+        yield request
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(writing)  # ends the reader
+        reader.join()
+        os.close(reading)
+
+
+def _noted(_number: int, _frame: object) -> None:
+    """A handler in Python has to exist for the number to be written to the pipe."""
+
+
+def _read(pipe: int, request: StopRequest) -> None:
+    while numbers := os.read(pipe, 1):
+        if numbers[0] in SIGNALS:  # the pipe carries every signal that Python handles
+            request.receive(numbers[0])
