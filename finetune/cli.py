@@ -165,6 +165,30 @@ def merge(
 
 
 @app.command()
+def checkpoints(
+    run_dir: RunDir,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare checksums.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What a run can go on from: step, metric, size, where and when it was written.
+
+    With --verify the exit status is 2 where a checkpoint is damaged.
+
+    Example: [bold]python -m finetune checkpoints runs/quickstart-full --verify[/bold]
+    """
+    quiet_libraries()
+    from finetune.checkpoints.listing import found_checkpoints, show_checkpoints
+
+    found = found_checkpoints(run_dir, verify)
+    if as_json:
+        print(json.dumps([entry.as_dict() for entry in found], indent=1))
+    else:
+        show_checkpoints(Console(), run_dir, found)
+    if any(entry.problem for entry in found):
+        raise SystemExit(2)
+
+
+@app.command()
 def schema() -> None:
     """Print the recipe's JSON Schema.
 

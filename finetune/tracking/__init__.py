@@ -1,15 +1,19 @@
 """metrics.jsonl, trackers, progress."""
 
 from finetune.tracking.progress import TrainingProgress
+from finetune.tracking.status import Status, read_status, write_status
 from finetune.tracking.step_log import StepLog, prepare_samples, read_steps, sample_file
 from finetune.tracking.trackers import Trackers, check_trackers
 
 __all__ = [
+    "Status",
     "StepLog",
     "Trackers",
     "TrainingProgress",
     "check_trackers",
     "prepare_samples",
+    "read_status",
     "read_steps",
     "sample_file",
+    "write_status",
 ]

@@ -34,6 +34,7 @@ from finetune.models import (
 from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe, dump_recipe
 from finetune.tracking import (
+    Status,
     StepLog,
     Trackers,
     TrainingProgress,
@@ -41,6 +42,7 @@ from finetune.tracking import (
     prepare_samples,
     read_steps,
     sample_file,
+    write_status,
 )
 from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.loop import State, Step, StepMetrics, Wishes, training_steps
@@ -225,6 +227,7 @@ class Run:
         self._samples = self._sample_log()
         configuration = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
         self._trackers = Trackers(self.recipe, self.folder, configuration, self.trackers) if main else None
+        self._write_status("running")
         self._saver = Saver(self.engine, self.recipe, self.checkpoints, self._about())
         self._saved_at = time.monotonic()
         try:
@@ -234,6 +237,7 @@ class Run:
             if self._trackers:
                 self._trackers.summary(self.evaluation)
                 self._trackers.finish()
+            self._write_status("finished")
         finally:
             self._saver.close()
             for log in (self._metrics, self._samples):
@@ -321,6 +325,7 @@ class Run:
         reasons = sorted({reason for reason in self.engine.gather(self.stop.reason) if reason})
         if self._trackers:
             self._trackers.finish_preempted(STOPPED_STATUS)
+        self._write_status("stopped")
         raise Stopped(
             f"stopped by {', '.join(reasons)} after step {self.state.step} of {self.plan.steps}; "
             "the same command goes on from there"
@@ -365,6 +370,10 @@ class Run:
         adapter = self.recipe.mode != "full"
         save_result(self.engine, self.tokenizer, ends, adapter, dtypes(self.recipe).frozen, card, self.folder / "model")
         self.say(f"saved [bold]{self.folder / 'model'}[/bold]")
+
+    def _write_status(self, status: Status) -> None:
+        if self.engine.is_main:
+            write_status(self.folder, status, self.state.step, self.plan.steps)
 
     def say(self, text: str) -> None:
         if self.engine.is_main:
