@@ -63,15 +63,18 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     Example: [bold]accelerate launch --config_file accelerate_configs/ddp.yaml -m finetune train
     recipes/quickstart/full.yaml optimizer.lr=1e-3[/bold]
     """
-    from finetune.recipe import load_recipe
+    from finetune.training.stop import listening
 
-    loaded = load_recipe(recipe, overrides or ())
-    quiet_libraries()
-    from finetune.engine import leave_group
-    from finetune.training.run import train as run
+    with listening() as stop:  # before the imports, which take long
+        from finetune.recipe import load_recipe
 
-    run(loaded, str(recipe), Console())
-    leave_group()
+        loaded = load_recipe(recipe, overrides or ())
+        quiet_libraries()
+        from finetune.engine import leave_group
+        from finetune.training.run import train as run
+
+        run(loaded, str(recipe), stop, Console())
+        leave_group()
 
 
 @app.command()

@@ -142,10 +142,11 @@ def work(folder: Path, jobs: Path) -> None:
     from finetune.engine import leave_group
     from finetune.recipe import load_recipe
     from finetune.training.run import train
+    from finetune.training.stop import StopRequest
 
     quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115 (lives as long as the process)
     for overrides in json.loads(jobs.read_text(encoding="utf-8")):
-        train(load_recipe(folder / "recipe.yaml", overrides), "recipe.yaml", quiet)
+        train(load_recipe(folder / "recipe.yaml", overrides), "recipe.yaml", StopRequest(), quiet)
         print(f"done {overrides}", flush=True)
     leave_group()
 

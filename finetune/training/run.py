@@ -7,7 +7,6 @@ Every room is entered once, in this order. What can fail for a reason the user c
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -48,20 +47,16 @@ from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.loop import State, Step, StepMetrics, Wishes, training_steps
 from finetune.training.optimizers import build_optimizers
 from finetune.training.report import show_evaluation, show_plan
-from finetune.training.stop import StopRequest, listening
+from finetune.training.run_folder import in_use, make_run_folder, run_folder
+from finetune.training.stop import StopRequest
 
 
-def train(recipe: Recipe, recipe_file: str, console: Console | None = None) -> Path:
+def train(recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console | None = None) -> Path:
     """Run a recipe where this process was launched; returns the run directory.
 
     Raises UserError for what the user can mend, RunFailure for a run that had to stop, Stopped for one that was asked
     to and saved.
     """
-    with listening() as stop:
-        return _train(recipe, recipe_file, console or Console(), stop)
-
-
-def _train(recipe: Recipe, recipe_file: str, console: Console, stop: StopRequest) -> Path:
     launch = read_launch()
     if launch.launched:
         stop.watch_launcher()
@@ -75,32 +70,18 @@ def _train(recipe: Recipe, recipe_file: str, console: Console, stop: StopRequest
     held_out = build_dataset(recipe, recipe.data.eval, tokenizer) if recipe.data.eval else None
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
-    run = Run(recipe, engine, tokenizer, config, training, held_out, micro_batches, console, stop)
-    for note in notes:
-        run.say(f"note: {note}")
-    try:
-        run.execute()
-    except Stopped:
-        engine.barrier()  # a launcher ends every process as soon as the first has left
-        raise
-    finally:
-        engine.close()
+    with in_use(engine, run_folder(recipe)):
+        run = Run(recipe, engine, tokenizer, config, training, held_out, micro_batches, console or Console(), stop)
+        for note in notes:
+            run.say(f"note: {note}")
+        try:
+            run.execute()
+        except Stopped:
+            engine.barrier()  # a launcher ends every process as soon as the first has left
+            raise
+        finally:
+            engine.close()
     return run.folder
-
-
-def run_folder(recipe: Recipe) -> Path:
-    return Path(recipe.run.dir) / recipe.run.name
-
-
-def make_run_folder(recipe: Recipe) -> None:
-    """Raises UserError where results could not be written, before hours are spent on them."""
-    folder = run_folder(recipe)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"run.dir: {folder} cannot be made: {error.strerror}; choose another `run.dir`") from None
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"run.dir: {folder} cannot be written to; choose another `run.dir`")
 
 
 class Run:
@@ -256,10 +237,9 @@ class Run:
 
     def _train(self) -> None:
         self.evaluation = self._recorded_evaluation()
-        if self.engine.sum(self._wishes().stop)[0]:  # while everything was loaded
-            self._leave()
         if not self.evaluation and self._evaluation_due():
             self._evaluate()
+        self.stop.steps_begun = True
         steps = training_steps(
             self.engine, self.loader, self.attention, self.recipe, self.plan, self.state, self._wishes
         )

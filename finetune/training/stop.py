@@ -1,8 +1,8 @@
 """A run that is asked to stop: by a scheduler, or by Ctrl-C.
 
 The first SIGTERM, SIGINT or SIGUSR1 is a wish: the ranks agree on a step, save, and leave with exit status 75. A second
-one ends the process at once. The end of the launcher is such a wish, too: `accelerate launch` of one process dies of a
-SIGTERM without passing it on, and of SIGUSR1 it always does.
+one ends the process at once; so does, with 75, a first one before there is anything to save. The end of the launcher is
+a wish, too: `accelerate launch` of one process dies of a SIGTERM without passing it on, and of SIGUSR1 it always does.
 
 The signals are read by a thread, because the main thread may be waiting in a collective for a rank that is gone, where
 Python runs no handler.
@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from finetune.errors import STOPPED_STATUS
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Ctrl-C and schedulers signal the launcher and its processes alike, and the launcher passes its own on: what arrives
 # this soon after the first is the same wish.
@@ -27,6 +29,7 @@ class StopRequest:
     """What this process was asked; `reason` is the first signal's name."""
 
     def __init__(self) -> None:
+        self.steps_begun = False  # there is, or will be, something to save
         self._reason: str | None = None
         self._asked_at = 0.0
         self._launcher: int | None = None
@@ -44,6 +47,8 @@ class StopRequest:
 
     def receive(self, number: int) -> None:
         """Note the first signal; end the process with 128 + number at a later one."""
+        if not self.steps_begun:
+            os._exit(STOPPED_STATUS)
         if self._reason is None:
             self._reason, self._asked_at = signal.Signals(number).name, time.monotonic()
         elif time.monotonic() - self._asked_at > ECHO_S:

@@ -42,6 +42,7 @@ def run_case(
     from finetune.errors import RunFailure, UserError
     from finetune.recipe import load_recipe
     from finetune.training.run import train
+    from finetune.training.stop import StopRequest
 
     loaded = load_recipe(recipe, [*overrides, f"run.name={name}"])
     micro_batches = loaded.batch.rows // loaded.batch.rows_per_device // int(os.environ.get("WORLD_SIZE", "1"))
@@ -50,7 +51,7 @@ def run_case(
     seen = out / f"{name}.txt" if os.environ.get("RANK", "0") == "0" else Path(os.devnull)
     with seen.open("w", encoding="utf-8") as file:
         try:
-            train(loaded, recipe, Console(file=file, width=200))
+            train(loaded, recipe, StopRequest(), Console(file=file, width=200))
         except (RunFailure, UserError, ArithmeticError) as error:
             become = {"error": type(error).__name__, "message": str(error)}
     if broken:

@@ -1,0 +1,179 @@
+"""What a disk can do to a checkpoint: a clear message, the others untouched, nothing lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import finetune, metrics, train_here
+
+from finetune.errors import RunFailure, UserError
+
+LIMIT = 1_000_000  # bytes; the model has 0.5 MB, a checkpoint 1.5 MB
+
+
+@pytest.fixture
+def saving(recipe: dict[str, Any]) -> dict[str, Any]:
+    recipe["checkpoint"] = {"every_steps": 2, "keep": 3}
+    return recipe
+
+
+@pytest.fixture
+def run(saving: dict[str, Any]) -> Path:
+    return Path(saving["run"]["dir"]) / "run"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """No file can grow beyond the limit: writing fails as on a disk without room."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_full_disk_stops_the_run_and_leaves_nothing_half_written(
+    saving: dict[str, Any], write_recipe: Any, run: Path, asynchronous: str
+) -> None:
+    message = "step-00000002 could not be written, earlier checkpoints are untouched"
+    with full_disk(), pytest.raises(RunFailure, match=message):
+        train_here(write_recipe(saving), f"checkpoint.asynchronous={asynchronous}")
+    assert names(run / "checkpoints") == []
+
+
+def test_a_full_disk_is_said_and_the_run_goes_on_where_the_recipe_says_so(
+    saving: dict[str, Any], write_recipe: Any, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with full_disk():
+        train_here(write_recipe(saving), "checkpoint.on_failure=continue")
+    assert caplog.text.count("could not be written") == 3
+    assert (run / "model" / "model.safetensors").exists()
+
+
+def test_a_full_disk_later_leaves_the_earlier_checkpoint(saving: dict[str, Any], write_recipe: Any, run: Path) -> None:
+    path = write_recipe(saving)
+    train_here(path, "train.max_steps=2", "schedule.name=constant")
+    with full_disk(), pytest.raises(RunFailure, match="could not be written"):
+        train_here(path, "schedule.name=constant")
+    assert names(run / "checkpoints") == ["step-00000002"]
+    seen = train_here(path, "schedule.name=constant")
+    assert "step 2 of 6" in seen
+    assert "train.max_steps: 2 -> 6" in seen
+    assert [line["step"] for line in metrics(run) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+def read_only(folder: Path) -> None:
+    """A folder in which nothing can be made; root may write anywhere but in the kernel's."""
+    if os.geteuid() == 0:
+        folder.symlink_to("/sys")
+    else:
+        folder.mkdir()
+        folder.chmod(0o555)
+
+
+def test_a_folder_that_cannot_be_written_to(saving: dict[str, Any], write_recipe: Any, run: Path) -> None:
+    run.mkdir(parents=True)
+    read_only(run / "checkpoints")
+    done = finetune("train", write_recipe(saving))
+    assert done.returncode == 1
+    assert "could not be written" in done.stderr
+    assert "ermission denied" in done.stderr or "not permitted" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_newest_that_verifies_is_taken_and_the_others_are_set_aside(
+    saving: dict[str, Any], write_recipe: Any, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, root = write_recipe(saving), run / "checkpoints"
+    train_here(path)
+    (root / "step-00000006" / "rank-00000-of-00001.safetensors").unlink()
+    manifest = root / "step-00000004" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 2}))
+    listed = finetune("checkpoints", run)
+    assert listed.returncode == 2
+    assert "rank-00000-of-00001.safetensors is missing" in listed.stdout
+    seen = train_here(path)
+    assert "step-00000006: rank-00000-of-00001.safetensors is missing; kept as aside-step-00000006" in caplog.text
+    assert "step-00000004: it is of format 2, this program writes 1" in caplog.text
+    assert "step 2 of 6" in seen
+    kept = ["aside-step-00000004", "aside-step-00000006", "step-00000002", "step-00000004", "step-00000006"]
+    assert names(root) == kept
+
+
+def test_where_none_verifies_starting_anew_is_for_the_user_to_say(
+    saving: dict[str, Any], write_recipe: Any, run: Path
+) -> None:
+    path, root = write_recipe(saving), run / "checkpoints"
+    train_here(path)
+    for folder in root.iterdir():
+        with (folder / "rank-00000-of-00001.safetensors").open("r+b") as file:
+            file.truncate(1000)
+    before, lines = names(root), metrics(run)
+    with pytest.raises(UserError, match=r"no checkpoint can be trusted:\n.*has 1000 bytes instead of"):
+        train_here(path)
+    assert names(root) == before
+    assert metrics(run) == lines
+    train_here(path, "checkpoint.resume=never")
+    assert names(root) == [*(f"aside-{name}" for name in before), *before]
+
+
+def test_a_save_beside_the_steps_writes_the_same_bytes(saving: dict[str, Any], write_recipe: Any, run: Path) -> None:
+    path = write_recipe(saving)
+    train_here(path)
+    train_here(path, "run.name=other", "checkpoint.asynchronous=false")
+    for step in (2, 4, 6):
+        file = Path("checkpoints") / f"step-{step:08d}" / "rank-00000-of-00001.safetensors"
+        assert (run / file).read_bytes() == (run.parent / "other" / file).read_bytes()
+
+
+def test_every_minutes(saving: dict[str, Any], write_recipe: Any, run: Path) -> None:
+    saving["checkpoint"] = {"every_minutes": 1e-9, "keep": 9}
+    train_here(write_recipe(saving))
+    assert names(run / "checkpoints") == [f"step-{step:08d}" for step in range(1, 7)]
+    saving["checkpoint"] = {"every_minutes": 60}
+    shutil.rmtree(run)
+    train_here(write_recipe(saving))
+    assert names(run / "checkpoints") == ["step-00000006"]
+
+
+def test_the_best_is_saved_and_kept(saving: dict[str, Any], write_recipe: Any, run: Path) -> None:
+    saving["checkpoint"] = {"keep": 1, "best": "eval_loss"}
+    saving["evaluate"]["every_steps"] = 1
+    saving["schedule"] = {"name": "constant"}
+    path = write_recipe(saving)
+    train_here(path, "optimizer.lr=0.3")
+    losses = {line["step"]: line["eval_loss"] for line in metrics(run) if "eval_loss" in line}
+    best = min(losses, key=losses.__getitem__)
+    assert 0 < best < 6, losses  # with such a rate it gets worse
+    assert names(run / "checkpoints") == sorted({f"step-{best:08d}", "step-00000006"})
+
+
+def test_an_evaluation_that_a_stop_left_out_is_made_when_the_run_goes_on(
+    saving: dict[str, Any], write_recipe: Any, run: Path
+) -> None:
+    saving["evaluate"]["every_steps"] = 2
+    path = write_recipe(saving)
+    train_here(path)
+    whole = metrics(run)
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    lines = [line for line in whole if not ("eval_loss" in line and line["step"] == 4)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    train_here(path)
+    evaluations = [[line for line in found if "eval_loss" in line] for found in (whole, metrics(run))]
+    assert evaluations[0] == evaluations[1]
+    train_here(path)  # a finished run: nothing is measured again
+    assert [line for line in metrics(run) if "eval_loss" in line] == evaluations[0]

@@ -1,0 +1,115 @@
+"""A run that a scheduler stops: it saves, leaves with its own exit status, and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import ROOT, finetune, metrics
+
+STEPS = 150
+
+
+@pytest.fixture
+def long_recipe(recipe: dict[str, Any]) -> dict[str, Any]:
+    recipe["train"]["max_steps"] = STEPS
+    recipe["tracking"] = {"samples": True}
+    return recipe
+
+
+def start(command: list[str], run: Path, steps: int = 3) -> subprocess.Popen[str]:
+    """Begin a run and return when it has made some steps."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while process.poll() is None and len(steps_of(run)) < steps:
+        time.sleep(0.02)
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    file = run / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}") and '"loss"' in line]
+
+
+def samples(run: Path) -> dict[int, list[str]]:
+    """Rows of every step, over all ranks."""
+    found: dict[int, list[str]] = {}
+    for file in (run / "samples").glob("*.jsonl"):
+        for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+            found.setdefault(line["step"], []).extend(line["rows"])
+    return {step: sorted(rows) for step, rows in found.items()}
+
+
+def test_stopped_and_gone_on_is_bitwise_the_run_never_stopped(long_recipe: dict[str, Any], write_recipe: Any) -> None:
+    path = write_recipe(long_recipe)
+    whole, stopped = (Path(long_recipe["run"]["dir"]) / name for name in ("run", "stopped"))
+    assert finetune("train", path).returncode == 0
+    status, output = 75, ""
+    launches = 0
+    while status == 75:
+        process = start(
+            [sys.executable, "-m", "finetune", "train", str(path), "run.name=stopped"],
+            stopped,
+            len(steps_of(stopped)) + 1,
+        )
+        if launches < 2:  # the third runs to its end
+            process.send_signal(signal.SIGUSR1)
+        status, output = end(process)
+        launches += 1
+    assert (status, launches) == (0, 3), output
+    assert [(m["step"], m["loss"]) for m in steps_of(stopped)] == [(m["step"], m["loss"]) for m in steps_of(whole)]
+    assert samples(stopped) == samples(whole)
+    assert [line["eval_loss"] for line in metrics(stopped) if "eval_loss" in line] == [
+        line["eval_loss"] for line in metrics(whole) if "eval_loss" in line
+    ]
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (stopped, whole)]
+    assert weights[0] == weights[1]
+
+
+def test_a_signal_to_one_rank_stops_all_and_another_backend_goes_on(
+    long_recipe: dict[str, Any], write_recipe: Any
+) -> None:
+    """Through scripts/launch.py, which gives schedulers the exit status that accelerate launch loses."""
+    path, run = write_recipe(long_recipe), Path(long_recipe["run"]["dir"]) / "run"
+    launch = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--num_processes", "2", "--config_file"]
+    arguments = ["-m", "finetune", "train", str(path)]
+    process = start([*launch, str(ROOT / "accelerate_configs" / "ddp.yaml"), *arguments], run)
+    ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if p.environ().get("RANK") == "1"]
+    ranks[0].send_signal(signal.SIGTERM)
+    status, output = end(process)
+    assert status == 75, output
+    done = len(steps_of(run))
+    assert f"stopped by SIGTERM after step {done} of {STEPS}" in output
+    assert json.loads((run / "status.json").read_text()) == {"status": "stopped", "step": done, "steps": STEPS}
+    process = start([*launch, str(ROOT / "accelerate_configs" / "fsdp2.yaml"), *arguments], run, done + 2)
+    process.send_signal(signal.SIGTERM)  # to the launcher: passed on
+    status, output = end(process)
+    assert status == 75, output
+    assert [line["step"] for line in steps_of(run)] == list(range(1, len(steps_of(run)) + 1))
+
+
+def test_a_run_whose_launcher_dies_saves_and_ends(long_recipe: dict[str, Any], write_recipe: Any) -> None:
+    path, run = write_recipe(long_recipe), Path(long_recipe["run"]["dir"]) / "run"
+    config = str(ROOT / "accelerate_configs" / "single.yaml")
+    accelerate = str(Path(sys.executable).with_name("accelerate"))
+    command = [accelerate, "launch", "--config_file", config, "-m", "finetune", "train", str(path)]
+    process = start(command, run)
+    (trainer,) = psutil.Process(process.pid).children()
+    os.kill(process.pid, signal.SIGTERM)  # which it does not pass on
+    trainer.wait(120)
+    end(process)
+    (saved,) = (run / "checkpoints").iterdir()
+    assert saved.name == f"step-{len(steps_of(run)):08d}"
