@@ -1,11 +1,12 @@
 """Stop on one backend, go on on any other: every pair (saved under, resumed under), against the run never stopped.
 
-    python scripts/resume_matrix.py                    # 7 configs on 7 and three sizes, full and LoRA
-    python scripts/resume_matrix.py --only ddp zero3   # these configs only
+    python scripts/resume_matrix.py                           # every config with 1, 2 and 4 processes; about an hour
+    python scripts/resume_matrix.py --only ddp zero3 --sizes 2
 
-Each config is launched twice: once to save at step 10 of 20, once to go on from everybody's checkpoint. The losses of
-the steps after the stop and the final weights must be those of one process that ran through. Exit status 1 where they
-are not.
+Each config is launched twice: once to run through 30 steps with a checkpoint at step 10, once to go on from
+everybody's checkpoint. The 20 losses after the stop and the final weights must be those of one process that ran
+through, the row ids of each step the very same, and where the pair is one and the same, all of it bit by bit. Exit
+status 1 where it is not.
 """
 
 from __future__ import annotations
@@ -13,76 +14,113 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import parity
 
-CONFIGS = (
-    ("single", 1),
-    ("ddp", 2),
-    ("fsdp2", 2),
-    ("fsdp2_offload", 2),
-    ("zero2", 2),
-    ("zero3", 2),
-    ("zero3_offload", 2),
+from finetune.tracking import read_steps
+
+Place = tuple[str, int]  # accelerate config, processes
+
+SHARDED = ("ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload")
+PLACES: tuple[Place, ...] = (("single", 1), *((config, size) for size in (1, 2, 4) for config in SHARDED))
+STOP, STEPS = 10, 30
+OVERRIDES = ("train.max_steps=30", "batch.rows_per_device=2", "checkpoint.every_steps=10", "checkpoint.keep=3", "data.eval=[]")
+EVERYWHERE = tuple(case for case in parity.CASES if case.name in ("full", "lora dropout rslora"))
+# State that is not fp32, on a place of each kind.
+FEW: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero3", 2))
+ON_FEW: tuple[parity.Case, ...] = (
+    next(case for case in parity.CASES if case.name == "full bf16"),
+    parity.Case("full adamw_8bit", ("optimizer.name=adamw_8bit",), loss=1e-4, parameter=float("inf")),
 )
-# Sizes that differ from the one saved under; resumed under only.
-OTHER_SIZES = (("ddp", 4), ("fsdp2", 4), ("zero3", 4))
-CASES = tuple(case for case in parity.CASES if case.name in ("full", "lora dropout rslora"))
-STOP = parity.STEPS // 2
 
 
-def saved_name(config: str, processes: int, case: parity.Case) -> str:
-    return parity.run_name(config, processes, case.name)
+@dataclass(frozen=True)
+class Pair:
+    """One cell of the matrix."""
+
+    saved: Place
+    resumed: Place
+    case: parity.Case
+
+    @property
+    def name(self) -> str:
+        return f"{run_name(self.saved, self.case)}-on-{self.resumed[0]}-{self.resumed[1]}"
 
 
-def resumed_name(saved: tuple[str, int], resumed: tuple[str, int], case: parity.Case) -> str:
-    return f"{saved_name(*saved, case)}-on-{resumed[0]}-{resumed[1]}"
+def cases(*places: Place) -> tuple[parity.Case, ...]:
+    return (*EVERYWHERE, *ON_FEW) if all(place in FEW for place in places) else EVERYWHERE
 
 
-def save(folder: Path, config: str, processes: int) -> None:
-    """Run through, with a checkpoint in the middle."""
-    extra = [f"checkpoint.every_steps={STOP}", "checkpoint.keep=2"]
-    parity.launch_jobs(
-        folder, config, processes, [[*parity.job(folder, config, processes, case), *extra] for case in CASES]
-    )
+def run_name(place: Place, case: parity.Case) -> str:
+    return parity.run_name(*place, case.name)
 
 
-def resume(folder: Path, saved: list[tuple[str, int]], config: str, processes: int) -> None:
-    """Go on from the middle of each saved run: a copy of it whose later checkpoint is gone."""
-    jobs = []
-    for source in saved:
-        for case in CASES:
-            name = resumed_name(source, (config, processes), case)
-            original, copy = (folder / "runs" / n for n in (saved_name(*source, case), name))
-            shutil.copytree(original, copy)
-            shutil.rmtree(copy / "checkpoints" / f"step-{parity.STEPS:08d}")
-            shutil.rmtree(copy / "model")
-            jobs.append([*parity.job(folder, config, processes, case), f"run.name={name}"])
-    parity.launch_jobs(folder, config, processes, jobs)
+def job(folder: Path, place: Place, case: parity.Case, name: str) -> list[str]:
+    return [*parity.job(folder, *place, case), *OVERRIDES, "tracking.samples=true", f"run.name={name}"]
 
 
-def compare(folder: Path, saved: tuple[str, int], resumed: tuple[str, int], case: parity.Case) -> dict[str, Any]:
+def save(folder: Path, place: Place) -> None:
+    """Run through, with a checkpoint on the way."""
+    jobs = [job(folder, place, case, run_name(place, case)) for case in cases(place)]
+    parity.launch_jobs(folder, *place, jobs)
+
+
+def resume(folder: Path, pairs: list[Pair]) -> None:
+    """Go on from the checkpoint of each pair's saved run, in one launch of the place that they have in common."""
+    place = pairs[0].resumed
+    for pair in pairs:
+        copy_at_stop(folder / "runs" / run_name(pair.saved, pair.case), folder / "runs" / pair.name)
+    parity.launch_jobs(folder, *place, [job(folder, place, pair.case, pair.name) for pair in pairs])
+
+
+def copy_at_stop(run: Path, copy: Path) -> None:
+    """A run directory as it was when the checkpoint had been written, and what was logged since."""
+    checkpoint = f"checkpoints/step-{STOP:08d}"
+    for name in (checkpoint, "samples"):
+        shutil.copytree(run / name, copy / name)
+    shutil.copy(run / "metrics.jsonl", copy)
+
+
+def compare(folder: Path, pair: Pair) -> dict[str, Any]:
     """Largest relative difference of a loss after the stop, and of a weight at the end."""
-    reference, other = (
-        folder / "runs" / n for n in (saved_name("single", 1, case), resumed_name(saved, resumed, case))
-    )
+    runs = folder / "runs"
+    reference, itself = (runs / run_name(place, pair.case) for place in (("single", 1), pair.saved))
+    other = runs / pair.name
     ours, theirs = parity.train_lines(reference), parity.train_lines(other)
-    steps = [line["step"] for line in theirs]
-    after = list(zip(ours, theirs, strict=True))[STOP:] if len(ours) == len(theirs) else []
+    after = list(zip(ours, theirs, strict=True))[STOP:] if len(ours) == len(theirs) == STEPS else []
     loss = max((abs(b["loss"] - a["loss"]) / a["loss"] for a, b in after), default=float("inf"))
     parameter = parity.parameter_difference(reference / "model", other / "model")
-    counted = bool(after) and all(a["tokens"] == b["tokens"] for a, b in after) and steps == [*range(1, len(ours) + 1)]
+    rows = samples(reference) == samples(other) and list(samples(other)) == [*range(1, STEPS + 1)]
+    bitwise = losses(itself) == losses(other) and parity.parameter_difference(itself / "model", other / "model") == 0
+    passed = loss <= pair.case.loss and parameter <= pair.case.parameter and rows
     return {
-        "saved_under": f"{saved[0]} x{saved[1]}",
-        "resumed_under": f"{resumed[0]} x{resumed[1]}",
-        "case": case.name,
+        "saved_under": f"{pair.saved[0]} x{pair.saved[1]}",
+        "resumed_under": f"{pair.resumed[0]} x{pair.resumed[1]}",
+        "case": pair.case.name,
         "loss": loss,
         "parameter": parameter,
-        "passed": loss <= case.loss and parameter <= case.parameter and counted,
+        "same_rows": rows,
+        "bitwise": bitwise,
+        "passed": bool(after) and passed and (bitwise or pair.saved != pair.resumed),
     }
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in parity.train_lines(run)]
+
+
+def samples(run: Path) -> dict[int, list[str]]:
+    """Row ids of every step, over all ranks."""
+    found: dict[int, list[str]] = {}
+    for file in sorted((run / "samples").glob("*.jsonl")):
+        for line in read_steps(file):
+            found.setdefault(line["step"], []).extend(line["rows"])
+    return {step: sorted(found[step]) for step in sorted(found)}
 
 
 def show(cells: list[dict[str, Any]]) -> None:
@@ -90,20 +128,36 @@ def show(cells: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     columns = list(dict.fromkeys(str(cell["resumed_under"]) for cell in cells))
-    for case in CASES:
-        table = Table(
-            "saved under", *columns, title=f"{case.name}: largest relative difference of a loss after resuming"
-        )
-        for saved in dict.fromkeys(str(cell["saved_under"]) for cell in cells):
-            row = {str(c["resumed_under"]): c for c in cells if c["saved_under"] == saved and c["case"] == case.name}
-            marks = [f"{row[c]['loss']:.0e}" + ("" if row[c]["passed"] else " [red]FAILED[/red]") for c in columns]
-            table.add_row(saved, *marks)
-        Console(width=150).print(table)
+    for case in dict.fromkeys(str(cell["case"]) for cell in cells):
+        table = Table("saved under", title=f"{case}: largest relative difference of a loss after resuming on")
+        marks = {(c["saved_under"], c["resumed_under"]): mark(c) for c in cells if c["case"] == case}
+        shown = [column for column in columns if any(on == column for _, on in marks)]
+        for column in shown:
+            table.add_column(column)
+        for saved in dict.fromkeys(saved for saved, _ in marks):
+            table.add_row(saved, *(marks[saved, column] for column in shown))
+        Console(width=220).print(table)
+
+
+def mark(cell: dict[str, Any]) -> str:
+    if not cell["passed"]:
+        return f"[red]FAILED {cell['loss']:.0e}[/red]"
+    return "[green]bitwise[/green]" if cell["bitwise"] else f"{cell['loss']:.0e}"
+
+
+def selected(only: list[str], sizes: list[int]) -> list[Place]:
+    """`single` is the reference, and always among them."""
+    return [
+        place
+        for place in PLACES
+        if place[0] == "single" or ((not only or place[0] in only) and (not sizes or place[1] in sizes))
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names of configs; single is always saved under")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[], help="numbers of processes")
     parser.add_argument("--json", type=Path, help="write the matrix there")
     parser.add_argument("--folder", type=Path, help="work there and keep everything")
     arguments = parser.parse_args()
@@ -111,13 +165,16 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(FINETUNE_CACHE=str(folder / "cache"), HF_HUB_OFFLINE="1")
     parity.prepare(folder)
-    wanted = [pair for pair in CONFIGS if not arguments.only or pair[0] in (*arguments.only, "single")]
-    for config, processes in wanted:
-        save(folder, config, processes)
+    places = selected(arguments.only, arguments.sizes)
+    for place in places:
+        print(f"saving under {place[0]} x{place[1]}", file=sys.stderr, flush=True)
+        save(folder, place)
     cells = []
-    for config, processes in (*wanted, *(p for p in OTHER_SIZES if not arguments.only or p[0] in arguments.only)):
-        resume(folder, wanted, config, processes)
-        cells += [compare(folder, saved, (config, processes), case) for saved in wanted for case in CASES]
+    for place in places:
+        print(f"resuming under {place[0]} x{place[1]}", file=sys.stderr, flush=True)
+        pairs = [Pair(saved, place, case) for saved in places for case in cases(saved, place)]
+        resume(folder, pairs)
+        cells += [compare(folder, pair) for pair in pairs]
     show(cells)
     if arguments.json:
         parity.write_json(arguments.json, "scripts/resume_matrix.py", cells)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import resume_matrix
+from resume_matrix import Pair, Place
 
-SAVED = [("single", 1), ("fsdp2", 2), ("zero3", 2)]
-RESUMED = [("zero2", 2), ("ddp", 4)]
+SAVED: list[Place] = [("single", 1), ("fsdp2", 2), ("zero3", 2)]
+RESUMED: list[Place] = [("zero3", 2), ("fsdp2_offload", 2), ("ddp", 4)]
 
 
 @pytest.fixture(scope="module")
@@ -17,19 +18,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FINETUNE_CACHE", str(folder / "cache"))
         resume_matrix.parity.prepare(folder)
-        for config, processes in SAVED:
-            resume_matrix.save(folder, config, processes)
+        for place in SAVED:
+            resume_matrix.save(folder, place)
     return folder
 
 
-@pytest.mark.parametrize(("config", "processes"), RESUMED)
-def test_goes_on_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatch, config: str, processes: int) -> None:
+@pytest.mark.parametrize("place", RESUMED, ids=[f"{config} x{size}" for config, size in RESUMED])
+def test_goes_on_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(saved / "cache"))
-    resume_matrix.resume(saved, SAVED, config, processes)
-    cells = [
-        resume_matrix.compare(saved, source, (config, processes), case)
-        for source in SAVED
-        for case in resume_matrix.CASES
-    ]
-    assert len(cells) == len(SAVED) * 2
+    pairs = [Pair(source, place, case) for source in SAVED for case in resume_matrix.cases(source, place)]
+    resume_matrix.resume(saved, pairs)
+    cells = [resume_matrix.compare(saved, pair) for pair in pairs]
+    assert len(cells) >= len(SAVED) * 2
     assert [cell for cell in cells if not cell["passed"]] == []
+    assert all(cell["same_rows"] for cell in cells)
