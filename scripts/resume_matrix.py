@@ -29,7 +29,13 @@ Place = tuple[str, int]  # accelerate config, processes
 SHARDED = ("ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload")
 PLACES: tuple[Place, ...] = (("single", 1), *((config, size) for size in (1, 2, 4) for config in SHARDED))
 STOP, STEPS = 10, 30
-OVERRIDES = ("train.max_steps=30", "batch.rows_per_device=2", "checkpoint.every_steps=10", "checkpoint.keep=3", "data.eval=[]")
+OVERRIDES = (
+    "train.max_steps=30",
+    "batch.rows_per_device=2",
+    "checkpoint.every_steps=10",
+    "checkpoint.keep=3",
+    "data.eval=[]",
+)
 EVERYWHERE = tuple(case for case in parity.CASES if case.name in ("full", "lora dropout rslora"))
 # State that is not fp32, on a place of each kind.
 FEW: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero3", 2))
@@ -61,7 +67,7 @@ def run_name(place: Place, case: parity.Case) -> str:
 
 
 def job(folder: Path, place: Place, case: parity.Case, name: str) -> list[str]:
-    return [*parity.job(folder, *place, case), *OVERRIDES, "tracking.samples=true", f"run.name={name}"]
+    return [*parity.job(folder, *place, case), *OVERRIDES, f"run.name={name}"]
 
 
 def save(folder: Path, place: Place) -> None:

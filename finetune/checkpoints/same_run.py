@@ -26,14 +26,14 @@ def changes(recipe: Recipe, folder: Path, data: dict[str, Any], saved_data: dict
     """
     saved = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     now = yaml.safe_load(dump_recipe(recipe))
-    accepted = recipe.checkpoint.accept_changes
-    bound = _under(_BOUND, saved, now)
-    unexpected = _under([key for key in _EXPECTED if key not in accepted], saved, now)
-    if "data.train" not in accepted:
-        unexpected += [f"data.train, the rows themselves: {line}" for line in _differences("", saved_data, data)]
+    rows = [f"data.train, the rows themselves: {line}" for line in _differences("", saved_data, data)]
+    expected = [key for key in _EXPECTED if key not in recipe.checkpoint.accept_changes]
+    bound, unexpected = _under(_BOUND, saved, now), _under(expected, saved, now)
+    if "data.train" in expected:
+        unexpected += rows
     if bound or unexpected:
         raise UserError(_refusal(folder, bound, unexpected))
-    return list(_differences("", saved, now))
+    return [*_differences("", saved, now), *rows]
 
 
 def _refusal(folder: Path, bound: list[str], unexpected: list[str]) -> str:
