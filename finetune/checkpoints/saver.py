@@ -104,6 +104,11 @@ class Saver:
             raise RunFailure(failure)
         log.warning("%s. The run goes on (checkpoint.on_failure: continue)", failure)
 
+    def tidy(self) -> None:
+        """At a run's end: a kill after the last save may have come before its deletions."""
+        if self._engine.is_main:
+            self._retention.prune()
+
     def close(self) -> None:
         """Let the save under way come to its end, whatever it is."""
         self._thread.shutdown()

@@ -2,6 +2,8 @@
 
 A tensor's name in a file is `field|start|parameter`: elements from `start` on of that field of the parameter,
 flattened. No rank ever holds more than what it trains, and a reader takes from each file only the ranges it needs.
+State in 8 bits is stored as it is: codes under the field's name, and beside them `field:scales`, `field:book` and
+`field:phase` (`finetune/engine/blockwise.py`).
 """
 
 from __future__ import annotations
@@ -9,18 +11,20 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.optim import Optimizer
 
-from finetune.engine.parts import WEIGHT, Part, fields, make_state
+from finetune.engine.blockwise import Blocks, Piece, fill_coded, is_coded
+from finetune.engine.parts import WEIGHT, MakeRoom, Part, by_stepped, fields, make_room, make_state
 from finetune.errors import UserError
 
 
 def part_tensors(parts: list[Part], optimizers: list[Optimizer]) -> dict[str, Tensor]:
-    """What a rank writes, by its name in the file: (numel,) views of what the optimizer steps and keeps."""
+    """What a rank writes, by its name in the file: flat views of what the optimizer steps and keeps."""
     return {f"{field}|{part.start}|{part.name}": tensor for part in parts for field, tensor in fields(part, optimizers)}
 
 
@@ -40,46 +44,88 @@ class PartReader:
     """Index over all rank files of a checkpoint."""
 
     def __init__(self, files: list[Path]):
-        self._ranges: dict[tuple[str, str], list[_Range]] = defaultdict(list)  # (parameter, field) -> in order
+        # parameter -> field -> in order; what only explains a field (`state1:scales`) is found beside it
+        self._ranges: dict[str, dict[str, list[_Range]]] = defaultdict(lambda: defaultdict(list))
         self.shapes: dict[str, str] = {}
         self._open = {file: safe_open(file, framework="pt") for file in files}
         for file, handle in self._open.items():
             for key in handle.keys():  # noqa: SIM118 (safe_open is no dict)
                 field, start, name = key.split("|", 2)
-                self._ranges[(name, field)].append(_Range(int(start), file, key))
+                if ":" not in field:
+                    self._ranges[name][field].append(_Range(int(start), file, key))
             metadata = handle.metadata() or {}
             self.shapes.update({k.removeprefix("shape "): v for k, v in metadata.items() if k.startswith("shape ")})
-        for ranges in self._ranges.values():
-            ranges.sort(key=lambda r: r.start)
+        for fields_of in self._ranges.values():
+            for ranges in fields_of.values():
+                ranges.sort(key=lambda r: r.start)
 
-    def restore(self, part: Part, optimizers: list[Optimizer], numbers: dict[str, float]) -> None:
-        """Fill a part's weight and optimizer state. Raises UserError where the checkpoint is of another model."""
+    def restore(
+        self,
+        parts: list[Part],
+        optimizers: list[Optimizer],
+        numbers: dict[str, dict[str, float]],
+        room: MakeRoom = make_room,
+    ) -> None:
+        """Fill weights and optimizer state; numbers: `scalars` by parameter.
+
+        Raises UserError where the checkpoint is of another model.
+        """
+        for part in parts:
+            self._check_shape(part)
+        for together in by_stepped(parts):
+            merged = {field: number for part in together for field, number in numbers[part.name].items()}
+            self._restore_stepped(together, optimizers, merged, room)
+
+    def _check_shape(self, part: Part) -> None:
         if self.shapes.get(part.name) != str(list(part.shape)):
             held = self.shapes.get(part.name, "absent")
             raise UserError(f"the checkpoint's {part.name} is {held}, the model's {list(part.shape)}: another model")
-        types = {field: self._dtype(name, field) for name, field in self._ranges if name == part.name}
-        types.pop(WEIGHT)
-        views = {WEIGHT: part.view(part.stepped), **make_state(part, optimizers, types, numbers)}
-        for field, view in views.items():
-            self._fill(part, field, view)
-
-    def _dtype(self, name: str, field: str) -> torch.dtype:
-        first = self._ranges[(name, field)][0]
-        return self._open[first.file].get_tensor(first.key).dtype
 
     @torch.no_grad()
-    def _fill(self, part: Part, field: str, view: Tensor) -> None:
-        """view (numel,): copy the elements of every stored range that overlaps [start, start + numel)."""
-        filled, end = 0, part.start + part.numel
-        for stored in self._ranges[(part.name, field)]:
-            if stored.start >= end:
-                break
-            piece = self._open[stored.file].get_slice(stored.key)
-            stored_end = stored.start + piece.get_shape()[0]
-            low, high = max(stored.start, part.start), min(stored_end, end)
+    def _restore_stepped(
+        self, parts: list[Part], optimizers: list[Optimizer], numbers: dict[str, float], room: MakeRoom
+    ) -> None:
+        """All parts of one stepped tensor at a time: 8-bit blocks may be shared by several."""
+        stepped = parts[0].stepped
+        _fill(stepped, [piece for part in parts for piece in self._pieces(part, WEIGHT)])
+        types = {field: dtype for part in parts for field, dtype in self._types(part.name).items()}
+        state = make_state(stepped, optimizers, types, numbers, room)
+        for field in types:
+            held = [part for part in parts if field in self._ranges[part.name]]
+            pieces = [piece for part in held for piece in self._pieces(part, field)]
+            if is_coded(state[field]):
+                fill_coded(state, field, pieces)
+            else:
+                _fill(state[field], pieces)
+
+    def _types(self, name: str) -> dict[str, torch.dtype]:
+        """Of the optimizer's fields of a parameter."""
+        firsts = {field: ranges[0] for field, ranges in self._ranges[name].items() if field != WEIGHT}
+        return {field: self._open[r.file].get_slice(r.key)[:1].dtype for field, r in firsts.items()}
+
+    def _pieces(self, part: Part, field: str) -> list[Piece]:
+        """What overlaps a part, to be read when it is asked for. Raises UserError where elements are missing."""
+        pieces, end = [], part.start + part.numel
+        for stored in self._ranges[part.name][field]:
+            values = self._open[stored.file].get_slice(stored.key)
+            low, high = max(stored.start, part.start), min(stored.start + values.get_shape()[0], end)
             if low < high:
-                values = piece[low - stored.start : high - stored.start]
-                view[low - part.start : high - part.start].copy_(values)
-                filled += high - low
+                source = self._source(stored, field, values)
+                pieces.append(Piece(source, low - stored.start, high - stored.start, part.offset + low - part.start))
+        filled = sum(piece.high - piece.low for piece in pieces)
         if filled != part.numel:
             raise UserError(f"the checkpoint holds {filled} of {part.numel} elements of {field} of {part.name}")
+        return pieces
+
+    def _source(self, stored: _Range, field: str, values: Any) -> Any:
+        """A stored range, with its scales and book where it is in 8 bits."""
+        if values.get_dtype() != "U8":
+            return values
+        file, place = self._open[stored.file], stored.key.removeprefix(field)
+        scales, book, phase = (file.get_tensor(f"{field}:{what}{place}") for what in ("scales", "book", "phase"))
+        return Blocks(values, scales, book, int(phase))
+
+
+def _fill(tensor: Tensor, pieces: list[Piece]) -> None:
+    for piece in pieces:
+        piece.place(tensor.detach().view(-1)).copy_(piece.values())

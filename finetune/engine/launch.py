@@ -57,6 +57,8 @@ def read_launch() -> Launch:
     for variable, sharded in _SHARDED:  # without a config file: options of the launcher
         if os.environ.get(variable, "").lower() == "true":
             kind = sharded
+    if kind == "fsdp2" and not config:
+        config = {"fsdp_config": {"fsdp_version": os.environ.get("FSDP_VERSION", "1")}}  # its default, too
     return Launch(kind, int(asked), config_file, config, launched=arguments is not None)
 
 

@@ -2,12 +2,13 @@
 
 Every backend's shard is a contiguous range of a flattened parameter: whole (replicas), some rows (FSDP2), a range of a
 flat group (ZeRO). A `Part` says which range of which parameter, and where in the tensor that the optimizer steps it
-lies; the optimizer's own tensors have that tensor's shape, so the same range of them belongs to the same part.
+lies; the optimizer's own tensors have that tensor's shape, so the same range of them belongs to the same part. State
+in 8 bits has blocks of its own (`blockwise.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from finetune.errors import UserError
+from finetune.engine.blockwise import coded_fields, init_state, is_coded
 
 WEIGHT = "weight"  # the field that is the parameter itself
+Types = dict[str, torch.dtype]  # of the optimizer's tensors as they were stored, by field
+MakeRoom = Callable[[Optimizer, Tensor, Types], None]  # for the state of a stepped tensor
 
 
 @dataclass(frozen=True)
@@ -37,20 +40,14 @@ class Part:
 
 
 def fields(part: Part, optimizers: list[Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    """(field, (numel,) view): the weight, then whatever the optimizer keeps element by element.
-
-    Raises UserError for state in blocks of its own (8-bit optimizers), which belongs to no range of a parameter.
-    """
+    """(field, flat tensor): the weight, then whatever the optimizer keeps element by element, or in blocks of them."""
     yield WEIGHT, part.view(part.stepped)
-    for field, value in _state(part, optimizers).items():
-        if _is_scalar(value):
-            continue
-        if value.shape != part.stepped.shape or value.dtype == torch.uint8:
-            raise UserError(
-                "checkpoint.every_steps: the state of an 8-bit optimizer cannot be carried between backends yet; "
-                "use `optimizer.name: adamw` or `paged_adamw`, or leave checkpoint.every_steps out"
-            )
-        yield field, part.view(value)
+    state = _state(part, optimizers)
+    for field, value in state.items():
+        if is_coded(value):
+            yield from coded_fields(state, field, part.offset, part.numel)
+        elif not _is_scalar(value) and value.shape == part.stepped.shape:
+            yield field, part.view(value)
 
 
 def scalars(parts: list[Part], optimizers: list[Optimizer]) -> dict[str, dict[str, float]]:
@@ -72,27 +69,50 @@ def _state(part: Part, optimizers: list[Optimizer]) -> dict[str, Any]:
     return {}
 
 
+def by_stepped(parts: list[Part]) -> list[list[Part]]:
+    """Parts of the same stepped tensor together."""
+    found: dict[int, list[Part]] = {}
+    for part in parts:
+        found.setdefault(id(part.stepped), []).append(part)
+    return list(found.values())
+
+
 def make_state(
-    part: Part, optimizers: list[Optimizer], tensors: dict[str, torch.dtype], numbers: dict[str, float]
-) -> dict[str, Tensor]:
-    """Room for a restored optimizer state where the optimizer has none yet; (numel,) views to fill, by field."""
-    owner = next(o for o in optimizers if any(part.stepped is p for g in o.param_groups for p in g["params"]))
-    state = owner.state[part.stepped]
-    for field, dtype in tensors.items():
-        if field not in state:
-            state[field] = torch.zeros_like(part.stepped, dtype=dtype)
+    stepped: Tensor, optimizers: list[Optimizer], types: Types, numbers: dict[str, float], room: MakeRoom
+) -> dict[str, Any]:
+    """A restored optimizer state: numbers are set, the tensors of `types` are left to fill."""
+    owner = _owner(stepped, optimizers)
+    room(owner, stepped, types)
+    state = owner.state[stepped]
     for field, number in numbers.items():
         state[field] = (
-            int(number) if _counts_in_python(owner) else torch.tensor(number, device=_step_device(owner, part))
+            int(number) if _is_bitsandbytes(owner) else torch.tensor(number, device=_step_device(owner, stepped))
         )
-    return {field: part.view(state[field]) for field in tensors}
+    return state
 
 
-def _counts_in_python(optimizer: Optimizer) -> bool:
-    """bitsandbytes counts steps in an int, torch in a tensor."""
+def make_room(owner: Optimizer, stepped: Tensor, types: Types) -> None:
+    """Tensors of state where the optimizer has none yet. bitsandbytes chooses its own types."""
+    state = owner.state[stepped]
+    if types and not state and _is_bitsandbytes(owner):
+        init_state(owner, stepped)
+    for field, dtype in types.items():
+        if field not in state:
+            state[field] = torch.zeros_like(stepped, dtype=dtype)
+
+
+def _owner(stepped: Tensor, optimizers: list[Optimizer]) -> Optimizer:
+    """A single one is not asked: DeepSpeed's stage 3 empties its groups between steps."""
+    if len(optimizers) == 1:
+        return optimizers[0]
+    return next(o for o in optimizers if any(stepped is p for g in o.param_groups for p in g["params"]))
+
+
+def _is_bitsandbytes(optimizer: Optimizer) -> bool:
+    """It counts steps in an int, torch in a tensor."""
     return type(optimizer).__module__.startswith("bitsandbytes")
 
 
-def _step_device(optimizer: Optimizer, part: Part) -> torch.device:
+def _step_device(optimizer: Optimizer, stepped: Tensor) -> torch.device:
     """torch keeps the count beside the parameter where the step is fused, on the CPU elsewhere."""
-    return part.stepped.device if optimizer.defaults.get("fused") else torch.device("cpu")
+    return stepped.device if optimizer.defaults.get("fused") else torch.device("cpu")

@@ -34,6 +34,8 @@ def prepare_rehearsal(launch: Launch) -> None:
     os.environ.pop("ACCELERATE_USE_CPU", None)  # would force plain data parallel
     if launch.kind != "replicated" and "LOCAL_RANK" not in os.environ:
         _stand_alone()
+    if launch.kind == "zero":
+        _leave_out_shared_memory()
     if "LOCAL_RANK" in os.environ:
         _replace_prepare_backend(sharded=launch.kind != "replicated")
 
@@ -45,6 +47,17 @@ def _stand_alone() -> None:
         port = probe.getsockname()[1]
     group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update(group, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def _leave_out_shared_memory() -> None:
+    """DeepSpeed's all-reduce for inference on one machine, which training never calls.
+
+    It would be compiled at the first start, for most of a minute and with a compiler that may not be there. A process
+    killed while it looks at the build leaves torch's lock file behind, for which every later start waits forever.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _replace_prepare_backend(sharded: bool) -> None:

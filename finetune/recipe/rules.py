@@ -106,15 +106,6 @@ def warmup_within_run(recipe: Recipe) -> Iterator[Finding]:
         yield "schedule.warmup_steps", f"warm-up of {recipe.schedule.warmup_steps} steps never ends in {steps} steps"
 
 
-def checkpoint_of_8_bit_state(recipe: Recipe) -> Iterator[Finding]:
-    if recipe.checkpoint.every_steps and recipe.optimizer.name.endswith("8bit"):
-        yield (
-            "checkpoint.every_steps",
-            f"the state of `{recipe.optimizer.name}` is rounded in blocks that belong to one way of sharding and "
-            "cannot be checkpointed yet: use adamw or paged_adamw, or remove this",
-        )
-
-
 RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     lora_section,
     quantization_section,
@@ -125,7 +116,6 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     generation_has_prompts,
     answer_pattern,
     warmup_within_run,
-    checkpoint_of_8_bit_state,
 )
 
 

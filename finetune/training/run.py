@@ -214,6 +214,7 @@ class Run:
         try:
             self._train()
             self._saver.settle()
+            self._saver.tidy()
             self._save_result()
             if self._trackers:
                 self._trackers.summary(self.evaluation)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import resume_matrix
+import torch
 from resume_matrix import Pair, Place
+from safetensors.torch import load_file
 
 SAVED: list[Place] = [("single", 1), ("fsdp2", 2), ("zero3", 2)]
-RESUMED: list[Place] = [("zero3", 2), ("fsdp2_offload", 2), ("ddp", 4)]
+RESUMED: list[Place] = [("zero3", 2), ("fsdp2", 2), ("ddp", 4)]
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +34,12 @@ def test_goes_on_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatc
     assert len(cells) >= len(SAVED) * 2
     assert [cell for cell in cells if not cell["passed"]] == []
     assert all(cell["same_rows"] for cell in cells)
+
+
+def test_state_in_8_bits_is_stored_as_such(saved: Path) -> None:
+    (case,) = (case for case in resume_matrix.ON_FEW if "8bit" in case.name)
+    for place in SAVED:
+        files = (saved / "runs" / resume_matrix.run_name(place, case)).rglob("rank-*.safetensors")
+        types = {key.split("|")[0]: tensor.dtype for file in files for key, tensor in load_file(file).items()}
+        assert torch.uint8 in types.values(), place
+        assert "state1:scales" in types, place

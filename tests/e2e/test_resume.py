@@ -78,15 +78,6 @@ def test_a_longer_run_goes_on_and_never_starts_anew(checkpointed: dict[str, Any]
     assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 7))
 
 
-def test_an_8_bit_optimizer_says_that_it_cannot_be_checkpointed(
-    checkpointed: dict[str, Any], write_recipe: Any
-) -> None:
-    checkpointed["optimizer"]["name"] = "adamw_8bit"
-    done = finetune("train", write_recipe(checkpointed))
-    assert done.returncode == 2
-    assert "checkpoint.every_steps: the state of `adamw_8bit`" in done.stderr
-
-
 def test_two_processes_go_on_with_one_process_s_run(checkpointed: dict[str, Any], write_recipe: Any) -> None:
     path, run = write_recipe(checkpointed), run_folder(checkpointed)
     assert finetune("train", path).returncode == 0

@@ -103,7 +103,7 @@ def test_any_ranges_read_what_any_ranges_wrote(
     for start, end in pairwise(readers):
         shard = torch.nn.Parameter(torch.zeros(end - start))
         fresh = torch.optim.AdamW([shard], lr=0.1)
-        reader.restore(Part("w", (4, 3), start, end - start, shard, 0), [fresh], {"step": 1.0})
+        reader.restore([Part("w", (4, 3), start, end - start, shard, 0)], [fresh], {"w": {"step": 1.0}})
         assert torch.equal(shard.detach(), parameter.detach().view(-1)[start:end])
         for field in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(fresh.state[shard][field], optimizer.state[parameter][field].view(-1)[start:end])
@@ -115,8 +115,8 @@ def test_a_gap_and_another_model_are_errors(tmp_path: Path) -> None:
     write(tmp_path / "rank-0.safetensors", Part("w", (4, 3), 0, 5, parameter, 0), optimizer)
     reader = PartReader([tmp_path / "rank-0.safetensors"])
     with pytest.raises(UserError, match="holds 5 of 12 elements of weight of w"):
-        reader.restore(Part("w", (4, 3), 0, 12, parameter, 0), [optimizer], {})
+        reader.restore([Part("w", (4, 3), 0, 12, parameter, 0)], [optimizer], {"w": {}})
     with pytest.raises(UserError, match=r"checkpoint's w is \[4, 3\], the model's \[6, 2\]: another model"):
-        reader.restore(Part("w", (6, 2), 0, 12, parameter, 0), [optimizer], {})
+        reader.restore([Part("w", (6, 2), 0, 12, parameter, 0)], [optimizer], {"w": {}})
     with pytest.raises(UserError, match="checkpoint's v is absent"):
-        reader.restore(Part("v", (4, 3), 0, 12, parameter, 0), [optimizer], {})
+        reader.restore([Part("v", (4, 3), 0, 12, parameter, 0)], [optimizer], {"v": {}})

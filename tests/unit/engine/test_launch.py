@@ -11,8 +11,9 @@ import yaml
 from accelerate.state import PartialState
 
 from finetune.engine import check_launch, read_config_file
-from finetune.engine.launch import Launch, _option, check_started
-from finetune.engine.rehearsal import _replace_prepare_backend
+from finetune.engine import launch as launch_module
+from finetune.engine.launch import Launch, _option, check_started, read_launch
+from finetune.engine.rehearsal import _leave_out_shared_memory, _replace_prepare_backend
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 
@@ -159,3 +160,27 @@ def test_rehearsal_refuses_an_accelerate_it_does_not_know(monkeypatch: pytest.Mo
     monkeypatch.setattr(PartialState, "_prepare_backend", lambda self, other: None)
     with pytest.raises(UserError, match="does not know accelerate"):
         _replace_prepare_backend(sharded=True)
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_fsdp_without_a_config_file_has_the_version_of_the_launchers_option(
+    recipe: dict[str, Any], write_recipe: Any, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(launch_module, "_launcher_arguments", lambda: None)
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": version, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    launch, loaded = read_launch(), load_recipe(write_recipe(recipe))
+    if version == "1":
+        with pytest.raises(UserError, match="`fsdp_version: 1` loses the optimizer state"):
+            check_launch(loaded, "recipe.yaml", launch)
+    else:
+        assert check_launch(loaded, "recipe.yaml", launch) == 1
+
+
+def test_a_rehearsal_compiles_nothing_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    deepspeed = pytest.importorskip("deepspeed")
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", True)
+    from deepspeed.comm.torch import build_shm_op
+
+    _leave_out_shared_memory()
+    assert build_shm_op() is None
