@@ -30,11 +30,11 @@ SHARDED = ("ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload")
 PLACES: tuple[Place, ...] = (("single", 1), *((config, size) for size in (1, 2, 4) for config in SHARDED))
 STOP, STEPS = 10, 30
 OVERRIDES = (
-    "train.max_steps=30",
+    f"train.max_steps={STEPS}",
     "batch.rows_per_device=2",
-    "checkpoint.every_steps=10",
-    "checkpoint.keep=3",
     "data.eval=[]",
+    f"checkpoint={{every_steps: {STOP}, keep: 3}}",
+    "tracking.samples=true",
 )
 EVERYWHERE = tuple(case for case in parity.CASES if case.name in ("full", "lora dropout rslora"))
 # State that is not fp32, on a place of each kind.
@@ -72,23 +72,34 @@ def job(folder: Path, place: Place, case: parity.Case, name: str) -> list[str]:
 
 def save(folder: Path, place: Place) -> None:
     """Run through, with a checkpoint on the way."""
-    jobs = [job(folder, place, case, run_name(place, case)) for case in cases(place)]
-    parity.launch_jobs(folder, *place, jobs)
+    jobs = [
+        job(folder, place, case, run_name(place, case))
+        for case in cases(place)
+        if not finished(folder / "runs" / run_name(place, case))
+    ]
+    if jobs:
+        parity.launch_jobs(folder, *place, jobs)
 
 
 def resume(folder: Path, pairs: list[Pair]) -> None:
     """Go on from the checkpoint of each pair's saved run, in one launch of the place that they have in common."""
-    place = pairs[0].resumed
-    for pair in pairs:
+    place, left = pairs[0].resumed, [pair for pair in pairs if not finished(folder / "runs" / pair.name)]
+    for pair in left:
         copy_at_stop(folder / "runs" / run_name(pair.saved, pair.case), folder / "runs" / pair.name)
-    parity.launch_jobs(folder, *place, [job(folder, place, pair.case, pair.name) for pair in pairs])
+    if left:
+        parity.launch_jobs(folder, *place, [job(folder, place, pair.case, pair.name) for pair in left])
+
+
+def finished(run: Path) -> bool:
+    """By an earlier start of this script in the same --folder."""
+    return (run / "model").exists()
 
 
 def copy_at_stop(run: Path, copy: Path) -> None:
-    """A run directory as it was when the checkpoint had been written, and what was logged since."""
+    """A run directory with the checkpoint of the stop, and with all that was logged since."""
     checkpoint = f"checkpoints/step-{STOP:08d}"
-    for name in (checkpoint, "samples"):
-        shutil.copytree(run / name, copy / name)
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(run / checkpoint, copy / checkpoint)
     shutil.copy(run / "metrics.jsonl", copy)
 
 
@@ -101,7 +112,7 @@ def compare(folder: Path, pair: Pair) -> dict[str, Any]:
     after = list(zip(ours, theirs, strict=True))[STOP:] if len(ours) == len(theirs) == STEPS else []
     loss = max((abs(b["loss"] - a["loss"]) / a["loss"] for a, b in after), default=float("inf"))
     parameter = parity.parameter_difference(reference / "model", other / "model")
-    rows = samples(reference) == samples(other) and list(samples(other)) == [*range(1, STEPS + 1)]
+    rows = samples(reference) == samples(other) and len(samples(other)) == STEPS - STOP
     bitwise = losses(itself) == losses(other) and parity.parameter_difference(itself / "model", other / "model") == 0
     passed = loss <= pair.case.loss and parameter <= pair.case.parameter and rows
     return {
@@ -121,12 +132,12 @@ def losses(run: Path) -> list[float]:
 
 
 def samples(run: Path) -> dict[int, list[str]]:
-    """Row ids of every step, over all ranks."""
+    """Row ids of every step after the stop, over all ranks."""
     found: dict[int, list[str]] = {}
     for file in sorted((run / "samples").glob("*.jsonl")):
         for line in read_steps(file):
             found.setdefault(line["step"], []).extend(line["rows"])
-    return {step: sorted(found[step]) for step in sorted(found)}
+    return {step: sorted(rows) for step, rows in found.items() if step > STOP}
 
 
 def show(cells: list[dict[str, Any]]) -> None:
@@ -165,7 +176,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="names of configs; single is always saved under")
     parser.add_argument("--sizes", nargs="+", type=int, default=[], help="numbers of processes")
     parser.add_argument("--json", type=Path, help="write the matrix there")
-    parser.add_argument("--folder", type=Path, help="work there and keep everything")
+    parser.add_argument("--folder", type=Path, help="work there, keep everything, do not repeat what is there")
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="finetune-resume-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import finetune, launch, metrics
+from conftest import finetune, launch, metrics, train_here
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_resumed_on_one_process_is_bitwise_the_run_never_stopped(
 
 def test_a_damaged_checkpoint_is_skipped_with_its_reason(checkpointed: dict[str, Any], write_recipe: Any) -> None:
     path, run = write_recipe(checkpointed), run_folder(checkpointed)
-    assert finetune("train", path).returncode == 0
+    train_here(path)
     shard = run / "checkpoints" / "step-00000006" / "rank-00000-of-00001.safetensors"
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
@@ -60,7 +60,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(checkpointed: dict[str,
 
 def test_what_may_not_change_on_resume(checkpointed: dict[str, Any], write_recipe: Any) -> None:
     path = write_recipe(checkpointed)
-    assert finetune("train", path).returncode == 0
+    train_here(path)
     done = finetune("train", path, "data.max_length=48", "run.seed=7", "optimizer.lr=1e-4")
     assert done.returncode == 2
     assert "data.max_length: 64 -> 48" in done.stderr
@@ -71,16 +71,16 @@ def test_what_may_not_change_on_resume(checkpointed: dict[str, Any], write_recip
 
 def test_a_longer_run_goes_on_and_never_starts_anew(checkpointed: dict[str, Any], write_recipe: Any) -> None:
     path, run = write_recipe(checkpointed), run_folder(checkpointed)
-    assert finetune("train", path).returncode == 0
-    assert finetune("train", path, "train.max_steps=8").returncode == 0
+    train_here(path)
+    train_here(path, "train.max_steps=8")
     assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 9))
-    assert finetune("train", path, "checkpoint.resume=never").returncode == 0
+    train_here(path, "checkpoint.resume=never")
     assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 7))
 
 
 def test_two_processes_go_on_with_one_process_s_run(checkpointed: dict[str, Any], write_recipe: Any) -> None:
     path, run = write_recipe(checkpointed), run_folder(checkpointed)
-    assert finetune("train", path).returncode == 0
+    train_here(path)
     whole = [line["loss"] for line in metrics(run) if "loss" in line]
     forget(run, 6)
     done = launch("fsdp2", 2, "train", path)
