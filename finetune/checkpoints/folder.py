@@ -60,11 +60,11 @@ def seal(partial: Path, final: Path, written: list[FileEntry]) -> None:
     manifest = partial / "manifest.json"
     manifest.write_text(json.dumps({"version": VERSION, "files": files}, indent=1), encoding="utf-8")
     for path in (*others, manifest, partial):
-        _flush(path)
+        flush(path)
     if final.exists():
         remove(final)
     partial.rename(final)
-    _flush(final.parent)
+    flush(final.parent)
 
 
 def problem(folder: Path, read: bool = True) -> str | None:
@@ -131,7 +131,8 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """To the disk: a file, or a folder's list of names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -123,8 +123,17 @@ class Engine(abc.ABC):
     def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
         """Each parameter and saved buffer of the unwrapped model, whole: (name, CPU tensor on rank 0, None elsewhere).
 
-        Collective: every rank must run through all of it. One tensor at a time is whole on a device.
+        Collective: every rank must run through all of it. One tensor at a time is whole anywhere, as long as the caller
+        lets go of the last one before it asks for the next.
         """
+
+    def saved_shapes(self, trainable_only: bool) -> dict[str, Tensor]:
+        """What full_tensors gives, in its order, as tensors without values (device `meta`). No communication."""
+        return {
+            # ds_shape: of a parameter that ZeRO-3 has cut; DTensors say the shape of the whole
+            name: torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
+            for name, tensor in saved_tensors(self.unwrapped, trainable_only).items()
+        }
 
     # --- checkpoints
 
@@ -147,12 +156,15 @@ def named_trainables(model: Any) -> NamedTensors:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def saved_names(model: Any, trainable_only: bool) -> set[str]:
-    """Names of the state dict that make up the result: all, or only what trains. Tied tensors: the first name."""
+def saved_tensors(model: Any, trainable_only: bool) -> dict[str, Tensor]:
+    """What makes up the result, as this rank holds it: all of the state dict, or what trains. Tied: the first name.
+
+    The parameters themselves (`keep_vars`): nothing is copied, and two names of one tensor are known by its identity.
+    """
     state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
     return {
-        name
+        name: tensor
         for name, tensor in state.items()
         if first[id(tensor)] == name and (not trainable_only or tensor.requires_grad)
     }

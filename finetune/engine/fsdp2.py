@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, named_trainables, saved_names, update_shards
+from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, named_trainables, saved_tensors, update_shards
 from finetune.engine.parts import Part
 from finetune.models import Placement, dtypes
 from finetune.recipe.schema import Recipe
@@ -73,12 +73,14 @@ class Fsdp2(Engine):
         return found
 
     def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
-        wanted = saved_names(self.unwrapped, trainable_only)
-        for name, tensor in self.unwrapped.state_dict().items():
-            if name in wanted:
-                whole = tensor.detach().to(self.device)
-                whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-                yield name, whole.cpu() if self.is_main else None
+        for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
+            yield name, self._whole(tensor.detach())
+
+    def _whole(self, tensor: Tensor) -> Tensor | None:
+        """Collective. The ranks that do not want it let go of it at once."""
+        whole = tensor.to(self.device)
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        return whole.cpu() if self.is_main else None
 
     def configure(self, recipe: Recipe) -> None:
         """Remember the precision policy; the plugin takes it at wrap."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune.engine.base import BuildOptimizers, Engine, named_trainables, saved_names, update_shards
+from finetune.engine.base import BuildOptimizers, Engine, named_trainables, saved_tensors, update_shards
 from finetune.engine.parts import Part
 from finetune.models import Placement
 from finetune.recipe.schema import Recipe
@@ -51,7 +51,5 @@ class Replicated(Engine):
         return found
 
     def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
-        wanted = saved_names(self.unwrapped, trainable_only)
-        for name, tensor in self.unwrapped.state_dict().items():
-            if name in wanted:
-                yield name, tensor.detach().cpu() if self.is_main else None
+        for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
+            yield name, tensor.detach().cpu() if self.is_main else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from finetune.engine.base import BuildOptimizers, Engine, named_trainables, saved_names
+from finetune.engine.base import BuildOptimizers, Engine, named_trainables, saved_tensors
 from finetune.engine.parts import Part
 from finetune.engine.precision import NonFinite
 from finetune.errors import UserError
@@ -125,13 +125,12 @@ class Zero(Engine):
     def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
         from deepspeed.runtime.zero import GatheredParameters
 
-        wanted = saved_names(self.unwrapped, trainable_only)
-        for name, tensor in self.unwrapped.state_dict(keep_vars=True).items():
-            if name not in wanted:
-                continue
+        for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
             sharded = [tensor] if hasattr(tensor, "ds_id") else []
             with GatheredParameters(sharded):
-                yield name, tensor.detach().to("cpu", copy=True) if self.is_main else None
+                whole = tensor.detach().to("cpu", copy=True) if self.is_main else None
+            yield name, whole  # the devices hold their parts again
+            del whole
 
 
 def require_deepspeed() -> None:

@@ -1,0 +1,103 @@
+"""Inside a launch: load models and save them untrained, one after another in this process group.
+
+    accelerate launch --config_file ... tests/distributed/save_worker.py plan.json
+    python tests/distributed/save_worker.py plan.json
+
+plan.json   {"recipe": file, "out": folder, "cases": [{"name", "overrides", "folder", "shard_bytes", "wrong"}, ...]}
+out/        <folder>/ the result, where it could be saved; <name>-<rank>.json: {"error", "message"}
+
+`wrong`: "nan", a value that the last rank holds is not a number; "full", no file of rank 0 can outgrow FILE_LIMIT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FILE_LIMIT = 200_000
+
+
+def main(plan: dict[str, Any]) -> None:
+    from finetune.cli import quiet_libraries
+
+    quiet_libraries()
+    from finetune.engine import leave_group
+
+    for case in plan["cases"]:
+        become = run_case(plan["recipe"], Path(plan["out"]), **case)
+        file = Path(plan["out"]) / f"{case['name']}-{os.environ.get('RANK', '0')}.json"
+        file.write_text(json.dumps(become), encoding="utf-8")
+    leave_group()
+
+
+def run_case(
+    recipe_file: str, out: Path, name: str, overrides: list[str], folder: str, shard_bytes: int, wrong: str | None
+) -> dict[str, Any]:
+    from finetune.engine import check_launch, read_launch, start_engine
+    from finetune.errors import RunFailure
+    from finetune.export import save_result
+    from finetune.models import dtypes, load_tokenizer
+    from finetune.recipe import load_recipe
+
+    recipe, launch = load_recipe(recipe_file, [*overrides, f"run.name={name}"]), read_launch()
+    micro_batches = check_launch(recipe, recipe_file, launch)
+    engine = start_engine(recipe, launch)
+    wrap(engine, recipe, micro_batches)
+    if wrong == "nan" and engine.rank == engine.world_size - 1:
+        break_a_value(engine.unwrapped)
+    arguments = load_tokenizer(recipe.model), {2}, recipe.mode != "full", dtypes(recipe).frozen, f"# {name}"
+    try:
+        with limited_files() if wrong == "full" and engine.is_main else same_files():
+            save_result(engine, *arguments, out / folder, shard_bytes)
+    except RunFailure as error:
+        return {"error": "RunFailure", "message": str(error)}
+    finally:
+        engine.close()
+    return {"error": None, "message": None}
+
+
+def wrap(engine: Any, recipe: Any, micro_batches: int) -> None:
+    from finetune.models import attention_for, load_model, model_config
+    from finetune.training.optimizers import build_optimizers
+
+    config = model_config(recipe.model)
+    with engine.loading(recipe):
+        attention = attention_for(recipe, config, engine.device.type)
+        model = load_model(recipe, config, attention, engine.placement(recipe))
+    engine.wrap(model, lambda named: build_optimizers(recipe.optimizer, named), micro_batches)
+
+
+def break_a_value(model: Any) -> None:
+    """In the last parameter that trains, in the part of it that this rank holds."""
+    import torch
+
+    parameter = [found for found in model.parameters() if found.requires_grad][-1]
+    part = getattr(parameter, "ds_tensor", parameter).detach()
+    part = part.to_local() if hasattr(part, "to_local") else part
+    with torch.no_grad():
+        part.view(-1)[0] = float("nan")
+
+
+@contextmanager
+def limited_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def same_files() -> Iterator[None]:
+    yield
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
