@@ -71,10 +71,11 @@ class Saver:
         value = score(metrics, self._recipe.checkpoint.best)
         return value is not None and (self._best is None or value < self._best)
 
-    def save(self, progress: Progress, metrics: Metrics) -> None:
+    def save(self, progress: Progress, metrics: Metrics) -> int:
         """Write step-N. Collective; returns when this rank's part is copied, or where not `asynchronous`, is written.
 
-        metrics: of an evaluation at this step; empty where there was none. Raises RunFailure as `settle`.
+        metrics: of an evaluation at this step; empty where there was none. Returns the bytes of this rank's tensors,
+        which is what the copy takes. Raises RunFailure as `settle`.
         """
         self.settle()
         snapshot = self._snapshot(progress, metrics)
@@ -83,6 +84,7 @@ class Saver:
         self._pending = self._thread.submit(self._write, snapshot)
         if not self._recipe.checkpoint.asynchronous:
             self.settle()
+        return sum(tensor.nbytes for tensor in snapshot.tensors.values())
 
     @property
     def failed(self) -> bool:

@@ -210,7 +210,7 @@ class Run:
         self._trackers = Trackers(self.recipe, self.folder, configuration, self.trackers) if main else None
         self._write_status("running")
         self._saver = Saver(self.engine, self.recipe, self.checkpoints, self._about())
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_before = time.monotonic(), False
         try:
             self._train()
             self._saver.settle()
@@ -297,8 +297,12 @@ class Run:
         for log in (self._metrics, self._samples):
             if log:
                 log.flush()
-        self._saver.save(asdict(self.state), measured)
+        size = self._saver.save(asdict(self.state), measured)
         self._saved_at = time.monotonic()
+        if not self._saved_before:
+            beside = ", copied to CPU memory and written beside the steps" * self.recipe.checkpoint.asynchronous
+            self.say(f"step {self.state.step}: first checkpoint, {size / 2**20:,.1f} MiB of each process{beside}")
+        self._saved_before = True
 
     def _leave(self) -> NoReturn:
         """After a signal, with everything on the disk."""
