@@ -68,7 +68,7 @@ def resume(engine: Engine, recipe: Recipe, folder: Path, data: dict[str, Any]) -
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     changed = changes(recipe, folder, data, state["data"])
     reader = PartReader(sorted(folder.glob("rank-*.safetensors")))
-    reader.restore(engine.parts(reading=True), engine.optimizers, state["scalars"])
+    reader.restore(engine.parts(reading=True), engine.optimizers, state["scalars"], engine.make_room)
     engine.restored()
     engine.loss_scale.value = state["loss_scale"]["value"]
     engine.loss_scale.good_steps = state["loss_scale"]["good_steps"]

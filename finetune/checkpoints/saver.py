@@ -60,6 +60,7 @@ class Saver:
     def __init__(self, engine: Engine, recipe: Recipe, root: Path, about: About):
         """about: used on the main process. Collective."""
         self._engine, self._recipe, self._root, self._about = engine, recipe, root, about
+        self.asynchronous = recipe.checkpoint.asynchronous and engine.copies_state
         self._gather = engine.side_gather()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
@@ -82,7 +83,7 @@ class Saver:
         if self.improves(metrics):
             self._best = score(metrics, self._recipe.checkpoint.best)
         self._pending = self._thread.submit(self._write, snapshot)
-        if not self._recipe.checkpoint.asynchronous:
+        if not self.asynchronous:
             self.settle()
         return sum(tensor.nbytes for tensor in snapshot.tensors.values())
 
@@ -119,7 +120,7 @@ class Saver:
         engine = self._engine
         parts = engine.parts(reading=False)
         tensors = part_tensors(parts, engine.optimizers)
-        if self._recipe.checkpoint.asynchronous:
+        if self.asynchronous:
             tensors = staged(tensors)
         state = {
             **progress,

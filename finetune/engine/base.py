@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.engine.launch import Launch
-from finetune.engine.parts import Part
+from finetune.engine.parts import Part, Types, make_room
 from finetune.engine.precision import LossScale, NonFinite
 from finetune.models import Placement
 from finetune.recipe.schema import Recipe
@@ -140,6 +140,15 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def parts(self, reading: bool) -> list[Part]:
         """What this rank writes to a checkpoint, or reads from one. Written, every element is on exactly one rank."""
+
+    @property
+    def copies_state(self) -> bool:
+        """Whether a save may copy this rank's state to CPU memory, to be written beside the steps."""
+        return True
+
+    def make_room(self, owner: Optimizer, stepped: Tensor, types: Types) -> None:
+        """For the state of a stepped tensor that is read from a checkpoint."""
+        make_room(owner, stepped, types)
 
     def restored(self) -> None:  # noqa: B027 (most backends have nothing to do)
         """After the parts were filled from a checkpoint: bring what is derived from them up to date. Collective."""

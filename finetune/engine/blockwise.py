@@ -148,8 +148,11 @@ def _runs(chosen: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _round_anew(whole: Blocks, pieces: list[Piece], first: int, last: int) -> None:
-    """Blocks [first, last), to the nearest in the book. bitsandbytes' CUDA kernel does the same; the one for CPUs has
-    steps of 2^-15 and makes 2e-5 of the scale out of 0 (0.50.2), which padding must stay."""
+    """Blocks [first, last), to the nearest in the book.
+
+    Not by bitsandbytes' quantize_blockwise: on CPUs (0.50.2) it goes in steps of 2^-15 and makes 2e-5 of the scale out
+    of 0, which padding must stay.
+    """
     start, end = first * BLOCK, min(last * BLOCK, whole.codes.numel())
     values = torch.zeros((last - first) * BLOCK, device=whole.scales.device)
     for piece in pieces:

@@ -227,8 +227,19 @@ def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
         yield "Muon needs whole matrices, and shards are handed to the optimizer here: use ddp, or another optimizer"
     if launch.kind == "zero" and precision == "bf16_true":
         yield "DeepSpeed keeps fp32 copies of what it trains, against `bf16_true`: use ddp or fsdp2, or `bf16`"
+    if name.endswith("8bit") and _optimizer_on_nvme(_deepspeed(launch.config)):
+        yield (
+            f"DeepSpeed swaps optimizer state to NVMe as fp32, which `{name}` does not survive: "
+            "use `adamw`, or another config such as zero3_offload"
+        )
     if launch.kind == "zero" and recipe.train.compile:
         yield "`train.compile` does not go with DeepSpeed's hooks on parameters: use ddp or fsdp2, or `compile: false`"
+
+
+def _optimizer_on_nvme(deepspeed: dict[str, Any]) -> bool:
+    """In accelerate's words, or in those of a DeepSpeed file."""
+    section = (deepspeed.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    return "nvme" in (deepspeed.get("offload_optimizer_device"), section.get("device"))
 
 
 def check_started(launch: Launch, world_size: int, kind: str) -> None:

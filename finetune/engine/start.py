@@ -53,6 +53,7 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
     # The launcher passes the words of the config file on; accelerate cannot read its own `auto` here.
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
     os.environ.pop("ACCELERATE_GRADIENT_CLIPPING", None)
+    _pass_nvme_paths(launch)
     accelerator = Accelerator(
         mixed_precision="no",  # precision is the model's own; see precision.py
         gradient_accumulation_steps=1,  # so is accumulation: the loop's
@@ -76,3 +77,10 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
             launch.processes,
         )
     return engine
+
+
+def _pass_nvme_paths(launch: Launch) -> None:
+    """Where accelerate 1.15 reads them. Its launcher forgets them, and everything would go to a folder named `none`."""
+    for what in ("optimizer", "param"):
+        if path := (launch.config.get("deepspeed_config") or {}).get(f"offload_{what}_nvme_path"):
+            os.environ[f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_NVME_PATH"] = str(path)

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from finetune.engine.base import BuildOptimizers, Engine, named_trainables, saved_tensors
-from finetune.engine.parts import Part
+from finetune.engine.nvme import is_swapped, make_files, map_groups
+from finetune.engine.parts import Part, Types
 from finetune.engine.precision import NonFinite
 from finetune.errors import UserError
 from finetune.models import Placement
@@ -85,11 +87,9 @@ class Zero(Engine):
         return norm if self.loss_scale.update(norm) else None
 
     def parts(self, reading: bool) -> list[Part]:
-        """Ranges of parameters in DeepSpeed's flat fp32 groups. Raises UserError where these lie on NVMe."""
-        if getattr(self.zero, "swap_optimizer", False):
-            raise UserError(
-                "checkpoint.every_steps: optimizer state on NVMe cannot be checkpointed yet; use zero3_offload"
-            )
+        """Ranges of parameters in DeepSpeed's flat fp32 groups, on NVMe in its swap files."""
+        if not self.copies_state:
+            map_groups(self.zero)
         find = self._sharded_part if self.plugin.zero_stage == 3 else self._flat_part
         found = [find(name, parameter) for name, parameter in named_trainables(self.unwrapped)]
         return [part for part in found if part is not None]
@@ -110,6 +110,17 @@ class Zero(Engine):
         numel = min(parameter.ds_tensor.ds_numel, parameter.ds_numel - start)
         stepped = self.zero.fp32_partitioned_groups_flat[group]
         return Part(name, tuple(parameter.ds_shape), start, numel, stepped, offset) if numel > 0 else None
+
+    @property
+    def copies_state(self) -> bool:
+        """Not what is on NVMe because memory does not hold it."""
+        return not (self.plugin.zero_stage == 3 and self.zero.swap_optimizer)
+
+    def make_room(self, owner: Optimizer, stepped: Tensor, types: Types) -> None:
+        if not self.copies_state and is_swapped(self.zero, stepped):
+            make_files(self.zero, owner, stepped, types)
+        else:
+            super().make_room(owner, stepped, types)
 
     def restored(self) -> None:
         """The weights of the forward are copies of the fp32 groups."""

@@ -300,7 +300,7 @@ class Run:
         size = self._saver.save(asdict(self.state), measured)
         self._saved_at = time.monotonic()
         if not self._saved_before:
-            beside = ", copied to CPU memory and written beside the steps" * self.recipe.checkpoint.asynchronous
+            beside = ", copied to CPU memory and written beside the steps" if self._saver.asynchronous else ""
             self.say(f"step {self.state.step}: first checkpoint, {size / 2**20:,.1f} MiB of each process{beside}")
         self._saved_before = True
 

@@ -103,6 +103,15 @@ def test_rows_that_do_not_divide_name_the_nearest(recipe: dict[str, Any], write_
         check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "paged_adamw_8bit"])
+def test_8_bit_state_is_not_swapped_to_nvme(recipe: dict[str, Any], write_recipe: Any, optimizer: str) -> None:
+    recipe["optimizer"]["name"] = optimizer
+    loaded = load_recipe(write_recipe(recipe))
+    check_launch(loaded, "recipe.yaml", read_config_file(str(CONFIGS / "zero3_offload.yaml"), 2))
+    with pytest.raises(UserError, match=f"DeepSpeed swaps optimizer state to NVMe as fp32, which `{optimizer}`"):
+        check_launch(loaded, "recipe.yaml", read_config_file(str(CONFIGS / "zero3_nvme.yaml"), 2))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "precision", "compiled", "fragment"),
     [
