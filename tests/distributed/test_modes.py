@@ -63,8 +63,6 @@ CASES: dict[tuple[str, int], tuple[str, ...]] = {
     ),
     ("zero2", 2): ("adamw_8bit", "fp16", "fp16_skips", "broken"),
     ("zero3", 2): ("full", "lora", "qlora", "adamw_8bit", "paged_adamw_8bit", "fp16", "fp16_skips", "broken"),
-    ("zero3_nvme", 1): ("lora",),
-    ("zero3_nvme", 2): ("full", "lora"),
 }
 # Largest relative difference of any step's loss from one process; behind each the largest that was measured on two
 # cores of a CPU. Of 8 bit: which matrices are large enough for it depends on how they are cut.
@@ -108,23 +106,11 @@ def launched(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
         ]
         plan = {"recipe": str(folder / "recipe.yaml"), "out": str(out), "cases": cases}
         (out / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-        done = accelerate_launch(config_of(config, folder), processes, WORKER, out / "plan.json")
+        done = accelerate_launch(CONFIGS / f"{config}.yaml", processes, WORKER, out / "plan.json")
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         return out
 
     return start
-
-
-def config_of(name: str, folder: Path) -> Path:
-    """The shipped config; that of NVMe with its files in `folder`."""
-    shipped = CONFIGS / f"{name}.yaml"
-    if name != "zero3_nvme":
-        return shipped
-    values = yaml.safe_load(shipped.read_text(encoding="utf-8"))
-    values["deepspeed_config"]["offload_optimizer_nvme_path"] = str(folder / "nvme")
-    path = folder / shipped.name
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return path
 
 
 def accelerate_launch(config: Path, processes: int, *program: object) -> subprocess.CompletedProcess[str]:
@@ -142,16 +128,12 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-needs_libaio = pytest.mark.skipif(
-    not Path("/usr/include/libaio.h").exists(), reason="DeepSpeed compiles NVMe offload against libaio (libaio-dev)"
-)
 COMPARED = [
-    pytest.param(config, processes, name, id=f"{name} {config} x{processes}", marks=marks)
+    pytest.param(config, processes, name, id=f"{name} {config} x{processes}")
     for (config, processes), names in CASES.items()
     if config != "single"
     for name in names
     if "broken" not in name
-    for marks in [[needs_libaio] if config == "zero3_nvme" else []]
 ]
 
 
