@@ -26,6 +26,7 @@ from torch import Tensor
 from finetune.checkpoints.folder import partial_folder, seal, start_partial, step_folder
 from finetune.checkpoints.retention import Metrics, Retention, score
 from finetune.checkpoints.shards import part_tensors, shape_metadata
+from finetune.checkpoints.staging import Staging
 from finetune.checkpoints.tensor_file import write_tensors
 from finetune.engine import Engine
 from finetune.engine.parts import scalars
@@ -62,6 +63,7 @@ class Saver:
         self._engine, self._recipe, self._root, self._about = engine, recipe, root, about
         self.asynchronous = recipe.checkpoint.asynchronous and engine.copies_state
         self._gather = engine.side_gather()
+        self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
         self._retention = Retention(root, recipe.checkpoint)
@@ -113,15 +115,16 @@ class Saver:
             self._retention.prune()
 
     def close(self) -> None:
-        """Let the save under way come to its end, whatever it is."""
+        """Let the save under way come to its end, whatever it is, and give its memory back."""
         self._thread.shutdown()
+        self._staging.release()
 
     def _snapshot(self, progress: Progress, metrics: Metrics) -> _Snapshot:
         engine = self._engine
         parts = engine.parts(reading=False)
         tensors = part_tensors(parts, engine.optimizers)
         if self.asynchronous:
-            tensors = staged(tensors)
+            tensors = self._staging.copies(tensors)  # the stall of a save
         state = {
             **progress,
             "row_position": progress["step"] * self._recipe.batch.rows,  # position in the order of the run's rows
@@ -185,8 +188,3 @@ class Saver:
             "host": socket.gethostname(),
             "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
-
-
-def staged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in CPU memory. The copy takes the stall of a save; it is as large as what this rank writes."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -215,6 +215,7 @@ class Run:
             self._train()
             self._saver.settle()
             self._saver.tidy()
+            self._saver.close()  # its memory makes room for the result's
             self._save_result()
             if self._trackers:
                 self._trackers.summary(self.evaluation)
