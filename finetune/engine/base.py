@@ -71,6 +71,17 @@ class Engine(abc.ABC):
         `last` says that the step follows: backends that can wait with communication until then, do.
         """
 
+    @property
+    def needs_warm_up(self) -> bool:
+        """Whether the first backward of a process adds up over the ranks in another order than all later ones.
+
+        Then the loop makes one before its first step and drops it, or a run that goes on would not be bitwise the same.
+        """
+        return False
+
+    def drop_gradients(self) -> None:  # noqa: B027 (only where a warm-up is needed)
+        """After the warm-up."""
+
     @abc.abstractmethod
     def step(self, lr_factor: float) -> float | None:
         """Clip and update at `lr_factor` times each group's own rate; the global gradient norm before clipping.

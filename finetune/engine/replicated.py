@@ -35,9 +35,18 @@ class Replicated(Engine):
         self.set_lr(lr_factor)
         gradients = [p.grad for _, p in named_trainables(self.unwrapped) if p.grad is not None]
         norm = update_shards(self, gradients, lambda local: local.item())
+        self.drop_gradients()
+        return norm
+
+    @property
+    def needs_warm_up(self) -> bool:
+        """DDP lays its buckets anew after the first backward, by the order in which gradients came (torch's
+        Reducer::rebuild_buckets); where an element lies decides in which order three or more ranks are added up."""
+        return isinstance(self.model, DistributedDataParallel) and self.world_size > 2
+
+    def drop_gradients(self) -> None:
         for _, parameter in named_trainables(self.unwrapped):
             parameter.grad = None
-        return norm
 
     def parts(self, reading: bool) -> list[Part]:
         """Every rank has everything: each writes its share of every parameter, and reads all of it."""

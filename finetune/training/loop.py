@@ -78,6 +78,8 @@ def training_steps(
     wishes: asked on every rank once a step; they travel with the loss, in the reduction that it needs anyway.
     Raises RunFailure before the optimizer step where loss or gradient is not finite, on all ranks alike.
     """
+    if engine.needs_warm_up and state.step < plan.steps:
+        warm_up(engine, loader, attention, state.step)
     while state.step < plan.steps:
         started = time.perf_counter()
         batches = loader.step(state.step)
@@ -113,6 +115,14 @@ def training_steps(
             step_s=seconds,
         )
         yield Step(metrics, row_ids(batches), Wishes(*wished))
+
+
+def warm_up(engine: Engine, loader: Loader, attention: AttentionChoice, step: int) -> None:
+    """A forward and backward that leave no trace: weights, optimizer and random numbers of the steps are untouched."""
+    batch = loader.step(step)[0]
+    arguments = attention.forward_arguments(batch.document_lengths)
+    engine.backward(supervised_loss_sum(engine.model, batch, arguments, engine.device), last=True)
+    engine.drop_gradients()
 
 
 def seed_micro_batch(seed: int, step: int, index: int) -> None:
