@@ -11,7 +11,7 @@ from resume_matrix import Pair, Place
 from safetensors.torch import load_file
 
 SAVED: list[Place] = [("single", 1), ("fsdp2", 2), ("zero3", 2)]
-RESUMED: list[Place] = [("zero3", 2), ("fsdp2", 2), ("ddp", 4)]
+RESUMED: list[Place] = [("zero3", 2), ("ddp", 4)]  # for time; the script goes on everywhere
 
 
 @pytest.fixture(scope="module")
