@@ -153,11 +153,11 @@ def import_everything() -> None:
     from finetune.cli import quiet_libraries
 
     quiet_libraries()
-    import bitsandbytes  # noqa: F401
-    import deepspeed  # noqa: F401
-    import peft  # noqa: F401
+    import bitsandbytes  # noqa: F401 (for the forks)
+    import deepspeed  # noqa: F401 (for the forks)
+    import peft  # noqa: F401 (for the forks)
 
-    import finetune.training.run  # noqa: F401
+    import finetune.training.run  # noqa: F401 (for the forks)
 
     threads = psutil.Process().num_threads()
     if threads != 1:

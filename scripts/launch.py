@@ -25,8 +25,7 @@ from finetune.cli import quiet_libraries
 from finetune.errors import STOPPED_STATUS, UserError
 from finetune.recipe import load_recipe
 from finetune.tracking.status import read_status
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from finetune.training.stop import SIGNALS
 
 
 def run_folder(arguments: list[str]) -> Path:

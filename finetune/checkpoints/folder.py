@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from finetune.checkpoints.tensor_file import FileEntry
+from finetune.errors import UserError
 
 VERSION = 1
 _PARTIAL = ".partial-"  # being written, or left by a save that was interrupted
@@ -117,10 +118,16 @@ def sweep(root: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Take a checkpoint out of the way of the run that goes on without it; replaces what was set aside before it."""
+    """Take a checkpoint out of the way of the run that goes on without it; replaces what was set aside before it.
+
+    Raises UserError where the folder above cannot be written to.
+    """
     moved = folder.with_name(_ASIDE + folder.name)
     shutil.rmtree(moved, ignore_errors=True)
-    return folder.rename(moved)
+    try:
+        return folder.rename(moved)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be set aside as {moved.name}: {error.strerror}; move it yourself") from None
 
 
 def _sha256(path: Path) -> str:

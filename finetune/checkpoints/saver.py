@@ -112,7 +112,7 @@ class Saver:
     def tidy(self) -> None:
         """At a run's end: a kill after the last save may have come before its deletions."""
         if self._engine.is_main:
-            self._retention.prune()
+            self._prune()
 
     def close(self) -> None:
         """Let the save under way come to its end, whatever it is, and give its memory back."""
@@ -179,7 +179,14 @@ class Saver:
         (partial / "recipe.yaml").write_text(text, encoding="utf-8")
         seal(partial, final, [entry for entry, _ in shares])
         self._retention.trust(final)
-        self._retention.prune()
+        self._prune()
+
+    def _prune(self) -> None:
+        """A checkpoint too many is no reason to end a run, or to call the new one not written."""
+        try:
+            self._retention.prune()
+        except OSError as error:
+            log.warning("older checkpoints could not be deleted: %s", error)
 
     def _written(self) -> dict[str, Any]:
         return {

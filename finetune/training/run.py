@@ -208,7 +208,6 @@ class Run:
         self._samples = self._sample_log()
         configuration = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
         self._trackers = Trackers(self.recipe, self.folder, configuration, self.trackers) if main else None
-        self._write_status("running")
         self._saver = Saver(self.engine, self.recipe, self.checkpoints, self._about())
         self._saved_at, self._saved_before = time.monotonic(), False
         try:
@@ -241,6 +240,7 @@ class Run:
         self.evaluation = self._recorded_evaluation()
         if not self.evaluation and self._evaluation_due():
             self._evaluate()
+        self._write_status("running")  # a signal before this leaves nothing to save: 75 at once
         self.stop.steps_begun = True
         steps = training_steps(
             self.engine, self.loader, self.attention, self.recipe, self.plan, self.state, self._wishes

@@ -12,7 +12,6 @@ out/        <folder>/ the result, where it could be saved; <name>-<rank>.json: {
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -20,20 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from worker import main
+
 FILE_LIMIT = 200_000
-
-
-def main(plan: dict[str, Any]) -> None:
-    from finetune.cli import quiet_libraries
-
-    quiet_libraries()
-    from finetune.engine import leave_group
-
-    for case in plan["cases"]:
-        become = run_case(plan["recipe"], Path(plan["out"]), **case)
-        file = Path(plan["out"]) / f"{case['name']}-{os.environ.get('RANK', '0')}.json"
-        file.write_text(json.dumps(become), encoding="utf-8")
-    leave_group()
 
 
 def run_case(
@@ -100,4 +88,4 @@ def same_files() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), run_case)

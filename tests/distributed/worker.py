@@ -17,11 +17,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def main(plan: dict[str, Any]) -> None:
+def main(plan: dict[str, Any], run_case: Callable[..., dict[str, Any]]) -> None:
+    """Run every case of a plan in this process group; what became of each goes to <name>-<rank>.json."""
     from finetune.cli import quiet_libraries
 
     quiet_libraries()
@@ -109,4 +111,4 @@ def same(some: list[Any], others: list[Any]) -> bool:
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), run_case)

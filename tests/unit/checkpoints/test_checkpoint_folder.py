@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune.checkpoints.folder import complete, partial_folder, problem, seal, step_folder
+from finetune.checkpoints.folder import complete, partial_folder, problem, seal, set_aside, step_folder
 from finetune.checkpoints.retention import Retention
 from finetune.checkpoints.shards import PartReader, part_tensors, shape_metadata
 from finetune.checkpoints.tensor_file import write_tensors
@@ -120,3 +120,11 @@ def test_a_gap_and_another_model_are_errors(tmp_path: Path) -> None:
         reader.restore([Part("w", (6, 2), 0, 12, parameter, 0)], [optimizer], {"w": {}})
     with pytest.raises(UserError, match="checkpoint's v is absent"):
         reader.restore([Part("v", (4, 3), 0, 12, parameter, 0)], [optimizer], {"v": {}})
+
+
+def test_what_cannot_be_set_aside_is_said(tmp_path: Path) -> None:
+    folder = sealed(tmp_path, 1)
+    (tmp_path / f"aside-{folder.name}").write_text("a file in the way")
+    with pytest.raises(UserError, match="cannot be set aside as aside-step-00000001"):
+        set_aside(folder)
+    assert problem(folder) is None
