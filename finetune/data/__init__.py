@@ -4,10 +4,12 @@ from finetune.data.batch import Batch, Loader, collate, shifted_targets
 from finetune.data.chat import UNTRAINED, Renderer, render, renderer
 from finetune.data.chat_template import Template, built_in_templates, resolve_template
 from finetune.data.dataset import Dataset, build_dataset, template_notes
-from finetune.data.examples import Example, Examples, Report, SourceReport, cache_root, prepare_examples
-from finetune.data.formats import FORMATS, BadRow, Conversation, Message, PromptCompletion, Text, parse_row
+from finetune.data.examples import Example, Examples, cache_root, prepare_examples
+from finetune.data.formats import FORMATS, parse_row
 from finetune.data.order import RowOrder
 from finetune.data.packing import Rows, one_per_row, pack
+from finetune.data.report import Report, SourceReport
+from finetune.data.samples import BadRow, Conversation, Message, PromptCompletion, Text
 from finetune.data.show import render_rich, to_json_lines
 from finetune.data.sources import read_rows
 from finetune.data.template_check import check_template

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.data.chat_template import Template, built_in_templates, own_template
-from finetune.data.formats import BadRow, Conversation, PromptCompletion, Sample, Text
+from finetune.data.samples import BadRow, Conversation, PromptCompletion, Sample, Text
 from finetune.errors import UserError
 
 UNTRAINED = -100  # Hugging Face convention, the ignore_index of torch's cross entropy
@@ -116,7 +116,7 @@ class Renderer:
             return Rendered(text, self._of_completion(conversation, spans))
         text, _ = self.apply(template, messages)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        trained = [i for i in turns if i >= conversation.first_trained]
+        trained = [i for i in turns if conversation.messages[i].train]
         return Rendered(text, [self._turn(text, messages, i, template) for i in trained])
 
     def apply(
@@ -141,14 +141,15 @@ class Renderer:
 
     def _of_completion(self, conversation: Conversation, spans: list[Span]) -> list[Span]:
         """Of the generation blocks those of trained messages; needs one block a message to tell."""
-        before = sum(m.role == "assistant" for m in conversation.messages[: conversation.first_trained])
-        total = sum(m.role == "assistant" for m in conversation.messages)
-        if before and len(spans) != total:
+        answers = [message for message in conversation.messages if message.role == "assistant"]
+        if all(message.train for message in answers):
+            return spans
+        if len(spans) != len(answers):
             raise BadRow(
-                f"the template marks {len(spans)} parts as generated for {total} assistant messages, so those of the "
-                "prompt cannot be told from those of the completion"
+                f"the template marks {len(spans)} parts as generated for {len(answers)} assistant messages, so those "
+                "of the prompt cannot be told from those of the completion"
             )
-        return spans[before:]
+        return [span for span, message in zip(spans, answers, strict=True) if message.train]
 
     def _close(self, text: str, span: Span) -> Span:
         """A generation block made to end with its end-of-turn: extended to it, or cut behind it, if it does not."""

@@ -17,7 +17,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat import UNTRAINED, Rendered, Renderer, Tokens, labels_of, renderer
 from finetune.data.chat_template import resolve_template
-from finetune.data.formats import BadRow, check_columns, parse_row
+from finetune.data.formats import check_columns, parse_row
+from finetune.data.report import Report, SourceReport
+from finetune.data.samples import BadRow
 from finetune.data.show import plain_text
 from finetune.data.sources import Opened
 from finetune.errors import UserError
@@ -54,40 +56,6 @@ class Example:
     row: int  # its line or row there, from 1
     input_ids: NDArray[np.int32]  # (T,)
     labels: NDArray[np.int32]  # (T,) the id where trained, else -100; never trained at 0
-
-
-@dataclass
-class SourceReport:
-    """What became of one source. rows = bad + overlong dropped + the rest; counts before `weight`."""
-
-    path: str
-    rows: int = 0  # read, the bad ones too
-    bad: int = 0  # skipped under on_bad_row: skip
-    dropped_overlong: int = 0
-    truncated: int = 0
-    split: int = 0  # rows cut into pieces
-    no_supervised_token: int = 0  # examples (or pieces) dropped because nothing in them is trained
-    examples: int = 0  # what is left
-    tokens: int = 0
-    supervised_tokens: int = 0
-    bad_rows: list[str] = field(default_factory=list)  # the first ten, with place and reason
-    weight: float = 1.0
-    taken: int = 0  # examples of an epoch, after `weight`
-
-
-@dataclass(frozen=True)
-class Report:
-    """All sources; `totals` sums them, `as_dict` is for JSON."""
-
-    sources: tuple[SourceReport, ...]
-
-    def totals(self) -> dict[str, int]:
-        """Every count, over all sources."""
-        names = [name for name, value in asdict(SourceReport("")).items() if isinstance(value, int)]
-        return {name: sum(getattr(source, name) for source in self.sources) for name in names}
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**self.totals(), "sources": [asdict(source) for source in self.sources]}
 
 
 @dataclass(frozen=True)

@@ -7,51 +7,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
+from finetune.data.samples import BadRow, Conversation, Message, PromptCompletion, Sample, Text
 from finetune.errors import UserError
 
 Row = Mapping[str, Any]
 
-
-class BadRow(Exception):
-    """A row that cannot be used: what was seen and what was expected. Whoever knows file and row adds them."""
-
-
-@dataclass(frozen=True)
-class Message:
-    role: str  # system | user | assistant
-    content: str
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """An optional system message, then user and assistant in turn; at least one assistant message."""
-
-    messages: tuple[Message, ...]
-    first_trained: int = 0  # assistant messages before this one are context: the prompt of a prompt and completion
-
-
-@dataclass(frozen=True)
-class Text:
-    """Plain text, trained on whole."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class PromptCompletion:
-    """Two strings. With a chat template a user and an assistant message; without, one text after the other."""
-
-    prompt: str
-    completion: str
-
-    def as_conversation(self) -> Conversation:
-        return Conversation((Message("user", self.prompt), Message("assistant", self.completion)))
-
-
-Sample = Conversation | Text | PromptCompletion
 
 ROLES = ("system", "user", "assistant")
 SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
@@ -94,7 +57,7 @@ def prompt_completion(row: Row) -> Sample:
     before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
     if not any(message.role == "assistant" for message in after):
         raise BadRow("`completion` has no assistant message, so there is nothing to train on")
-    return _conversation([*before, *after], first_trained=len(before))
+    return _conversation([*(replace(message, train=False) for message in before), *after])
 
 
 def text(row: Row) -> Sample:
@@ -239,7 +202,7 @@ def _refuse(item: Row, keys: tuple[str, ...], where: str) -> None:
             raise BadRow(f"{where} has `{key}`, which is not supported and cannot be left out without changing the row")
 
 
-def _conversation(turns: list[Message], first_trained: int = 0) -> Conversation:
+def _conversation(turns: list[Message]) -> Conversation:
     """Checks the order of roles: system only first, then user and assistant in turn."""
     start = 1 if turns[0].role == "system" else 0
     for i, message in enumerate(turns[start:]):
@@ -249,7 +212,7 @@ def _conversation(turns: list[Message], first_trained: int = 0) -> Conversation:
             raise BadRow(f"message {start + i} ({after}) is from {message.role}; expected {expected}")
     if not any(message.role == "assistant" for message in turns):
         raise BadRow("no assistant message, so there is nothing to train on")
-    return Conversation(tuple(turns), first_trained)
+    return Conversation(tuple(turns))
 
 
 _KINDS = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number", str: "text"}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pyarrow
 import pyarrow.parquet
 
-from finetune.data.formats import BadRow
+from finetune.data.samples import BadRow
 from finetune.errors import UserError
 from finetune.recipe.schema import Source
 

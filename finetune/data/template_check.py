@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat import ANSWER, QUESTION, Renderer, Span, probe, renderer
 from finetune.data.chat_template import Template
-from finetune.data.formats import BadRow, Conversation, Message
+from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
 
 

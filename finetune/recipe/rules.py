@@ -106,6 +106,36 @@ def warmup_within_run(recipe: Recipe) -> Iterator[Finding]:
         yield "schedule.warmup_steps", f"warm-up of {recipe.schedule.warmup_steps} steps never ends in {steps} steps"
 
 
+def streaming_has_an_end(recipe: Recipe) -> Iterator[Finding]:
+    if not recipe.data.streaming:
+        return
+    if recipe.train.max_steps is None or recipe.train.epochs is not None:
+        yield "data.streaming", "nobody knows how long a stream is: give `train.max_steps`, and no `train.epochs`"
+    if not recipe.data.packing:
+        yield "data.streaming", "a stream is packed window by window: set `data.packing: true`"
+
+
+def tokens_of_a_forward(recipe: Recipe) -> Iterator[Finding]:
+    batch = recipe.batch
+    if batch.tokens_per_device is None:
+        return
+    if recipe.data.packing:
+        yield "batch.tokens_per_device", "packed rows are all of one length: set `data.packing: false`, or remove this"
+    if batch.rows_per_device != 1:
+        yield "batch.tokens_per_device", "takes the place of `rows_per_device`: remove one of the two"
+    if batch.tokens_per_device < recipe.data.max_length:
+        yield (
+            "batch.tokens_per_device",
+            f"{batch.tokens_per_device} is less than the longest example may have (data.max_length: "
+            f"{recipe.data.max_length})",
+        )
+
+
+def mixture_has_parts(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.data.mixture is not None and len(recipe.data.train) == 1:
+        yield "data.mixture", "there is one source in `data.train`, so there is nothing to mix; remove this"
+
+
 RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     lora_section,
     quantization_section,
@@ -116,6 +146,9 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     generation_has_prompts,
     answer_pattern,
     warmup_within_run,
+    streaming_has_an_end,
+    tokens_of_a_forward,
+    mixture_has_parts,
 )
 
 

@@ -95,22 +95,38 @@ class Quantization(Section):
     double_quant: bool = True  # the block scales are quantised too: 0.37 bit a weight less
 
 
-Format = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens", "preference"]
 
 
 class Source(Section):
-    """One dataset: a local file (json, jsonl, csv, parquet, txt), a folder of them, or a hub id."""
+    """One dataset: a file, a glob, a folder of files, a URL (s3://, gs://, https://, ...), or a hub id.
+
+    Files: json, jsonl, csv, parquet, arrow, txt; compressed ones (.gz, .bz2, .xz, .zst) as well.
+    """
 
     path: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(pattern=RUN_NAME)] | None = None  # in metrics and tables; null: made from `path`
     config: str | None = None  # the hub dataset's configuration
-    split: str = "train"  # of a hub dataset; slices such as train[:1000] work. A local file is one split.
-    format: Format
+    split: str = "train"  # slices such as train[:1000] and train[10%:20%] work, of files as well; files are one split
+    format: Format = "auto"  # auto: what the first rows fit, said aloud
     columns: dict[str, str] | None = None  # what the format calls a field: what the file calls it
-    weight: Positive = 1.0  # rows an epoch takes, as a multiple of what the source has; 0.5: a fixed half, 2: twice
+    # Without `data.mixture` rows an epoch takes, as a multiple of what the source has (0.5: a fixed half, 2: twice);
+    # with it, or with `data.streaming`, the source's share beside the weights of the others.
+    weight: Positive = 1.0
+    max_epochs: Positive | None = None  # most passes over this source in the whole run; what it may not give others do
     limit: Count | None = None  # rows read from the start of the source
 
 
 Sources = Annotated[tuple[Source, ...], BeforeValidator(_list_to_tuple), Field(strict=False)]
+
+
+class Mixture(Section):
+    """Weights as shares of an epoch. A source of size n (its rows, or tokens) gets a share like weight * n^(1/T)."""
+
+    by: Literal["rows", "tokens"] = "tokens"  # what shares are counted in
+    # T. 1: in proportion to size; above: small sources get more; null: `weight` alone decides, whatever the size
+    # (Conneau et al. 2020, https://arxiv.org/abs/1911.02116, section 3.1).
+    temperature: Annotated[Float, Field(ge=1)] | None = None
 
 
 class Data(Section):
@@ -123,16 +139,26 @@ class Data(Section):
     packing: bool = True  # rows are filled with whole documents (best fit); false: one document a row
     on_bad_row: Literal["error", "skip"] = "error"
     max_bad_share: Share = 0.01  # with on_bad_row: skip, more than this share of bad rows is an error all the same
+    mixture: Mixture | None = None  # null: an epoch is every source, each as often as its `weight` says
+    # Forwards of like attention work (the sum of squared document lengths) that follow each other in the order, so that
+    # up to as many processes work equally long; 1: an order without regard to work.
+    balance: Count = 8
+    streaming: bool = False  # `train` is read as it is needed, not beforehand; needs `train.max_steps`
+    window: Count = 10_000  # with streaming: source rows that are shuffled and packed together
 
 
 class Objective(Section):
     name: Literal["sft"] = "sft"
-    train_on: Literal["assistant", "all"] = "assistant"
+    # assistant: every answer and its end-of-turn; last_assistant: the last answer of a conversation; all: every token
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
 
 
 class Batch(Section):
     rows: Count  # packed rows (or examples) per optimizer step, over all processes
     rows_per_device: Count = 1  # rows in one forward; accumulation follows from the two and the world size
+    # With `data.packing: false`, instead of rows_per_device: a step's examples are sorted by length and cut into
+    # forwards of at most so many tokens.
+    tokens_per_device: Count | None = None
 
 
 class Optimizer(Section):
