@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 # Of a checkpoint's state.json; the rest says when, where and under which name it was written.
-_STATE = ("step", "tokens", "supervised_tokens", "row_position", "metrics", "loss_scale", "scalars")
+_STATE = ("step", "tokens", "supervised_tokens", "tokens_by_source", "row_position", "metrics", "loss_scale", "scalars")
 
 Content = dict[Any, Any]
 

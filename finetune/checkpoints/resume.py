@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Resumed:
     """What a checkpoint says beside the tensors."""
 
-    progress: dict[str, int]  # step, tokens, supervised_tokens
+    progress: dict[str, Any]  # step, tokens, supervised_tokens, tokens_by_source
     changes: list[str]  # of the recipe since
     trackers: dict[str, str]  # run ids by tracker
 
@@ -72,5 +72,5 @@ def resume(engine: Engine, recipe: Recipe, folder: Path, data: dict[str, Any]) -
     engine.restored()
     engine.loss_scale.value = state["loss_scale"]["value"]
     engine.loss_scale.good_steps = state["loss_scale"]["good_steps"]
-    progress = {name: state[name] for name in ("step", "tokens", "supervised_tokens")}
+    progress = {name: state[name] for name in ("step", "tokens", "supervised_tokens", "tokens_by_source")}
     return Resumed(progress, changed, state["trackers"])

@@ -35,7 +35,7 @@ from finetune.recipe import Recipe, dump_recipe
 
 log = logging.getLogger(__name__)
 
-Progress = dict[str, int]  # step, tokens, supervised_tokens
+Progress = dict[str, Any]  # step, tokens, supervised_tokens, tokens_by_source
 About = dict[str, Any]  # what else state.json says of the run: data, versions, trackers
 Result = TypeVar("Result")
 

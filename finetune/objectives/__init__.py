@@ -1,5 +1,5 @@
 """(model, batch) -> summed loss over the batch's supervised tokens; one file each."""
 
-from finetune.objectives.sft import supervised_loss_sum
+from finetune.objectives.sft import supervised_losses
 
-__all__ = ["supervised_loss_sum"]
+__all__ = ["supervised_losses"]

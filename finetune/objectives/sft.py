@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the negative log-likelihood of every supervised token, summed.
+"""Supervised fine-tuning: the negative log-likelihood of every supervised token.
 
 Letters: T tokens of the flat row, S supervised tokens among them, V vocabulary.
 """
@@ -15,13 +15,13 @@ from torch.nn.functional import cross_entropy
 from finetune.data import Batch, shifted_targets
 
 
-def supervised_loss_sum(
+def supervised_losses(
     model: Callable[..., Any],
     batch: Batch,  # input_ids, position_ids: (1, T)
     attention_arguments: dict[str, Any],
     device: torch.device,
-) -> Tensor:  # () in nats, fp32; 0 with a graph where nothing is supervised
-    """Sum, not mean: only the engine knows how many tokens the whole global batch has.
+) -> Tensor:  # (S,) in nats, fp32, in the order of `shifted_targets`; empty, with a graph, where nothing is supervised
+    """Each by itself: callers sum, for only the engine knows how many tokens the whole global batch has.
 
     Only the positions whose next token is supervised reach the LM head (`logits_to_keep`), so logits are (S, V).
     """
@@ -33,4 +33,4 @@ def supervised_loss_sum(
         logits_to_keep=positions.to(device, non_blocking=True),
         **attention_arguments,
     )
-    return cross_entropy(output.logits[0].float(), targets.to(device, non_blocking=True), reduction="sum")
+    return cross_entropy(output.logits[0].float(), targets.to(device, non_blocking=True), reduction="none")

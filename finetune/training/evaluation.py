@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from finetune.data import Batch, Examples, Loader
 from finetune.engine import Engine
 from finetune.models import AttentionChoice
-from finetune.objectives import supervised_loss_sum
+from finetune.objectives import supervised_losses
 from finetune.recipe.schema import Evaluate
+from finetune.training.by_source import SourceSums
 from finetune.training.generation import greedy
 
 _PROMPTS_AT_ONCE = 32  # per rank; bounds the cache of keys and values
@@ -42,12 +43,13 @@ class Evaluator:
     attention: AttentionChoice
     tokenizer: PreTrainedTokenizerFast
     recipe: Evaluate
+    source_names: tuple[str, ...] = ()
 
     def run(self) -> tuple[dict[str, float], list[Generation]]:
         """Metrics by name (`eval_loss` in nats per supervised token), and the generations to show. Collective."""
         self.engine.model.eval()
         with torch.no_grad():
-            metrics = {"eval_loss": self._loss()}
+            metrics = self._losses()
         wanted = max(self.recipe.exact_match, self.recipe.generate)
         generations = self._generations(wanted) if wanted else []
         self.engine.model.train()
@@ -56,18 +58,21 @@ class Evaluator:
             metrics["exact_match"] = sum(g.matches for g in judged) / len(judged)
         return metrics, generations[: self.recipe.generate]
 
-    def _loss(self) -> float:
+    def _losses(self) -> dict[str, float]:
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
-        items = 0
+        items, sources = 0, SourceSums(self.source_names, self.engine.device)
         for batch in self.loader.all_batches():
-            total += self._loss_sum(batch)
+            losses = self._token_losses(batch)
+            total += losses.sum()
             items += batch.num_supervised
-        loss, count = self.engine.sum(total, items)
-        return loss / count
+            sources.add(batch, losses)
+        loss, count, *of_sources = self.engine.sum(total, items, *sources.values())
+        each = {f"eval_loss/{name}": value for name, value in sources.losses(of_sources).items()}
+        return {"eval_loss": loss / count, **each}
 
-    def _loss_sum(self, batch: Batch) -> torch.Tensor:
+    def _token_losses(self, batch: Batch) -> torch.Tensor:
         arguments = self.attention.forward_arguments(batch.document_lengths)
-        return supervised_loss_sum(self.engine.model, batch, arguments, self.engine.device)
+        return supervised_losses(self.engine.model, batch, arguments, self.engine.device)
 
     def _generations(self, wanted: int) -> list[Generation]:
         """The first `wanted` examples, dealt to ranks in turn, back in order on every rank."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field
 
 import torch
 
@@ -16,9 +16,10 @@ from finetune.data import Batch, Loader
 from finetune.engine import Engine, NonFinite
 from finetune.errors import RunFailure
 from finetune.models import AttentionChoice
-from finetune.objectives import supervised_loss_sum
+from finetune.objectives import supervised_losses
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe
+from finetune.training.by_source import SourceSums
 from finetune.training.schedules import lr_factor
 
 
@@ -29,6 +30,7 @@ class State:
     step: int = 0  # optimizer steps done
     tokens: int = 0  # global, without padding
     supervised_tokens: int = 0
+    tokens_by_source: dict[str, int] = field(default_factory=dict)  # where there are several
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Step:
     """A step that was made."""
 
     metrics: StepMetrics
+    by_source: dict[str, float]  # `loss/<source>` of the step and `tokens/<source>` of the run, where there are several
     rows: list[str]  # path:row of what this rank trained on
     wishes: Wishes  # of all ranks
 
@@ -71,6 +74,7 @@ def training_steps(
     recipe: Recipe,
     plan: Plan,
     state: State,
+    source_names: Sequence[str] = (),
     wishes: Callable[[], Wishes] = Wishes,
 ) -> Iterator[Step]:
     """Train from `state.step` to the plan's end; yields after every optimizer step, with `state` up to date.
@@ -84,14 +88,18 @@ def training_steps(
         started = time.perf_counter()
         batches = loader.step(state.step)
         items, tokens = engine.sum(sum(b.num_supervised for b in batches), sum(b.num_tokens for b in batches))
-        losses = []
+        losses, sources = [], SourceSums(source_names, engine.device)
         for batch in batches:
             seed_micro_batch(recipe.run.seed, state.step, batch.index)
             arguments = attention.forward_arguments(batch.document_lengths)
-            loss_sum = supervised_loss_sum(engine.model, batch, arguments, engine.device)
+            token_losses = supervised_losses(engine.model, batch, arguments, engine.device)
+            loss_sum = token_losses.sum()
+            sources.add(batch, token_losses)
             engine.backward(loss_sum / items, last=batch is batches[-1])
             losses.append(loss_sum.detach().double())
-        loss, *wished = engine.sum(torch.stack(losses).sum(), *astuple(wishes()))
+        wished = astuple(wishes())
+        loss, *others = engine.sum(torch.stack(losses).sum(), *wished, *sources.values())
+        wished, of_sources = others[: len(wished)], others[len(wished) :]
         if not math.isfinite(loss):
             raise RunFailure(not_finite("loss", engine, state.step, batches, losses))
         factor = lr_factor(recipe.schedule, state.step, plan.steps)
@@ -102,6 +110,8 @@ def training_steps(
         state.step += 1
         state.tokens += int(tokens)
         state.supervised_tokens += int(items)
+        for name, count in sources.tokens(of_sources).items():
+            state.tokens_by_source[name] = state.tokens_by_source.get(name, 0) + count
         seconds = time.perf_counter() - started
         metrics = StepMetrics(
             step=state.step,
@@ -114,14 +124,16 @@ def training_steps(
             tokens_per_s=tokens / seconds,
             step_s=seconds,
         )
-        yield Step(metrics, row_ids(batches), Wishes(*wished))
+        by_source: dict[str, float] = {f"loss/{name}": value for name, value in sources.losses(of_sources).items()}
+        by_source |= {f"tokens/{name}": count for name, count in state.tokens_by_source.items()}
+        yield Step(metrics, by_source, row_ids(batches), Wishes(*wished))
 
 
 def warm_up(engine: Engine, loader: Loader, attention: AttentionChoice, step: int) -> None:
     """A forward and backward that leave no trace: weights, optimizer and random numbers of the steps are untouched."""
     batch = loader.step(step)[0]
     arguments = attention.forward_arguments(batch.document_lengths)
-    engine.backward(supervised_loss_sum(engine.model, batch, arguments, engine.device), last=True)
+    engine.backward(supervised_losses(engine.model, batch, arguments, engine.device).sum(), last=True)
     engine.drop_gradients()
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from finetune.data import Batch, Loader, RowOrder, build_dataset
 from finetune.models import attention_for, load_model, load_tokenizer, model_config
 from finetune.models.weights import Placement
-from finetune.objectives import supervised_loss_sum
+from finetune.objectives import supervised_losses
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Recipe
 
@@ -59,7 +59,7 @@ def test_accumulated_gradient_is_the_whole_batch_s(
     items = sum(batch.num_supervised for batch in batches)
     loss = torch.zeros(())
     for batch in batches:
-        part = supervised_loss_sum(model, batch, choice.forward_arguments(batch.document_lengths), CPU) / items
+        part = supervised_losses(model, batch, choice.forward_arguments(batch.document_lengths), CPU).sum() / items
         part.backward()
         loss += part.detach()
     wanted, gradients = reference(made, batches)
@@ -78,7 +78,7 @@ def test_a_batch_with_nothing_supervised_has_no_loss_and_no_gradient(recipe: dic
     short = Loader(whole.examples, whole.rows, whole.order, 4, 2, 0, 1, total_rows=1)
     batch = short.step(0)[1]
     assert batch.num_supervised == 0
-    loss = supervised_loss_sum(model, batch, choice.forward_arguments(batch.document_lengths), CPU)
+    loss = supervised_losses(model, batch, choice.forward_arguments(batch.document_lengths), CPU).sum()
     loss.backward()
     assert loss.item() == 0.0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
@@ -92,6 +92,6 @@ def test_only_supervised_positions_reach_the_head(recipe: dict[str, Any], write_
     seen: list[int] = []
     model.get_output_embeddings().register_forward_hook(lambda _m, _i, output: seen.append(output.shape[1]))
     batch = loader(loaded).step(0)[0]
-    supervised_loss_sum(model, batch, choice.forward_arguments(batch.document_lengths), CPU)
+    supervised_losses(model, batch, choice.forward_arguments(batch.document_lengths), CPU).sum()
     assert seen == [batch.num_supervised]
     assert batch.num_supervised < batch.num_tokens
