@@ -13,10 +13,9 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_helpers import byte_level, conversation, prepare, write_jsonl
+from data_helpers import prepare
 
-from finetune.data import BadRow, Conversation, Message, PromptCompletion, Text, parse_row, read_rows
-from finetune.data.formats import FIELDS, FORMATS
+from finetune.data import read_rows
 from finetune.errors import UserError
 from finetune.recipe.schema import Source
 
@@ -176,136 +175,5 @@ def test_missing_files(tmp_path, name, parts):
     (tmp_path / "docs" / "README.md").write_text("no data")
     with pytest.raises(UserError) as caught:
         prepare(tmp_path / name)
-    for part in parts:
-        assert part in str(caught.value)
-
-
-# --- formats
-
-GOOD = {
-    "messages": {"messages": conversation("q", "a")},
-    "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-    "alpaca": {"instruction": "q", "output": "a"},
-    "prompt_completion": {"prompt": "q", "completion": "a"},
-    "text": {"text": "a"},
-}
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_every_format_reads_its_row_and_refuses_the_others(format):
-    expected = {
-        "text": Text("a"),
-        "prompt_completion": PromptCompletion("q", "a"),
-    }.get(format, Conversation((Message("user", "q"), Message("assistant", "a"))))
-    assert parse_row(GOOD[format], format) == expected
-    for other in FORMATS:
-        if other != format:
-            with pytest.raises(BadRow, match=f"format `{other}`: .*the row looks like format `{format}`"):
-                parse_row(GOOD[format], other)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_columns_name_the_files_columns(format):
-    renamed = {f"my {name}": value for name, value in GOOD[format].items()}
-    columns = {name: f"my {name}" for name in GOOD[format]}
-    assert set(columns) <= set(FIELDS[format])
-    assert parse_row(renamed, format, columns) == parse_row(GOOD[format], format)
-
-
-def test_optional_fields_of_alpaca():
-    row = {"instruction": "q", "input": "more", "output": "a", "system": "be brief"}
-    assert parse_row(row, "alpaca") == Conversation(
-        (Message("system", "be brief"), Message("user", "q\n\nmore"), Message("assistant", "a"))
-    )
-    assert parse_row({**row, "input": "", "system": None}, "alpaca") == parse_row(GOOD["alpaca"], "alpaca")
-
-
-def test_prompt_and_completion_as_messages():
-    row = {"prompt": conversation("q", "a", "r"), "completion": [{"role": "assistant", "content": "b"}]}
-    sample = parse_row(row, "prompt_completion")
-    assert isinstance(sample, Conversation)
-    assert sample.first_trained == 3
-    assert [m.content for m in sample.messages] == ["q", "a", "r", "b"]
-
-
-def turns(*roles: str) -> dict:
-    return {"messages": [{"role": role, "content": "x"} for role in roles]}
-
-
-def said(*pairs: object) -> dict:
-    return {"messages": [*conversation("q", "a"), *pairs]}
-
-
-BAD_ROWS = {
-    "no column": ("messages", {"mesages": []}, ["no column `messages`", "`mesages`", "columns: {messages: mesages}"]),
-    "not a list": ("messages", {"messages": "hi"}, ["`messages` is text", "expected a list of messages"]),
-    "null messages": ("messages", {"messages": None}, ["`messages` is null"]),
-    "no messages": ("messages", {"messages": []}, ["empty list"]),
-    "a message of text": ("messages", {"messages": ["hi"]}, ["messages[0] is text", "`role` and `content`"]),
-    "no role": ("messages", {"messages": [{"content": "x"}]}, ["messages[0] has no `role`", "`content`"]),
-    "a wrong role": ("messages", turns("user", "bot"), ["messages[1].role is 'bot'", "expected system, user"]),
-    "a tool's role": ("messages", turns("user", "tool"), ["messages[1].role is 'tool'"]),
-    "a role of null": ("messages", turns("user") | {"messages": [{"role": None, "content": "x"}]}, ["role is None"]),
-    "assistant first": ("messages", turns("assistant", "user"), ["message 0 (first) is from assistant", "user"]),
-    "two users": ("messages", turns("user", "user", "assistant"), ["message 1 (after user) is from user"]),
-    "two assistants": ("messages", turns("user", "assistant", "assistant"), ["message 2 (after assistant)"]),
-    "system later": ("messages", turns("user", "assistant", "system"), ["message 2 (after assistant) is from system"]),
-    "system alone": ("messages", turns("system"), ["no assistant message"]),
-    "no assistant": ("messages", turns("system", "user"), ["no assistant message", "nothing to train on"]),
-    "null content": ("messages", said({"role": "user", "content": None}), ["messages[2].content is null"]),
-    "empty content": ("messages", said({"role": "user", "content": " \n"}), ["messages[2].content is empty"]),
-    "a number as content": ("messages", said({"role": "user", "content": 3.5}), ["content is a number", "text"]),
-    "NaN as content": ("messages", said({"role": "user", "content": float("nan")}), ["content is a number"]),
-    "parts as content": ("messages", said({"role": "user", "content": [{"text": "x"}]}), ["content is a list"]),
-    "tool calls": ("messages", said({"role": "user", "content": "x", "tool_calls": [1]}), ["`tool_calls`"]),
-    "an untrained turn": ("messages", said({"role": "user", "content": "x", "train": False}), ["`train`"]),
-    "tools": ("messages", {**turns("user", "assistant"), "tools": [{}]}, ["`tools`", "not supported"]),
-    "a wrong speaker": (
-        "sharegpt",
-        {"conversations": [{"from": "me", "value": "x"}]},
-        ["conversations[0].from is 'me'"],
-    ),
-    "roles in sharegpt": ("sharegpt", {"conversations": conversation("q", "a")}, ["has no `from`, `value`", "`role`"]),
-    "alpaca without output": ("alpaca", {"instruction": "q"}, ["no column `output`", "`instruction`"]),
-    "alpaca's null output": ("alpaca", {"instruction": "q", "output": None}, ["`output` is null"]),
-    "alpaca's input": ("alpaca", {"instruction": "q", "input": 3, "output": "a"}, ["`input` is a number"]),
-    "text and list": ("prompt_completion", {"prompt": "q", "completion": []}, ["`prompt` is text", "a list"]),
-    "an empty completion": ("prompt_completion", {"prompt": "q", "completion": ""}, ["`completion` is empty"]),
-    "nothing completed": (
-        "prompt_completion",
-        {"prompt": conversation("q", "a"), "completion": conversation("r")},
-        ["`completion` has no assistant message"],
-    ),
-    "text of null": ("text", {"text": None}, ["`text` is null"]),
-    "text of an object": ("text", {"text": {"a": 1}}, ["`text` is an object"]),
-    "another format": ("text", GOOD["alpaca"], ["no column `text`", "looks like format `alpaca`"]),
-}
-
-
-@pytest.mark.parametrize(("format", "row", "parts"), BAD_ROWS.values(), ids=BAD_ROWS.keys())
-def test_bad_rows(tmp_path, format, row, parts):
-    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD[format], row])
-    tokenizer = byte_level(bos_token="<s>", eos_token="</s>")
-    with pytest.raises(UserError) as caught:
-        prepare(path, format, tokenizer=tokenizer, model__chat_template="plain")
-    message = str(caught.value)
-    assert message.startswith(f"{path}:2: format `{format}`: ")
-    assert "on_bad_row: skip" in message
-    for part in parts:
-        assert part in message
-
-
-BAD_COLUMNS = {
-    "a field that is none": ({"message": "text"}, ["no field `message`", "its fields are `text`"]),
-    "a field misspelt": ({"txt": "text"}, ["no field `txt`", "did you mean `text`?"]),
-    "a column that is none": ({"text": "content"}, ["rows.jsonl:1:", "`columns` names `content`", "`text`"]),
-}
-
-
-@pytest.mark.parametrize(("columns", "parts"), BAD_COLUMNS.values(), ids=BAD_COLUMNS.keys())
-def test_bad_columns(tmp_path, columns, parts):
-    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD["text"]])
-    with pytest.raises(UserError) as caught:
-        prepare(path, source={"columns": columns})
     for part in parts:
         assert part in str(caught.value)

@@ -1,0 +1,253 @@
+"""Which format rows are in, found by reading them; and which one a row that fits none comes nearest to."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.data.formats.table import FIELDS, FORMATS, check_columns, read
+from finetune.data.formats.values import LISTED, Misfit, Row, has_value, kind, names
+from finetune.data.samples import BadRow, Sample
+from finetune.errors import UserError
+
+HEAD_ROWS = 100  # looked at
+
+Columns = Mapping[str, str]  # field of a format: column of the rows
+
+
+@dataclass(frozen=True)
+class Detected:
+    """What `format: auto` stands for."""
+
+    format: str
+    columns: Columns | None  # None where every field has its own name
+    reason: str  # one line, such as "column `messages` holds lists of role and content"
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A format, under names of its fields, that reads some of the rows."""
+
+    format: str
+    columns: Columns
+    samples: dict[int, Sample]  # by row
+    is_named: bool  # no other names than the recipe's and the format's own
+
+    def used(self, present: Sequence[str]) -> set[str]:
+        """The columns that it reads."""
+        own = set(FIELDS[self.format].all) - set(self.columns)
+        return {column for column in present if column in own} | set(self.columns.values())
+
+
+def detect_format(rows: Sequence[Row], columns: Columns | None = None) -> Detected:
+    """The format of the first rows of a source; `columns` (field: column) are the recipe's and narrow the choice.
+
+    A format that reads at least half of the rows is possible (the others are bad rows of it), else the one that reads
+    most. Of the possible ones the lowest `rank` is meant; among equals one that reads more columns, then one that
+    needs no other names.
+    Raises UserError, without a place, where nothing fits, or where two do that would train something else.
+    """
+    check_columns("auto", columns)
+    rows = rows[:HEAD_ROWS]
+    if not rows:
+        raise UserError("there are no rows to tell the format from")
+    present = list(dict.fromkeys(str(name) for row in rows for name in row))
+    possible = _likely(_fits(rows, present, columns or {}), len(rows))
+    if not possible:
+        raise UserError(_nothing_fits(rows[0], columns))
+    lowest = min(FIELDS[fit.format].rank for fit in possible)
+    rivals = [fit for fit in possible if FIELDS[fit.format].rank == lowest]
+    rivals = [fit for fit in rivals if not any(fit.used(present) < other.used(present) for other in rivals)]
+    rivals = [fit for fit in rivals if fit.is_named] or rivals
+    _check_unambiguous(rivals)
+    best = rivals[0]
+    return Detected(best.format, dict(best.columns) or None, _reason(best, present, len(rows)))
+
+
+def nearest_format(row: Row, columns: Columns | None = None) -> tuple[str, str]:
+    """(the format that a row comes nearest to, why it is not in it); the reason is empty for a row that fits.
+
+    Nearest is a format that knows the row but refuses a value in it; then one whose fields are there under other
+    names; then the one with most of its required fields. Raises UserError for `columns` of no format.
+    """
+    check_columns("auto", columns)
+    tries = [
+        (format, mapping, _problem(row, format, mapping)) for format, mapping in _candidates(list(row), columns or {})
+    ]
+    known = [tried for tried in tries if not isinstance(tried[2], Misfit)]
+    if known:  # by rank those that fit, then those that do not
+        format, _, problem = min(known, key=lambda tried: (tried[2] is not None, FIELDS[tried[0]].rank))
+        return format, str(problem or "")
+    if not columns and (found := _under_another_name(row)):
+        return found
+    best = max(tries, key=lambda tried: _nearness(row, tried[0], tried[1]))
+    if not columns and not _nearness(row, *best[:2])[0] and (found := _only_text(row)):
+        return found
+    return best[0], str(best[2])
+
+
+def looks_like(row: Row, but_not: str | None = None) -> tuple[str, Columns] | None:
+    """The format that a row fits, with the names of its fields there, or None."""
+    candidates = [found for found in _candidates(list(row), {}) if found[0] != but_not]
+    return next((found for found in sorted(candidates, key=_rank) if _problem(row, *found) is None), None)
+
+
+def hint(row: Row, format: str) -> str:
+    """What to say of a row that is not of the `format` given: the one that it fits, or comes nearest to."""
+    if fitting := looks_like(row, but_not=format):
+        return f"; the row looks like format `{fitting[0]}`{_with(fitting[1])}"
+    nearest, why = nearest_format(row)
+    return f"; format `{nearest}` comes nearest, but: {why}" if nearest != format else ""
+
+
+# --- candidates
+
+
+def _candidates(present: Sequence[str], columns: Columns) -> Iterator[tuple[str, Columns]]:
+    """(format, columns) that could be: each format under its own names, and under others that are all there."""
+    for format, fields in FIELDS.items():
+        if not set(columns) <= set(fields.all):
+            continue
+        yield format, columns
+        for others in fields.other_names:
+            is_free = not set(others) & set(columns) and not set(others.values()) & set(columns.values())
+            if is_free and set(others.values()) <= set(present):
+                yield format, {**others, **columns}
+
+
+def _rank(candidate: tuple[str, Columns]) -> int:
+    return FIELDS[candidate[0]].rank
+
+
+def _fits(rows: Sequence[Row], present: Sequence[str], columns: Columns) -> list[_Fit]:
+    found = []
+    for format, mapping in _candidates(present, columns):
+        samples = {i: sample for i, row in enumerate(rows) if (sample := _sample(row, format, mapping)) is not None}
+        if samples:
+            found.append(_Fit(format, mapping, samples, is_named=mapping == columns))
+    return found
+
+
+def _likely(fits: list[_Fit], count: int) -> list[_Fit]:
+    most = max((len(fit.samples) for fit in fits), default=0)
+    return [fit for fit in fits if len(fit.samples) >= min(most, count / 2)]
+
+
+def _sample(row: Row, format: str, columns: Columns) -> Sample | None:
+    try:
+        return read(row, format, columns)
+    except BadRow:
+        return None
+
+
+def _problem(row: Row, format: str, columns: Columns) -> BadRow | None:
+    try:
+        read(row, format, columns)
+    except BadRow as error:
+        return error
+    return None
+
+
+# --- nearness
+
+
+def _under_another_name(row: Row) -> tuple[str, str] | None:
+    """A format of one required field that a single column would fit, whatever its name; not text, which many would."""
+    one_field = [format for format in FORMATS if len(FIELDS[format].required) == 1 and format != "text"]
+    return next((found for format in one_field if (found := _as_single_field(row, format))), None)
+
+
+def _only_text(row: Row) -> tuple[str, str] | None:
+    """Text, where one column is text and nothing else is known of the row."""
+    return _as_single_field(row, "text")
+
+
+def _as_single_field(row: Row, format: str) -> tuple[str, str] | None:
+    (field,) = FIELDS[format].required
+    fitting = [column for column in row if _sample(row, format, {field: column}) is not None]
+    if len(fitting) != 1:
+        return None
+    return format, (
+        f"no column `{field}`; column {names(fitting)} would fit: set `format: {format}` and "
+        f"`columns: {{{field}: {fitting[0]}}}`"
+    )
+
+
+def _nearness(row: Row, format: str, columns: Columns) -> tuple[float, int]:
+    """(share of the required fields that are there, a name much like one counting half; number of optional ones)"""
+    required = FIELDS[format].required
+    present = [str(column) for column in row]
+    much_like = {field for field in required if difflib.get_close_matches(field, present, n=1, cutoff=0.75)}
+    points = [1.0 if columns.get(field, field) in row else 0.5 * (field in much_like) for field in required]
+    optional = sum(columns.get(field, field) in row for field in FIELDS[format].optional)
+    return sum(points) / len(required), optional
+
+
+# --- messages
+
+
+def _check_unambiguous(rivals: list[_Fit]) -> None:
+    """Raises UserError where two formats are as likely and read something else from the same row."""
+    first = rivals[0]
+    for other in rivals[1:]:
+        both = first.samples.keys() & other.samples.keys()
+        if any(first.samples[i] != other.samples[i] for i in both):
+            said = " and ".join(f"`{fit.format}`{_with(fit.columns)} ({_holds(fit)})" for fit in (first, other))
+            raise UserError(f"the rows fit two formats that would train different things: {said}; set `format`")
+
+
+def _reason(fit: _Fit, present: Sequence[str], count: int) -> str:
+    """One line: what was found, and what of the rows is left unread."""
+    used = fit.used(present)
+    required = {fit.columns.get(field, field) for field in FIELDS[fit.format].required}
+    also, unused = [name for name in present if name in used - required], [n for n in present if n not in used]
+    parts = [
+        _holds(fit),
+        f"also read: {_some(also)}" if also else "",
+        f"not read: {_some(unused)}" if unused else "",
+        f"{len(fit.samples)} of the first {count} rows fit" if len(fit.samples) < count else "",
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def _some(columns: list[str]) -> str:
+    more = f" and {len(columns) - LISTED} more" if len(columns) > LISTED else ""
+    return names(columns[:LISTED]) + more
+
+
+def _holds(fit: _Fit) -> str:
+    fields = FIELDS[fit.format]
+    columns = [fit.columns.get(field, field) for field in fields.required]
+    return f"column{'s' * (len(columns) > 1)} {names(columns)} hold{'s' * (len(columns) == 1)} {fields.holds}"
+
+
+def _with(columns: Columns) -> str:
+    said = ", ".join(f"{field}: {column}" for field, column in columns.items())
+    return f" with `columns: {{{said}}}`" if said else ""
+
+
+def _nothing_fits(row: Row, columns: Columns | None) -> str:
+    nearest, why = nearest_format(row, columns)
+    return (
+        f"no format fits the first row, which has {_seen(row)}; format `{nearest}` comes nearest, but: {why}\n"
+        f"The formats are {names(FORMATS)}; set `format`, and `columns` where fields have other names."
+    )
+
+
+def _seen(row: Row) -> str:
+    """The columns and what is in them."""
+    said = [f"{names([column])} ({_held(value)})" for column, value in list(row.items())[:LISTED]]
+    more = f" and {len(row) - LISTED} more" if len(row) > LISTED else ""
+    return ", ".join(said) + more if said else "no columns"
+
+
+def _held(value: Any) -> str:
+    if not isinstance(value, list):
+        return kind(value)
+    if not has_value(value):
+        return "an empty list"
+    first = value[0]
+    inside = f" with {names(list(first)[:LISTED])}" if isinstance(first, Mapping) and first else ""
+    return f"a list of {len(value)}, the first {kind(first)}{inside}"

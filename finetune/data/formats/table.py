@@ -1,0 +1,256 @@
+"""The formats: for each a plain function from a row to a sample, in `FORMATS`, and what its fields are, in `FIELDS`.
+
+To add one is one function and one row in both; reading, `columns`, detection and hints follow from them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.data.formats import turns
+from finetune.data.formats.ids import ids_and_mask
+from finetune.data.formats.pairs import preference_of
+from finetune.data.formats.tools import Tool
+from finetune.data.formats.tools import tools as tools_of
+from finetune.data.formats.values import Misfit, Row, columns_of, has_value, kind, names, optional_text
+from finetune.data.formats.values import text as text_of
+from finetune.data.samples import BadRow, Conversation, Ids, Message, Preference, PromptCompletion, Sample, Text
+from finetune.errors import UserError
+
+# Columns of chat rows whose loss would go unseen: the messages speak of a picture that is not there.
+MEDIA = ("images", "videos", "audios")
+
+
+def messages(row: Row) -> Conversation:
+    """messages: [{role: system | developer | user | assistant | tool, content, ...}, ...]; optional tools, system"""
+    system, tools = _beside(row)
+    return turns.conversation(turns.messages(_field(row, "messages"), "messages"), system, tools)
+
+
+def sharegpt(row: Row) -> Conversation:
+    """conversations: [{from: system | human | gpt | function_call | observation, value}, ...]; also tools, system"""
+    system, tools = _beside(row)
+    return turns.conversation(turns.turns(_field(row, "conversations"), "conversations"), system, tools)
+
+
+def alpaca(row: Row) -> Conversation:
+    """instruction, output; optional input (below the instruction, after an empty line), system, and history
+
+    history: [[question, answer], ...] before the instruction; these answers are answers like the last, so
+    `objective.train_on` says whether they are trained.
+    """
+    system, tools = _beside(row)
+    extra = optional_text(row.get("input"), "`input`")
+    instruction, output = _text_field(row, "instruction"), _text_field(row, "output")
+    question = f"{instruction}\n\n{extra}" if extra else instruction
+    found = [*_history(row), Message("user", question), Message("assistant", output)]
+    return turns.conversation(found, system, tools)
+
+
+def prompt_completion(row: Row) -> Conversation | PromptCompletion:
+    """prompt and completion, both text or both messages; only the completion is trained; optional tools, system"""
+    prompt, completion = _field(row, "prompt"), _field(row, "completion")
+    system, tools = _beside(row)
+    if isinstance(prompt, str) and isinstance(completion, str):
+        pair = PromptCompletion(text_of(prompt, "`prompt`"), text_of(completion, "`completion`"))
+        # Without these it stays a pair of texts, which needs no chat template.
+        return turns.conversation(pair.as_conversation().messages, system, tools) if system or tools else pair
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        raise _unlike({"prompt": prompt, "completion": completion})
+    before, after = turns.messages(prompt, "prompt"), turns.messages(completion, "completion")
+    if not any(message.role == "assistant" for message in after):
+        raise BadRow("`completion` has no assistant message, so there is nothing to train on")
+    return turns.conversation([*turns.context(before), *after], system, tools)
+
+
+def preference(row: Row) -> Preference:
+    """chosen and rejected, each text or messages, after `prompt` or a beginning they share; optional tools, system"""
+    chosen, rejected = _field(row, "chosen"), _field(row, "rejected")
+    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
+        raise _unlike({"chosen": chosen, "rejected": rejected})
+    return preference_of(row.get("prompt"), chosen, rejected, *_beside(row))
+
+
+def tokens(row: Row) -> Ids:
+    """input_ids; optional labels, or trained | completion_mask | assistant_masks (0 or 1); all are trained without"""
+    return ids_and_mask(_field(row, "input_ids"), row)
+
+
+def text(row: Row) -> Text:
+    """text"""
+    return Text(_text_field(row, "text"))
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What a format reads of a row, and how `format: auto` tells it."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    holds: str = ""  # of the required columns, in the line that says what was chosen
+    # Where a row fits several formats the one of the lowest rank is meant: a column that only this format has says
+    # more than one that comes along, such as the `prompt` and `text` beside `messages`.
+    rank: int = 0
+    # field: column of datasets that call them otherwise; all columns of a set have to be there.
+    other_names: tuple[Mapping[str, str], ...] = ()
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return self.required + self.optional
+
+
+FORMATS: dict[str, Callable[[Row], Sample]] = {
+    "messages": messages,
+    "sharegpt": sharegpt,
+    "alpaca": alpaca,
+    "prompt_completion": prompt_completion,
+    "text": text,
+    "tokens": tokens,
+    "preference": preference,
+}
+
+FIELDS: dict[str, Fields] = {
+    "messages": Fields(
+        ("messages",),
+        ("tools", "system"),
+        "lists of role and content",
+        rank=1,
+        other_names=tuple({"messages": name} for name in ("conversation", "conversations", "dialog", "dialogue")),
+    ),
+    "sharegpt": Fields(
+        ("conversations",),
+        ("tools", "system"),
+        "lists of from and value",
+        rank=1,
+        other_names=tuple({"conversations": name} for name in ("conversation", "messages", "dialog", "dialogue")),
+    ),
+    "alpaca": Fields(
+        ("instruction", "output"),
+        ("input", "system", "history", "tools"),
+        "an instruction and its answer",
+        rank=2,
+        other_names=(
+            {"output": "response"},
+            {"input": "context", "output": "response"},  # dolly-15k
+            {"instruction": "question", "input": "context", "output": "answer"},
+        ),
+    ),
+    "prompt_completion": Fields(
+        ("prompt", "completion"),
+        ("tools", "system"),
+        "a prompt and its completion",
+        rank=2,
+        other_names=(
+            {"completion": "response"},
+            {"prompt": "question", "completion": "answer"},  # gsm8k
+            {"prompt": "question", "completion": "response"},
+            {"prompt": "question", "completion": "response", "system": "system_prompt"},  # OpenOrca
+            {"prompt": "query", "completion": "response"},  # MetaMathQA
+            {"prompt": "problem", "completion": "solution"},  # MATH
+            {"prompt": "input", "completion": "output"},
+        ),
+    ),
+    "text": Fields(("text",), holds="text", rank=3),
+    "tokens": Fields(
+        ("input_ids",),
+        ("labels", "trained", "completion_mask", "assistant_masks", "attention_mask", "position_ids"),
+        "token ids",
+        rank=3,
+        other_names=({"input_ids": "tokens"}, {"input_ids": "token_ids"}),
+    ),
+    "preference": Fields(
+        ("chosen", "rejected"),
+        ("prompt", "tools", "system"),
+        "a better and a worse answer",
+        rank=0,
+        other_names=({"prompt": "question"}, {"prompt": "input"}, {"prompt": "instruction"}),  # orca_dpo_pairs
+    ),
+}
+
+
+def check_columns(format: str, columns: Mapping[str, str] | None) -> None:
+    """Raises UserError for a key of `columns` that the format has no field for; under auto, no one format has all."""
+    known = FIELDS[format].all if format in FIELDS else _all_fields()
+    for name in columns or {}:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean `{close[0]}`?" if close else f"its fields are {names(known)}"
+            raise UserError(
+                f"columns: format `{format}` has no field `{name}`; {hint} (`columns` is written as field: column)"
+            )
+    if format not in FIELDS and not any(set(columns or ()) <= set(fields.all) for fields in FIELDS.values()):
+        raise UserError(f"columns: no format has all of the fields {names(columns or ())}; set `format`")
+
+
+def _all_fields() -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for fields in FIELDS.values() for name in fields.all))
+
+
+def read(row: Row, format: str, columns: Mapping[str, str] | None = None) -> Sample:
+    """The sample in a row; raises BadRow, which is a Misfit where the row is not of this format at all."""
+    return FORMATS[format](_renamed(row, columns or {}))
+
+
+def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
+    """The row with the format's names. A column that is one field is no other: `instruction: input` has no `input`."""
+    missing = [column for column in columns.values() if column not in row]
+    if missing:
+        raise Misfit(f"`columns` names {names(missing)}, but the row has {columns_of(row)}")
+    if not columns:
+        return row
+    taken = set(columns.values())
+    rest = {name: value for name, value in row.items() if name not in taken}
+    return {**rest, **{field: row[column] for field, column in columns.items()}}
+
+
+# --- fields of a row
+
+
+def _field(row: Row, name: str) -> Any:
+    if name not in row:
+        close = difflib.get_close_matches(name, [str(column) for column in row], n=1)
+        hint = f"set `columns: {{{name}: {close[0] if close else '<your column>'}}}` if it has another name"
+        raise Misfit(f"no column `{name}`; the row has {columns_of(row)}; {hint}")
+    return row[name]
+
+
+def _text_field(row: Row, name: str) -> str:
+    value = _field(row, name)
+    if not isinstance(value, str) and value is not None:
+        raise Misfit(f"`{name}` is {kind(value)}; expected text")
+    return text_of(value, f"`{name}`")
+
+
+def _unlike(fields: Mapping[str, Any]) -> BadRow:
+    """Two fields that have to be of one kind."""
+    said = " and ".join(f"`{name}` {'is ' if i == 0 else ''}{kind(fields[name])}" for i, name in enumerate(fields))
+    is_empty = any(value is None for value in fields.values())
+    return (BadRow if is_empty else Misfit)(f"{said}; expected text for both, or a list of messages for both")
+
+
+def _beside(row: Row) -> tuple[str, tuple[Tool, ...]]:
+    """(system, tools) of a row of chat."""
+    for name in MEDIA:
+        if has_value(row.get(name)):
+            raise BadRow(f"the row has `{name}`, which cannot be left out without changing it; only text is supported")
+    return optional_text(row.get("system"), "`system`"), tools_of(row.get("tools"), "tools")
+
+
+def _history(row: Row) -> list[Message]:
+    history = row.get("history")
+    if not has_value(history):
+        return []
+    if not isinstance(history, list):
+        raise BadRow(f"`history` is {kind(history)}; expected a list of [question, answer]")
+    found = []
+    for i, pair in enumerate(history):
+        where = f"history[{i}]"
+        if not isinstance(pair, list) or len(pair) != 2:
+            size = f" of {len(pair)}" if isinstance(pair, list) else ""
+            raise BadRow(f"{where} is {kind(pair)}{size}; expected [question, answer]")
+        question, answer = (text_of(said, f"{where}[{side}]") for side, said in enumerate(pair))
+        found += [Message("user", question), Message("assistant", answer)]
+    return found

@@ -1,0 +1,307 @@
+"""Messages, and the conversation that they make: who may speak when, which answers are trained.
+
+A conversation is, with at least one answer to train on:
+
+    [system | developer]  user  assistant  user  assistant ...
+                          user  assistant with n calls  tool x n  assistant ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from finetune.data.formats.tools import Call, Tool, called, calls_of_turn, only_keys, tool_calls
+from finetune.data.formats.values import (
+    Misfit,
+    Row,
+    encodable,
+    has_value,
+    keys_of,
+    kind,
+    mapping,
+    names,
+    optional_text,
+    shown,
+    text,
+)
+from finetune.data.samples import BadRow, Conversation, Message
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",  # OpenAI's name of it until 2023
+}
+SPEAKERS = {  # of sharegpt; which names are in use: the chat models' own, and those of tool-calling datasets
+    "system": "system",
+    "developer": "developer",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "function_call": "assistant",  # its value is the JSON of the calls
+    "tool_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+}
+CALLING = ("function_call", "tool_call")
+FIRST = ("system", "developer")
+
+# Keys of a message that say where it comes from, not what is in it. Everything else with a value is refused.
+METADATA = (
+    # of records
+    *("id", "message_id", "parent_id", "conversation_id", "index", "idx", "turn", "turn_identifier"),
+    *("timestamp", "created_at", "date", "source", "model", "model_name", "language", "lang"),
+    # of moderation and its logs (WildChat)
+    *("redacted", "toxic", "toxicity", "country", "state", "hashed_ip", "header", "finish_reason"),
+    # of content that is also given as text
+    *("tokens", "num_tokens", "token_count", "markdown"),
+)
+REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek's and Qwen's, gpt-oss's, OpenRouter's name
+TRAINED = ("train", "weight")
+KEYS = (
+    *("role", "content", "name", "tool_calls", "tool_call_id", "function_call"),
+    *(*TRAINED, *REASONING, *METADATA),
+)
+SHAREGPT_KEYS = ("from", "value", "name", *TRAINED, *METADATA)
+
+
+# --- messages
+
+
+def messages(value: Any, where: str) -> list[Message]:
+    """[{role, content, ...}, ...]"""
+    return [message(item, f"{where}[{i}]") for i, item in enumerate(items(value, where))]
+
+
+def items(value: Any, where: str) -> list[Any]:
+    """The items of a list of messages."""
+    if not isinstance(value, list):
+        raise (BadRow if value is None else Misfit)(f"`{where}` is {kind(value)}; expected a list of messages")
+    if not value:
+        raise BadRow(f"`{where}` is an empty list; expected at least a user and an assistant message")
+    return value
+
+
+def message(value: Any, where: str) -> Message:
+    """{role, content} and what else a message may have."""
+    item = _with_keys(value, "role", "content", where)
+    role = _role(item["role"], ROLES, f"{where}.role")
+    only_keys(item, KEYS, where)
+    calls = _calls(item, role, where)
+    content = _content(item.get("content"), role, f"{where}.content", has_calls=bool(calls))
+    return Message(
+        role,
+        content,
+        train=_train(item, role, where),
+        reasoning=_reasoning(item, role, where),
+        tool_calls=calls,
+        name=optional_text(item.get("name"), f"{where}.name") or None,
+        tool_call_id=_call_id(item, role, where),
+    )
+
+
+def _with_keys(value: Any, first: str, second: str, where: str) -> Row:
+    """An object with the two keys of a message; one that only calls may leave out its content."""
+    if not isinstance(value, Mapping):
+        raise Misfit(f"{where} is {kind(value)} ({shown(value)}); expected an object with `{first}` and `{second}`")
+    calls = second == "content" and (has_value(value.get("tool_calls")) or has_value(value.get("function_call")))
+    missing = [key for key in (first, second) if key not in value and not (calls and key == second)]
+    if missing:
+        raise Misfit(f"{where} has no {names(missing)}; it has {keys_of(value)}")
+    return value
+
+
+def _role(value: Any, known: dict[str, str], where: str) -> str:
+    role = known.get(value) if isinstance(value, str) else None
+    if role is None:
+        raise BadRow(f"{where} is {shown(value)}; expected {', '.join(list(known)[:-1])} or {list(known)[-1]}")
+    return role
+
+
+def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> str:
+    """Text, or a list of parts of type text, which are joined as chat templates join them: with nothing between."""
+    if isinstance(value, list) and value:
+        value = "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(value))
+    if has_calls and not has_value(value):
+        return ""
+    if role == "tool" and isinstance(value, str):  # a command that prints nothing has answered all the same
+        return encodable(value, where)
+    return text(value, where)
+
+
+def _part(value: Any, where: str) -> str:
+    part = mapping(value, where, 'a part such as {"type": "text", "text": ...}')
+    type_ = part.get("type")
+    if type_ != "text":
+        found = f"has no `type`; it has {keys_of(part)}" if type_ is None else f"is of type {shown(type_)}"
+        raise BadRow(f"{where} {found}; only parts of type 'text' are supported")
+    only_keys(part, ("type", "text"), where)
+    if not isinstance(part.get("text"), str):
+        raise BadRow(f"{where}.text is {kind(part.get('text'))}; expected text")
+    return encodable(part["text"], f"{where}.text")
+
+
+def _calls(item: Row, role: str, where: str) -> tuple[Call, ...]:
+    found = [key for key in ("tool_calls", "function_call") if has_value(item.get(key))]
+    if found and role != "assistant":
+        raise BadRow(f"{where} is from {role} and has {names(found)}; only an assistant calls tools")
+    if len(found) == 2:
+        raise BadRow(f"{where} has {names(found)}, the new and the old name of the same; keep one")
+    if found == ["function_call"]:
+        function = called(item["function_call"], f"{where}.function_call")
+        return ({"type": "function", "function": function},)
+    return tool_calls(item.get("tool_calls"), f"{where}.tool_calls")
+
+
+def _call_id(item: Row, role: str, where: str) -> str | None:
+    found = optional_text(item.get("tool_call_id"), f"{where}.tool_call_id") or None
+    if found and role != "tool":
+        raise BadRow(f"{where} is from {role} and has `tool_call_id`; only a tool answers calls")
+    return found
+
+
+def _reasoning(item: Row, role: str, where: str) -> str | None:
+    """What the assistant thought; the names in use all say the same."""
+    found = {key: optional_text(item.get(key), f"{where}.{key}") for key in REASONING}
+    found = {key: thought for key, thought in found.items() if thought}
+    if found and role != "assistant":
+        raise BadRow(f"{where} is from {role} and has {names(found)}; only an assistant thinks aloud")
+    if len(set(found.values())) > 1:
+        raise BadRow(f"{where} has {names(found)}, which say different things; keep one")
+    return next(iter(found.values()), None)
+
+
+def _train(item: Row, role: str, where: str) -> bool:
+    """Whether a message is trained, by `train` or by OpenAI's `weight`; every assistant's is where neither is given.
+
+    weight: https://platform.openai.com/docs/guides/supervised-fine-tuning, 0 or 1 there as well.
+    """
+    train, weight = item.get("train"), item.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise BadRow(f"{where}.train is {shown(train)}; expected true or false")
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise BadRow(f"{where}.weight is {shown(weight)}; expected 0 or 1: a share of a message is not supported")
+    said = {bool(value) for value in (train, weight) if value is not None}
+    if len(said) == 2:
+        raise BadRow(f"{where}.train is {shown(train)} and its weight {shown(weight)}; keep one")
+    if role == "assistant":
+        return said != {False}
+    if True in said:
+        key = "train" if train else "weight"
+        raise BadRow(
+            f"{where} is from {role} and has `{key}: {shown(item[key])}`; only an assistant's messages are trained "
+            "(objective.train_on: all trains every token)"
+        )
+    return True  # without meaning: as if nothing were said
+
+
+# --- sharegpt
+
+
+def turns(value: Any, where: str) -> list[Message]:
+    """[{from, value, ...}, ...]"""
+    return [_turn(item, f"{where}[{i}]") for i, item in enumerate(items(value, where))]
+
+
+def _turn(value: Any, where: str) -> Message:
+    item = _with_keys(value, "from", "value", where)
+    role = _role(item["from"], SPEAKERS, f"{where}.from")
+    only_keys(item, SHAREGPT_KEYS, where)
+    train, name = _train(item, role, where), optional_text(item.get("name"), f"{where}.name") or None
+    if item["from"] in CALLING:
+        return Message(role, "", train=train, tool_calls=calls_of_turn(item["value"], f"{where}.value"), name=name)
+    return Message(role, _content(item["value"], role, f"{where}.value"), train=train, name=name)
+
+
+# --- conversations
+
+
+def conversation(found: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
+    """The messages in an order that makes sense, after a row's `system`, where that is not among them."""
+    _check_order(found)
+    if not any(message.role == "assistant" for message in found):
+        raise BadRow("no assistant message, so there is nothing to train on")
+    if not any(message.role == "assistant" and message.train for message in found):
+        raise BadRow("every assistant message has `train: false` or `weight: 0`, so there is nothing to train on")
+    return Conversation((*_system(found[0], system), *found), tools)
+
+
+def context(found: Sequence[Message]) -> list[Message]:
+    """Messages that are seen, not trained."""
+    return [replace(message, train=False) if message.role == "assistant" else message for message in found]
+
+
+def _system(first: Message, system: str) -> tuple[Message, ...]:
+    if not system or (first.role in FIRST and first.content == system):
+        return ()
+    if first.role in FIRST:
+        raise BadRow(
+            f"`system` is {shown(system)}, but message 0 ({first.role}) is {shown(first.content)}; keep one of them"
+        )
+    return (Message("system", system),)
+
+
+def _check_order(found: Sequence[Message]) -> None:
+    # One system or developer message at most: templates that know both take the first, and some drop a second unseen.
+    start = 1 if found and found[0].role in FIRST else 0
+    before: Message | None = found[0] if start else None
+    waiting: list[str | None] = []  # ids of calls without an answer so far
+    for i, message in enumerate(found[start:], start):
+        expected = _expected(before, waiting)
+        if message.role != expected:
+            after = f"after {before.role}" if before else "first"
+            raise BadRow(
+                f"message {i} ({after}) is from {message.role}; expected {expected}{_why(before, message, waiting)}"
+            )
+        if message.role == "tool":
+            _answer(waiting, message, i)
+        else:
+            waiting = [call.get("id") for call in message.tool_calls]
+        before = message
+    if waiting and before and before.role == "tool":
+        raise BadRow(f"the conversation ends at message {len(found) - 1} (tool){_why(before, None, waiting)}")
+
+
+def _expected(before: Message | None, waiting: list[str | None]) -> str:
+    if waiting:
+        return "tool"
+    return "assistant" if before and before.role in ("user", "tool") else "user"
+
+
+def _why(before: Message | None, message: Message | None, waiting: list[str | None]) -> str:
+    """What explains an expected role that is not plain from the one before."""
+    if waiting:
+        ids = [id_ for id_ in waiting if id_]
+        return f"; calls without an answer so far: {len(waiting)}" + (f" ({names(ids)})" if ids else "")
+    if message and message.role == "tool" and before and before.role != "user":
+        return (
+            ": every call has its answer"
+            if before.role == "tool"
+            else ": the message before it has no `tool_calls` to answer (calls written into its text are not seen)"
+        )
+    return ""
+
+
+def _answer(waiting: list[str | None], message: Message, i: int) -> None:
+    """Takes the call that a tool answers off the list: the one it names, else the first."""
+    if message.tool_call_id is None:
+        waiting.pop(0)
+    elif message.tool_call_id in waiting:
+        waiting.remove(message.tool_call_id)
+    else:
+        ids = [id_ for id_ in waiting if id_]
+        raise BadRow(
+            f"message {i} (tool) answers the call {shown(message.tool_call_id)}; the calls that wait for an answer "
+            + (f"are {names(ids)}" if ids else "have no `id`")
+        )

@@ -1,0 +1,153 @@
+"""Values of a row: how a message calls and shows them, and text, lists and JSON checked with their place."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from finetune.data.samples import BadRow
+
+Row = Mapping[str, Any]
+
+SHOWN = 60  # characters of a value in a message
+LISTED = 12  # columns in a message
+
+
+class Misfit(BadRow):
+    """The row is not of this format at all; a plain BadRow is of it, but cannot be used."""
+
+
+_KINDS = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    tuple: "a list",
+}
+
+
+_SHORT = reprlib.Repr()  # looks at the beginning only of what is large, and not into what is nested deeply
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 3, 3, 3, SHOWN, SHOWN
+
+
+def kind(value: Any) -> str:
+    """What a message calls a value: text, a number, a list, an object, null."""
+    return "an object" if isinstance(value, Mapping) else _KINDS.get(type(value), type(value).__name__)
+
+
+def shown(value: Any) -> str:
+    """A value, short enough for a message."""
+    whole = _SHORT.repr(value)
+    return whole if len(whole) <= SHOWN else f"{whole[: SHOWN - 3]}..."
+
+
+def names(found: Iterable[Any]) -> str:
+    """`a`, `b`: names as a message lists them."""
+    return ", ".join(f"`{name if len(str(name)) <= SHOWN else str(name)[: SHOWN - 3] + '...'}`" for name in found)
+
+
+def columns_of(row: Row) -> str:
+    """The row's columns, the first dozen."""
+    more = f" and {len(row) - LISTED} more" if len(row) > LISTED else ""
+    return f"the columns {names(list(row)[:LISTED])}{more}" if row else "no columns"
+
+
+def keys_of(item: Row) -> str:
+    """The keys of an object in a row, the first dozen."""
+    return names(list(item)[:LISTED]) or "nothing"
+
+
+def has_value(value: Any) -> bool:
+    """Whether a key says anything. Parquet gives every struct all keys, null where a row had none."""
+    return not (value is None or (isinstance(value, str | list | tuple | Mapping) and len(value) == 0))
+
+
+def text(value: Any, where: str) -> str:
+    """A text that says something."""
+    if not isinstance(value, str):
+        raise BadRow(f"{where} is {kind(value)}; expected text")
+    if not value.strip():
+        raise BadRow(f"{where} is empty; expected text")
+    return encodable(value, where)
+
+
+def optional_text(value: Any, where: str) -> str:
+    """An absent, null or empty value is an empty text; anything else that is not text is an error."""
+    return text(value, where) if has_value(value) else ""
+
+
+def encodable(value: str, where: str) -> str:
+    """A text that UTF-8 can spell: JSON can spell half of a surrogate pair, UTF-8 cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        _half_a_character(value, error, where)
+    return value
+
+
+def _half_a_character(value: str, error: UnicodeEncodeError, where: str) -> NoReturn:
+    raise BadRow(f"{where} has half a character ({value[error.start]!a}) at {error.start}; write it whole") from None
+
+
+def mapping(value: Any, where: str, expected: str) -> Row:
+    """An object; `expected` says of what."""
+    if not isinstance(value, Mapping):
+        raise BadRow(f"{where} is {kind(value)} ({shown(value)}); expected {expected}")
+    return value
+
+
+# --- JSON inside of rows
+
+
+def from_json(value: str, where: str) -> Any:
+    """What a JSON text says."""
+    try:
+        return json.loads(value, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        near = shown(value[max(0, error.pos - 20) : error.pos + 20])
+        raise BadRow(
+            f"{where} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}, near {near}"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of too many digits, NaN, nested too deeply
+        raise BadRow(f"{where} is JSON that cannot be read: {error}") from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def json_object(value: Mapping[str, Any], where: str, *, is_text: bool = False) -> dict[str, Any]:
+    """An object that a template can write as JSON; unless it came as text, without keys whose value is null.
+
+    Parquet's structs have every key that any row of the file has, null where this row had none: a null that stays
+    would be rendered, so the model would be trained to write arguments that nobody gave. A null that is meant stays
+    where the object is given as JSON text, and inside lists, to which Parquet adds nothing.
+    """
+    try:
+        found = dict(value) if is_text else _without_nulls(value)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        _half_a_character(error.object, error, where)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow(f"{where} cannot be written as JSON: {error}") from None
+    return found
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def json_list(value: Any, where: str, of: str) -> Sequence[Any]:
+    """A list, or the list that a JSON text says; null and empty are an empty one."""
+    if not has_value(value):
+        return []
+    found = from_json(value, where) if isinstance(value, str) else value
+    if not isinstance(found, list):
+        raise BadRow(f"{where} is {kind(found)} ({shown(found)}); expected a list of {of}")
+    return found
