@@ -116,12 +116,24 @@ def check(
 def inspect(
     recipe: RecipePath,
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=1, help="Examples to show.")] = 3,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Examples to show: 3, on a page 20, each source in turn.")
+    ] = None,
+    row: Annotated[
+        list[str] | None, typer.Option(metavar="PATH:NUMBER", help="This row instead; again for more of them.")
+    ] = None,
+    packed: Annotated[int | None, typer.Option(min=0, help="Packed rows to show: 0, on a page 2.")] = None,
+    on_eval: Annotated[bool, typer.Option("--eval", help="data.eval instead of data.train.")] = False,
+    totals: Annotated[bool, typer.Option("--totals", help="No examples, only what they add up to.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Borders between tokens, and their ids.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Long examples without leaving out their middle.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page to read in a browser.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What the model will see: examples with the trained tokens coloured, and what was dropped.
 
     With --json one object per example: path, row, input_ids, labels (-100 where not trained), before packing.
+    With --json --totals one object with every count.
 
     Example: [bold]python -m finetune inspect recipes/quickstart/full.yaml --rows 2[/bold]
     """
@@ -129,9 +141,10 @@ def inspect(
 
     loaded = load_recipe(recipe, overrides or ())
     quiet_libraries()
-    from finetune.planning.inspect import print_examples, print_json_lines
+    from finetune.planning.inspect import Asked, inspect
 
-    (print_json_lines if as_json else print_examples)(loaded, rows)
+    asked = Asked(rows, tuple(row or ()), packed, on_eval, totals, tokens, full, html, as_json)
+    inspect(loaded, recipe, asked, Console())
 
 
 @app.command()

@@ -106,6 +106,8 @@ def test_console_script() -> None:
         (["train"], "Missing argument 'RECIPE'"),
         (["check", "--procs", "2"], "No such option: --procs"),
         (["inspect", "x.yaml", "--rows", "0"], "Invalid value for '--rows'"),
+        (["inspect", "recipes/quickstart/full.yaml", "--json", "--html", "a.html"], "--html has no effect beside"),
+        (["inspect", "recipes/quickstart/full.yaml", "--html", "a.yaml"], "expected the name of a page to write"),
         (["train", "absent.yaml"], "absent.yaml"),
         (["check", "absent.yaml"], "absent.yaml"),
         (["generate", "runs/absent", "hello"], "runs/absent: no result here"),
@@ -447,7 +449,20 @@ def test_inspect_shows_examples_and_totals(
     supervised = sum(label != -100 for example in every for label in example["labels"])
     assert "examples 120" in text
     assert f"tokens {tokens:,}, {supervised / tokens:.1%} supervised" in text
-    assert "dropped overlong" in text
+    assert "dropped overlong 0" in text
+
+
+def test_inspect_writes_a_page_and_totals(
+    here: Callable[..., Outcome], recipe: dict[str, Any], write_recipe: Any, tmp_path: Path
+) -> None:
+    path, page = write_recipe(recipe), tmp_path / "inspect.html"
+    code, out, _ = here("inspect", path, "--eval", "--html", page, "--rows", 4)
+    assert code == 0
+    assert out.startswith(f"wrote {page}: 4 examples, ")
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    code, out, _ = here("inspect", path, "--json", "--totals")
+    assert code == 0
+    assert json.loads(out)["examples"] == 120
 
 
 def test_schema_is_the_shipped_one(here: Callable[..., Outcome]) -> None:

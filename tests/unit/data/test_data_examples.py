@@ -11,7 +11,7 @@ import pytest
 from data_helpers import byte_level, conversation, prepare, recipe, text_tokenizer, trained_ids, write_jsonl
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import UNTRAINED, prepare_examples, render_rich, to_json_lines
+from finetune.data import UNTRAINED, prepare_examples
 from finetune.data.examples import choose
 from finetune.errors import UserError
 
@@ -301,23 +301,3 @@ def test_two_processes_at_once_build_an_entry_once(tmp_path, cache_folder):
     assert found[0][1] == found[1][1]
     assert len(list(cache_folder.rglob("report.json"))) == 1
     assert list(cache_folder.rglob("*.tmp")) == []
-
-
-# --- for people
-
-
-def test_json_lines(texts):
-    lines = list(to_json_lines(prepare(texts), 2))
-    assert len(lines) == 2
-    assert json.loads(json.dumps(lines[0])).keys() == {"path", "row", "input_ids", "labels"}
-    assert len(list(to_json_lines(prepare(texts)))) == 4
-
-
-def test_rich_text_shows_special_tokens_and_colours_what_is_trained(tmp_path):
-    path = write_jsonl(tmp_path / "chat.jsonl", [{"messages": conversation("hello", "naïve 🦊")}])
-    tokenizer = byte_level(("<|im_start|>", "<|im_end|>"))
-    examples = prepare(path, "messages", tokenizer=tokenizer, model__chat_template="chatml")
-    shown = render_rich(examples[0], tokenizer)
-    assert shown.plain == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nnaïve 🦊<|im_end|>\n"
-    green = [shown.plain[s.start : s.end] for s in shown.spans if "green" in str(s.style)]
-    assert "".join(green) == "naïve 🦊<|im_end|>"
