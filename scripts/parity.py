@@ -52,6 +52,10 @@ CASES = (
     Case("lora accumulate 1", (*LORA, "batch.rows_per_device=4")),
     Case("full unpacked", ("data.packing=false",)),
     Case("lora unpacked", (*LORA, "data.packing=false")),
+    Case(
+        "full token budget",  # 3 to 8 forwards a step
+        ("data.packing=false", "data.max_length=32", "batch.rows=9", "batch.tokens_per_device=40"),
+    ),
     Case("full tied", (), model="llama_tied"),
     Case("lora tied", LORA, model="llama_tied"),
     Case("full from scratch", (), model="llama_tied", from_scratch=True),

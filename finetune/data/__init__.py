@@ -1,13 +1,13 @@
 """Data: sources -> formats -> chat rendering and masks -> length policy -> packing -> global order -> batches."""
 
-from finetune.data.batch import Batch, Loader, collate, shifted_targets
+from finetune.data.batch import Batch, Loader, OrderedRows, RunRows, collate, deal, shifted_targets
 from finetune.data.chat import UNTRAINED, Renderer, render, renderer
 from finetune.data.chat_template import Template, built_in_templates, resolve_template
 from finetune.data.dataset import Dataset, build_dataset, template_notes
 from finetune.data.examples import Example, Examples, cache_root, prepare_examples
 from finetune.data.formats import FORMATS, parse_row
-from finetune.data.order import RowOrder
-from finetune.data.packing import Rows, one_per_row, pack
+from finetune.data.order import RowOrder, group_rows
+from finetune.data.packing import Rows, one_per_row, pack, row_work
 from finetune.data.report import Report, SourceReport
 from finetune.data.samples import BadRow, Conversation, Message, PromptCompletion, Text
 from finetune.data.show import render_rich, to_json_lines
@@ -25,11 +25,13 @@ __all__ = [
     "Examples",
     "Loader",
     "Message",
+    "OrderedRows",
     "PromptCompletion",
     "Renderer",
     "Report",
     "RowOrder",
     "Rows",
+    "RunRows",
     "SourceReport",
     "Template",
     "Text",
@@ -38,6 +40,8 @@ __all__ = [
     "cache_root",
     "check_template",
     "collate",
+    "deal",
+    "group_rows",
     "one_per_row",
     "pack",
     "parse_row",
@@ -47,6 +51,7 @@ __all__ = [
     "render_rich",
     "renderer",
     "resolve_template",
+    "row_work",
     "shifted_targets",
     "template_notes",
     "to_json_lines",

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.data.examples import UNTRAINED, Example, Examples
@@ -29,22 +31,8 @@ class Batch:
     document_lengths: tuple[int, ...]  # tokens; they sum to T
     documents: tuple[tuple[str, int], ...]  # (path, row) of each document that counts
     num_supervised: int  # targets: labels that are not -100
-    num_tokens: int  # tokens of documents that count; fillers (`Loader`) are in T and not in here
+    num_tokens: int  # tokens of documents that count; a filler (`Loader`) has T and none of these
     index: int = 0  # number of this micro-batch within its step, over all processes; seeds dropout
-
-    def to(self, device: torch.device | str) -> Batch:
-        """The same with its tensors on `device`."""
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device),
-            labels=self.labels.to(device),
-            position_ids=self.position_ids.to(device),
-        )
-
-    @property
-    def shifted_targets(self) -> tuple[Tensor, Tensor]:
-        """Shorthand for `shifted_targets(self)`."""
-        return shifted_targets(self)
 
 
 def collate(examples: Sequence[Example], index: int = 0) -> Batch:
@@ -91,70 +79,119 @@ def shifted_targets(batch: Batch) -> tuple[Tensor, Tensor]:
     return positions, following[positions]
 
 
+class RunRows(Protocol):
+    """The rows of a run at their positions (0-based), whatever they come from."""
+
+    def lengths(self, position: int) -> NDArray[np.int64]:
+        """Tokens of every document of the row at a position; asked of all rows of a step, by every process."""
+        ...
+
+    def documents(self, position: int) -> list[Example]:
+        """The documents themselves, in the same order; asked where they are trained on."""
+        ...
+
+
+@dataclass(frozen=True)
+class OrderedRows:
+    """Rows of examples on disk, in an order; as they lie where there is none (evaluation)."""
+
+    examples: Examples
+    rows: Rows
+    order: RowOrder | None = None
+
+    def lengths(self, position: int) -> NDArray[np.int64]:
+        return self.examples.lengths[self._members(position)]
+
+    def documents(self, position: int) -> list[Example]:
+        return [self.examples[int(member)] for member in self._members(position)]
+
+    def _members(self, position: int) -> NDArray[np.int64]:
+        return self.rows[position if self.order is None else self.order.row_at(position)]
+
+
 @dataclass(frozen=True)
 class Loader:
     """Deals the rows of a run to processes; the same rows in the same micro-batches at any world size.
 
         step s, rows_per_step 8, rows_per_device 2     row positions 8s+0 .. 8s+7
-        micro-batch m                                  0: 8s+0,1   1: 8s+2,3   2: 8s+4,5   3: 8s+6,7
-        of world_size 1 / 2                            rank 0 0 0 0 / rank 0 1 0 1
+        micro-batch m (`Batch.index`)                  0: 8s+0,1   1: 8s+2,3   2: 8s+4,5   3: 8s+6,7
 
-    Where the run ends within a step (position >= total_rows), earlier rows stand in with every label -100: each
-    process has a forward to do and nothing is trained twice.
+    With `tokens_per_device` the rows of a step are sorted by length instead, longest first, and cut into micro-batches
+    of at most so many tokens; there may be more of them in one step than in another.
+
+    Which process runs a micro-batch follows from its work, the sum of squared document lengths: the heaviest run first,
+    at the same time, one on each process; then the next heaviest, dealt the other way round, so that sums even out too.
+    What does not fit into memory shows at once.
+
+        work of 0..3 is 5, 9, 8, 4; world_size 2       rank 0: micro-batches 1, 3    rank 1: micro-batches 2, 0
+
+    Every process gets equally many: where they do not divide, as at the end of a run, the shortest document of the step
+    stands in with every label -100. There is a forward to do, and nothing is trained twice.
     """
 
-    examples: Examples
-    rows: Rows
-    order: RowOrder
+    rows: RunRows
     rows_per_step: int  # over all processes
-    rows_per_device: int  # in one micro-batch
+    rows_per_device: int  # in one micro-batch, unless `tokens_per_device` says it
     rank: int
     world_size: int
     total_rows: int  # row positions of the run
+    tokens_per_device: int | None = None  # no less than the longest row has
 
     def __post_init__(self) -> None:
-        if self.rows_per_step % (self.rows_per_device * self.world_size):
+        if self.tokens_per_device is None and self.rows_per_step % (self.rows_per_device * self.world_size):
             raise UserError(divisibility_message(self.rows_per_step, self.rows_per_device, self.world_size))
 
-    @property
-    def micro_batches_per_step(self) -> int:
-        """Over all processes."""
-        return self.rows_per_step // self.rows_per_device
-
     def step(self, step: int) -> list[Batch]:
-        """Micro-batches of this rank for optimizer step `step` (0-based), in order."""
+        """Micro-batches of this rank for optimizer step `step` (0-based), heaviest first."""
         first = step * self.rows_per_step
         if not 0 <= first < self.total_rows:
             raise IndexError(f"step {step} begins at row {first} of a run of {self.total_rows} rows")
-        mine = range(self.rank, self.micro_batches_per_step, self.world_size)
-        return [self._micro_batch(m, first + m * self.rows_per_device) for m in mine]
+        return list(self._dealt(range(first, min(first + self.rows_per_step, self.total_rows))))
 
     def all_batches(self) -> Iterator[Batch]:
-        """Every row once, in order, for evaluation; all ranks get the same number of micro-batches."""
-        count = -(-len(self.rows) // self.rows_per_device)
-        for first in range(0, count, self.world_size):
-            m = first + self.rank
-            places = range(m * self.rows_per_device, (m + 1) * self.rows_per_device)
-            real = [place for place in places if place < len(self.rows)]
-            # A whole micro-batch too many: one masked row keeps the ranks in step.
-            yield self._assemble(m, [(place, True) for place in real] or [(0, False)])
+        """Every row once, for evaluation; all ranks get the same number of micro-batches."""
+        return self._dealt(range(self.total_rows))
 
-    def _micro_batch(self, index: int, first: int) -> Batch:
-        positions = range(first, first + self.rows_per_device)
-        chosen = [(self.order.row_at(p % self.total_rows), p < self.total_rows) for p in positions]
-        return self._assemble(index, chosen)
+    def _dealt(self, positions: range) -> Iterator[Batch]:
+        lengths = [self.rows.lengths(position) for position in positions]
+        tokens = np.array([found.sum() for found in lengths])  # (rows,)
+        work = np.array([(found**2).sum() for found in lengths])  # (rows,)
+        cut = self._cut(tokens)
+        for m in deal([int(work[places].sum()) for places in cut], self.rank, self.world_size):
+            if m < len(cut):
+                yield collate([one for i in cut[m] for one in self.rows.documents(positions[i])], m)
+            else:
+                shortest = min(range(len(lengths)), key=lambda i: lengths[i].min())
+                yield _filler(self.rows.documents(positions[shortest])[int(lengths[shortest].argmin())], m)
 
-    def _assemble(self, index: int, rows: Sequence[tuple[int, bool]]) -> Batch:
-        """`rows`: (row, whether it counts); one that does not is masked."""
-        documents = [(self.examples[int(member)], counts) for row, counts in rows for member in self.rows[row]]
-        batch = collate([example if counts else _masked(example) for example, counts in documents], index)
-        counted = [example for example, counts in documents if counts]
-        return replace(
-            batch,
-            documents=tuple((example.path, example.row) for example in counted),
-            num_tokens=sum(len(example.input_ids) for example in counted),
-        )
+    def _cut(self, tokens: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Rows, of as many `tokens` each, in micro-batches."""
+        if self.tokens_per_device is None:
+            ends = range(self.rows_per_device, len(tokens), self.rows_per_device)
+            return np.split(np.arange(len(tokens)), ends)
+        order = np.argsort(-tokens, kind="stable")
+        ends, held = [], 0
+        for i, found in enumerate(tokens[order].tolist()):
+            held += found
+            if held > self.tokens_per_device and i:
+                ends.append(i)
+                held = found
+        return np.split(order, ends)
 
 
-def _masked(example: Example) -> Example:
-    return replace(example, labels=np.full_like(example.labels, UNTRAINED))
+def deal(work: Sequence[int], rank: int, world_size: int) -> list[int]:
+    """Numbers of the micro-batches that a rank runs, in its order; beyond the last number where it runs a filler.
+
+    work: of each micro-batch. Its `world_size` heaviest run at the same time, then the next, in turns from the first
+    rank to the last and back.
+    """
+    heaviest_first = np.argsort(-np.asarray(work, np.int64), kind="stable").tolist()
+    numbers = heaviest_first + list(range(len(work), -(-len(work) // world_size) * world_size))
+    at_once = [numbers[i : i + world_size] for i in range(0, len(numbers), world_size)]
+    return [slot[rank if i % 2 == 0 else -1 - rank] for i, slot in enumerate(at_once)]
+
+
+def _filler(example: Example, index: int) -> Batch:
+    """A forward that trains nothing and counts for nothing."""
+    masked = replace(example, labels=np.full_like(example.labels, UNTRAINED))
+    return replace(collate([masked], index), documents=(), num_tokens=0)

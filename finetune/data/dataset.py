@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.batch import OrderedRows
 from finetune.data.chat_template import resolve_template
 from finetune.data.examples import Examples, prepare_examples
-from finetune.data.packing import Rows, one_per_row, pack
+from finetune.data.order import RowOrder, group_rows
+from finetune.data.packing import Rows, one_per_row, pack, row_work
 from finetune.data.template_check import check_template
 from finetune.errors import UserError
 from finetune.recipe import Recipe
@@ -46,6 +48,12 @@ class Dataset:
     def efficiency(self, max_length: int) -> float:
         """Tokens over the room in all rows."""
         return self.tokens / (len(self.rows) * max_length)
+
+    def in_order(self, recipe: Recipe) -> OrderedRows:
+        """As a run sees them: a pure function of the recipe and the rows, the same on any number of processes."""
+        group = group_rows(recipe.data.balance, recipe.batch.rows)
+        work = row_work(self.rows, self.examples.lengths)
+        return OrderedRows(self.examples, self.rows, RowOrder(len(self.rows), recipe.run.seed, work, group))
 
     def unpacked(self) -> Dataset:
         """The same examples, one in a row."""

@@ -27,13 +27,14 @@ _KINDS = {DistributedType.FSDP: "fsdp2", DistributedType.DEEPSPEED: "zero"}
 def check_launch(recipe: Recipe, recipe_file: str, launch: Launch) -> int:
     """Everything about the pair of recipe and launch that can be known before a process group exists.
 
-    Returns the micro-batches that each process runs per step. Raises UserError.
+    Returns the micro-batches that each process runs per step; with `tokens_per_device` the most there can be. Raises
+    UserError.
     """
     unit = recipe.batch.rows_per_device * launch.processes
-    if recipe.batch.rows % unit:
+    if recipe.batch.rows % unit and recipe.batch.tokens_per_device is None:
         message = divisibility_message(recipe.batch.rows, recipe.batch.rows_per_device, launch.processes)
         raise UserError(f"{recipe_file} on {launch.name}: batch.rows: {message}")
-    micro_batches = recipe.batch.rows // unit
+    micro_batches = -(-recipe.batch.rows // unit)
     check_agreement(recipe, recipe_file, launch, micro_batches)
     return micro_batches
 

@@ -55,7 +55,7 @@ class Zero(Engine):
         config = self.plugin.deepspeed_config
         config.update(
             train_micro_batch_size_per_gpu=1,  # rows are ours; DeepSpeed only checks that the product fits
-            gradient_accumulation_steps=micro_batches,
+            gradient_accumulation_steps=micro_batches,  # of no effect: `backward` says where a step ends
             train_batch_size=micro_batches * self.world_size,
             gradient_clipping=self.max_grad_norm or 0.0,
             zero_force_ds_cpu_optimizer=False,

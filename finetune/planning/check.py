@@ -66,7 +66,9 @@ def _check_launch(recipe: Recipe, path: Path, config_file: Path | None, processe
 
     launch = read_config_file(str(config_file), processes) if config_file else Launch("replicated", processes or 1)
     micro_batches = check_launch(recipe, str(path), launch)
-    report.facts["launch"] = f"{launch.where}, {launch.processes} processes, {micro_batches} forwards each per step"
+    most = "" if recipe.batch.tokens_per_device is None else "at most "
+    forwards = f"{most}{micro_batches} forwards each per step"
+    report.facts["launch"] = f"{launch.where}, {launch.processes} processes, {forwards}"
 
 
 def _check_data(recipe: Recipe, report: Report) -> None:

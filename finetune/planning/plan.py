@@ -21,7 +21,7 @@ class Plan:
     world_size: int
     device: str
     steps: int  # optimizer steps of the whole run
-    micro_batches: int  # per step and process
+    micro_batches: int  # per step and process; with batch.tokens_per_device the most there can be
     rows_per_epoch: int  # packed rows
     total_rows: int  # of the whole run; the last step may be short
     examples: int

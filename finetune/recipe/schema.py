@@ -140,8 +140,8 @@ class Data(Section):
     on_bad_row: Literal["error", "skip"] = "error"
     max_bad_share: Share = 0.01  # with on_bad_row: skip, more than this share of bad rows is an error all the same
     mixture: Mixture | None = None  # null: an epoch is every source, each as often as its `weight` says
-    # Forwards of like attention work (the sum of squared document lengths) that follow each other in the order, so that
-    # up to as many processes work equally long; 1: an order without regard to work.
+    # Rows of like attention work (the sum of squared document lengths) that follow each other in the order, so that as
+    # many processes work equally long (with rows_per_device: 2 half as many); 1: an order without regard to work.
     balance: Count = 8
     streaming: bool = False  # `train` is read as it is needed, not beforehand; needs `train.max_steps`
     window: Count = 10_000  # with streaming: source rows that are shuffled and packed together
@@ -215,6 +215,7 @@ Acceptable = Literal[
     "data.max_length",
     "data.overlong",
     "data.packing",
+    "data.balance",
     "objective",
 ]
 

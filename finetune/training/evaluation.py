@@ -40,6 +40,7 @@ class Generation:
 class Evaluator:
     engine: Engine
     loader: Loader
+    examples: Examples  # that the loader deals
     attention: AttentionChoice
     tokenizer: PreTrainedTokenizerFast
     recipe: Evaluate
@@ -76,7 +77,7 @@ class Evaluator:
 
     def _generations(self, wanted: int) -> list[Generation]:
         """The first `wanted` examples, dealt to ranks in turn, back in order on every rank."""
-        questions = [q for q in (question(self.loader.examples, i) for i in range(_limit(self, wanted))) if q]
+        questions = [q for q in (question(self.examples, i) for i in range(_limit(self, wanted))) if q]
         mine = questions[self.engine.rank :: self.engine.world_size]
         rounds = -(-len(questions) // (_PROMPTS_AT_ONCE * self.engine.world_size))
         outputs: list[list[int]] = []
@@ -91,7 +92,7 @@ class Evaluator:
         return greedy(self.engine, prompts, self._end_ids(), self._pad_id(), self.recipe.max_new_tokens)
 
     def _end_ids(self) -> set[int]:
-        return end_ids(self.loader.examples, self.tokenizer)
+        return end_ids(self.examples, self.tokenizer)
 
     def _pad_id(self) -> int:
         assert isinstance(self.tokenizer.pad_token_id, int)  # load_tokenizer sees to it
@@ -108,7 +109,7 @@ class Evaluator:
 
 
 def _limit(evaluator: Evaluator, wanted: int) -> int:
-    return min(wanted, len(evaluator.loader.examples))
+    return min(wanted, len(evaluator.examples))
 
 
 def question(examples: Examples, index: int) -> Question | None:

@@ -15,6 +15,9 @@ _SHOWN_CHARACTERS = 300
 
 def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
     supervised = plan.supervised_tokens_per_epoch / plan.tokens_per_epoch
+    forwards = f"{plan.micro_batches} forwards of {recipe.batch.rows_per_device}"
+    if recipe.batch.tokens_per_device is not None:
+        forwards = f"forwards of at most {recipe.batch.tokens_per_device:,} tokens"
     facts = {
         "runs on": f"{plan.where}: {plan.world_size} x {plan.device}",
         "model": f"{plan.parameters:,} parameters, {plan.trainable_parameters:,} trained ({recipe.mode})",
@@ -22,8 +25,7 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
         "attention": plan.attention,
         "data": f"{plan.examples:,} examples, {plan.tokens_per_epoch:,} tokens, {supervised:.0%} supervised",
         "rows": f"{plan.rows_per_epoch:,} of {recipe.data.max_length:,} tokens, {plan.packing_efficiency:.1%} full",
-        "steps": f"{plan.steps:,} of {recipe.batch.rows} rows: {plan.micro_batches} forwards of "
-        f"{recipe.batch.rows_per_device} on each of {plan.world_size}",
+        "steps": f"{plan.steps:,} of {recipe.batch.rows} rows: {forwards} on each of {plan.world_size}",
     }
     table = Table(title=recipe.run.name, show_header=False, title_justify="left")
     for name, value in facts.items():

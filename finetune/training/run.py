@@ -17,7 +17,7 @@ from rich.markup import escape
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.checkpoints import Saver, newest_good, resume, start_anew
-from finetune.data import Dataset, Loader, RowOrder, build_dataset, template_notes
+from finetune.data import Dataset, Loader, OrderedRows, RunRows, build_dataset, template_notes
 from finetune.engine import Engine, autocast_forward, check_launch, read_launch, start_engine
 from finetune.errors import STOPPED_STATUS, Stopped, UserError
 from finetune.export import model_card, save_result
@@ -109,7 +109,7 @@ class Run:
         model = self._load(config)
         self.plan = self._plan(model, micro_batches)
         engine.wrap(model, lambda named: build_optimizers(recipe.optimizer, named), micro_batches)
-        self.loader = self._loader(self.training, self.plan.total_rows)
+        self.loader = self._loader(self.training.in_order(recipe), self.plan.total_rows)
         self.evaluator = self._evaluator()
         self.checkpoints = self.folder / "checkpoints"
         self.trackers: dict[str, str] = {}  # run ids that a checkpoint knows
@@ -121,8 +121,8 @@ class Run:
         """Where an architecture cannot keep documents apart: one per forward, said aloud."""
         if self.attention.isolates_documents:
             return
-        if self.recipe.batch.rows_per_device != 1:
-            raise UserError(f"{self.attention.reason}: set batch.rows_per_device: 1")
+        if self.recipe.batch.rows_per_device != 1 or self.recipe.batch.tokens_per_device is not None:
+            raise UserError(f"{self.attention.reason}: set batch.rows_per_device: 1, and no tokens_per_device")
         if self.recipe.data.packing:
             self.say(f"[yellow]{self.attention.reason}; packing is off[/yellow]")
         self.training = self.training.unpacked()
@@ -160,26 +160,24 @@ class Run:
             git_commit=git_commit(),
         )
 
-    def _loader(self, data: Dataset, total_rows: int) -> Loader:
-        recipe, engine = self.recipe, self.engine
-        order = RowOrder(len(data.rows), recipe.run.seed)
-        batch = recipe.batch
+    def _loader(self, rows: RunRows, total_rows: int) -> Loader:
+        batch, engine = self.recipe.batch, self.engine
         return Loader(
-            data.examples,
-            data.rows,
-            order,
+            rows,
             batch.rows,
             batch.rows_per_device,
             engine.rank,
             engine.world_size,
             total_rows,
+            batch.tokens_per_device,
         )
 
     def _evaluator(self) -> Evaluator | None:
         if self.held_out is None:
             return None
-        loader = self._loader(self.held_out, len(self.held_out.rows))
-        return Evaluator(self.engine, loader, self.attention, self.tokenizer, self.recipe.evaluate)
+        examples, rows = self.held_out.examples, self.held_out.rows
+        loader = self._loader(OrderedRows(examples, rows), len(rows))
+        return Evaluator(self.engine, loader, examples, self.attention, self.tokenizer, self.recipe.evaluate)
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint that verifies, or from step 0."""

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from finetune.data import Batch, Loader, RowOrder, build_dataset
+from finetune.data import Batch, Loader, build_dataset
 from finetune.models import attention_for, load_model, load_tokenizer, model_config
 from finetune.models.weights import Placement
 from finetune.objectives import supervised_losses
@@ -22,9 +22,8 @@ CPU = torch.device("cpu")
 
 def loader(recipe: Recipe, rank: int = 0, world_size: int = 1) -> Loader:
     data = build_dataset(recipe, recipe.data.train, load_tokenizer(recipe.model))
-    order = RowOrder(len(data.rows), recipe.run.seed)
     batch = recipe.batch
-    return Loader(data.examples, data.rows, order, batch.rows, batch.rows_per_device, rank, world_size, 10**6)
+    return Loader(data.in_order(recipe), batch.rows, batch.rows_per_device, rank, world_size, 10**6)
 
 
 def reference(made: Path, batches: list[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -69,14 +68,14 @@ def test_accumulated_gradient_is_the_whole_batch_s(
 
 
 def test_a_batch_with_nothing_supervised_has_no_loss_and_no_gradient(recipe: dict[str, Any], write_recipe: Any) -> None:
-    """The filler rows of a run's last step: every rank has a forward, nothing is trained."""
+    """The filler of a run's last step: every rank has a forward, nothing is trained."""
     loaded = load_recipe(write_recipe(recipe))
     config = model_config(loaded.model)
     choice = attention_for(loaded, config, "cpu")
     model = load_model(loaded, config, choice, Placement("load", CPU))
     whole = loader(loaded)
-    short = Loader(whole.examples, whole.rows, whole.order, 4, 2, 0, 1, total_rows=1)
-    batch = short.step(0)[1]
+    short = Loader(whole.rows, 4, 2, rank=1, world_size=2, total_rows=1)
+    (batch,) = short.step(0)
     assert batch.num_supervised == 0
     loss = supervised_losses(model, batch, choice.forward_arguments(batch.document_lengths), CPU).sum()
     loss.backward()
