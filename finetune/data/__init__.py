@@ -1,6 +1,6 @@
 """Data: sources -> formats -> chat rendering and masks -> length policy -> packing -> global order -> batches."""
 
-from finetune.data.batch import Batch, Loader, OrderedRows, RunRows, collate, deal, shifted_targets
+from finetune.data.batch import Batch, Loader, OrderedRows, RunRows, collate, deal, shifted_targets, target_sources
 from finetune.data.chat import UNTRAINED, Renderer, render, renderer
 from finetune.data.chat_template import Template, built_in_templates, resolve_template
 from finetune.data.dataset import Dataset, build_dataset, template_notes
@@ -53,6 +53,8 @@ __all__ = [
     "resolve_template",
     "row_work",
     "shifted_targets",
+    "source_names",
+    "target_sources",
     "template_notes",
     "to_json_lines",
 ]

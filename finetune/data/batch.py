@@ -30,6 +30,7 @@ class Batch:
     position_ids: Tensor  # (1, T) int64, from 0 in every document
     document_lengths: tuple[int, ...]  # tokens; they sum to T
     documents: tuple[tuple[str, int], ...]  # (path, row) of each document that counts
+    sources: tuple[int, ...]  # number of each such document's source
     num_supervised: int  # targets: labels that are not -100
     num_tokens: int  # tokens of documents that count; a filler (`Loader`) has T and none of these
     index: int = 0  # number of this micro-batch within its step, over all processes; seeds dropout
@@ -57,6 +58,7 @@ def collate(examples: Sequence[Example], index: int = 0) -> Batch:
         position_ids=_flat_row(np.concatenate([np.arange(length) for length in lengths])),
         document_lengths=lengths,
         documents=tuple((example.path, example.row) for example in examples),
+        sources=tuple(example.source for example in examples),
         num_supervised=int(np.count_nonzero(labels != UNTRAINED)),
         num_tokens=sum(lengths),
         index=index,
@@ -79,6 +81,15 @@ def shifted_targets(batch: Batch) -> tuple[Tensor, Tensor]:
     return positions, following[positions]
 
 
+def target_sources(batch: Batch) -> Tensor:
+    """(S,) int64: the source that each target of `shifted_targets` is from."""
+    positions, targets = shifted_targets(batch)
+    if not len(targets):
+        return targets
+    of_document, lengths = torch.tensor(batch.sources), torch.tensor(batch.document_lengths)
+    return torch.repeat_interleave(of_document, lengths)[positions]
+
+
 class RunRows(Protocol):
     """The rows of a run at their positions (0-based), whatever they come from."""
 
@@ -88,6 +99,10 @@ class RunRows(Protocol):
 
     def documents(self, position: int) -> list[Example]:
         """The documents themselves, in the same order; asked where they are trained on."""
+        ...
+
+    def epochs(self, position: int) -> float:
+        """Passes over the data that are made when the rows before this position are."""
         ...
 
 
@@ -104,6 +119,9 @@ class OrderedRows:
 
     def documents(self, position: int) -> list[Example]:
         return [self.examples[int(member)] for member in self._members(position)]
+
+    def epochs(self, position: int) -> float:
+        return position / len(self.rows)
 
     def _members(self, position: int) -> NDArray[np.int64]:
         return self.rows[position if self.order is None else self.order.row_at(position)]
@@ -194,4 +212,4 @@ def deal(work: Sequence[int], rank: int, world_size: int) -> list[int]:
 def _filler(example: Example, index: int) -> Batch:
     """A forward that trains nothing and counts for nothing."""
     masked = replace(example, labels=np.full_like(example.labels, UNTRAINED))
-    return replace(collate([masked], index), documents=(), num_tokens=0)
+    return replace(collate([masked], index), documents=(), sources=(), num_tokens=0)

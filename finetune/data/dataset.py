@@ -1,4 +1,4 @@
-"""Examples and how they lie in rows: what training, evaluation, `check` and `inspect` all start from."""
+"""Examples and how they lie in rows: what training, evaluation, `check` and `inspect` all start from. Or a stream."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.batch import OrderedRows
 from finetune.data.chat_template import resolve_template
-from finetune.data.examples import Examples, prepare_examples
+from finetune.data.examples import Example, Examples, prepare_examples
 from finetune.data.order import RowOrder, group_rows
 from finetune.data.packing import Rows, one_per_row, pack, row_work
+from finetune.data.streaming import StreamedRows, open_stream
 from finetune.data.template_check import check_template
 from finetune.errors import UserError
 from finetune.recipe import Recipe
@@ -20,7 +21,20 @@ from finetune.recipe.schema import Source
 
 
 @dataclass(frozen=True)
+class EpochSize:
+    """What one pass over the data has."""
+
+    examples: int
+    rows: int
+    tokens: int
+    supervised_tokens: int
+    packing_efficiency: float  # tokens / (rows * max_length)
+
+
+@dataclass(frozen=True)
 class Dataset:
+    """Examples that are all on the disk."""
+
     examples: Examples
     rows: Rows
 
@@ -32,6 +46,18 @@ class Dataset:
     @property
     def supervised_tokens(self) -> int:
         return int(self.examples.num_trained.sum())
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return tuple(source.name for source in self.examples.report.sources)
+
+    def size(self, max_length: int) -> EpochSize:
+        return EpochSize(
+            len(self.examples), len(self.rows), self.tokens, self.supervised_tokens, self.efficiency(max_length)
+        )
+
+    def first_example(self) -> Example:
+        return self.examples[0]
 
     def facts(self) -> dict[str, int | str]:
         """What tells these rows from others: a checkpoint keeps them. `lengths`: checksum over every example's tokens,
@@ -58,6 +84,48 @@ class Dataset:
     def unpacked(self) -> Dataset:
         """The same examples, one in a row."""
         return Dataset(self.examples, one_per_row(self.examples.lengths))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Training data that is read as it is needed (`data.streaming`)."""
+
+    rows: StreamedRows
+    source_names: tuple[str, ...]
+    identity: str  # changes when the content or what it is made into does
+
+    def size(self, max_length: int) -> None:
+        """Nobody knows before its end."""
+
+    def facts(self) -> dict[str, int | str]:
+        return {"stream": self.identity}
+
+    def in_order(self, recipe: Recipe) -> StreamedRows:
+        return self.rows
+
+    def first_example(self) -> Example:
+        return self.rows.documents(0)[0]
+
+    def unpacked(self) -> Stream:
+        raise UserError("data.streaming: a stream is packed, which this architecture cannot keep apart; set it to false")
+
+
+def build_training(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Dataset | Stream:
+    """What `data.train` gives to train on. Raises UserError."""
+    if recipe.data.streaming:
+        stream = open_stream(recipe, tokenizer)
+        data = Stream(StreamedRows(recipe, stream.tapes), stream.names, stream.identity)
+        formats = stream.formats
+    else:
+        data = build_dataset(recipe, recipe.data.train, tokenizer)
+        formats = [source.format for source in data.examples.report.sources]
+    if "preference" in formats:
+        raise UserError(
+            f"data.train[{formats.index('preference')}]: pairs of a preference are read and rendered, and `finetune "
+            "inspect` shows them; no objective trains on them yet. Train on the chosen answers alone with `format: "
+            "prompt_completion` and `columns: {completion: chosen}`"
+        )
+    return data
 
 
 def build_dataset(

@@ -45,18 +45,25 @@ class RowOrder:
         return self._epochs[epoch]
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        # PCG64 named, not default_rng: numpy may change its default, a run's order may not change.
-        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
-        permutation = generator.permutation(self.num_rows)
-        if self.work is None or self.group == 1:
-            return permutation
-        first = min(-epoch * self.num_rows % self.group, self.num_rows)  # rows until the next group begins
-        groups = (self.num_rows - first) // self.group
-        last = first + groups * self.group
-        count = max(_WINDOWS, -(-groups // _WINDOW))
-        windows = np.array_split(permutation[first:last].reshape(groups, self.group), count)
-        mixed = [_mixed(window, self.work, generator) for window in windows]
-        return np.concatenate([permutation[:first], *mixed, permutation[last:]])
+        return shuffled(self.num_rows, (self.seed, epoch), self.work, self.group, epoch * self.num_rows)
+
+
+def shuffled(
+    num_rows: int, seeds: tuple[int, int], work: NDArray[np.int64] | None, group: int, first_position: int
+) -> NDArray[np.int64]:
+    """A permutation (num_rows,) of rows that take the positions of a run from `first_position` on; see `RowOrder`."""
+    # PCG64 named, not default_rng: numpy may change its default, a run's order may not change.
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seeds)))
+    permutation = generator.permutation(num_rows)
+    if work is None or group == 1:
+        return permutation
+    first = min(-first_position % group, num_rows)  # rows until the next group begins
+    groups = (num_rows - first) // group
+    last = first + groups * group
+    count = max(_WINDOWS, -(-groups // _WINDOW))
+    windows = np.array_split(permutation[first:last].reshape(groups, group), count)
+    mixed = [_mixed(window, work, generator) for window in windows]
+    return np.concatenate([permutation[:first], *mixed, permutation[last:]])
 
 
 def _mixed(window: NDArray[np.int64], work: NDArray[np.int64], generator: np.random.Generator) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.data.examples import Entry, Example
-from finetune.data.order import permutation
+from finetune.data.order import group_rows, shuffled
 from finetune.data.packing import Rows, pack, row_work
 from finetune.errors import UserError
 from finetune.recipe import Recipe
@@ -92,9 +92,9 @@ class StreamedRows:
         window, members = self._row(position)
         return window.lengths[members]
 
-    def passes(self, position: int) -> int:
-        """How often every source had been read whole before the window that holds this position."""
-        return min(place.passes for place in self._starts[self._number(position)][1])
+    def epochs(self, position: int) -> float:
+        """How often every source had been read whole before the window of the row before this position."""
+        return float(min(place.passes for place in self._starts[self._number(max(0, position - 1))][1]))
 
     def window(self, number: int) -> Window:
         """Window `number`, from 0."""
@@ -127,9 +127,8 @@ class StreamedRows:
         sources, chunks, within, lengths = np.array(taken, np.int64).reshape(-1, 4).T
         data, batch = self._recipe.data, self._recipe.batch
         rows = pack(lengths, data.max_length)
-        order = permutation(
-            (self._recipe.run.seed, number), row_work(rows, lengths), data.balance, batch.rows, first_row % batch.rows
-        )
+        group = group_rows(data.balance, batch.rows)
+        order = shuffled(len(rows), (self._recipe.run.seed, number), row_work(rows, lengths), group, first_row)
         return Window(first_row, sources, chunks, within, lengths, rows, order, after)
 
     def _take(self, places: list[Place]) -> tuple[list[tuple[int, int, int, int]], tuple[Place, ...]]:

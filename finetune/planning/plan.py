@@ -22,12 +22,12 @@ class Plan:
     device: str
     steps: int  # optimizer steps of the whole run
     micro_batches: int  # per step and process; with batch.tokens_per_device the most there can be
-    rows_per_epoch: int  # packed rows
+    rows_per_epoch: int | None  # packed rows; None for a stream, as the others by epoch
     total_rows: int  # of the whole run; the last step may be short
-    examples: int
-    tokens_per_epoch: int
-    supervised_tokens_per_epoch: int
-    packing_efficiency: float  # tokens / (rows * max_length)
+    examples: int | None
+    tokens_per_epoch: int | None
+    supervised_tokens_per_epoch: int | None
+    packing_efficiency: float | None  # tokens / (rows * max_length)
     parameters: int
     trainable_parameters: int
     attention: str  # and why
@@ -39,12 +39,13 @@ class Plan:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
-def run_length(recipe: Recipe, rows_per_epoch: int) -> tuple[int, int]:
+def run_length(recipe: Recipe, rows_per_epoch: int | None) -> tuple[int, int]:
     """(optimizer steps, packed rows) of the whole run, by `epochs` and `max_steps`, whichever ends first.
 
     >>> # 100 rows, 64 a step, 2 epochs: 200 rows, the last step of 4 is short
     """
-    rows = math.inf if recipe.train.epochs is None else math.ceil(recipe.train.epochs * rows_per_epoch)
+    epochs = recipe.train.epochs if rows_per_epoch is not None else None  # a stream is bounded by steps alone
+    rows = math.inf if epochs is None else math.ceil(epochs * (rows_per_epoch or 0))
     if recipe.train.max_steps is not None:
         rows = min(rows, recipe.train.max_steps * recipe.batch.rows)
     return math.ceil(rows / recipe.batch.rows), int(rows)

@@ -215,7 +215,10 @@ Acceptable = Literal[
     "data.max_length",
     "data.overlong",
     "data.packing",
+    "data.mixture",
     "data.balance",
+    "data.streaming",
+    "data.window",
     "objective",
 ]
 

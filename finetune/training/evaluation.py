@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import Batch, Examples, Loader
+from finetune.data import Batch, Example, Examples, Loader
 from finetune.engine import Engine
 from finetune.models import AttentionChoice
 from finetune.objectives import supervised_losses
@@ -92,7 +92,7 @@ class Evaluator:
         return greedy(self.engine, prompts, self._end_ids(), self._pad_id(), self.recipe.max_new_tokens)
 
     def _end_ids(self) -> set[int]:
-        return end_ids(self.examples, self.tokenizer)
+        return end_ids(self.examples[0], self.tokenizer)
 
     def _pad_id(self) -> int:
         assert isinstance(self.tokenizer.pad_token_id, int)  # load_tokenizer sees to it
@@ -125,10 +125,9 @@ def question(examples: Examples, index: int) -> Question | None:
     return Question(prompt=ids[:start], reference=ids[start:end])  # ids[end] is the end-of-turn
 
 
-def end_ids(examples: Examples, tokenizer: PreTrainedTokenizerFast) -> set[int]:
+def end_ids(example: Example, tokenizer: PreTrainedTokenizerFast) -> set[int]:
     """What ends a generation: the tokenizer's end token and the end-of-turn that the data teaches."""
-    last = examples[0]
-    taught = int(last.input_ids[max(i for i, label in enumerate(last.labels) if label != -100)])
+    taught = int(example.input_ids[max(i for i, label in enumerate(example.labels) if label != -100)])
     ends = {taught} if taught in tokenizer.all_special_ids else set()
     return ends | ({tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set())
 

@@ -115,7 +115,7 @@ def training_steps(
         seconds = time.perf_counter() - started
         metrics = StepMetrics(
             step=state.step,
-            epoch=min(state.step * recipe.batch.rows, plan.total_rows) / plan.rows_per_epoch,
+            epoch=loader.rows.epochs(min(state.step * recipe.batch.rows, plan.total_rows)),
             loss=loss / items,
             grad_norm=grad_norm,
             lr=recipe.optimizer.lr * factor,

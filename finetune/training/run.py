@@ -17,7 +17,7 @@ from rich.markup import escape
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.checkpoints import Saver, newest_good, resume, start_anew
-from finetune.data import Dataset, Loader, OrderedRows, RunRows, build_dataset, template_notes
+from finetune.data import Dataset, Loader, OrderedRows, RunRows, Stream, build_dataset, build_training, template_notes
 from finetune.engine import Engine, autocast_forward, check_launch, read_launch, start_engine
 from finetune.errors import STOPPED_STATUS, Stopped, UserError
 from finetune.export import model_card, save_result
@@ -66,7 +66,7 @@ def train(recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console 
     config = model_config(recipe.model)
     check_token_ids(config, len(tokenizer))
     notes = template_notes(recipe, tokenizer)
-    training = build_dataset(recipe, recipe.data.train, tokenizer)
+    training = build_training(recipe, tokenizer)
     held_out = build_dataset(recipe, recipe.data.eval, tokenizer) if recipe.data.eval else None
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
@@ -93,7 +93,7 @@ class Run:
         engine: Engine,
         tokenizer: PreTrainedTokenizerFast,
         config: PretrainedConfig,
-        training: Dataset,
+        training: Dataset | Stream,
         held_out: Dataset | None,
         micro_batches: int,
         console: Console,
@@ -137,8 +137,8 @@ class Run:
         return model
 
     def _plan(self, model: Any, micro_batches: int) -> Plan:
-        recipe, data = self.recipe, self.training
-        steps, total_rows = run_length(recipe, len(data.rows))
+        recipe, size = self.recipe, self.training.size(self.recipe.data.max_length)
+        steps, total_rows = run_length(recipe, size.rows if size else None)
         parameters, trained = parameter_counts(model)
         return Plan(
             where=self.engine.launch.where,
@@ -146,12 +146,12 @@ class Run:
             device=device_name(self.engine),
             steps=steps,
             micro_batches=micro_batches,
-            rows_per_epoch=len(data.rows),
+            rows_per_epoch=size.rows if size else None,
             total_rows=total_rows,
-            examples=len(data.examples),
-            tokens_per_epoch=data.tokens,
-            supervised_tokens_per_epoch=data.supervised_tokens,
-            packing_efficiency=data.efficiency(recipe.data.max_length),
+            examples=size.examples if size else None,
+            tokens_per_epoch=size.tokens if size else None,
+            supervised_tokens_per_epoch=size.supervised_tokens if size else None,
+            packing_efficiency=size.packing_efficiency if size else None,
             parameters=parameters,
             trainable_parameters=trained,
             attention=f"{self.attention.implementation} ({self.attention.reason})",
@@ -177,7 +177,8 @@ class Run:
             return None
         examples, rows = self.held_out.examples, self.held_out.rows
         loader = self._loader(OrderedRows(examples, rows), len(rows))
-        return Evaluator(self.engine, loader, examples, self.attention, self.tokenizer, self.recipe.evaluate)
+        names = self.held_out.source_names
+        return Evaluator(self.engine, loader, examples, self.attention, self.tokenizer, self.recipe.evaluate, names)
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint that verifies, or from step 0."""
@@ -241,7 +242,7 @@ class Run:
         self._write_status("running")  # a signal before this leaves nothing to save: 75 at once
         self.stop.steps_begun = True
         steps = training_steps(
-            self.engine, self.loader, self.attention, self.recipe, self.plan, self.state, self._wishes
+            self.engine, self.loader, self.attention, self.recipe, self.plan, self.state, self.training.source_names, self._wishes
         )
         with TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress:
             for step in steps:
@@ -348,7 +349,7 @@ class Run:
             self._trackers.log(entry, step)
 
     def _save_result(self) -> None:
-        ends = end_ids(self.training.examples, self.tokenizer)
+        ends = end_ids(self.training.first_example(), self.tokenizer)
         loss = self.last.loss if self.last else None  # none where a finished run was only evaluated again
         card = model_card(self.recipe, asdict(self.plan), asdict(self.state), loss, self.evaluation)
         adapter = self.recipe.mode != "full"
