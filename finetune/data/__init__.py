@@ -3,9 +3,10 @@
 from finetune.data.batch import Batch, Loader, OrderedRows, RunRows, collate, deal, shifted_targets, target_sources
 from finetune.data.chat import UNTRAINED, Renderer, render, renderer
 from finetune.data.chat_template import Template, built_in_templates, resolve_template
-from finetune.data.dataset import Dataset, build_dataset, template_notes
+from finetune.data.dataset import Dataset, Stream, build_dataset, build_training, template_notes
 from finetune.data.examples import Example, Examples, cache_root, prepare_examples
 from finetune.data.formats import FORMATS, parse_row
+from finetune.data.mixture import source_names
 from finetune.data.order import RowOrder, group_rows
 from finetune.data.packing import Rows, one_per_row, pack, row_work
 from finetune.data.report import Report, SourceReport
@@ -33,9 +34,11 @@ __all__ = [
     "Rows",
     "RunRows",
     "SourceReport",
+    "Stream",
     "Template",
     "Text",
     "build_dataset",
+    "build_training",
     "built_in_templates",
     "cache_root",
     "check_template",

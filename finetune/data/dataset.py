@@ -107,7 +107,9 @@ class Stream:
         return self.rows.documents(0)[0]
 
     def unpacked(self) -> Stream:
-        raise UserError("data.streaming: a stream is packed, which this architecture cannot keep apart; set it to false")
+        raise UserError(
+            "data.streaming: a stream is packed, which this architecture cannot keep apart; set it to false"
+        )
 
 
 def build_training(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Dataset | Stream:

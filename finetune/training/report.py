@@ -14,7 +14,6 @@ _SHOWN_CHARACTERS = 300
 
 
 def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
-    supervised = plan.supervised_tokens_per_epoch / plan.tokens_per_epoch
     forwards = f"{plan.micro_batches} forwards of {recipe.batch.rows_per_device}"
     if recipe.batch.tokens_per_device is not None:
         forwards = f"forwards of at most {recipe.batch.tokens_per_device:,} tokens"
@@ -23,14 +22,23 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
         "model": f"{plan.parameters:,} parameters, {plan.trainable_parameters:,} trained ({recipe.mode})",
         "precision": plan.precision,
         "attention": plan.attention,
-        "data": f"{plan.examples:,} examples, {plan.tokens_per_epoch:,} tokens, {supervised:.0%} supervised",
-        "rows": f"{plan.rows_per_epoch:,} of {recipe.data.max_length:,} tokens, {plan.packing_efficiency:.1%} full",
+        **_data(recipe, plan),
         "steps": f"{plan.steps:,} of {recipe.batch.rows} rows: {forwards} on each of {plan.world_size}",
     }
     table = Table(title=recipe.run.name, show_header=False, title_justify="left")
     for name, value in facts.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def _data(recipe: Recipe, plan: Plan) -> dict[str, str]:
+    if plan.rows_per_epoch is None or not plan.tokens_per_epoch:
+        return {"data": f"a stream, {recipe.data.window:,} rows of each source at a time"}
+    supervised = (plan.supervised_tokens_per_epoch or 0) / plan.tokens_per_epoch
+    return {
+        "data": f"{plan.examples:,} examples, {plan.tokens_per_epoch:,} tokens, {supervised:.0%} supervised",
+        "rows": f"{plan.rows_per_epoch:,} of {recipe.data.max_length:,} tokens, {plan.packing_efficiency or 0:.1%} full",
+    }
 
 
 def show_evaluation(console: Console, step: int, metrics: dict[str, float], generations: list[Generation]) -> None:

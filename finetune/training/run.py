@@ -242,7 +242,14 @@ class Run:
         self._write_status("running")  # a signal before this leaves nothing to save: 75 at once
         self.stop.steps_begun = True
         steps = training_steps(
-            self.engine, self.loader, self.attention, self.recipe, self.plan, self.state, self.training.source_names, self._wishes
+            self.engine,
+            self.loader,
+            self.attention,
+            self.recipe,
+            self.plan,
+            self.state,
+            self.training.source_names,
+            self._wishes,
         )
         with TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress:
             for step in steps:

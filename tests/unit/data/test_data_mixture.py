@@ -16,8 +16,7 @@ def sources(*weights: float, **caps: float) -> list[Source]:
     """Sources a, b, c, ... of these weights; caps: max_epochs by path."""
     names = "abcdefgh"[: len(weights)]
     return [
-        Source(path=name, weight=weight, max_epochs=caps.get(name))
-        for name, weight in zip(names, weights, strict=True)
+        Source(path=name, weight=weight, max_epochs=caps.get(name)) for name, weight in zip(names, weights, strict=True)
     ]
 
 

@@ -1,0 +1,144 @@
+"""A source, found: its rows as often as they are wanted, and a digest of its content."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from finetune.data.samples import BadRow
+from finetune.data.sources.file import File, Labelled
+from finetune.data.sources.hub import HubRows, SavedRows
+from finetune.data.sources.local import is_saved_dataset, local_files
+from finetune.data.sources.readers import rows_of
+from finetune.data.sources.remote import remote_files
+from finetune.data.sources.slices import parse_split
+from finetune.data.sources.urls import is_url, without_credentials
+from finetune.errors import UserError
+from finetune.recipe.schema import Source
+
+OnBadRow = Callable[[str, int, str], None]  # label, number, message
+
+
+def raise_bad_row(label: str, number: int, message: str) -> NoReturn:
+    """What happens to a bad row unless the caller says otherwise."""
+    raise UserError(f"{label}:{number}: {message}")
+
+
+class _Content(Protocol):
+    def digest(self) -> str: ...
+
+    def rows(self) -> Labelled: ...
+
+
+class Opened:
+    """A source that was found: its rows, and a digest of its content (not of the recipe's settings)."""
+
+    def __init__(self, source: Source, streaming: bool = False):
+        """streaming: remote files and datasets of the hub are read where they lie, not fetched whole beforehand.
+
+        Raises UserError where there is no such file, folder, URL or dataset, or it cannot be reached.
+        """
+        self.source = source
+        self._content = _content(source, streaming)
+
+    def digest(self) -> str:
+        """Changes when the content does: of the files' names and bytes, or of the dataset's fingerprint."""
+        return self._content.digest()
+
+    def rows(self, on_bad_row: OnBadRow = raise_bad_row) -> Iterator[tuple[str, int, dict[str, Any]]]:
+        """(label, number, row), `limit` of them with the bad ones; these go to `on_bad_row` instead.
+
+        From the start, at every call. Raises UserError for what cannot be read on from.
+        """
+        for label, number, row in islice(self._content.rows(), self.source.limit):
+            if isinstance(row, BadRow):
+                on_bad_row(label, number, str(row))
+            else:
+                yield label, number, row
+
+
+def read_rows(source: Source, on_bad_row: OnBadRow = raise_bad_row) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Rows of a source as (file or dataset, number, object); see the package for what the number counts.
+
+    Raises UserError with file and line for what cannot be read.
+    """
+    return Opened(source).rows(on_bad_row)
+
+
+def _content(source: Source, streaming: bool) -> _Content:
+    path = source.path.removeprefix("file://")
+    if is_url(path):
+        _check_settings(source)
+        return _Files(source, remote_files(path, streaming), counted=not streaming)
+    folder = Path(path).expanduser()
+    try:
+        if is_saved_dataset(folder):
+            _check_config(source)
+            return SavedRows(source, folder)
+        files = local_files(path)
+    except OSError as error:
+        raise UserError(f"{error.filename or source.path}: cannot be read: {error.strerror}") from None
+    if not files:
+        return HubRows(source, streaming)
+    _check_settings(source)
+    return _Files(source, files, counted=True)
+
+
+def _check_settings(source: Source) -> None:
+    """What only a dataset of the hub has is an error for files: to pass over it would read something else."""
+    _check_config(source)
+    shown = without_credentials(source.path)
+    name = parse_split(shown, source.split).name
+    if name != "train":
+        raise UserError(
+            f"{shown}: files are one split, called `train`, and have no `{name}`; give the files that hold it as "
+            f"`path`, or a part of these, such as `split: train[:1000]`"
+        )
+
+
+def _check_config(source: Source) -> None:
+    if source.config is not None:
+        raise UserError(
+            f"{without_credentials(source.path)}: `config: {source.config}` names a configuration of a dataset of the "
+            "hub; files have none, so remove it"
+        )
+
+
+class _Files:
+    """Files one after the other, and the part of them that the split says."""
+
+    def __init__(self, source: Source, files: list[File], counted: bool):
+        """counted: the rows may be read once just to count them."""
+        self._path, self._split, self._files = without_credentials(source.path), source.split, files
+        self._part = parse_split(self._path, source.split)
+        if self._part.needs_count and not counted:
+            raise UserError(
+                f"{self._path}: `split: {source.split}` cannot be streamed: nobody knows how many rows a stream has; "
+                "give numbers of rows from the start, or set `data.streaming: false`"
+            )
+
+    def digest(self) -> str:
+        """One sha256: there may be a hundred thousand files."""
+        every = "\n".join(f"{file.label} {file.digest()}" for file in self._files)
+        return hashlib.sha256(every.encode("utf-8", "surrogateescape")).hexdigest()
+
+    def rows(self) -> Labelled:
+        begin, end = self._part.bounds(lambda: self._count)
+        seen = 0
+        for seen, found in enumerate(islice(self._all(), end), start=1):
+            if seen > begin:
+                yield found
+        if seen <= begin:
+            raise UserError(f"{self._path}: `split: {self._split}` takes no rows, for there are only {seen}")
+
+    def _all(self) -> Labelled:
+        return (found for file in self._files for found in rows_of(file))
+
+    @cached_property
+    def _count(self) -> int:
+        """Rows of all files, the bad ones too; takes one pass."""
+        return sum(1 for _ in self._all())
