@@ -108,7 +108,7 @@ class Stream:
 
     def unpacked(self) -> Stream:
         raise UserError(
-            "data.streaming: a stream is packed, which this architecture cannot keep apart; set it to false"
+            "data.streaming: set it to false; a stream is packed, and this architecture cannot keep documents apart"
         )
 
 

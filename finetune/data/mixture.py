@@ -112,6 +112,6 @@ def check_caps(sources: Sequence[Source], passes: Sequence[float], epochs: float
             fewer = source.max_epochs / each / epochs
             raise UserError(
                 f"data.train[{number}] ({source.path}): this run would read it {each * epochs:.2f} times, more than "
-                f"its max_epochs ({source.max_epochs:g}): make the run {1 - fewer:.0%} shorter (train.max_steps), lower "
-                "its `weight`, or raise `max_epochs`"
+                f"its max_epochs ({source.max_epochs:g}): make the run {1 - fewer:.0%} shorter (train.max_steps), "
+                "lower its `weight`, or raise `max_epochs`"
             )

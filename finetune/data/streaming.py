@@ -11,20 +11,33 @@ tokenised twice. Memory holds the lengths of a few windows, however long the str
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
-from finetune.data.examples import Entry, Example
+from finetune.data.building import Plain, build_part, check_heads, items_of, open_source
+from finetune.data.cache import Entry, entries_folder, find_or_build
+from finetune.data.chat import Renderer, renderer
+from finetune.data.chat_template import resolve_template
+from finetune.data.examples import Example, about_entry, example_of, key_of_entry, key_of_rendering
+from finetune.data.mixture import source_names
 from finetune.data.order import group_rows, shuffled
 from finetune.data.packing import Rows, pack, row_work
+from finetune.data.sources import Opened
+from finetune.data.tokenising import Item
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
+
+log = logging.getLogger(__name__)
 
 WINDOWS_KEPT = 4  # in memory; a step may lie across two of them
 CHUNKS_KEPT = 4  # of each source, mapped
@@ -37,6 +50,11 @@ class Tape:
         """chunk: the cache entry of rows [number * window, (number + 1) * window), made when it is not there yet."""
         self.source, self._window = source, window
         self.chunk = lru_cache(CHUNKS_KEPT)(chunk)
+        self.lengths = lru_cache(CHUNKS_KEPT)(self._lengths)
+
+    def _lengths(self, number: int) -> NDArray[np.int64]:
+        """(N,) tokens of the examples of a chunk."""
+        return np.diff(self.chunk(number).offsets)
 
     def is_last(self, number: int) -> bool:
         """Whether the source ends with this chunk: it has fewer rows than were asked for."""
@@ -119,7 +137,7 @@ class StreamedRows:
     def _example(self, window: Window, member: int) -> Example:
         source = int(window.sources[member])
         entry = self._tapes[source].chunk(int(window.chunks[member]))
-        return replace(entry.example(int(window.within[member])), source=source)
+        return example_of(entry, int(window.within[member]), source)
 
     def _made(self, number: int) -> Window:
         first_row, places = self._starts[number]
@@ -143,7 +161,7 @@ class StreamedRows:
                 raise UserError("data.train: no row of the stream can be trained on; look at `finetune inspect`")
             number = self._next_source(places)
             place, tape = places[number], self._tapes[number]
-            lengths = tape.chunk(place.chunk).lengths
+            lengths = tape.lengths(place.chunk)
             if place.within < len(lengths):
                 length = int(lengths[place.within])
                 taken.append((number, place.chunk, place.within, length))
@@ -167,8 +185,70 @@ class StreamedRows:
             if tape.source.max_epochs is None or place.passes < tape.source.max_epochs
         ]
         if not readable:
+            steps = self._starts[-1][0] // self._recipe.batch.rows
             raise UserError(
-                f"the stream ends after {self._starts[-1][0]:,} rows, {self._starts[-1][0] // self._recipe.batch.rows:,} "
-                "steps: every source was read `max_epochs` times; lower train.max_steps, or raise `max_epochs`"
+                f"the stream ends after {steps:,} steps: every source was read `max_epochs` times; lower train.max_steps, or raise `max_epochs`"
             )
         return min(readable, key=lambda number: places[number].given / self._tapes[number].source.weight)
+
+
+# --- from a recipe
+
+
+@dataclass(frozen=True)
+class OpenedStream:
+    """The training sources of a recipe, found and looked into."""
+
+    tapes: list[Tape]
+    names: tuple[str, ...]
+    formats: list[str]
+    identity: str  # hash of content, tokenizer, template, mask policy and window of all of them
+
+
+def open_stream(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> OpenedStream:
+    """Find every source, its format, and render its first rows; read nothing more. Raises UserError."""
+    made = renderer(tokenizer, resolve_template(recipe.model.chat_template, tokenizer), recipe.objective.train_on)
+    plain = [open_source(source, streaming=True) for source in recipe.data.train]
+    check_heads(recipe, made)
+    rendering = key_of_rendering(made)
+    keys = [key_of_entry(recipe, one.source, one.opened.digest(), rendering) for one in plain]
+    tapes = [_tape(recipe, one, made, key) for one, key in zip(plain, keys, strict=True)]
+    for one in plain:
+        if one.note:
+            log.warning("%s", one.note)
+    identity = hashlib.sha256(" ".join([*keys, str(recipe.data.window)]).encode()).hexdigest()[:16]
+    formats = [one.source.format for one in plain]
+    return OpenedStream(tapes, tuple(source_names(recipe.data.train)), formats, identity)
+
+
+def _tape(recipe: Recipe, plain: Plain, made: Renderer, key: str) -> Tape:
+    window, spans = recipe.data.window, Spans(plain.opened, recipe.data.window)
+
+    def chunk(number: int) -> Entry:
+        name = hashlib.sha256(f"{key} {window} {number}".encode()).hexdigest()
+        of = about_entry(recipe, plain, made) | {"rows": [number * window + 1, (number + 1) * window]}
+        return find_or_build(
+            entries_folder() / name,
+            of,
+            lambda writer: build_part(writer, recipe.data, plain, spans.rows(number), made),
+        )[0]
+
+    return Tape(plain.source, window, chunk)
+
+
+class Spans:
+    """Stretches of a source's rows: read on from where the last one ended, or from the start where they lie before."""
+
+    def __init__(self, opened: Opened, size: int):
+        self._opened, self._size = opened, size
+        self._items: Iterator[Item] = iter(())
+        self._next = -1  # the stretch that `_items` would give next; -1: nothing is open
+
+    def rows(self, number: int) -> Iterator[Item]:
+        """Rows [number * size, (number + 1) * size), those that cannot be read as the reason."""
+        if not 0 <= self._next <= number:
+            self._items, self._next = items_of(self._opened), 0
+        for _ in islice(self._items, (number - self._next) * self._size):
+            pass  # rows that are in the cache, or another process's: read, not tokenised
+        self._next = number + 1
+        return islice(self._items, self._size)

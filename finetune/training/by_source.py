@@ -27,9 +27,7 @@ class SourceSums:
         of_target = target_sources(batch).to(self._sums.device)  # (S,)
         self._sums[0].index_add_(0, of_target, losses.detach().to(self._sums.dtype))
         self._sums[1] += torch.bincount(of_target, minlength=len(self.names))
-        for source, length in zip(
-            batch.sources, batch.document_lengths, strict=bool(batch.sources)
-        ):  # a filler has none
+        for source, length in zip(batch.sources, batch.document_lengths, strict=False):  # a filler has no source
             self._sums[2, source] += length
 
     def values(self) -> list[Tensor]:

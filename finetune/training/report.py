@@ -34,10 +34,10 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
 def _data(recipe: Recipe, plan: Plan) -> dict[str, str]:
     if plan.rows_per_epoch is None or not plan.tokens_per_epoch:
         return {"data": f"a stream, {recipe.data.window:,} rows of each source at a time"}
-    supervised = (plan.supervised_tokens_per_epoch or 0) / plan.tokens_per_epoch
+    supervised, full = (plan.supervised_tokens_per_epoch or 0) / plan.tokens_per_epoch, plan.packing_efficiency or 0
     return {
         "data": f"{plan.examples:,} examples, {plan.tokens_per_epoch:,} tokens, {supervised:.0%} supervised",
-        "rows": f"{plan.rows_per_epoch:,} of {recipe.data.max_length:,} tokens, {plan.packing_efficiency or 0:.1%} full",
+        "rows": f"{plan.rows_per_epoch:,} of {recipe.data.max_length:,} tokens, {full:.1%} full",
     }
 
 

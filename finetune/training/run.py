@@ -241,15 +241,9 @@ class Run:
             self._evaluate()
         self._write_status("running")  # a signal before this leaves nothing to save: 75 at once
         self.stop.steps_begun = True
+        names = self.training.source_names
         steps = training_steps(
-            self.engine,
-            self.loader,
-            self.attention,
-            self.recipe,
-            self.plan,
-            self.state,
-            self.training.source_names,
-            self._wishes,
+            self.engine, self.loader, self.attention, self.recipe, self.plan, self.state, names, self._wishes
         )
         with TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress:
             for step in steps:
