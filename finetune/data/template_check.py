@@ -1,13 +1,15 @@
-"""Whether masks can be right under a chat template, found by rendering two short conversations; once per run."""
+"""Whether masks can be right under a chat template, found by rendering short conversations; once per run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.chat import ANSWER, QUESTION, Renderer, Span, probe, renderer
+from finetune.data.chat import Renderer, renderer
 from finetune.data.chat_template import Template
+from finetune.data.chat_traits import ANSWER, CALL_ID, QUESTION, RESULT, THOUGHT, TOOL, probe_call, probe_tool
+from finetune.data.chat_turns import Chat
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
 
@@ -20,44 +22,48 @@ def check_template(
     Nothing to say of a tokenizer without a template: `text` needs none, and messages are refused where they appear.
     """
     try:
-        made = renderer(tokenizer, template, train_on)
-        if made.template is None:
+        made = renderer(tokenizer, template)  # every answer trained, so that all are looked at
+        if made.chat is None:
             return []
-        one, two = (_tried(made, turns) for turns in (1, 2))
+        problems = _text_problems(made, made.chat)
+        notes, thought = _thought_notes(made, made.chat)
+        one, two = (_trained(made, _plain(turns, thought)) for turns in (1, 2))
+        if train_on != "all":  # without a mask, it cannot be wrong
+            problems += [
+                problem for found, turns in ((one, 1), (two, 2)) for problem in _spans(made.chat, found, turns)
+            ]
     except (BadRow, UserError) as error:
         return [f"problem: {error}"]
-    problems = [f"problem: {text}" for text in (*_mask_problems(made, one), *_turn_problems(made, two))]
-    return list(dict.fromkeys(problems)) + [f"note: {text}" for text in _notes(made)]
+    notes += [
+        *_notes(made, made.chat),
+        *_history_notes(made, made.chat, two, train_on),
+        *_tool_notes(made, made.chat, thought),
+    ]
+    return [f"problem: {text}" for text in dict.fromkeys(problems)] + [f"note: {text}" for text in notes]
 
 
-@dataclass(frozen=True)
-class _Tried:
-    text: str
-    spans: list[Span]
-    ids: list[int]
-    turns: int
+def _plain(turns: int, reasoning: str | None = None) -> Conversation:
+    return Conversation((Message("user", QUESTION), Message("assistant", ANSWER, reasoning=reasoning)) * turns)
 
 
-def _tried(made: Renderer, turns: int) -> _Tried:
-    sample = Conversation(tuple(Message(m["role"], m["content"]) for m in probe(turns)))
-    rendered = made.draw(sample)
-    (ids, _) = made.tokenise([rendered])[0]
-    return _Tried(rendered.text, rendered.spans, ids.tolist(), turns)
+def _trained(made: Renderer, conversation: Conversation) -> list[list[str]]:
+    """The texts that are trained, of each example of a conversation."""
+    return [[one.text[begin:end] for begin, end in one.spans] for one in made.draw(conversation)]
 
 
-def _mask_problems(made: Renderer, tried: _Tried) -> list[str]:
-    assert made.template is not None
-    name, bos, end = made.template.name, made.tokenizer.bos_token_id, made.end_of_turn
+def _text_problems(made: Renderer, chat: Chat) -> list[str]:
+    """What is wrong with the template's text, whatever is trained of it."""
+    name, tokenizer, end = chat.name, made.tokenizer, chat.traits.end_of_turn
+    bos, text = tokenizer.bos_token_id, chat.jinja.text(chat.traits.as_dicts(_plain(1)))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     problems = []
-    if not tried.spans:
-        problems.append(f"{name} marks nothing as written by the assistant: every row would be without a target")
-    if bos is not None and tried.ids[:2] == [bos, bos]:
-        problems.append(f"{name} begins with {made.tokenizer.bos_token!r} twice: remove one from the template")
+    if bos is not None and ids[:2] == [bos, bos]:
+        problems.append(f"{name} begins with {tokenizer.bos_token!r} twice: remove one from the template")
     if not end:
-        problems.append(f"{name} writes no end-of-turn after an answer: the model would not learn to stop")
-    elif (pieces := made.tokenizer(end, add_special_tokens=False)["input_ids"]) and (
-        len(pieces) > 1 or pieces == [made.tokenizer.unk_token_id]
-    ):
+        return [*problems, f"{name} writes no end-of-turn after an answer: the model would not learn to stop"]
+    first = next((token for token in chat.tokens if end.startswith(token)), end)
+    pieces = tokenizer(first, add_special_tokens=False)["input_ids"]
+    if len(pieces) > 1 or pieces == [tokenizer.unk_token_id]:
         count = f"{len(pieces)} tokens for" if len(pieces) > 1 else "unknown to"
         problems.append(
             f"{name} ends turns with {end!r}, which is {count} this tokenizer: the template is for another one; "
@@ -66,32 +72,72 @@ def _mask_problems(made: Renderer, tried: _Tried) -> list[str]:
     return problems
 
 
-def _turn_problems(made: Renderer, tried: _Tried) -> list[str]:
-    """Each turn of a longer conversation: from its content through its end-of-turn, and no header."""
-    assert made.template is not None
-    name = made.template.name
-    problems = []
-    if tried.spans and len(tried.spans) != tried.turns:
-        problems.append(f"{name} marks {len(tried.spans)} parts as generated in {tried.turns} assistant messages")
-    for begin, end in tried.spans:
-        trained = tried.text[begin:end]
-        if made.end_of_turn and not trained.endswith(made.end_of_turn):
-            problems.append(f"{name}: the end-of-turn {made.end_of_turn!r} is not trained after every answer")
-        if ANSWER not in trained:
-            problems.append(f"{name} marks {trained[:40]!r} as generated, which is not the answer")
-        elif QUESTION in trained or (made.template.marks_generation and trained.partition(ANSWER)[0].strip()):
-            problems.append(f"{name} marks more than the answer as generated: {trained[:60]!r}")
-    return problems
+def _spans(chat: Chat, examples: list[list[str]], turns: int) -> Iterator[str]:
+    """Each turn of a conversation is trained once: from its content through its end-of-turn, and no header."""
+    name, end = chat.name, chat.traits.end_of_turn
+    trained = [text for one in examples for text in one]
+    answers = [text for text in trained if ANSWER in text]
+    if len(answers) != turns:
+        other = next((text for text in trained if ANSWER not in text), "")
+        yield f"{name} marks {other[:40]!r} as generated, which is not the answer"
+    for text in answers:
+        before = text.partition(ANSWER)[0]
+        if QUESTION in text or (not chat.traits.prompt and before.strip() and chat.jinja.template.marks_generation):
+            yield f"{name} marks more than the answer as generated: {text[:60]!r}"
+        if end and not text.endswith(end):
+            yield f"{name}: the end-of-turn {end!r} is not trained after every answer"
 
 
-def _notes(made: Renderer) -> list[str]:
-    assert made.template is not None
-    notes = []
-    if made.end_of_turn and made.tokenizer.pad_token == made.end_of_turn:
-        notes.append(
-            f"the padding token is the end-of-turn {made.end_of_turn!r}: harmless here, where nothing is padded, but "
-            "other trainers would not train it"
+def _notes(made: Renderer, chat: Chat) -> Iterator[str]:
+    tokenizer, end = made.tokenizer, chat.traits.end_of_turn
+    if end and tokenizer.pad_token == end:
+        yield (
+            f"the padding token is the end-of-turn {end!r}: harmless here, where nothing is padded, but other trainers "
+            "would not train it"
         )
-    if "strftime_now" in made.template.text:
-        notes.append(f"{made.template.name} writes today's date: rows tokenised on another day differ")
-    return notes
+    if "strftime_now" in chat.jinja.template.text:
+        yield f"{chat.name} writes today's date: rows tokenised on another day differ"
+    bos = str(tokenizer.bos_token)
+    if made.adds_bos and not chat.jinja.text(chat.traits.as_dicts(_plain(1))).startswith(bos):
+        yield (
+            f"{chat.name} does not begin with {bos!r}, which this tokenizer puts before plain text: conversations are "
+            "trained without it, as they are served by whoever renders the template and adds nothing"
+        )
+
+
+def _thought_notes(made: Renderer, chat: Chat) -> tuple[list[str], str | None]:
+    """A note, and the reasoning to try answers with, where a template prompts for one and refuses answers without."""
+    try:
+        made.draw(_plain(1))
+    except BadRow as error:
+        if not chat.traits.writes_reasoning:
+            raise
+        return [f"rows without `reasoning` will be refused: {error}"], THOUGHT
+    return [], None
+
+
+def _history_notes(made: Renderer, chat: Chat, two: list[list[str]], train_on: str) -> Iterator[str]:
+    """Whether turns are written otherwise once more turns follow."""
+    what = "turns are written differently" if len(two) > 1 else ""
+    if not what and chat.traits.writes_reasoning and len(_trained(made, _plain(2, THOUGHT))) > 1:
+        what = "earlier reasoning is left out"
+    if what and train_on == "all":
+        yield f"{chat.name}: {what} once more turns follow; under train_on: all only what is left is trained"
+    elif what and train_on == "assistant":
+        yield (
+            f"{chat.name}: {what} once more turns follow; each such turn is trained as an example of its own, up to n "
+            "examples for a conversation of n turns, with the tokens of their context again in each"
+        )
+
+
+def _tool_notes(made: Renderer, chat: Chat, thought: str | None) -> Iterator[str]:
+    """Whether a row with a tool, its call and its result would be refused by a template that knows calls."""
+    if chat.traits.calls is None:
+        return
+    call = Message("assistant", "", reasoning=thought, tool_calls=(probe_call(),))
+    result = Message("tool", RESULT, name=TOOL, tool_call_id=CALL_ID)
+    turns = (Message("user", QUESTION), call, result, Message("assistant", ANSWER, reasoning=thought))
+    try:
+        made.draw(Conversation(turns, (probe_tool(),) if chat.traits.writes_tools else ()))
+    except (BadRow, UserError) as error:
+        yield f"rows with tool calls and their results will be refused: {error}"

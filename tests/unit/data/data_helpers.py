@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data import UNTRAINED, Example, prepare_examples
+from finetune.data.chat_template import TEMPLATES
 from finetune.recipe import Recipe
 
 CORPUS = [
@@ -43,18 +44,34 @@ def byte_level(
     template: str | None = None,
     trim_offsets: bool = False,
     adds_bos: bool = False,
+    greedy: Sequence[str] = (),
+    words: Sequence[str] = (),
     **named: str,
 ) -> PreTrainedTokenizerFast:
-    """A small byte-level BPE. `named`: bos_token=, eos_token=, pad_token=."""
+    """A small byte-level BPE. `greedy`: special tokens that swallow the white space behind them; `words`: added tokens
+    that are not special. `named`: bos_token=, eos_token=, pad_token=."""
     backend = Tokenizer.from_str(_trained(tuple(specials)))
     parts = [processors.ByteLevel(trim_offsets=trim_offsets)]
     if adds_bos:
         bos = named["bos_token"]
         parts.append(processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, specials.index(bos))]))
     backend.post_processor = processors.Sequence(parts)
+    if greedy:
+        backend.add_special_tokens([AddedToken(token, rstrip=True) for token in greedy])
+    if words:
+        backend.add_tokens(list(words))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **named)
     tokenizer.chat_template = template
     return tokenizer
+
+
+def family_template(name: str, *, tags: bool = False) -> str:
+    """A template of `templates/`, or a "built-in" one; without `tags`, nothing says what the assistant writes."""
+    folder = TEMPLATES if name.startswith("built-in ") else Path(__file__).parent / "templates"
+    text = (folder / f"{name.removeprefix('built-in ')}.jinja").read_text(encoding="utf-8").removesuffix("\n")
+    if tags:
+        return text
+    return text.replace("{%- generation %}", "{%- if true %}").replace("{%- endgeneration %}", "{%- endif %}")
 
 
 def sentencepiece_like(template: str) -> PreTrainedTokenizerFast:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from data_helpers import byte_level, conversation, sentencepiece_like, word_level
 from transformers import PreTrainedTokenizerFast
@@ -19,9 +21,11 @@ from finetune.data import (
     built_in_templates,
     check_template,
     render,
+    renderer,
     resolve_template,
 )
-from finetune.data.chat import tokens_in_spans
+from finetune.data.chat_tokens import is_clean, tokens_in_spans
+from finetune.data.samples import Ids, Preference
 from finetune.errors import UserError
 
 # Templates in the shapes that the families publish. ANSWER is replaced by a plain or a generation-marked answer.
@@ -93,7 +97,9 @@ def shaped(shape: str, tags: str) -> str:
 
 
 def as_conversation(messages: list[dict[str, str]], first_trained: int = 0) -> Conversation:
-    return Conversation(tuple(Message(m["role"], m["content"]) for m in messages), first_trained)
+    return Conversation(
+        tuple(Message(m["role"], m["content"], train=i >= first_trained) for i, m in enumerate(messages))
+    )
 
 
 def expected_ids(tokenizer: PreTrainedTokenizerFast, style: Style, answers: list[str]) -> list[int]:
@@ -144,32 +150,12 @@ def test_good_templates_have_no_problems(shape, tags):
     assert check_template(STYLES[shape].tokenizer(shaped(shape, tags))) == []
 
 
-@pytest.mark.parametrize("name", sorted(STYLES))
-def test_built_in_templates_train_the_same_ids(name):
-    style = STYLES[name]
-    tokenizer = style.tokenizer(None)
-    template = resolve_template(name, tokenizer)
-    messages = CONVERSATIONS["three turns"]
-    _, labels = render(as_conversation(messages), tokenizer, template=template)
-    assert labels[labels != UNTRAINED].tolist() == expected_ids(tokenizer, style, ["I am fine", "so am I", "quick fox"])
-    assert check_template(tokenizer, template) == []
-
-
 def test_every_built_in_template_renders_a_system_message():
     tokenizer = byte_level(bos_token="<s>", eos_token="</s>")
     for name in built_in_templates():
         sample = as_conversation(conversation("hello", "fine", system="quick fox"))
         input_ids, _ = render(sample, tokenizer, template=resolve_template(name, tokenizer))
         assert "quick fox" in tokenizer.decode(input_ids)
-
-
-def test_plain_template_ends_with_eos():
-    tokenizer = byte_level(bos_token="<s>", eos_token="</s>")
-    template = resolve_template("plain", tokenizer)
-    input_ids, labels = render(as_conversation(conversation("hello", "fine")), tokenizer, template=template)
-    assert tokenizer.decode(input_ids) == "<s>User:\nhello\n\nAssistant:\nfine</s>\n"
-    assert tokenizer.decode(labels[labels != UNTRAINED]) == "fine</s>"
-    assert check_template(tokenizer, template) == []
 
 
 def test_the_worked_example_of_render():
@@ -248,36 +234,34 @@ def test_an_empty_thought_is_trained_because_the_model_has_to_write_it():
     assert tokenizer.decode(labels[labels != UNTRAINED]) == "<think>\n\n</think>\n\nfine<|im_end|>"
 
 
-QWEN3_LIKE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-STRIPS_THOUGHT = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{{ (m['content'].split('</think>')[-1] if not loop.last else m['content']) + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 R1_LIKE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
 
 
-@pytest.mark.parametrize(
-    ("template", "messages"),
-    [
-        (QWEN3_LIKE, conversation("hello", "fine", "and you?", "good")),
-        (STRIPS_THOUGHT, conversation("hello", "<think>quick</think>fine", "and you?", "good")),
-        (R1_LIKE, conversation("hello", "fine")),
-    ],
-    ids=["adds a thought to the last turn", "strips earlier thoughts", "prompts for a thought that is not there"],
-)
-def test_rewritten_history_is_refused_with_the_reason(template, messages):
+def test_a_prompt_that_the_answer_does_not_follow_is_refused_with_the_reason():
+    """The model would be prompted for a thought that it was not trained on."""
+    tokenizer = STYLES["chatml"].tokenizer(R1_LIKE)
+    with pytest.raises(UserError, match=r"message 1 \(assistant\)[\s\S]*{% generation %}[\s\S]*model\.chat_template"):
+        render(as_conversation(conversation("hello", "fine")), tokenizer)
+
+
+def test_a_template_that_prompts_for_a_thought_needs_one():
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+        "{{ '<think>\n' + m['reasoning_content'] + '\n</think>' if m['reasoning_content'] else '<think></think>' }}"
+        "{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    )
     tokenizer = STYLES["chatml"].tokenizer(template)
-    with pytest.raises(UserError, match=r"message \d \(assistant\)[\s\S]*{% generation %}[\s\S]*model\.chat_template"):
-        render(as_conversation(messages), tokenizer)
+    hello = Message("user", "hello")
+    _, labels = render(Conversation((hello, Message("assistant", "fine", reasoning="quick"))), tokenizer)
+    assert tokenizer.decode(labels[labels != UNTRAINED]) == "quick\n</think>fine<|im_end|>"
+    with pytest.raises(BadRow, match="give the message its `reasoning`"):
+        render(Conversation((hello, Message("assistant", "fine"))), tokenizer)
+    (note,) = check_template(tokenizer)
+    assert note.startswith("note: rows without `reasoning` will be refused")
 
 
 def test_a_system_message_that_the_template_refuses_is_a_bad_row():
@@ -308,6 +292,187 @@ def test_an_end_of_turn_that_the_tokenizer_does_not_know():
     assert any("'<|im_end|>', which is" in text for text in found)
 
 
+# --- borders of tokens
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize("answer", ["\nfine", "\n\nfine\n", "  fine ", " fine"])
+def test_an_answer_keeps_its_white_space_and_the_header_its_own(answer, trim_offsets):
+    """ "\\n\\n" is one token, but in use the first newline is given and the second written."""
+    tokenizer = STYLES["chatml"].tokenizer(shaped("chatml", "none"), trim_offsets=trim_offsets)
+    messages = conversation("hello", answer)
+    input_ids, labels = render(as_conversation(messages), tokenizer)
+    given = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    assert input_ids[: len(given)].tolist() == given
+    assert (labels[: len(given)] == UNTRAINED).all()
+    assert labels[labels != UNTRAINED].tolist() == expected_ids(tokenizer, STYLES["chatml"], [answer])
+
+
+def test_a_token_on_both_sides_is_context_where_a_text_cannot_be_cut():
+    """A tokenizer that puts a space before every piece would put one too many."""
+    tokenizer = sentencepiece_like(template=None)
+    input_ids, labels = render(PromptCompletion("the qui", "ck brown"), tokenizer)
+    assert input_ids.tolist() == [*tokenizer.encode("the quick brown"), tokenizer.eos_token_id]
+    assert tokenizer.convert_ids_to_tokens(labels[labels != UNTRAINED].tolist()) == ["▁brown", "</s>"]
+
+
+def test_a_clean_border():
+    begins, ends = np.array([0, 3, 8, 9]), np.array([3, 8, 9, 13])
+    assert [is_clean(at, begins, ends) for at in (0, 3, 5, 8, 9, 10, 13)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
+    trimmed = np.array([3, 8, 8, 13])  # the third is white space, and owns no character
+    assert not is_clean(8, begins, trimmed)
+    assert not is_clean(9, begins, trimmed)
+
+
+# --- nothing of a row is lost
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}<|im_end|>{% endfor %}",
+            "message 0 (system)",
+        ),
+        ("{% for m in messages if m['role'] != 'user' %}{{ m['content'] }}<|im_end|>{% endfor %}", "message 1 (user)"),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_a_bad_row(template, reason):
+    tokenizer = STYLES["chatml"].tokenizer(template)
+    with pytest.raises(BadRow, match=re.escape(f"does not write {reason}")):
+        render(as_conversation(conversation("hello", "fine", system="quick")), tokenizer)
+
+
+CALL = {"type": "function", "id": "123456789", "function": {"name": "add", "arguments": {"a": 1}}}
+WITH_CALL = Conversation(
+    (
+        Message("user", "please add"),
+        Message("assistant", "", tool_calls=(CALL,)),
+        Message("tool", 'four "é"\n', name="add", tool_call_id="123456789"),
+        Message("assistant", "four"),
+    )
+)
+CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['tool_calls'] %}"
+    "{{ m['tool_calls'] | tojson }}{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_calls_and_results_that_the_template_leaves_out_are_a_bad_row():
+    tokenizer = STYLES["chatml"].tokenizer(shaped("chatml", "none"))
+    with pytest.raises(BadRow, match=r"no grammar for tool calls: it leaves out 'add' of message 1"):
+        render(WITH_CALL, tokenizer)
+    no_results = STYLES["chatml"].tokenizer(
+        CALLS.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
+    )
+    with pytest.raises(BadRow, match=r"does not write message 2 \(tool\)"):
+        render(WITH_CALL, no_results)
+    assert any("message 2 (tool)" in text for text in check_template(no_results))
+    as_json = STYLES["chatml"].tokenizer(CALLS.replace("{{ m['content'] }}", "{{ m['content'] | tojson }}"))
+    assert '"four \\"é\\"\\n"<|im_end|>' in as_json.decode(render(WITH_CALL, as_json)[0])
+
+
+def test_a_header_that_the_prompt_lacks_after_a_tools_result_is_not_trained():
+    late = CALLS.replace(
+        "{% if add_generation_prompt %}", "{% if add_generation_prompt and messages[-1]['role'] != 'tool' %}"
+    )
+    tokenizer = STYLES["chatml"].tokenizer(late)
+    for template in (CALLS, late):
+        _, labels = render(WITH_CALL, tokenizer, template=Template(template, "test"))
+        assert tokenizer.decode(labels[labels != UNTRAINED]).endswith("}]<|im_end|>four<|im_end|>")
+
+
+def test_calls_without_schemas():
+    tokenizer = STYLES["chatml"].tokenizer(CALLS)
+    _, labels = render(WITH_CALL, tokenizer)
+    call = '[{"type": "function", "id": "123456789", "function": {"name": "add", "arguments": {"a": 1}}}]'
+    assert tokenizer.decode(labels[labels != UNTRAINED]) == f"{call}<|im_end|>four<|im_end|>"
+    with pytest.raises(BadRow, match="has no grammar for tools"):
+        render(replace(WITH_CALL, tools=({"type": "function", "function": {"name": "add"}},)), tokenizer)
+
+
+def test_a_conversation_with_nothing_to_train_is_one_example_without_a_target():
+    tokenizer = STYLES["chatml"].tokenizer(shaped("chatml", "none"))
+    _, labels = render(as_conversation(conversation("hello", "fine"), first_trained=2), tokenizer)
+    assert (labels == UNTRAINED).all()
+
+
+def test_one_bos_where_template_and_tokenizer_both_have_one():
+    for shape in ("llama3", "mistral"):
+        style = STYLES[shape]
+        named = {"eos_token": style.end, "bos_token": style.bos}
+        tokenizer = byte_level(style.specials, template=shaped(shape, "none"), adds_bos=True, **named)
+        input_ids, _ = render(as_conversation(CONVERSATIONS["three turns"]), tokenizer)
+        assert input_ids.tolist().count(tokenizer.bos_token_id) == 1
+
+
+# --- ids, and preferences
+
+
+def test_ids_pass_through():
+    tokenizer = byte_level(eos_token="</s>")
+    for train_on in ("assistant", "last_assistant", "all"):
+        input_ids, labels = render(Ids((5, 6, 7), (True, False, True)), tokenizer, train_on)
+        assert input_ids.tolist() == [5, 6, 7]
+        assert labels.tolist() == [UNTRAINED, UNTRAINED, 7]
+    for wrong in (-1, len(tokenizer)):
+        with pytest.raises(BadRow, match=rf"token id {wrong} is beyond this tokenizer's {len(tokenizer)} tokens"):
+            render(Ids((5, wrong), (False, True)), tokenizer)
+
+
+def test_a_preference_is_two_examples():
+    tokenizer = STYLES["chatml"].tokenizer(shaped("chatml", "none"))
+    made = renderer(tokenizer)
+    pair = Preference(PromptCompletion("hello", "fine"), as_conversation(conversation("hello", "four")))
+    drawn = made.draw(pair)
+    assert [one.part for one in drawn] == ["chosen", "rejected"]
+    assert [tokenizer.decode(ids[trained]) for ids, trained in made.tokenise(drawn)] == [
+        "fine<|im_end|>",
+        "four<|im_end|>",
+    ]
+
+
+def test_samples_of_all_kinds_keep_their_order():
+    made = renderer(STYLES["chatml"].tokenizer(shaped("chatml", "none")))
+    samples = [Ids((5, 6), (False, True)), PromptCompletion("a", "b"), Ids((7,), (False,)), Text("four")]
+    together = made.tokenise([one for sample in samples for one in made.draw(sample)])
+    alone = [made.tokenise(made.draw(sample))[0] for sample in samples]
+    assert [ids.tolist() for ids, _ in together] == [ids.tolist() for ids, _ in alone]
+
+
+ENDS_DIFFERENTLY = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{{ '<|endoftext|>' if loop.last and m['role'] == 'assistant' else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_turn_that_is_written_differently_later_is_an_example_of_its_own():
+    tokenizer = byte_level(("<|im_start|>", "<|im_end|>", "<|endoftext|>"), template=ENDS_DIFFERENTLY)
+    made = renderer(tokenizer)
+    sample = as_conversation(conversation("hello", "fine", "and you?", "good"))
+    found = [(tokenizer.decode(ids), tokenizer.decode(ids[mask])) for ids, mask in made.tokenise(made.draw(sample))]
+    assert found == [
+        ("<|im_start|>user\nhello<|im_end|><|im_start|>assistant\nfine<|endoftext|>", "fine<|endoftext|>"),
+        (
+            "<|im_start|>user\nhello<|im_end|><|im_start|>assistant\nfine<|im_end|>"
+            "<|im_start|>user\nand you?<|im_end|><|im_start|>assistant\ngood<|endoftext|>",
+            "good<|endoftext|>",
+        ),
+    ]
+    with pytest.raises(BadRow, match="'chosen' would become 2 examples"):
+        made.draw(Preference(sample, sample))
+
+
 # --- check_template
 
 
@@ -325,19 +490,15 @@ def test_an_end_of_turn_that_the_tokenizer_does_not_know():
         (
             "{% for m in messages %}{% if m['role'] == 'user' %}{% generation %}{{ m['content'] }}<|im_end|>"
             "{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}",
-            "not the answer",
-        ),
-        (
-            "{% for m in messages %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% endfor %}",
-            "4 parts as generated in 2",
+            "marks nothing of message 1",
         ),
         (
             "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}<|im_end|>{% else %}{% generation %}"
             "<|im_start|>assistant\n{{ m['content'] }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}",
             "more than the answer",
         ),
-        ("{{ messages[0]['content'] }}{% if false %}{% generation %}{% endgeneration %}{% endif %}", "marks nothing"),
-        (QWEN3_LIKE, "differently once more messages follow"),
+        (shaped("chatml", "none") + "{% if false %}{% generation %}{% endgeneration %}{% endif %}", "marks nothing"),
+        (R1_LIKE, "differently once its answer is known"),
         ("{{ raise_exception('no') }}", "refuses this conversation: no"),
         ("{% for m in messages %}", "line 1: not a Jinja template"),
     ],
@@ -348,6 +509,24 @@ def test_check_template_names_the_problem(template, problem):
     assert bool(found) == bool(problem)
     if problem:
         assert any(text.startswith("problem: ") and problem in text for text in found), found
+
+
+def test_check_template_says_what_becomes_of_history():
+    tokenizer = byte_level(("<|im_start|>", "<|im_end|>", "<|endoftext|>"), template=ENDS_DIFFERENTLY)
+    for train_on, said in (
+        ("assistant", "an example of its own"),
+        ("all", "only what is left"),
+        ("last_assistant", None),
+    ):
+        notes = check_template(tokenizer, None, train_on)
+        assert [said is not None and said in note for note in notes] == [True] * (said is not None)
+
+
+def test_check_template_says_that_no_bos_is_written():
+    tokenizer = byte_level(
+        ("<s>", "<|im_start|>", "<|im_end|>"), template=shaped("chatml", "none"), bos_token="<s>", adds_bos=True
+    )
+    assert [note for note in check_template(tokenizer) if "does not begin with '<s>'" in note]
 
 
 def test_an_end_that_only_the_last_turn_has_is_a_problem():
@@ -405,7 +584,7 @@ def test_text_without_an_eos_is_refused():
 
 
 def test_messages_without_a_template_are_refused():
-    with pytest.raises(UserError, match=r"no chat template.*set model\.chat_template to one of chatml, llama3"):
+    with pytest.raises(UserError, match=r"no chat template.*set model\.chat_template to one of chatml, gemma, llama3"):
         render(as_conversation(conversation("a", "b")), byte_level())
 
 
@@ -413,7 +592,7 @@ def test_messages_without_a_template_are_refused():
 
 
 def test_a_misspelt_template_suggests_the_right_one():
-    with pytest.raises(UserError, match=r"did you mean `chatml`\? \(built in: chatml, llama3, mistral"):
+    with pytest.raises(UserError, match=r"did you mean `chatml`\? \(built in: chatml, gemma, llama3, mistral"):
         resolve_template("chat_ml", byte_level())
 
 
@@ -441,6 +620,7 @@ def test_the_tokenizers_own_template():
 
 def test_tokens_in_spans_is_its_docstring():
     offsets = [(0, 3), (3, 8), (8, 9), (9, 13)]
-    assert tokens_in_spans(offsets, [(4, 9)]).tolist() == [False, True, True, False]
+    assert tokens_in_spans(offsets, [(3, 8), (8, 12)]).tolist() == [False, True, True, True]
+    assert tokens_in_spans(offsets, [(4, 9)]).tolist() == [False, False, True, False]
     assert tokens_in_spans(offsets, [(5, 5)]).tolist() == [False] * 4
     assert tokens_in_spans([], [(0, 0)]).tolist() == []

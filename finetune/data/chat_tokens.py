@@ -1,0 +1,96 @@
+"""From a text and spans of its characters to token ids and which of them are trained.
+
+The text is tokenised once, whole, so the ids are those that everyone else gets. Only where a token holds characters on
+both sides of a border, as "\\n\\n" does where a prompt ends and an answer begins with a newline, the text is cut at its
+borders and tokenised in pieces: in use the model is given the tokens of the prompt, and writes the answer behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.chat_render import Span
+
+Tokens = tuple[NDArray[np.int32], NDArray[np.bool_]]  # input_ids (T,), trained (T,)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer, and what masks must know of it. Build it with `encoder`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    added: frozenset[int]  # ids of added tokens, which are never part of another; some swallow the white space around
+    can_cut: bool  # whether pieces of a text, tokenised one by one, are the text again
+
+    def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
+        """Ids and masks of many in one call, which the tokenizer spreads over the cores."""
+        if not texts:
+            return []
+        # add_special_tokens=False: the template writes its own, a second BOS would be one too many.
+        batch = self.tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        found = zip(texts, spans, batch["input_ids"], batch["offset_mapping"], strict=True)
+        return [self._one(*one) for one in found]
+
+    def _one(self, text: str, spans: Sequence[Span], ids: list[int], offsets: list[Span]) -> Tokens:
+        begins, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T  # (T,) each, ascending
+        if self.can_cut:
+            spans = [(begin, self._behind_added(end, ids, begins, ends)) for begin, end in spans]
+            borders = sorted({border for span in spans for border in span if 0 < border < len(text)})
+            if any(not is_clean(border, begins, ends) for border in borders):
+                return self._in_pieces(text, spans, [0, *borders, len(text)])
+        return np.asarray(ids, np.int32), tokens_in_spans(offsets, spans)
+
+    def _behind_added(self, end: int, ids: Sequence[int], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
+        """The end of a span, moved behind the white space that the added token there swallows (Phi-3's <|end|>)."""
+        last = int(np.searchsorted(begins, end, "left")) - 1
+        return int(ends[last]) if last >= 0 and ids[last] in self.added and ends[last] > end else end
+
+    def _in_pieces(self, text: str, spans: Sequence[Span], cuts: Sequence[int]) -> Tokens:
+        pieces = list(pairwise(cuts))
+        batch = self.tokenizer([text[a:b] for a, b in pieces], add_special_tokens=False, verbose=False)["input_ids"]
+        inside = [any(begin <= a and b <= end for begin, end in spans) for a, b in pieces]
+        trained = np.repeat(inside, [len(ids) for ids in batch])
+        return np.concatenate([np.asarray(ids, np.int32) for ids in batch]), trained.astype(bool)
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    """What a tokenizer is like, found by trying it."""
+    pieces: Collection[list[int]] = tokenizer(["b", "c"], add_special_tokens=False)["input_ids"]
+    joined = tokenizer.decode([i for ids in pieces for i in ids], clean_up_tokenization_spaces=False)
+    # Tokenizers made from SentencePiece put a space before every text: pieces of one would have more than the whole.
+    return Encoder(tokenizer, frozenset(tokenizer.added_tokens_decoder), joined == "bc")
+
+
+def is_clean(border: int, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
+    """Whether one token ends at a border and the next begins there, so that no token holds both sides.
+
+        begins    0 3  8 9       a border at 8 is clean, at 5 it is not: the second token is on both sides
+        ends      3 8  9 13
+
+    Not clean either: white space that no token owns up to (offsets trimmed), on either side.
+    """
+    after = int(np.searchsorted(begins, border, "left"))
+    if after < len(begins) and (begins[after] != border or ends[after] == border):
+        return False
+    return after == 0 or bool(ends[after - 1] == border)
+
+
+def tokens_in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """Tokens that begin in a span.
+
+        offsets  (0,3) (3,8) (8,9) (9,13)      spans  (3,8) (8,12)
+        mask       no   yes   yes   yes
+
+    A token that begins before a span is what the model is given there, not what it writes.
+    """
+    begins = np.asarray(offsets, np.int64).reshape(-1, 2)[:, 0]  # (T,) ascending
+    mask = np.zeros(len(begins), bool)
+    for begin, end in spans:
+        mask[np.searchsorted(begins, begin, "left") : np.searchsorted(begins, end, "left")] = True
+    return mask
