@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from finetune.data import RowOrder, deal, group_rows, pack, row_work
+from finetune.data import RowOrder, group_rows, pack, row_work
+from finetune.data.batch import deal
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SEED = 42

@@ -111,7 +111,7 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
     from rich.console import Console
 
     from finetune.checkpoints import Saver
-    from finetune.data import build_dataset
+    from finetune.data.dataset import build_dataset
     from finetune.engine import check_launch, read_launch, start_engine
     from finetune.models import load_tokenizer, model_config
     from finetune.training.loop import training_steps

@@ -148,6 +148,88 @@ def inspect(
 
 
 @app.command()
+def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Tokenise a recipe's data into the cache, ahead of the run: needs no GPU, uses all cores.
+
+    A run with the same data, tokenizer and template then starts in seconds; FINETUNE_CACHE says where the cache lies.
+
+    Example: [bold]python -m finetune prepare recipes/quickstart/full.yaml[/bold]
+    """
+    from finetune.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    quiet_libraries()
+    from finetune.planning.prepare import prepare as run
+    from finetune.planning.prepare import show_prepared
+
+    prepared, notes = run(loaded)
+    if as_json:
+        print(json.dumps({"sources": [one.as_dict() for one in prepared], "notes": notes}, indent=1))
+    else:
+        show_prepared(Console(), prepared, notes)
+
+
+cache_app = typer.Typer(
+    help="The cache of tokenised examples.\n\nExample: [bold]python -m finetune cache list[/bold]",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(cache_app, name="cache")
+
+
+@cache_app.command("list")
+def list_cache(as_json: AsJson = False) -> None:
+    """What is cached: of which source, how large, when it was last used, what made it.
+
+    Example: [bold]python -m finetune cache list[/bold]
+    """
+    quiet_libraries()
+    from finetune.data.cache import entries_folder
+    from finetune.data.cache_listing import found_entries
+    from finetune.planning.cache import show_entries
+
+    entries = found_entries()
+    if as_json:
+        print(json.dumps([entry.as_dict() for entry in entries], indent=1))
+    else:
+        show_entries(Console(), entries_folder(), entries)
+
+
+@cache_app.command("clean")
+def clean_cache(
+    older_than: Annotated[str, typer.Option(help="Not used for so long: 12h, 30d, 8w.", metavar="AGE")] = "30d",
+    everything: Annotated[bool, typer.Option("--all", help="Whenever it was used.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove entries that have not been used for a while, and what killed builds left behind.
+
+    What is being built is left. A run that has started keeps what it reads.
+
+    Example: [bold]python -m finetune cache clean --older-than 14d[/bold]
+    """
+    quiet_libraries()
+    from finetune.data.cache import entries_folder
+    from finetune.data.cache_listing import age_in_seconds, found_entries, not_used_for, remove
+    from finetune.planning.cache import readable_bytes, show_entries
+
+    age = age_in_seconds(older_than)
+    entries = not_used_for(found_entries(), 0 if everything else age)
+    if not entries:
+        print(f"{entries_folder()}: nothing to remove" + ("" if everything else f", all was used within {older_than}"))
+        return
+    show_entries(Console(), entries_folder(), entries)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UserError("cache clean: nobody can be asked here; give --yes to remove what is listed")
+        typer.confirm("Remove these?", abort=True)
+    left = remove(entries)
+    gone = [entry for entry in entries if entry not in left]
+    print(f"removed {len(gone):,}, {readable_bytes(sum(entry.bytes for entry in gone))}")
+    for entry in left:
+        print(f"left, because it is being built: {entry.path}")
+
+
+@app.command()
 def generate(
     run_dir: RunDir,
     prompt: Annotated[list[str] | None, typer.Argument(help="What to ask; without it, asks you.")] = None,

@@ -7,9 +7,11 @@ borders and tokenised in pieces: in use the model is given the tokens of the pro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,18 @@ Tokens = tuple[NDArray[np.int32], NDArray[np.bool_]]  # input_ids (T,), trained 
 
 
 @dataclass(frozen=True)
+class Offsets:
+    """Where the tokens of a text lie, asked one by one: few are of interest, and a list of all takes long to make."""
+
+    count: int  # of tokens
+    at: Callable[[int], Span]  # characters [begin, end) of a token; begins ascend
+
+    def first_from(self, character: int) -> int:
+        """The first token that begins at a character or behind it; `count` where none does."""
+        return bisect_left(range(self.count), character, key=lambda i: self.at(i)[0])
+
+
+@dataclass(frozen=True)
 class Encoder:
     """A tokenizer, and what masks must know of it. Build it with `encoder`."""
 
@@ -29,27 +43,29 @@ class Encoder:
     can_cut: bool  # whether pieces of a text, tokenised one by one, are the text again
 
     def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
-        """Ids and masks of many in one call, which the tokenizer spreads over the cores."""
-        if not texts:
-            return []
+        """Ids and masks of many in one call."""
+        fast: Any = self.tokenizer
+        # Not through the tokenizer's __call__: it makes a list of the offsets of all tokens, of which masks need few.
+        backend = fast.backend_tokenizer
+        backend.no_truncation()  # a tokenizer.json may ask for them
+        backend.no_padding()
         # add_special_tokens=False: the template writes its own, a second BOS would be one too many.
-        batch = self.tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        found = zip(texts, spans, batch["input_ids"], batch["offset_mapping"], strict=True)
-        return [self._one(*one) for one in found]
+        encoded = backend.encode_batch(list(texts), add_special_tokens=False) if texts else []
+        return [self._one(*one) for one in zip(texts, spans, encoded, strict=True)]
 
-    def _one(self, text: str, spans: Sequence[Span], ids: list[int], offsets: list[Span]) -> Tokens:
-        begins, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T  # (T,) each, ascending
+    def _one(self, text: str, spans: Sequence[Span], encoding: Any) -> Tokens:
+        offsets = Offsets(len(encoding), encoding.token_to_chars)
         if self.can_cut:
-            spans = [(begin, self._behind_added(end, ids, begins, ends)) for begin, end in spans]
+            spans = [(begin, self._behind_added(end, encoding.ids, offsets)) for begin, end in spans]
             borders = sorted({border for span in spans for border in span if 0 < border < len(text)})
-            if any(not is_clean(border, begins, ends) for border in borders):
+            if any(not is_clean(border, offsets) for border in borders):
                 return self._in_pieces(text, spans, [0, *borders, len(text)])
-        return np.asarray(ids, np.int32), tokens_in_spans(offsets, spans)
+        return np.array(encoding.ids, np.int32), tokens_in_spans(offsets, spans)
 
-    def _behind_added(self, end: int, ids: Sequence[int], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
+    def _behind_added(self, end: int, ids: Sequence[int], offsets: Offsets) -> int:
         """The end of a span, moved behind the white space that the added token there swallows (Phi-3's <|end|>)."""
-        last = int(np.searchsorted(begins, end, "left")) - 1
-        return int(ends[last]) if last >= 0 and ids[last] in self.added and ends[last] > end else end
+        last = offsets.first_from(end) - 1
+        return offsets.at(last)[1] if last >= 0 and ids[last] in self.added and offsets.at(last)[1] > end else end
 
     def _in_pieces(self, text: str, spans: Sequence[Span], cuts: Sequence[int]) -> Tokens:
         pieces = list(pairwise(cuts))
@@ -67,21 +83,22 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
     return Encoder(tokenizer, frozenset(tokenizer.added_tokens_decoder), joined == "bc")
 
 
-def is_clean(border: int, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
+def is_clean(border: int, offsets: Offsets) -> bool:
     """Whether one token ends at a border and the next begins there, so that no token holds both sides.
 
-        begins    0 3  8 9       a border at 8 is clean, at 5 it is not: the second token is on both sides
-        ends      3 8  9 13
+        offsets  (0,3) (3,8) (8,9) (9,13)      a border at 8 is clean, at 5 it is not: the second token is on both sides
 
     Not clean either: white space that no token owns up to (offsets trimmed), on either side.
     """
-    after = int(np.searchsorted(begins, border, "left"))
-    if after < len(begins) and (begins[after] != border or ends[after] == border):
-        return False
-    return after == 0 or bool(ends[after - 1] == border)
+    after = offsets.first_from(border)
+    if after < offsets.count:
+        begin, end = offsets.at(after)
+        if begin != border or end == border:
+            return False
+    return after == 0 or offsets.at(after - 1)[1] == border
 
 
-def tokens_in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
+def tokens_in_spans(offsets: Offsets, spans: Sequence[Span]) -> NDArray[np.bool_]:
     """Tokens that begin in a span.
 
         offsets  (0,3) (3,8) (8,9) (9,13)      spans  (3,8) (8,12)
@@ -89,8 +106,7 @@ def tokens_in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> NDArray[n
 
     A token that begins before a span is what the model is given there, not what it writes.
     """
-    begins = np.asarray(offsets, np.int64).reshape(-1, 2)[:, 0]  # (T,) ascending
-    mask = np.zeros(len(begins), bool)
+    mask = np.zeros(offsets.count, bool)
     for begin, end in spans:
-        mask[np.searchsorted(begins, begin, "left") : np.searchsorted(begins, end, "left")] = True
+        mask[offsets.first_from(begin) : offsets.first_from(end)] = True
     return mask

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.batch import OrderedRows
+from finetune.data.building import open_source
 from finetune.data.chat_template import resolve_template
 from finetune.data.examples import Example, Examples, prepare_examples
 from finetune.data.order import RowOrder, group_rows
@@ -152,6 +153,11 @@ def template_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[s
         tokenizer.chat_template = template.text
     findings = check_template(tokenizer, template, recipe.objective.train_on)
     problems = [text.removeprefix("problem: ") for text in findings if text.startswith("problem: ")]
-    if problems and any(source.format != "text" for source in (*recipe.data.train, *recipe.data.eval)):
+    if problems and any(_is_rendered(source) for source in (*recipe.data.train, *recipe.data.eval)):
         raise UserError("model.chat_template: " + "; ".join(problems))
     return [text.removeprefix("note: ") for text in findings if text.startswith("note: ")]
+
+
+def _is_rendered(source: Source) -> bool:
+    """Whether its rows go through the chat template."""
+    return open_source(source).source.format not in ("text", "tokens")

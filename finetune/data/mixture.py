@@ -64,7 +64,8 @@ def filled(wanted: NDArray[np.float64], room: NDArray[np.float64], total: float)
     given = np.zeros_like(wanted)
     open_parts = wanted > 0
     while open_parts.any() and total > 0:
-        shares = np.where(open_parts, wanted / wanted[open_parts].sum() * total, 0.0)
+        shares = np.zeros_like(wanted)
+        shares[open_parts] = wanted[open_parts] / wanted[open_parts].sum() * total
         over = open_parts & (shares > room)
         if not over.any():
             given[open_parts] = shares[open_parts]

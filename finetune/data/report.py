@@ -26,7 +26,8 @@ class SourceReport:
     supervised_tokens: int = 0
     bad_rows: list[str] = field(default_factory=list)  # the first ten, with place and reason
     weight: float = 1.0
-    taken: int = 0  # examples of an epoch, after `weight`
+    passes: float = 1.0  # over this source in an epoch
+    taken: int = 0  # examples of an epoch
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,8 @@ class StreamedRows:
         if not readable:
             steps = self._starts[-1][0] // self._recipe.batch.rows
             raise UserError(
-                f"the stream ends after {steps:,} steps: every source was read `max_epochs` times; lower train.max_steps, or raise `max_epochs`"
+                f"the stream ends after {steps:,} steps: every source was read `max_epochs` times; "
+                "lower train.max_steps, or raise `max_epochs`"
             )
         return min(readable, key=lambda number: places[number].given / self._tapes[number].source.weight)
 

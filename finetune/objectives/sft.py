@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from finetune.data import Batch, shifted_targets
+from finetune.data.batch import Batch, shifted_targets
 
 
 def supervised_losses(

@@ -72,7 +72,7 @@ def _check_launch(recipe: Recipe, path: Path, config_file: Path | None, processe
 
 
 def _check_data(recipe: Recipe, report: Report) -> None:
-    from finetune.data import build_dataset, template_notes
+    from finetune.data.dataset import build_dataset, template_notes
     from finetune.models import check_token_ids, load_tokenizer, model_config
     from finetune.planning.plan import run_length
     from finetune.tracking import check_trackers

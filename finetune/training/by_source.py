@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from finetune.data import Batch, target_sources
+from finetune.data.batch import Batch, target_sources
 
 
 class SourceSums:

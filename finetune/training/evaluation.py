@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import Batch, Example, Examples, Loader
+from finetune.data import Example, Examples
+from finetune.data.batch import Batch, Loader
 from finetune.engine import Engine
 from finetune.models import AttentionChoice
 from finetune.objectives import supervised_losses

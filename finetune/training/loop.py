@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, field
 
 import torch
 
-from finetune.data import Batch, Loader
+from finetune.data.batch import Batch, Loader
 from finetune.engine import Engine, NonFinite
 from finetune.errors import RunFailure
 from finetune.models import AttentionChoice

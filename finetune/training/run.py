@@ -17,7 +17,8 @@ from rich.markup import escape
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.checkpoints import Saver, newest_good, resume, start_anew
-from finetune.data import Dataset, Loader, OrderedRows, RunRows, Stream, build_dataset, build_training, template_notes
+from finetune.data.batch import Loader, OrderedRows, RunRows
+from finetune.data.dataset import Dataset, Stream, build_dataset, build_training, template_notes
 from finetune.engine import Engine, autocast_forward, check_launch, read_launch, start_engine
 from finetune.errors import STOPPED_STATUS, Stopped, UserError
 from finetune.export import model_card, save_result

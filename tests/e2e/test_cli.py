@@ -78,7 +78,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_the_commands_are_these() -> None:
-    assert {"train", "check", "inspect", "generate", "merge", "schema"} <= set(COMMANDS)
+    assert {"train", "check", "inspect", "prepare", "generate", "merge", "schema"} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -463,6 +463,63 @@ def test_inspect_writes_a_page_and_totals(
     code, out, _ = here("inspect", path, "--json", "--totals")
     assert code == 0
     assert json.loads(out)["examples"] == 120
+
+
+# --- prepare, cache
+
+
+def test_prepare_makes_what_a_run_then_finds(
+    here: Callable[..., Outcome],
+    recipe: dict[str, Any],
+    write_recipe: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    path = write_recipe(recipe)
+    code, out, _ = here("prepare", path)
+    assert code == 0
+    assert re.search(
+        r"train: .*rows\.jsonl \(messages\), made in [\d.]+ s\n  120 rows, 120 examples, [\d,]+ tokens", out
+    )
+    code, out, _ = here("prepare", path, "--json")
+    sources = json.loads(out)["sources"]
+    assert [(one["part"], one["cached"], one["rows"]) for one in sources] == [("train", True, 120), ("eval", True, 16)]
+    examples = len(here("inspect", path, "--json", "--rows", 1000)[1].splitlines())
+    assert examples == sources[0]["examples"]
+    assert len(list((tmp_path / "cache").rglob("report.json"))) == 2
+
+
+def test_cache_is_listed_and_cleaned(
+    here: Callable[..., Outcome],
+    recipe: dict[str, Any],
+    write_recipe: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    assert here("cache", "list")[1] == f"{tmp_path / 'cache' / 'data'}: nothing is cached\n"
+    here("prepare", write_recipe(recipe))
+    listed = json.loads(here("cache", "list", "--json")[1])
+    assert {Path(entry["of"]["source"]).name for entry in listed} == {"rows.jsonl", "held_out.jsonl"}
+    assert "held_out.jsonl" in here("cache", "list")[1]
+    assert "nothing to remove, all was used within 30d" in here("cache", "clean", "--yes")[1]
+    code, out, err = here("cache", "clean", "--all")
+    assert code == 2
+    assert "rows.jsonl" in out
+    assert "give --yes" in err
+    assert here("cache", "clean", "--older-than", "soon")[0] == 2
+    code, out, _ = here("cache", "clean", "--all", "--yes")
+    assert code == 0
+    assert "removed 2, " in out
+    assert json.loads(here("cache", "list", "--json")[1]) == []
+
+
+@pytest.mark.parametrize("name", ["list", "clean"])
+def test_each_command_of_the_cache_has_help_with_a_worked_example(here: Callable[..., Outcome], name: str) -> None:
+    code, out, _ = here("cache", name, "--help")
+    assert code == 0
+    assert f"-m finetune cache {name}" in " ".join(out.split())
 
 
 def test_schema_is_the_shipped_one(here: Callable[..., Outcome]) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from finetune.data import Batch, Loader, build_dataset
+from finetune.data.batch import Batch, Loader
+from finetune.data.dataset import build_dataset
 from finetune.models import attention_for, load_model, load_tokenizer, model_config
 from finetune.models.weights import Placement
 from finetune.objectives import supervised_losses

@@ -39,6 +39,7 @@ class File:
     name: str  # whose end tells the kind
     open: Callable[[], IO[bytes]]  # its bytes as they are stored, from the start
     digest: Callable[[], str]  # changes when they do
+    size: Callable[[], int | None] = lambda: None  # of them, where it takes no reading to know
 
 
 # (the kind that it is, first bytes, what is wrong with a file of another kind that begins so).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,9 @@ class HubRows:
     def digest(self) -> str:
         return f"hub {self._digest}"
 
+    def estimated_rows(self) -> int | None:
+        return len(self._rows) if isinstance(self._rows, Sized) else None
+
     def rows(self) -> Labelled:
         return dataset_rows(self._rows, self._label)
 
@@ -53,6 +56,9 @@ class SavedRows:
         self._begin = min(begin, end)
         self._rows = dataset if part.is_whole else dataset.select(range(self._begin, end))
         self._label = f"{source.path}[{part.name}]"
+
+    def estimated_rows(self) -> int:
+        return len(self._rows)
 
     def digest(self) -> str:
         # Of the bytes: the fingerprint that is saved with them stays when someone changes a file.

@@ -40,7 +40,13 @@ def local_files(name: str) -> list[File]:
 
 def local_file(path: Path) -> File:
     """A file of this machine."""
-    return File(str(path), path.name, lambda: path.open("rb", buffering=0), lambda: file_digest(path))
+    return File(
+        str(path),
+        path.name,
+        lambda: path.open("rb", buffering=0),
+        lambda: file_digest(path),
+        lambda: path.stat().st_size,
+    )
 
 
 def is_saved_dataset(folder: Path) -> bool:

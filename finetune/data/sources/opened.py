@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from finetune.data.samples import BadRow
+from finetune.data.sources.estimate import estimated_rows
 from finetune.data.sources.file import File, Labelled
 from finetune.data.sources.hub import HubRows, SavedRows
 from finetune.data.sources.local import is_saved_dataset, local_files
@@ -33,6 +34,8 @@ class _Content(Protocol):
 
     def rows(self) -> Labelled: ...
 
+    def estimated_rows(self) -> int | None: ...
+
 
 class Opened:
     """A source that was found: its rows, and a digest of its content (not of the recipe's settings)."""
@@ -48,6 +51,11 @@ class Opened:
     def digest(self) -> str:
         """Changes when the content does: of the files' names and bytes, or of the dataset's fingerprint."""
         return self._content.digest()
+
+    def estimated_rows(self) -> int | None:
+        """About how many there are; None where they would have to be read to know."""
+        count = self._content.estimated_rows()
+        return count if count is None or self.source.limit is None else min(count, self.source.limit)
 
     def rows(self, on_bad_row: OnBadRow = raise_bad_row) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """(label, number, row), `limit` of them with the bad ones; these go to `on_bad_row` instead.
@@ -125,6 +133,9 @@ class _Files:
         """One sha256: there may be a hundred thousand files."""
         every = "\n".join(f"{file.label} {file.digest()}" for file in self._files)
         return hashlib.sha256(every.encode("utf-8", "surrogateescape")).hexdigest()
+
+    def estimated_rows(self) -> int | None:
+        return estimated_rows(self._files) if self._split == self._part.name else None
 
     def rows(self) -> Labelled:
         begin, end = self._part.bounds(lambda: self._count)

@@ -192,7 +192,13 @@ def _fetched(remote: _Remote) -> File:
     # The lock stays: see `_entry` in examples.py.
     with filelock.FileLock(place.with_suffix(".lock")):
         kept = _kept(remote, place)
-    return File(remote.label, _name(remote.path), lambda: kept.open("rb", buffering=0), lambda: file_digest(kept))
+    return File(
+        remote.label,
+        _name(remote.path),
+        lambda: kept.open("rb", buffering=0),
+        lambda: file_digest(kept),
+        lambda: kept.stat().st_size,
+    )
 
 
 def _kept(remote: _Remote, place: Path) -> Path:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from finetune.data import build_dataset, template_notes, to_json_lines
+from finetune.data import to_json_lines
 from finetune.data.chat_template import resolve_template
+from finetune.data.dataset import build_dataset, template_notes
 from finetune.data.show import Look
 from finetune.errors import UserError
 from finetune.models import load_tokenizer

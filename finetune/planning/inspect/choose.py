@@ -77,12 +77,13 @@ def _why_absent(view: View, path: str, number: int) -> str:
 def _why_dropped(view: View, source: Source, format: str, row: dict[str, Any], place: str) -> str:
     """The error that a file of this row alone would be, were nothing allowed to be dropped."""
     strict = {"overlong": "error", "on_bad_row": "error", "mixture": None, "streaming": False}
-    recipe = view.recipe.model_copy(update={"data": view.recipe.data.model_copy(update=strict)})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "row.jsonl"
         path.write_text(json.dumps(row, default=str) + "\n", encoding="utf-8")
         alone = {"path": str(path), "config": None, "split": "train", "weight": 1.0, "max_epochs": None, "limit": None}
         only = source.model_copy(update={**alone, "format": format or source.format})
+        data = view.recipe.data.model_copy(update={**strict, "train": (only,), "eval": ()})
+        recipe = view.recipe.model_copy(update={"data": data})
         try:
             prepare_examples(recipe, [only], view.tokenizer)
         except UserError as error:

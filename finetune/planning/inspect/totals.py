@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data import Dataset, Report
+from finetune.data import Report
+from finetune.data.dataset import Dataset
 from finetune.recipe.schema import Data
 
 BINS = 20  # of lengths, about

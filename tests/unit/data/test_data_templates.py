@@ -13,15 +13,7 @@ import pytest
 from data_helpers import byte_level, family_template
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import (
-    UNTRAINED,
-    BadRow,
-    Conversation,
-    Message,
-    built_in_templates,
-    check_template,
-    renderer,
-)
+from finetune.data import UNTRAINED, BadRow, Conversation, Message, built_in_templates, check_template, renderer
 from finetune.data.chat import labels_of
 from finetune.data.chat_traits import CALL_ID
 

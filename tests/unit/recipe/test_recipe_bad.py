@@ -49,7 +49,7 @@ CASES = [
     ),
     Bad(
         "unknown key, nothing like it",
-        [":5: batch.zzz: unknown key; valid here: rows, rows_per_device"],
+        [":5: batch.zzz: unknown key; valid here: rows, rows_per_device, tokens_per_device"],
         {5: "batch: {rows: 8, zzz: 1}"},
     ),
     Bad(
@@ -92,8 +92,8 @@ CASES = [
     Bad("missing sections", [":1: batch: is missing", ":1: train: is missing"], {5: "", 7: ""}),
     Bad(
         "missing in a list item",
-        [":4: data.train[0].format: is missing"],
-        {4: "data: {train: [{path: a.jsonl}], max_length: 64}"},
+        [":4: data.train[0].path: is missing"],
+        {4: "data: {train: [{format: text}], max_length: 64}"},
     ),
     Bad("a section left empty", [":7: train: expected a section, got null"], {7: "train:"}),
     # --- types ---

@@ -1,0 +1,64 @@
+"""`prepare`: tokenise ahead of a run, and say what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+
+from finetune.data import prepare_examples
+from finetune.data.dataset import template_notes
+from finetune.data.report import SourceReport
+from finetune.models import load_tokenizer
+from finetune.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One source as it lies in the cache now."""
+
+    part: str  # train | eval
+    report: SourceReport
+    made_s: float | None  # None: it was there
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"part": self.part, "cached": self.made_s is None, "seconds": self.made_s or 0.0, **asdict(self.report)}
+
+    @property
+    def dropped(self) -> int:
+        """Rows and examples that are not trained on."""
+        return self.report.bad + self.report.dropped_overlong + self.report.no_supervised_token
+
+
+def prepare(recipe: Recipe) -> tuple[list[Prepared], list[str]]:
+    """Every source of a recipe into the cache, and notes on the template. Raises UserError."""
+    tokenizer = load_tokenizer(recipe.model)
+    notes = template_notes(recipe, tokenizer)
+    prepared: list[Prepared] = []
+    for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+        if sources:
+            examples = prepare_examples(recipe, sources, tokenizer)
+            found = zip(examples.report.sources, examples.made_s, strict=True)
+            prepared += [Prepared(part, report, seconds) for report, seconds in found]
+    return prepared, notes
+
+
+def show_prepared(console: Console, prepared: list[Prepared], notes: list[str]) -> None:
+    """Two lines a source, the rows that were skipped, and the notes."""
+    for one in prepared:
+        for line in (*_lines(one), *(f"  skipped: {row}" for row in one.report.bad_rows)):
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+    for note in notes:
+        console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _lines(one: Prepared) -> Iterator[str]:
+    report = one.report
+    how = "cached" if one.made_s is None else f"made in {one.made_s:,.1f} s"
+    yield f"{one.part}: {report.path} ({report.format}), {how}"
+    yield (
+        f"  {report.rows:,} rows, {report.examples:,} examples, {report.tokens:,} tokens, "
+        f"{report.supervised_tokens / report.tokens:.0%} supervised, {one.dropped:,} dropped"
+    )
