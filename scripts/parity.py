@@ -56,6 +56,7 @@ CASES = (
         "full token budget",  # 3 to 8 forwards a step
         ("data.packing=false", "data.max_length=32", "batch.rows=9", "batch.tokens_per_device=40"),
     ),
+    Case("full stream", ("data.streaming=true", "data.window=48")),
     Case("full tied", (), model="llama_tied"),
     Case("lora tied", LORA, model="llama_tied"),
     Case("full from scratch", (), model="llama_tied", from_scratch=True),

@@ -12,6 +12,7 @@ from finetune.data.batch import OrderedRows
 from finetune.data.building import open_source
 from finetune.data.chat_template import resolve_template
 from finetune.data.examples import Example, Examples, prepare_examples
+from finetune.data.mixture import check_caps
 from finetune.data.order import RowOrder, group_rows
 from finetune.data.packing import Rows, one_per_row, pack, row_work
 from finetune.data.streaming import StreamedRows, open_stream
@@ -121,6 +122,7 @@ def build_training(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datase
         formats = stream.formats
     else:
         data = build_dataset(recipe, recipe.data.train, tokenizer)
+        _check_caps(recipe, data)
         formats = [source.format for source in data.examples.report.sources]
     if "preference" in formats:
         raise UserError(
@@ -129,6 +131,15 @@ def build_training(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datase
             "prompt_completion` and `columns: {completion: chosen}`"
         )
     return data
+
+
+def _check_caps(recipe: Recipe, data: Dataset) -> None:
+    """`max_epochs` where the run's length is known by its steps."""
+    steps, epochs = recipe.train.max_steps, recipe.train.epochs
+    if steps is not None:
+        by_steps = steps * recipe.batch.rows / len(data.rows)
+        passes = [source.passes for source in data.examples.report.sources]
+        check_caps(recipe.data.train, passes, min(by_steps, epochs or by_steps))
 
 
 def build_dataset(

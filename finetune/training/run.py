@@ -263,7 +263,7 @@ class Run:
 
     def _record(self, step: Step) -> None:
         self.last = step.metrics
-        self._log(asdict(step.metrics), step.metrics.step)
+        self._log({**asdict(step.metrics), **step.by_source}, step.metrics.step)
         if self._samples:
             self._samples.write({"step": step.metrics.step, "rows": step.rows})
 

@@ -168,7 +168,7 @@ BAD_DATA: list[tuple[str, str, str | bytes, str, str]] = [
     ("not an object", "x.jsonl", _GOOD + _GOOD + "[1]\n", "messages", ":3: expected an object with columns"),
     ("not UTF-8", "x.jsonl", _GOOD.encode() + b'{"a": "\xff"}\n', "messages", ":2: byte 8 of the line is not UTF-8"),
     ("array cut short", "x.json", "[\n" + _GOOD + ",\n", "messages", ":4: not valid JSON"),
-    ("item of an array", "x.json", f"[{_GOOD}, 7]", "messages", ":2: expected an object with columns"),
+    ("item of an array", "x.json", f"[{_GOOD}, 7]", "messages", ":2: (line 2) expected an object with columns"),
     ("other column", "x.jsonl", '{"mesages": []}\n', "messages", ":1: format `messages`: no column `messages`"),
     ("other format", "x.jsonl", '{"text": "hello"}\n', "messages", "the row looks like format `text`"),
     ("no messages", "x.jsonl", '{"messages": []}\n', "messages", ":1: format `messages`: `messages` is an empty list"),

@@ -1,0 +1,93 @@
+"""Whole runs on mixtures, streams and token budgets: what is logged, and that a stop changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from conftest import metrics, train_here
+
+from finetune.errors import UserError
+
+
+@pytest.fixture
+def mixed(recipe: dict[str, Any], made: Path, tmp_path: Path) -> dict[str, Any]:
+    """A recipe of two sources, one of them small."""
+    few = tmp_path / "few.jsonl"
+    tiny.write_rows(few, tiny.conversations(20, seed=7))
+    recipe["data"]["train"] = [
+        {"path": str(made / "rows.jsonl"), "weight": 2.0},
+        {"path": str(few), "weight": 1.0},
+    ]
+    recipe["data"]["eval"] = [{"path": str(made / "held_out.jsonl"), "name": "first"}, {"path": str(few), "limit": 8}]
+    recipe["checkpoint"] = {"every_steps": 3}
+    recipe["schedule"] = {"name": "constant"}
+    return recipe
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics(run) if "loss" in line]
+
+
+def of_the_maths(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in ("tokens_per_s", "step_s")} for line in lines(run)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_source_is_logged_and_a_stop_changes_nothing(mixed, write_recipe, tmp_path, streaming):
+    mixed["data"] |= {"mixture": {"by": "tokens"}, "streaming": streaming, "window": 50}
+    path = write_recipe(mixed)
+    train_here(path, "run.name=whole")
+    train_here(path, "run.name=stopped", "train.max_steps=3")
+    shown = train_here(path, "run.name=stopped")
+    assert "resuming from" in shown
+    whole, stopped = of_the_maths(tmp_path / "runs" / "whole"), of_the_maths(tmp_path / "runs" / "stopped")
+    assert whole[3:] == stopped[3:]
+    assert [line["tokens/few"] for line in whole] == [line["tokens/few"] for line in stopped]
+
+    for line in whole:
+        assert line["tokens/rows"] + line["tokens/few"] == line["tokens"]
+        assert min(line["loss/rows"], line["loss/few"]) <= line["loss"] <= max(line["loss/rows"], line["loss/few"])
+    # Shares of 2 : 1, whatever the sizes (120 and 20 rows).
+    assert whole[-1]["tokens/few"] / whole[-1]["tokens"] == pytest.approx(1 / 3, abs=0.1)
+    evaluation = next(line for line in metrics(tmp_path / "runs" / "whole") if "eval_loss" in line)
+    assert {"eval_loss", "eval_loss/first", "eval_loss/few"} <= set(evaluation)
+
+
+def test_one_source_is_not_logged_apart(recipe, write_recipe, tmp_path):
+    train_here(write_recipe(recipe))
+    assert not [key for line in metrics(tmp_path / "runs" / "run") for key in line if "/" in key]
+
+
+def test_a_token_budget_is_the_same_maths(recipe, write_recipe, tmp_path):
+    """The rows of a step decide, not the forwards they run in."""
+    recipe["data"]["packing"] = False
+    recipe["batch"] = {"rows": 8}
+    recipe["train"]["max_steps"] = 4
+    path = write_recipe(recipe)
+    train_here(path, "run.name=one")
+    train_here(path, "run.name=budget", "batch.tokens_per_device=100")
+    one, budget = lines(tmp_path / "runs" / "one"), lines(tmp_path / "runs" / "budget")
+    for a, b in zip(one, budget, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
+        assert (a["tokens"], a["supervised_tokens"]) == (b["tokens"], b["supervised_tokens"])
+
+
+def test_a_run_longer_than_a_source_may_be_read_is_refused_before_it_begins(recipe, made, write_recipe, tmp_path):
+    recipe["data"]["train"] = [{"path": str(made / "rows.jsonl"), "max_epochs": 1.0}]
+    with pytest.raises(UserError, match=r"data.train\[0\] .* more than its max_epochs \(1\)"):
+        train_here(write_recipe(recipe), "train.max_steps=1000")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_stream_says_what_it_is_and_needs_an_end(recipe, write_recipe, tmp_path):
+    recipe["data"] |= {"streaming": True, "window": 30}
+    path = write_recipe(recipe)
+    shown = train_here(path)
+    assert "a stream, 30 rows of each source at a time" in shown
+    assert [line["epoch"] for line in lines(tmp_path / "runs" / "run")][0] == 0.0
+    with pytest.raises(UserError, match="nobody knows how long a stream is"):
+        train_here(path, "train.max_steps=null", "train.epochs=1")
