@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -13,9 +16,29 @@ from finetune.data.chat_template import Template
 from finetune.data.samples import BadRow
 from finetune.errors import UserError
 
+# What templates that ask for today are told, or tokens would change from one day to the next: the date that Llama 3.1's
+# own template names where there is no clock.
+DATE = date(2024, 7, 26)
+_ASKS = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
 Span = tuple[int, int]  # characters [begin, end) of a text
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
+
+
+@lru_cache
+def dated(template: str) -> str:
+    """A template with `DATE` in the place of today's; calls without a literal format stay as they are.
+
+    >>> dated("{{ strftime_now('%d %b %Y') }}")
+    "{{ '26 Jul 2024' }}"
+    """
+    return _ASKS.sub(lambda call: call[1] + DATE.strftime(call[2]) + call[1], template)
+
+
+def asks_for_today(template: str) -> bool:
+    """Whether a template still does after `dated`."""
+    return "strftime_now(" in dated(template)
 
 
 @dataclass(frozen=True)
@@ -40,7 +63,7 @@ class Jinja:
             texts, spans = render_template(
                 conversations=[messages],
                 tools=[dict(tool) for tool in tools] or None,
-                chat_template=self.template.text,
+                chat_template=dated(self.template.text),
                 add_generation_prompt=prompt,
                 return_assistant_tokens_mask=mark,
                 **self.special,

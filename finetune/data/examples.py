@@ -12,6 +12,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -28,6 +29,7 @@ from finetune.data.building import Plain, build, check_heads, open_source
 from finetune.data.cache import Entry, entries_folder, find_or_build, load
 from finetune.data.cache_root import cache_root
 from finetune.data.chat import UNTRAINED, Renderer, labels_of, renderer
+from finetune.data.chat_render import asks_for_today, dated
 from finetune.data.chat_template import resolve_template
 from finetune.data.mixture import choose, choose_by_tokens, passes_per_epoch, source_names
 from finetune.data.report import Report, SourceReport
@@ -194,7 +196,8 @@ def key_of_rendering(made: Renderer) -> str:
     parts = {
         "tokenizer": {name: part for name, part in backend.items() if name not in ("truncation", "padding")},
         "special": [made.special, made.adds_bos],
-        "template": made.template.text if made.template else None,
+        "template": dated(made.template.text) if made.template else None,
+        "today": str(date.today()) if made.template and asks_for_today(made.template.text) else None,
         "train_on": made.train_on,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat import Renderer, renderer
+from finetune.data.chat_render import DATE, asks_for_today, dated
 from finetune.data.chat_template import Template
 from finetune.data.chat_traits import ANSWER, CALL_ID, QUESTION, RESULT, THOUGHT, TOOL, probe_call, probe_tool
 from finetune.data.chat_turns import Chat
@@ -95,8 +96,10 @@ def _notes(made: Renderer, chat: Chat) -> Iterator[str]:
             f"the padding token is the end-of-turn {end!r}: harmless here, where nothing is padded, but other trainers "
             "would not train it"
         )
-    if "strftime_now" in chat.jinja.template.text:
+    if asks_for_today(chat.jinja.template.text):
         yield f"{chat.name} writes today's date: rows tokenised on another day differ"
+    elif dated(chat.jinja.template.text) != chat.jinja.template.text:
+        yield f"{chat.name} writes today's date: rows say {DATE:%d %B %Y}, so that they are the same on every day"
     bos = str(tokenizer.bos_token)
     if made.adds_bos and not chat.jinja.text(chat.traits.as_dicts(_plain(1))).startswith(bos):
         yield (

@@ -37,7 +37,10 @@ def prepare(recipe: Recipe) -> tuple[list[Prepared], list[str]]:
     tokenizer = load_tokenizer(recipe.model)
     notes = template_notes(recipe, tokenizer)
     prepared: list[Prepared] = []
-    for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+    if recipe.data.streaming:
+        notes.append("data.streaming: data.train is read as the run needs it, so nothing of it is prepared")
+    train = () if recipe.data.streaming else recipe.data.train
+    for part, sources in (("train", train), ("eval", recipe.data.eval)):
         if sources:
             examples = prepare_examples(recipe, sources, tokenizer)
             found = zip(examples.report.sources, examples.made_s, strict=True)

@@ -88,6 +88,6 @@ def test_a_stream_says_what_it_is_and_needs_an_end(recipe, write_recipe, tmp_pat
     path = write_recipe(recipe)
     shown = train_here(path)
     assert "a stream, 30 rows of each source at a time" in shown
-    assert [line["epoch"] for line in lines(tmp_path / "runs" / "run")][0] == 0.0
+    assert lines(tmp_path / "runs" / "run")[0]["epoch"] == 0.0
     with pytest.raises(UserError, match="nobody knows how long a stream is"):
         train_here(path, "train.max_steps=null", "train.epochs=1")

@@ -23,6 +23,7 @@ from finetune.data import (
     renderer,
     resolve_template,
 )
+from finetune.data.chat_render import asks_for_today
 from finetune.data.chat_tokens import Offsets, is_clean, tokens_in_spans
 from finetune.data.samples import Ids, Preference
 from finetune.errors import UserError
@@ -533,13 +534,25 @@ def test_an_end_that_only_the_last_turn_has_is_a_problem():
     assert any("problem" in text for text in check_template(tokenizer))
 
 
+def test_rows_are_the_same_on_every_day():
+    tokenizer = byte_level(("<|im_start|>", "<|im_end|>"))
+    for asked, told in (("'%d %b %Y'", "26 Jul 2024"), ('"%Y-%m-%d"', "2024-07-26")):
+        template = Template("{{ strftime_now(" + asked + ") }}" + shaped("chatml", "none"), "dated")
+        ids, _ = render(Conversation((Message("user", "a"), Message("assistant", "b"))), tokenizer, template=template)
+        assert tokenizer.decode(ids).startswith(f"{told}<|im_start|>user")
+        assert not asks_for_today(template.text)
+    unknown = "{% set f = '%Y' %}{{ strftime_now(f) }}" + shaped("chatml", "none")
+    assert asks_for_today(unknown)
+    assert any("on another day differ" in note for note in check_template(tokenizer, Template(unknown, "dated")))
+
+
 def test_check_template_notes():
-    template = shaped("chatml", "none") + "{# strftime_now #}"
+    template = "{{ strftime_now('%d %b %Y') }}" + shaped("chatml", "none")
     tokenizer = byte_level(("<|im_start|>", "<|im_end|>"), template=template, pad_token="<|im_end|>")
     notes = check_template(tokenizer)
     assert len(notes) == 2
     assert "padding token is the end-of-turn '<|im_end|>'" in notes[0]
-    assert "today's date" in notes[1]
+    assert "writes today's date: rows say 26 July 2024" in notes[1]
     assert all(note.startswith("note: ") for note in notes)
 
 
