@@ -184,8 +184,8 @@ def list_cache(as_json: AsJson = False) -> None:
     Example: [bold]python -m finetune cache list[/bold]
     """
     quiet_libraries()
-    from finetune.data.cache import entries_folder
-    from finetune.data.cache_listing import found_entries
+    from finetune.data.cache.entries import entries_folder
+    from finetune.data.cache.listing import found_entries
     from finetune.planning.cache import show_entries
 
     entries = found_entries()
@@ -208,8 +208,8 @@ def clean_cache(
     Example: [bold]python -m finetune cache clean --older-than 14d[/bold]
     """
     quiet_libraries()
-    from finetune.data.cache import entries_folder
-    from finetune.data.cache_listing import age_in_seconds, found_entries, not_used_for, remove
+    from finetune.data.cache.entries import entries_folder
+    from finetune.data.cache.listing import age_in_seconds, found_entries, not_used_for, remove
     from finetune.planning.cache import readable_bytes, show_entries
 
     age = age_in_seconds(older_than)

@@ -3,8 +3,9 @@
 What needs torch is not imported here, for the processes that tokenise do without: `batch.py`, `dataset.py`.
 """
 
-from finetune.data.chat import UNTRAINED, Renderer, render, renderer
-from finetune.data.chat_template import Template, built_in_templates, resolve_template
+from finetune.data.chat.check import check_template
+from finetune.data.chat.renderer import UNTRAINED, Renderer, render, renderer
+from finetune.data.chat.template import Template, built_in_templates, resolve_template
 from finetune.data.examples import Example, Examples, cache_root, prepare_examples
 from finetune.data.formats import FORMATS, parse_row
 from finetune.data.mixture import source_names
@@ -14,7 +15,6 @@ from finetune.data.report import Report, SourceReport
 from finetune.data.samples import BadRow, Conversation, Message, PromptCompletion, Text
 from finetune.data.show import render_rich, to_json_lines
 from finetune.data.sources import read_rows
-from finetune.data.template_check import check_template
 
 __all__ = [
     "FORMATS",

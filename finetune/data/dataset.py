@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.batch import OrderedRows
-from finetune.data.building import open_source
-from finetune.data.chat_template import resolve_template
+from finetune.data.building.build import open_source
+from finetune.data.chat.check import check_template
+from finetune.data.chat.template import resolve_template
 from finetune.data.examples import Example, Examples, prepare_examples
 from finetune.data.mixture import check_caps
 from finetune.data.order import RowOrder, group_rows
 from finetune.data.packing import Rows, one_per_row, pack, row_work
 from finetune.data.streaming import StreamedRows, open_stream
-from finetune.data.template_check import check_template
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source

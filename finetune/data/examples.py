@@ -1,6 +1,6 @@
 """From a recipe's sources to tokenised examples: found in the cache, or made once and kept there.
 
-`building.py` makes an entry from a source, `cache.py` keeps it. Weights and seeds are not part of an entry: they choose
+`building/` makes an entry from a source, `cache/` keeps it. Weights and seeds are not part of an entry: they choose
 among its examples afterwards.
 """
 
@@ -25,15 +25,15 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
-from finetune.data.building import Plain, build, check_heads, open_source
-from finetune.data.cache import Entry, entries_folder, find_or_build, load
-from finetune.data.cache_root import cache_root
-from finetune.data.chat import UNTRAINED, Renderer, labels_of, renderer
-from finetune.data.chat_render import asks_for_today, dated
-from finetune.data.chat_template import resolve_template
+from finetune.data.building.build import Plain, build, check_heads, open_source
+from finetune.data.building.chunk import PARTS
+from finetune.data.cache.entries import Entry, entries_folder, find_or_build, load
+from finetune.data.cache.root import cache_root
+from finetune.data.chat.jinja import asks_for_today, dated
+from finetune.data.chat.renderer import UNTRAINED, Renderer, labels_of, renderer
+from finetune.data.chat.template import resolve_template
 from finetune.data.mixture import choose, choose_by_tokens, passes_per_epoch, source_names
 from finetune.data.report import Report, SourceReport
-from finetune.data.tokenising import PARTS
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.chat import UNTRAINED
+from finetune.data.chat.renderer import UNTRAINED
 
 if TYPE_CHECKING:
     from finetune.data.examples import Example

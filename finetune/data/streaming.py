@@ -23,16 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.building import Plain, build_part, check_heads, items_of, open_source
-from finetune.data.cache import Entry, entries_folder, find_or_build
-from finetune.data.chat import Renderer, renderer
-from finetune.data.chat_template import resolve_template
+from finetune.data.building.build import Plain, build_part, check_heads, items_of, open_source
+from finetune.data.building.chunk import Item
+from finetune.data.cache.entries import Entry, entries_folder, find_or_build
+from finetune.data.chat.renderer import Renderer, renderer
+from finetune.data.chat.template import resolve_template
 from finetune.data.examples import Example, about_entry, example_of, key_of_entry, key_of_rendering
 from finetune.data.mixture import source_names
 from finetune.data.order import group_rows, shuffled
 from finetune.data.packing import Rows, pack, row_work
 from finetune.data.sources import Opened
-from finetune.data.tokenising import Item
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from finetune.data.cache_listing import FoundEntry
+from finetune.data.cache.listing import FoundEntry
 
 
 def show_entries(console: Console, folder: Path, entries: Sequence[FoundEntry]) -> None:

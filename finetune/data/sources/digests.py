@@ -16,7 +16,7 @@ from pathlib import Path
 
 import filelock
 
-from finetune.data.cache_root import cache_root
+from finetune.data.cache.root import cache_root
 from finetune.errors import UserError
 
 SETTLED_S = 2.0  # the coarsest tick of file times in use, that of FAT

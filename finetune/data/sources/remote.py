@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import filelock
 
-from finetune.data.cache_root import cache_root
+from finetune.data.cache.root import cache_root
 from finetune.data.sources.digests import SETTLED_S, file_digest
 from finetune.data.sources.file import BINARY_KINDS, File, kind_of, package_errors
 from finetune.data.sources.local import check_kinds

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from finetune.data import to_json_lines
-from finetune.data.chat_template import resolve_template
+from finetune.data.chat.template import resolve_template
 from finetune.data.dataset import build_dataset, template_notes
 from finetune.data.show import Look
 from finetune.errors import UserError

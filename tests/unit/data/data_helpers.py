@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data import UNTRAINED, Example, prepare_examples
-from finetune.data.chat_template import TEMPLATES
+from finetune.data.chat.template import TEMPLATES
 from finetune.recipe import Recipe
 
 CORPUS = [

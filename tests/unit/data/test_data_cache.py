@@ -23,13 +23,13 @@ from data_helpers import byte_level, conversation, prepare, recipe, text_tokeniz
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data import prepare_examples, renderer, resolve_template
-from finetune.data.building import CHUNK_ROWS, build, open_source
-from finetune.data.cache import ARRAYS, Entry, Writer, find_or_build, load, lock_of
-from finetune.data.cache_listing import age_in_seconds, found_entries, not_used_for, remove
-from finetune.data.chat import Rendered, Renderer
-from finetune.data.progress import progress_line
-from finetune.data.tokenising import PARTS, Item, Work, tokenise_chunk
-from finetune.data.workers import tokenised
+from finetune.data.building.build import CHUNK_ROWS, build, open_source
+from finetune.data.building.chunk import PARTS, Item, Work, tokenise_chunk
+from finetune.data.building.progress import progress_line
+from finetune.data.building.workers import tokenised
+from finetune.data.cache.entries import ARRAYS, Entry, Writer, find_or_build, load, lock_of
+from finetune.data.cache.listing import age_in_seconds, found_entries, not_used_for, remove
+from finetune.data.chat.renderer import Rendered, Renderer
 from finetune.errors import RunFailure, UserError
 from finetune.recipe import Recipe
 

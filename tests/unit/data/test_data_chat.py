@@ -23,8 +23,8 @@ from finetune.data import (
     renderer,
     resolve_template,
 )
-from finetune.data.chat_render import asks_for_today
-from finetune.data.chat_tokens import Offsets, is_clean, tokens_in_spans
+from finetune.data.chat.jinja import asks_for_today
+from finetune.data.chat.tokens import Offsets, is_clean, tokens_in_spans
 from finetune.data.samples import Ids, Preference
 from finetune.errors import UserError
 

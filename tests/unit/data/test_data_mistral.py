@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.integrations.mistral import convert_tekken_tokenizer
 
 from finetune.data import UNTRAINED, Conversation, Message, Template, renderer
-from finetune.data.chat import Renderer, labels_of
+from finetune.data.chat.renderer import Renderer, labels_of
 
 FILES = Path(mistral_common.__file__).parent / "data"
 

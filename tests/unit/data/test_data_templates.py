@@ -14,8 +14,8 @@ from data_helpers import byte_level, family_template
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data import UNTRAINED, BadRow, Conversation, Message, built_in_templates, check_template, renderer
-from finetune.data.chat import labels_of
-from finetune.data.chat_traits import CALL_ID
+from finetune.data.chat.renderer import labels_of
+from finetune.data.chat.traits import CALL_ID
 
 ADD = {
     "type": "function",

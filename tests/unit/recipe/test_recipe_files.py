@@ -113,5 +113,5 @@ def test_a_base_model_is_given_a_chat_template(path: Path):
     model = load_recipe(path).model
     if model.name is not None and "/model" not in model.name:
         assert ("Instruct" in model.name) == (model.chat_template is None)
-        template = RECIPES.parent / f"finetune/data/templates/{model.chat_template}.jinja"
+        template = RECIPES.parent / f"finetune/data/chat/templates/{model.chat_template}.jinja"
         assert model.chat_template is None or template.is_file()

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from finetune.data.cache import Writer
-from finetune.data.chat import Renderer
+from finetune.data.building.chunk import Item, Outcome, Piece, Work, bad_row_message, draw
+from finetune.data.building.progress import BuildProgress
+from finetune.data.building.workers import num_cores, tokenised
+from finetune.data.cache.entries import Writer
+from finetune.data.chat.renderer import Renderer
 from finetune.data.formats import check_columns, detect_format
-from finetune.data.progress import BuildProgress
 from finetune.data.report import SourceReport
 from finetune.data.samples import BadRow
 from finetune.data.show import plain_text
 from finetune.data.sources import Opened, without_credentials
-from finetune.data.tokenising import Item, Outcome, Piece, Work, bad_row_message, draw
-from finetune.data.workers import num_cores, tokenised
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Data, Source

@@ -35,9 +35,9 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from finetune.data.cache_root import cache_root
+from finetune.data.building.chunk import Flat
+from finetune.data.cache.root import cache_root
 from finetune.data.report import SourceReport
-from finetune.data.tokenising import Flat
 from finetune.errors import RunFailure, UserError
 
 ARRAYS = {

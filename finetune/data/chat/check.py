@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.chat import Renderer, renderer
-from finetune.data.chat_render import DATE, asks_for_today, dated
-from finetune.data.chat_template import Template
-from finetune.data.chat_traits import ANSWER, CALL_ID, QUESTION, RESULT, THOUGHT, TOOL, probe_call, probe_tool
-from finetune.data.chat_turns import Chat
+from finetune.data.chat.jinja import DATE, asks_for_today, dated
+from finetune.data.chat.renderer import Renderer, renderer
+from finetune.data.chat.template import Template
+from finetune.data.chat.traits import ANSWER, CALL_ID, QUESTION, RESULT, THOUGHT, TOOL, probe_call, probe_tool
+from finetune.data.chat.turns import Chat
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
 

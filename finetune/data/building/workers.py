@@ -19,7 +19,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 
-from finetune.data.tokenising import Item, Outcome, Work, tokenise_chunk
+from finetune.data.building.chunk import Item, Outcome, Work, tokenise_chunk
 from finetune.errors import RunFailure, UserError
 
 WAITING_EACH = 2  # chunks that a worker has or will have next; more would only be memory

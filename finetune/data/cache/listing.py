@@ -14,7 +14,7 @@ from typing import Any
 
 import filelock
 
-from finetune.data.cache import discard, entries_folder, lock_of, unfinished
+from finetune.data.cache.entries import discard, entries_folder, lock_of, unfinished
 from finetune.errors import UserError
 
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}

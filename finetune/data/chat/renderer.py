@@ -1,7 +1,7 @@
 """From a sample to token ids and labels, with an exact mask under any chat template.
 
-A conversation is rendered to text (`chat_render.py`), what the model has to write of it is found as spans of characters
-(`chat_turns.py`), and the text is tokenised with offsets (`chat_tokens.py`). Under a ChatML-shaped template:
+A conversation is rendered to text (`jinja.py`), what the model has to write of it is found as spans of characters
+(`turns.py`), and the text is tokenised with offsets (`tokens.py`). Under a ChatML-shaped template:
 
     text    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     ids      1 872 198 13048 2 198            1 77091 198          9707 2          198
@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.chat_render import Jinja, Span
-from finetune.data.chat_template import Template, built_in_templates, own_template
-from finetune.data.chat_tokens import Encoder, Tokens, encoder
-from finetune.data.chat_traits import traits_of
-from finetune.data.chat_turns import Chat, parts_of
+from finetune.data.chat.jinja import Jinja, Span
+from finetune.data.chat.template import Template, built_in_templates, own_template
+from finetune.data.chat.tokens import Encoder, Tokens, encoder
+from finetune.data.chat.traits import traits_of
+from finetune.data.chat.turns import Chat, parts_of
 from finetune.data.samples import BadRow, Conversation, Ids, Preference, PromptCompletion, Sample, Text
 from finetune.errors import UserError
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data.chat import Rendered, Renderer, Tokens
+from finetune.data.chat.renderer import Rendered, Renderer, Tokens
 from finetune.data.formats import parse_row
 from finetune.data.samples import BadRow
 from finetune.errors import UserError

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.data.chat_template import Template
+from finetune.data.chat.template import Template
 from finetune.data.samples import BadRow
 from finetune.errors import UserError
 

@@ -1,0 +1,1 @@
+"""From the rows of a source to an entry of the cache, on all cores."""
