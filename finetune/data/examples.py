@@ -206,7 +206,7 @@ def key_of_rendering(made: Renderer) -> str:
 def about_entry(recipe: Recipe, plain: Plain, made: Renderer) -> dict[str, Any]:
     """What an entry is of, for people: `cache list` shows it."""
     return {
-        "source": plain.source.path,
+        "source": plain.name,
         "split": plain.source.split,
         "format": plain.source.format,
         "tokenizer": made.tokenizer.name_or_path or type(made.tokenizer).__name__,

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from finetune.recipe import Recipe, dump_recipe
+from finetune.recipe.urls import without_credentials
 
 
 def model_card(
@@ -23,7 +24,7 @@ def model_card(
         ("Base", recipe.model.name or f"from scratch ({(recipe.model.config or {}).get('model_type')})"),
         ("Method", recipe.mode + (f", rank {recipe.lora.rank}" if recipe.lora else "")),
         ("Parameters", f"{plan['parameters']:,} ({plan['trainable_parameters']:,} trained)"),
-        ("Training data", ", ".join(source.path for source in recipe.data.train)),
+        ("Training data", ", ".join(without_credentials(source.path) for source in recipe.data.train)),
         ("Steps", f"{state['step']:,} of {recipe.batch.rows} rows of up to {recipe.data.max_length:,} tokens"),
         ("Tokens", f"{state['tokens']:,} ({state['supervised_tokens']:,} supervised)"),
         ("Precision", recipe.train.precision),

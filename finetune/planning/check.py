@@ -72,7 +72,7 @@ def _check_launch(recipe: Recipe, path: Path, config_file: Path | None, processe
 
 
 def _check_data(recipe: Recipe, report: Report) -> None:
-    from finetune.data.dataset import build_dataset, template_notes
+    from finetune.data.dataset import Stream, build_dataset, build_training, template_notes
     from finetune.models import check_token_ids, load_tokenizer, model_config
     from finetune.planning.plan import run_length
     from finetune.tracking import check_trackers
@@ -84,7 +84,12 @@ def _check_data(recipe: Recipe, report: Report) -> None:
     for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
         if not sources:
             continue
-        data = build_dataset(recipe, sources, tokenizer)
+        data = build_training(recipe, tokenizer) if name == "train" else build_dataset(recipe, sources, tokenizer)
+        if isinstance(data, Stream):
+            window = data.rows.window(0)
+            report.facts["train_data"] = f"a stream; its first window has {len(window.lengths):,} examples"
+            report.facts["steps"] = run_length(recipe, None)[0]
+            continue
         share = data.supervised_tokens / data.tokens
         report.facts[f"{name}_data"] = (
             f"{len(data.examples):,} examples, {data.tokens:,} tokens, {share:.0%} supervised"

@@ -113,6 +113,11 @@ def streaming_has_an_end(recipe: Recipe) -> Iterator[Finding]:
         yield "data.streaming", "nobody knows how long a stream is: give `train.max_steps`, and no `train.epochs`"
     if not recipe.data.packing:
         yield "data.streaming", "a stream is packed window by window: set `data.packing: true`"
+    if recipe.data.mixture is not None and recipe.data.mixture.temperature is not None:
+        yield "data.mixture.temperature", "sizes are not known while streaming: remove it, and say shares by `weight`"
+    for number, source in enumerate(recipe.data.train):
+        if source.max_epochs is not None and source.max_epochs % 1:
+            yield f"data.train[{number}].max_epochs", "a stream is read whole: give a whole number of passes"
 
 
 def tokens_of_a_forward(recipe: Recipe) -> Iterator[Finding]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, model_validator
+
+from finetune.recipe.urls import without_credentials
 
 
 class Section(BaseModel):
@@ -115,6 +117,11 @@ class Source(Section):
     weight: Positive = 1.0
     max_epochs: Positive | None = None  # most passes over this source in the whole run; what it may not give others do
     limit: Count | None = None  # rows read from the start of the source
+
+    @field_serializer("path")
+    def _shown_path(self, path: str) -> str:
+        """A recipe that is written down, or goes to a tracker, holds no password and no signature."""
+        return without_credentials(path)
 
 
 Sources = Annotated[tuple[Source, ...], BeforeValidator(_list_to_tuple), Field(strict=False)]

@@ -10,6 +10,7 @@ import tiny
 from conftest import metrics, train_here
 
 from finetune.errors import UserError
+from finetune.planning.check import check_recipe
 
 
 @pytest.fixture
@@ -91,3 +92,11 @@ def test_a_stream_says_what_it_is_and_needs_an_end(recipe, write_recipe, tmp_pat
     assert lines(tmp_path / "runs" / "run")[0]["epoch"] == 0.0
     with pytest.raises(UserError, match="nobody knows how long a stream is"):
         train_here(path, "train.max_steps=null", "train.epochs=1")
+
+
+def test_check_looks_into_the_first_window_of_a_stream(recipe, write_recipe):
+    recipe["data"] |= {"streaming": True, "window": 30}
+    report = check_recipe(write_recipe(recipe), ())
+    assert report.error is None
+    assert report.facts["train_data"] == "a stream; its first window has 30 examples"
+    assert report.facts["steps"] == 6

@@ -16,10 +16,11 @@ from finetune.recipe import Recipe, load_recipe
 from finetune.recipe.load import key_is_known
 
 ROOT = Path(__file__).parents[2]
-README, CONTRIBUTING, CHANGELOG = (
-    (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+README, CONTRIBUTING, CHANGELOG, DATA = (
+    (ROOT / name).read_text(encoding="utf-8")
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/data.md")
 )
-PAGES = {"README": README, "CONTRIBUTING": CONTRIBUTING, "CHANGELOG": CHANGELOG}
+PAGES = {"README": README, "CONTRIBUTING": CONTRIBUTING, "CHANGELOG": CHANGELOG, "data": DATA}
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]  (typer says Command, it is a group)
 OURS = "finetune|recipes|scripts|tests|accelerate_configs|docs|benchmarks"  # folders of the repository
 PLACEHOLDERS = ("recipes/mine/",)  # what a reader would make
@@ -48,7 +49,9 @@ def test_files_exist(page: str) -> None:
 def test_commands_and_options_exist(page: str) -> None:
     for command, rest in re.findall(r"-m finetune (\w+)([^\n`]*)", page):
         assert command in COMMANDS
-        known = {option for parameter in COMMANDS[command].params for option in parameter.opts}
+        group = getattr(COMMANDS[command], "commands", None)  # such as `cache`, whose commands are list and clean
+        named = group[rest.split()[0]] if group and rest.split() else COMMANDS[command]
+        known = {option for parameter in named.params for option in parameter.opts}
         words = rest.partition("#")[0]
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", words)) <= known, f"{command}{rest}"
 

@@ -9,6 +9,6 @@ kind of file, `file.py` hands the reader the bytes.
 """
 
 from finetune.data.sources.opened import OnBadRow, Opened, raise_bad_row, read_rows
-from finetune.data.sources.urls import without_credentials
+from finetune.recipe.urls import without_credentials
 
 __all__ = ["OnBadRow", "Opened", "raise_bad_row", "read_rows", "without_credentials"]

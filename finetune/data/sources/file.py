@@ -18,8 +18,8 @@ import pyarrow
 
 from finetune.data.samples import BadRow
 from finetune.data.sources.compression import COMPRESSIONS
-from finetune.data.sources.urls import scrubbed
 from finetune.errors import UserError
+from finetune.recipe.urls import scrubbed
 
 Numbered = Iterator[tuple[int, "dict[str, Any] | BadRow"]]  # (number, row) of one file
 Labelled = Iterator[tuple[str, int, "dict[str, Any] | BadRow"]]  # with the file or dataset before it

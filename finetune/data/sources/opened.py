@@ -17,9 +17,9 @@ from finetune.data.sources.local import is_saved_dataset, local_files
 from finetune.data.sources.readers import rows_of
 from finetune.data.sources.remote import remote_files
 from finetune.data.sources.slices import parse_split
-from finetune.data.sources.urls import is_url, without_credentials
 from finetune.errors import UserError
 from finetune.recipe.schema import Source
+from finetune.recipe.urls import is_url, without_credentials
 
 OnBadRow = Callable[[str, int, str], None]  # label, number, message
 

@@ -23,8 +23,8 @@ from finetune.data.sources.digests import SETTLED_S, file_digest
 from finetune.data.sources.file import BINARY_KINDS, File, kind_of, package_errors
 from finetune.data.sources.local import check_kinds
 from finetune.data.sources.readers import expected_kinds, is_data
-from finetune.data.sources.urls import is_url, scrubbed, without_credentials
 from finetune.errors import UserError
+from finetune.recipe.urls import is_url, scrubbed, without_credentials
 
 # What pip must add for a protocol.
 INSTALL = {

@@ -287,6 +287,45 @@ CASES = [
         {4: EVAL, 8: "evaluate: {answer: '#### (.+)'}"},
     ),
     Bad(
+        "a stream without an end",
+        [":4: data.streaming: nobody knows how long a stream is: give `train.max_steps`, and no `train.epochs`"],
+        {4: "data: {train: [{path: a.jsonl}], max_length: 64, streaming: true}"},
+    ),
+    Bad(
+        "a stream that is not packed",
+        [":4: data.streaming: a stream is packed window by window: set `data.packing: true`"],
+        {
+            4: "data: {train: [{path: a.jsonl}], max_length: 64, streaming: true, packing: false}",
+            7: "train: {max_steps: 9}",
+        },
+    ),
+    Bad(
+        "sizes of a stream",
+        [
+            ":4: data.mixture.temperature: sizes are not known while streaming: remove it, and say shares by `weight`",
+            ":4: data.train[1].max_epochs: a stream is read whole: give a whole number of passes",
+        ],
+        {
+            4: "data: {train: [{path: a}, {path: b, max_epochs: 1.5}], max_length: 64, streaming: true, "
+            "mixture: {temperature: 2}}",
+            7: "train: {max_steps: 9}",
+        },
+    ),
+    Bad(
+        "a mixture of one",
+        [":4: data.mixture: there is one source in `data.train`, so there is nothing to mix; remove this"],
+        {4: "data: {train: [{path: a.jsonl}], max_length: 64, mixture: {by: rows}}"},
+    ),
+    Bad(
+        "a token budget for packed rows",
+        [
+            ":5: batch.tokens_per_device: packed rows are all of one length: set `data.packing: false`, or remove this",
+            ":5: batch.tokens_per_device: takes the place of `rows_per_device`: remove one of the two",
+            ":5: batch.tokens_per_device: 32 is less than the longest example may have (data.max_length: 64)",
+        ],
+        {5: "batch: {rows: 8, rows_per_device: 2, tokens_per_device: 32}"},
+    ),
+    Bad(
         "warm-up longer than the run",
         [":8: schedule.warmup_steps: warm-up of 100 steps never ends in 100 steps"],
         {7: "train: {max_steps: 100}", 8: "schedule: {warmup_steps: 100}"},

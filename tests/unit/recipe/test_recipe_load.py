@@ -206,3 +206,13 @@ def test_advice_names_keys_that_exist():
     named = re.findall(rf"[`\"]((?:{sections})\.[a-z_]+)", rules)
     assert len(named) > 10
     assert [key for key in named if not key_is_known(key)] == []
+
+
+def test_what_a_url_holds_is_in_no_recipe_that_is_written_down(tmp_path):
+    secret = GOOD.replace("a.jsonl", "'https://me:pass@host/a.jsonl?signature=x'")
+    recipe = load_recipe(write(tmp_path / "recipe.yaml", secret))
+    assert recipe.data.train[0].path == "https://me:pass@host/a.jsonl?signature=x"
+    for written in (dump_recipe(recipe), str(recipe.model_dump(mode="json"))):
+        assert "https://host/a.jsonl?..." in written
+        assert "me:pass" not in written
+        assert "signature" not in written
