@@ -69,6 +69,20 @@ def _check_launch(recipe: Recipe, path: Path, config_file: Path | None, processe
     most = "" if recipe.batch.tokens_per_device is None else "at most "
     forwards = f"{most}{micro_batches} forwards each per step"
     report.facts["launch"] = f"{launch.where}, {launch.processes} processes, {forwards}"
+    _note_balance(recipe, launch.processes, report)
+
+
+def _note_balance(recipe: Recipe, processes: int, report: Report) -> None:
+    """Where more rows run at the same time than stand together with like work."""
+    from finetune.data import group_rows
+
+    at_once = processes * recipe.batch.rows_per_device
+    group = group_rows(recipe.data.balance, recipe.batch.rows)
+    if processes > 1 and group % at_once and recipe.batch.tokens_per_device is None:
+        report.notes.append(
+            f"{at_once} rows run at the same time, and rows of like attention work stand in groups of {group}: "
+            f"processes wait less for each other with `data.balance: {at_once}`"
+        )
 
 
 def _check_data(recipe: Recipe, report: Report) -> None:

@@ -42,7 +42,15 @@ def made_up_run(folder: Path, weight: float = 1.0, loss: float = 0.5, rows: tupl
     checkpoint = folder / "checkpoints" / "step-00000002"
     checkpoint.mkdir(parents=True)
     save_file({"exp_avg|0|w": torch.tensor([weight])}, checkpoint / "rank-00000-of-00002.safetensors")
-    counts = {"step": 2, "tokens": 9, "supervised_tokens": 4, "row_position": 8, "metrics": {}, "loss_scale": {}}
+    counts = {
+        "step": 2,
+        "tokens": 9,
+        "supervised_tokens": 4,
+        "tokens_by_source": {},
+        "row_position": 8,
+        "metrics": {},
+        "loss_scale": {},
+    }
     state = {**counts, "scalars": {"w": {"step": 2.0}}, "written": {"where": str(folder)}}
     (checkpoint / "state.json").write_text(json.dumps(state))
     lines = [{"step": 1, "loss": 0.7, "step_s": weight}, {"step": 2, "loss": loss, "tokens_per_s": loss}]

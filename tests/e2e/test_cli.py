@@ -368,6 +368,17 @@ def test_check_against_an_accelerate_config_names_both_files(
     assert f"launch: {file.stem}, 1 processes, 2 forwards each per step" in out
 
 
+def test_check_says_where_processes_would_wait_for_each_other(
+    here: Callable[..., Outcome], recipe: dict[str, Any], write_recipe: Any
+) -> None:
+    recipe["batch"] = {"rows": 32, "rows_per_device": 2}
+    path, asked = write_recipe(recipe), ("--recipe-only", "--num-processes")
+    for processes, balance, is_said in ((1, 8, False), (4, 8, False), (8, 8, True), (8, 16, False)):
+        code, out, _ = here("check", path, f"data.balance={balance}", *asked, processes)
+        assert code == 0
+        assert (f"with `data.balance: {2 * processes}`" in out) == is_said
+
+
 def test_check_without_a_file_but_with_a_size(
     here: Callable[..., Outcome], recipe: dict[str, Any], write_recipe: Any
 ) -> None:

@@ -54,6 +54,8 @@ def prompt_completion(row: Row) -> Conversation | PromptCompletion:
     """prompt and completion, both text or both messages; only the completion is trained; optional tools, system"""
     prompt, completion = _field(row, "prompt"), _field(row, "completion")
     system, tools = _beside(row)
+    if row.get("label") is False:  # as KTO's data sets say it
+        raise BadRow("`label` is false: the completion is marked as a bad one, and would be trained on; leave it out")
     if isinstance(prompt, str) and isinstance(completion, str):
         pair = PromptCompletion(text_of(prompt, "`prompt`"), text_of(completion, "`completion`"))
         # Without these it stays a pair of texts, which needs no chat template.

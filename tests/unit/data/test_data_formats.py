@@ -683,6 +683,7 @@ BAD_OTHERS = {
     "a history of objects": ("alpaca", {**GOOD["alpaca"], "history": [{"q": "a"}]}, ["history[0] is an object"]),
     "a history of null": ("alpaca", {**GOOD["alpaca"], "history": [["q", None]]}, ["history[0][1] is null"]),
     "text and list": ("prompt_completion", {"prompt": "q", "completion": []}, ["`prompt` is text", "a list"]),
+    "a bad completion": ("prompt_completion", {"prompt": "q", "completion": "a", "label": False}, ["`label` is false"]),
     "no completion": ("prompt_completion", {"prompt": "q"}, ["no column `completion`"]),
     "an empty completion": ("prompt_completion", {"prompt": "q", "completion": ""}, ["`completion` is empty"]),
     "nothing completed": (
