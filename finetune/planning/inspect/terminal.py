@@ -116,6 +116,7 @@ def _sources(totals: Totals, sources: Sequence[SourceReport]) -> Table:
     table.add_row("supervised share", *(f"{share:.1%}" for share in shares + overall))
     table.add_row("format", *(source.format or "-" for source in sources))
     table.add_row("weight", *(f"{source.weight:g}" for source in sources))
+    table.add_row("passes in an epoch", *(f"{source.passes:.4g}" for source in sources))
     return table
 
 
