@@ -31,6 +31,7 @@ SELECTED = {
             "full from scratch",
             "lora mistral window",
         ),
+        "full stream",
         *("full checkpointing", "lora dropout rslora", "lora dora", "qlora", "full bf16"),
     },
     ("zero3_offload", 2): {"full", "lora", "full tied", "qlora", "full bf16"},
