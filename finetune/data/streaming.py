@@ -154,11 +154,9 @@ class StreamedRows:
         before = list(places)
         taken: list[tuple[int, int, int, int]] = []
         while len(taken) < self._recipe.data.window:
-            ended = min(now.passes - then.passes for now, then in zip(places, before, strict=True))
-            if taken and ended:
+            # The first end may be that of an empty chunk, behind rows that filled the one before: nothing is taken yet.
+            if taken and all(now.passes > then.passes for now, then in zip(places, before, strict=True)):
                 break
-            if ended > 1:  # the first end may have been that of an empty chunk, behind rows that filled the one before
-                raise UserError("data.train: no row of the stream can be trained on; look at `finetune inspect`")
             number = self._next_source(places)
             place, tape = places[number], self._tapes[number]
             lengths = tape.lengths(place.chunk)
@@ -168,13 +166,15 @@ class StreamedRows:
                 given = place.given + (length if self._by_tokens else 1)
                 places[number] = place = replace(place, within=place.within + 1, given=given)
             if place.within >= len(lengths):
-                places[number] = self._behind_chunk(place, tape)
+                places[number] = self._behind_chunk(number, place)
         return taken, tuple(places)
 
-    def _behind_chunk(self, place: Place, tape: Tape) -> Place:
-        if tape.is_last(place.chunk):
-            return replace(place, chunk=0, within=0, passes=place.passes + 1)
-        return replace(place, chunk=place.chunk + 1, within=0)
+    def _behind_chunk(self, number: int, place: Place) -> Place:
+        if not self._tapes[number].is_last(place.chunk):
+            return replace(place, chunk=place.chunk + 1, within=0)
+        if not place.given:
+            raise UserError(f"data.train[{number}]: no row of it can be trained on; look at it with `finetune inspect`")
+        return replace(place, chunk=0, within=0, passes=place.passes + 1)
 
     def _next_source(self, places: Sequence[Place]) -> int:
         """Of those that may still be read, the source that has given least for its weight (stride scheduling,

@@ -142,10 +142,12 @@ def test_rows_that_fill_the_last_window_exactly(tmp_path):
     assert Counter(Counter(documents).values()) == {2: 2 * WINDOW}  # windows 0, 1; none behind the end; 3, 4
 
 
-def test_a_stream_of_nothing_is_an_error(tmp_path):
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_stream_of_nothing_is_an_error(texts, tmp_path, beside):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "much too long " * 50}] * 5)
-    with pytest.raises(UserError, match="no row of the stream can be trained on"):
-        rows_of(streaming({"path": str(path), "format": "text"})).documents(0)
+    sources = ([{"path": str(texts)}] if beside else []) + [{"path": str(path), "format": "text"}]
+    with pytest.raises(UserError, match=rf"data.train\[{int(beside)}\]: no row of it can be trained on"):
+        rows_of(streaming(*sources)).documents(0)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
