@@ -41,6 +41,7 @@ def tokenised(work: Work, chunks: Iterable[Sequence[Item]], workers: int) -> Gen
         yield from map(partial(tokenise_chunk, work), chunks)
         return
     pool = _start(work, workers)
+    gc.freeze()  # as in the workers, see `_begin`
     try:
         here = partial(tokenise_chunk, work)
         yield from _in_order(partial(pool.submit, _tokenise), here, chunks, workers * WAITING_EACH)
@@ -50,6 +51,7 @@ def tokenised(work: Work, chunks: Iterable[Sequence[Item]], workers: int) -> Gen
             "(`dmesg` says so). Fewer processes need less: `taskset -c 0-3 python -m finetune prepare ...` starts four"
         ) from None
     finally:
+        gc.unfreeze()
         pool.shutdown(cancel_futures=True)
 
 

@@ -19,6 +19,10 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.jinja import Span
 
+# Words whose tokens a tokenizer remembers; it begins with 10,000, and a corpus has more. Saves a tenth of the time and
+# changes no token.
+WORDS_CACHED = 200_000
+
 Tokens = tuple[NDArray[np.int32], NDArray[np.bool_]]  # input_ids (T,), trained (T,)
 
 
@@ -79,6 +83,9 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
     """What a tokenizer is like, found by trying it."""
     pieces: Collection[list[int]] = tokenizer(["b", "c"], add_special_tokens=False)["input_ids"]
     joined = tokenizer.decode([i for ids in pieces for i in ids], clean_up_tokenization_spaces=False)
+    fast: Any = tokenizer
+    if resize := getattr(fast.backend_tokenizer.model, "_resize_cache", None):  # BPE and Unigram have one
+        resize(WORDS_CACHED)
     # Tokenizers made from SentencePiece put a space before every text: pieces of one would have more than the whole.
     return Encoder(tokenizer, frozenset(tokenizer.added_tokens_decoder), joined == "bc")
 
