@@ -3,10 +3,11 @@
 What needs torch is not imported here, for the processes that tokenise do without: `batch.py`, `dataset.py`.
 """
 
+from finetune.data.cache.root import cache_root
 from finetune.data.chat.check import check_template
 from finetune.data.chat.renderer import UNTRAINED, Renderer, render, renderer
 from finetune.data.chat.template import Template, built_in_templates, resolve_template
-from finetune.data.examples import Example, Examples, cache_root, prepare_examples
+from finetune.data.examples import Example, Examples, prepare_examples
 from finetune.data.formats import FORMATS, parse_row
 from finetune.data.mixture import source_names
 from finetune.data.order import RowOrder, group_rows

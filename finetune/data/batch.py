@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.examples import UNTRAINED, Example, Examples
+from finetune.data.chat.renderer import UNTRAINED
+from finetune.data.examples import Example, Examples
 from finetune.data.order import RowOrder
 from finetune.data.packing import Rows
 from finetune.errors import UserError

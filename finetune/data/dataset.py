@@ -75,7 +75,7 @@ class Dataset:
 
     def efficiency(self, max_length: int) -> float:
         """Tokens over the room in all rows."""
-        return self.tokens / (len(self.rows) * max_length)
+        return self.rows.efficiency(self.examples.lengths, max_length)
 
     def in_order(self, recipe: Recipe) -> OrderedRows:
         """As a run sees them: a pure function of the recipe and the rows, the same on any number of processes."""

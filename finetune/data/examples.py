@@ -28,17 +28,14 @@ from finetune import __version__
 from finetune.data.building.build import Plain, build, check_heads, open_source
 from finetune.data.building.chunk import PARTS
 from finetune.data.cache.entries import Entry, entries_folder, find_or_build, load
-from finetune.data.cache.root import cache_root
 from finetune.data.chat.jinja import asks_for_today, dated
-from finetune.data.chat.renderer import UNTRAINED, Renderer, labels_of, renderer
+from finetune.data.chat.renderer import Renderer, labels_of, renderer
 from finetune.data.chat.template import resolve_template
 from finetune.data.mixture import choose, choose_by_tokens, passes_per_epoch, source_names
-from finetune.data.report import Report, SourceReport
+from finetune.data.report import Report
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
-
-__all__ = ["UNTRAINED", "Example", "Examples", "Report", "SourceReport", "cache_root", "prepare_examples"]
 
 CODE_VERSION = 2  # raise it whenever the same row would give other tokens or another mask
 # Of a source: what chooses among its examples, or names them.

@@ -10,7 +10,7 @@ import pytest
 from data_helpers import byte_level, conversation, prepare, recipe, text_tokenizer, trained_ids, write_jsonl
 
 from finetune.data import UNTRAINED, prepare_examples
-from finetune.data.examples import choose
+from finetune.data.mixture import choose
 from finetune.errors import UserError
 
 TEXTS = ["hello world", "the quick brown fox jumps over the lazy dog", "two and two is four", "thanks"]
