@@ -59,7 +59,9 @@ class Model(Section):
     # auto: the type that train.precision computes in.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # How documents of one packed row are kept apart. auto picks the fastest that can, and says which and why.
-    attention: Literal["auto", "documents", "sdpa", "eager", "flash_attention_2"] = "auto"
+    attention: Literal["auto", "documents", "varlen", "flex", "sdpa", "eager", "flash_attention_2"] = "auto"
+    # How the head's logits become losses; the same to rounding. auto picks by size and device, and says which and why.
+    cross_entropy: Literal["auto", "plain", "chunked", "torch", "liger"] = "auto"
     chat_template: str | None = None  # null: the tokenizer's own; else a built-in name or a Jinja file
     trust_remote_code: bool = False  # runs Python from the model's repository: only for one you have read
 
@@ -158,6 +160,12 @@ class Objective(Section):
     name: Literal["sft"] = "sft"
     # assistant: every answer and its end-of-turn; last_assistant: the last answer of a conversation; all: every token
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    # Added to each token's loss: z_loss * log(sum(exp(logits)))^2 (Chowdhery et al. 2022,
+    # https://arxiv.org/abs/2204.02311, section 5).
+    z_loss: NonNegative = 0.0
+    # Share of the target's probability spread evenly over the vocabulary (Szegedy et al. 2015,
+    # https://arxiv.org/abs/1512.00567, section 7).
+    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = 0.0
 
 
 class Batch(Section):
@@ -176,6 +184,9 @@ class Optimizer(Section):
     eps: Positive = 1e-8
     momentum: Share = 0.95  # muon and sgd only
     max_grad_norm: Positive | None = 1.0  # L2 over all trained parameters; null: no clipping
+    # Each parameter is stepped as soon as its gradient is there, and the gradient let go: never all gradients at once.
+    # Needs one forward a step on each process, and no clipping.
+    in_backward: bool = False
 
 
 class Schedule(Section):
@@ -193,7 +204,10 @@ class Train(Section):
     # Computation; under fp32, bf16 and fp16 what is trained is held, reduced and stepped in fp32.
     # bf16_true: everything in bf16, for memory.
     precision: Literal["fp32", "bf16", "fp16", "bf16_true"] = "bf16"
-    activation_checkpointing: bool = False  # recompute activations in the backward: less memory, about 1/3 more compute
+    # Recompute activations in the backward: true: all but each layer's input, less memory for about 1/3 more compute;
+    # selective: all but the results of matrix products and attention.
+    activation_checkpointing: Literal["selective"] | bool = False
+    activation_offload: bool = False  # what a forward keeps for the backward waits in the host's memory
     compile: bool = False  # torch.compile for each decoder layer
 
     @model_validator(mode="after")
@@ -246,6 +260,20 @@ class Checkpoint(Section):
     accept_changes: Annotated[tuple[Acceptable, ...], BeforeValidator(_list_to_tuple), Field(strict=False)] = ()
 
 
+class Profile(Section):
+    """A trace of a few steps, a memory snapshot and a table of where time went, in <run>/profile/."""
+
+    # First and last step that is traced (1-based); one that compiled or warmed up says little.
+    steps: Annotated[tuple[Count, Count], BeforeValidator(_list_to_tuple), Field(strict=False)]
+    memory: bool = True  # a snapshot of the device's allocator as well, where there is a device
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Profile:
+        if self.steps[0] > self.steps[1]:
+            raise ValueError(f"`steps` are the first and the last one: {self.steps[0]} is behind {self.steps[1]}")
+        return self
+
+
 class Wandb(Section):
     project: str
     entity: str | None = None
@@ -280,3 +308,4 @@ class Recipe(Section):
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
     tracking: Tracking = Tracking()
+    profile: Profile | None = None

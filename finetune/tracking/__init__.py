@@ -1,5 +1,6 @@
 """metrics.jsonl, trackers, progress."""
 
+from finetune.tracking.clock import StepClock
 from finetune.tracking.progress import TrainingProgress
 from finetune.tracking.status import Status, read_status, write_status
 from finetune.tracking.step_log import StepLog, prepare_samples, read_steps, sample_file
@@ -7,6 +8,7 @@ from finetune.tracking.trackers import Trackers, check_trackers
 
 __all__ = [
     "Status",
+    "StepClock",
     "StepLog",
     "Trackers",
     "TrainingProgress",

@@ -6,7 +6,6 @@ It knows nothing of how tensors lie on devices; the engine knows nothing of step
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 
@@ -19,6 +18,7 @@ from finetune.models import AttentionChoice
 from finetune.objectives import supervised_losses
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe
+from finetune.tracking import StepClock
 from finetune.training.by_source import SourceSums
 from finetune.training.schedules import lr_factor
 
@@ -84,18 +84,22 @@ def training_steps(
     """
     if engine.needs_warm_up and state.step < plan.steps:
         warm_up(engine, loader, attention, state.step)
+    clock = StepClock()
     while state.step < plan.steps:
-        started = time.perf_counter()
-        batches = loader.step(state.step)
+        clock.restart()
+        with clock.phase("data"):
+            batches = loader.step(state.step)
         items, tokens = engine.sum(sum(b.num_supervised for b in batches), sum(b.num_tokens for b in batches))
         losses, sources = [], SourceSums(source_names, engine.device)
         for batch in batches:
             seed_micro_batch(recipe.run.seed, state.step, batch.index)
             arguments = attention.forward_arguments(batch.document_lengths)
-            token_losses = supervised_losses(engine.model, batch, arguments, engine.device)
-            loss_sum = token_losses.sum()
-            sources.add(batch, token_losses)
-            engine.backward(loss_sum / items, last=batch is batches[-1])
+            with clock.phase("forward"):
+                token_losses = supervised_losses(engine.model, batch, arguments, engine.device)
+                loss_sum = token_losses.sum()
+                sources.add(batch, token_losses)
+            with clock.phase("backward"):
+                engine.backward(loss_sum / items, last=batch is batches[-1])
             losses.append(loss_sum.detach().double())
         wished = astuple(wishes())
         loss, *others = engine.sum(torch.stack(losses).sum(), *wished, *sources.values())
@@ -104,7 +108,8 @@ def training_steps(
             raise RunFailure(not_finite("loss", engine, state.step, batches, losses))
         factor = lr_factor(recipe.schedule, state.step, plan.steps)
         try:
-            grad_norm = engine.step(factor)
+            with clock.phase("optimizer"):
+                grad_norm = engine.step(factor)
         except NonFinite:
             raise RunFailure(not_finite("gradient", engine, state.step, batches, losses)) from None
         state.step += 1
@@ -112,7 +117,7 @@ def training_steps(
         state.supervised_tokens += int(items)
         for name, count in sources.tokens(of_sources).items():
             state.tokens_by_source[name] = state.tokens_by_source.get(name, 0) + count
-        seconds = time.perf_counter() - started
+        seconds = clock.seconds()["step"]
         metrics = StepMetrics(
             step=state.step,
             epoch=loader.rows.epochs(min(state.step * recipe.batch.rows, plan.total_rows)),

@@ -20,7 +20,7 @@ from finetune.checkpoints import Saver, newest_good, resume, start_anew
 from finetune.data.batch import Loader, OrderedRows, RunRows
 from finetune.data.dataset import Dataset, Stream, build_dataset, build_training, template_notes
 from finetune.engine import Engine, autocast_forward, check_launch, read_launch, start_engine
-from finetune.errors import STOPPED_STATUS, Stopped, UserError
+from finetune.errors import Stopped, UserError
 from finetune.export import model_card, save_result
 from finetune.models import (
     attention_for,
@@ -35,13 +35,9 @@ from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe, dump_recipe
 from finetune.tracking import (
     Status,
-    StepLog,
-    Trackers,
     TrainingProgress,
     check_trackers,
-    prepare_samples,
     read_steps,
-    sample_file,
     write_status,
 )
 from finetune.training.evaluation import Evaluator, end_ids
@@ -49,6 +45,7 @@ from finetune.training.loop import State, Step, StepMetrics, Wishes, training_st
 from finetune.training.optimizers import build_optimizers
 from finetune.training.report import show_evaluation, show_plan
 from finetune.training.run_folder import in_use, make_run_folder, run_folder
+from finetune.training.run_log import RunLog
 from finetune.training.stop import StopRequest
 
 
@@ -199,15 +196,12 @@ class Run:
 
     def execute(self) -> None:
         """Raises Stopped after a save where a signal asked for it."""
-        main = self.engine.is_main
-        if main:
+        if self.engine.is_main:
             (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
             self.plan.write(self.folder / "plan.json")
             show_plan(self.console, self.recipe, self.plan)
-        self._metrics = StepLog(self.folder / "metrics.jsonl", self.state.step + 1) if main else None
-        self._samples = self._sample_log()
-        configuration = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
-        self._trackers = Trackers(self.recipe, self.folder, configuration, self.trackers) if main else None
+        about = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
+        self._run_log = RunLog(self.engine, self.recipe, self.folder, self.state.step + 1, about, self.trackers)
         self._saver = Saver(self.engine, self.recipe, self.checkpoints, self._about())
         self._saved_at, self._saved_before = time.monotonic(), False
         try:
@@ -216,22 +210,18 @@ class Run:
             self._saver.tidy()
             self._saver.close()  # its memory makes room for the result's
             self._save_result()
-            if self._trackers:
-                self._trackers.summary(self.evaluation)
-                self._trackers.finish()
+            self._run_log.finish(self.evaluation)
             self._write_status("finished")
         finally:
             self._saver.close()
-            for log in (self._metrics, self._samples):
-                if log:
-                    log.close()
+            self._run_log.close()
 
     def _about(self) -> dict[str, Any]:
         """What a checkpoint says of the run beside its progress."""
         return {
             "steps": self.plan.steps,
             "data": self.training.facts(),
-            "trackers": self._trackers.run_ids() if self._trackers else {},
+            "trackers": self._run_log.run_ids(),
             "versions": self.plan.versions,
             "git_commit": self.plan.git_commit,
         }
@@ -263,9 +253,8 @@ class Run:
 
     def _record(self, step: Step) -> None:
         self.last = step.metrics
-        self._log({**asdict(step.metrics), **step.by_source}, step.metrics.step)
-        if self._samples:
-            self._samples.write({"step": step.metrics.step, "rows": step.rows})
+        self._run_log.write({**asdict(step.metrics), **step.by_source}, step.metrics.step)
+        self._run_log.rows(step.metrics.step, step.rows)
 
     def _between_steps(self, wishes: Wishes) -> None:
         """Evaluate, save, stop: what is due, the same on every rank."""
@@ -296,9 +285,7 @@ class Run:
         return bool(wishes.save or at_the_end or self._saver.improves(measured))
 
     def _save_checkpoint(self, measured: dict[str, float]) -> None:
-        for log in (self._metrics, self._samples):
-            if log:
-                log.flush()
+        self._run_log.flush()
         size = self._saver.save(asdict(self.state), measured)
         self._saved_at = time.monotonic()
         if not self._saved_before:
@@ -310,22 +297,12 @@ class Run:
         """After a signal, with everything on the disk."""
         self._saver.settle(must=True)
         reasons = sorted({reason for reason in self.engine.gather(self.stop.reason) if reason})
-        if self._trackers:
-            self._trackers.finish_preempted(STOPPED_STATUS)
+        self._run_log.finish_preempted()
         self._write_status("stopped")
         raise Stopped(
             f"stopped by {', '.join(reasons)} after step {self.state.step} of {self.plan.steps}; "
             "the same command goes on from there"
         )
-
-    def _sample_log(self) -> StepLog | None:
-        if not self.recipe.tracking.samples:
-            return None
-        folder, first_step = self.folder / "samples", self.state.step + 1
-        if self.engine.is_main:
-            prepare_samples(folder, first_step)
-        self.engine.barrier()
-        return StepLog(sample_file(folder, self.engine.rank), first_step)
 
     def _recorded_evaluation(self) -> dict[str, float]:
         """Of this step, where an earlier launch of this run made it; empty elsewhere. Collective."""
@@ -337,18 +314,13 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         assert self.evaluator is not None  # what is due has data
         self.evaluation, generations = self.evaluator.run()
-        self._log({"step": self.state.step, **self.evaluation}, self.state.step)
+        self._run_log.write({"step": self.state.step, **self.evaluation}, self.state.step)
         if self.engine.is_main:
             show_evaluation(self.console, self.state.step, self.evaluation, generations)
-        if self._trackers and generations:
+        if generations:
             rows = [[g.prompt, g.output, g.reference] for g in generations]
-            self._trackers.table("generations", ["prompt", "output", "reference"], rows, self.state.step)
+            self._run_log.table("generations", ["prompt", "output", "reference"], rows, self.state.step)
         return self.evaluation
-
-    def _log(self, entry: dict[str, Any], step: int) -> None:
-        if self._metrics and self._trackers:
-            self._metrics.write(entry)
-            self._trackers.log(entry, step)
 
     def _save_result(self) -> None:
         ends = end_ids(self.training.first_example(), self.tokenizer)

@@ -1,0 +1,70 @@
+"""What a run writes while it goes: metrics.jsonl, the samples of each rank, and the trackers' copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from finetune.engine import Engine
+from finetune.errors import STOPPED_STATUS
+from finetune.recipe import Recipe
+from finetune.tracking import StepLog, Trackers, prepare_samples, sample_file
+
+
+class RunLog:
+    """Opened on every rank of a run that is about to make `first_step`; what one rank alone writes, others pass over.
+
+    Collective. about: what trackers keep of the run; ids: theirs, as a checkpoint knows them.
+    """
+
+    def __init__(
+        self, engine: Engine, recipe: Recipe, folder: Path, first_step: int, about: dict[str, Any], ids: dict[str, str]
+    ):
+        main = engine.is_main
+        self._metrics = StepLog(folder / "metrics.jsonl", first_step) if main else None
+        self._samples = _samples(engine, folder / "samples", first_step) if recipe.tracking.samples else None
+        self._trackers = Trackers(recipe, folder, about, ids) if main else None
+
+    def write(self, entry: dict[str, Any], step: int) -> None:
+        if self._metrics and self._trackers:
+            self._metrics.write(entry)
+            self._trackers.log(entry, step)
+
+    def rows(self, step: int, rows: list[str]) -> None:
+        """What this rank trained on."""
+        if self._samples:
+            self._samples.write({"step": step, "rows": rows})
+
+    def table(self, name: str, columns: list[str], rows: list[list[str]], step: int) -> None:
+        if self._trackers:
+            self._trackers.table(name, columns, rows, step)
+
+    def run_ids(self) -> dict[str, str]:
+        return self._trackers.run_ids() if self._trackers else {}
+
+    def flush(self) -> None:
+        """To the disk, before a checkpoint says that these steps are done."""
+        for log in (self._metrics, self._samples):
+            if log:
+                log.flush()
+
+    def finish(self, summary: dict[str, float]) -> None:
+        if self._trackers:
+            self._trackers.summary(summary)
+            self._trackers.finish()
+
+    def finish_preempted(self) -> None:
+        if self._trackers:
+            self._trackers.finish_preempted(STOPPED_STATUS)
+
+    def close(self) -> None:
+        for log in (self._metrics, self._samples):
+            if log:
+                log.close()
+
+
+def _samples(engine: Engine, folder: Path, first_step: int) -> StepLog:
+    if engine.is_main:
+        prepare_samples(folder, first_step)
+    engine.barrier()
+    return StepLog(sample_file(folder, engine.rank), first_step)
