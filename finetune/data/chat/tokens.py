@@ -23,6 +23,8 @@ from finetune.data.chat.jinja import Span
 # changes no token.
 WORDS_CACHED = 200_000
 
+SEARCHED = 10_000  # tokens that a tokenizer looks through sooner than Python asks for a dozen of them
+
 Tokens = tuple[NDArray[np.int32], NDArray[np.bool_]]  # input_ids (T,), trained (T,)
 
 
@@ -32,9 +34,16 @@ class Offsets:
 
     count: int  # of tokens
     at: Callable[[int], Span]  # characters [begin, end) of a token; begins ascend
+    owner: Callable[[int], int | None] = lambda character: None  # the first token that holds it; None: none, or unknown
 
     def first_from(self, character: int) -> int:
         """The first token that begins at a character or behind it; `count` where none does."""
+        if not self.count or self.at(self.count - 1)[0] < character:
+            return self.count
+        owner = self.owner(character) if self.count <= SEARCHED else None
+        # An owner may begin earlier, or behind an empty token that begins there as well.
+        if owner is not None and self.at(owner)[0] == character and (owner == 0 or self.at(owner - 1)[0] < character):
+            return owner
         return bisect_left(range(self.count), character, key=lambda i: self.at(i)[0])
 
 
@@ -58,18 +67,19 @@ class Encoder:
         return [self._one(*one) for one in zip(texts, spans, encoded, strict=True)]
 
     def _one(self, text: str, spans: Sequence[Span], encoding: Any) -> Tokens:
-        offsets = Offsets(len(encoding), encoding.token_to_chars)
+        ids = encoding.ids  # a list that is made anew each time
+        offsets = Offsets(len(ids), encoding.token_to_chars, encoding.char_to_token)
         if self.can_cut:
-            spans = [(begin, self._behind_added(end, encoding.ids, offsets)) for begin, end in spans]
+            spans = [(begin, self._behind_added(end, ids, offsets)) for begin, end in spans]
             borders = sorted({border for span in spans for border in span if 0 < border < len(text)})
             if any(not is_clean(border, offsets) for border in borders):
                 return self._in_pieces(text, spans, [0, *borders, len(text)])
-        return np.array(encoding.ids, np.int32), tokens_in_spans(offsets, spans)
+        return np.array(ids, np.int32), tokens_in_spans(offsets, spans)
 
     def _behind_added(self, end: int, ids: Sequence[int], offsets: Offsets) -> int:
         """The end of a span, moved behind the white space that the added token there swallows (Phi-3's <|end|>)."""
         last = offsets.first_from(end) - 1
-        return offsets.at(last)[1] if last >= 0 and ids[last] in self.added and offsets.at(last)[1] > end else end
+        return max(end, offsets.at(last)[1]) if last >= 0 and ids[last] in self.added else end
 
     def _in_pieces(self, text: str, spans: Sequence[Span], cuts: Sequence[int]) -> Tokens:
         pieces = list(pairwise(cuts))

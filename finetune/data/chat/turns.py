@@ -55,7 +55,7 @@ class _Turn:
 
     def agrees_with(self, text: str) -> bool:
         # Up to the end-of-turn only: some templates write a last token that a longer conversation does not have.
-        return text[: self.end] == self.text[: self.end]
+        return text.startswith(self.text[: self.end])
 
 
 @dataclass(frozen=True)

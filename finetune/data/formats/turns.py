@@ -115,8 +115,9 @@ def _with_keys(value: Any, first: str, second: str, where: str) -> Row:
     """An object with the two keys of a message; one that only calls may leave out its content."""
     if not isinstance(value, Mapping):
         raise Misfit(f"{where} is {kind(value)} ({shown(value)}); expected an object with `{first}` and `{second}`")
-    calls = second == "content" and (has_value(value.get("tool_calls")) or has_value(value.get("function_call")))
-    missing = [key for key in (first, second) if key not in value and not (calls and key == second)]
+    missing = [key for key in (first, second) if key not in value]
+    if "content" in missing and (has_value(value.get("tool_calls")) or has_value(value.get("function_call"))):
+        missing.remove("content")
     if missing:
         raise Misfit(f"{where} has no {names(missing)}; it has {keys_of(value)}")
     return value
@@ -154,14 +155,16 @@ def _part(value: Any, where: str) -> str:
 
 def _calls(item: Row, role: str, where: str) -> tuple[Call, ...]:
     found = [key for key in ("tool_calls", "function_call") if has_value(item.get(key))]
-    if found and role != "assistant":
+    if not found:
+        return ()
+    if role != "assistant":
         raise BadRow(f"{where} is from {role} and has {names(found)}; only an assistant calls tools")
     if len(found) == 2:
         raise BadRow(f"{where} has {names(found)}, the new and the old name of the same; keep one")
     if found == ["function_call"]:
         function = called(item["function_call"], f"{where}.function_call")
         return ({"type": "function", "function": function},)
-    return tool_calls(item.get("tool_calls"), f"{where}.tool_calls")
+    return tool_calls(item["tool_calls"], f"{where}.tool_calls")
 
 
 def _call_id(item: Row, role: str, where: str) -> str | None:
@@ -173,13 +176,14 @@ def _call_id(item: Row, role: str, where: str) -> str | None:
 
 def _reasoning(item: Row, role: str, where: str) -> str | None:
     """What the assistant thought; the names in use all say the same."""
-    found = {key: optional_text(item.get(key), f"{where}.{key}") for key in REASONING}
-    found = {key: thought for key, thought in found.items() if thought}
-    if found and role != "assistant":
+    found = {key: text(item[key], f"{where}.{key}") for key in REASONING if has_value(item.get(key))}
+    if not found:
+        return None
+    if role != "assistant":
         raise BadRow(f"{where} is from {role} and has {names(found)}; only an assistant thinks aloud")
     if len(set(found.values())) > 1:
         raise BadRow(f"{where} has {names(found)}, which say different things; keep one")
-    return next(iter(found.values()), None)
+    return next(iter(found.values()))
 
 
 def _train(item: Row, role: str, where: str) -> bool:
@@ -230,9 +234,10 @@ def _turn(value: Any, where: str) -> Message:
 def conversation(found: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
     """The messages in an order that makes sense, after a row's `system`, where that is not among them."""
     _check_order(found)
-    if not any(message.role == "assistant" for message in found):
+    answers = [message for message in found if message.role == "assistant"]
+    if not answers:
         raise BadRow("no assistant message, so there is nothing to train on")
-    if not any(message.role == "assistant" and message.train for message in found):
+    if not any(message.train for message in answers):
         raise BadRow("every assistant message has `train: false` or `weight: 0`, so there is nothing to train on")
     return Conversation((*_system(found[0], system), *found), tools)
 
