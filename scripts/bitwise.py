@@ -50,8 +50,10 @@ def _content(path: Path) -> Content:
 
 
 def _timeless(line: str) -> dict[str, Any]:
-    """A line of metrics.jsonl without its seconds."""
-    return {name: value for name, value in json.loads(line).items() if not name.endswith("_s")}
+    """A line of metrics.jsonl without what is read from meters."""
+    from finetune.tracking import is_measured
+
+    return {name: value for name, value in json.loads(line).items() if not is_measured(name)}
 
 
 def _differing(what: str, ours: Content, theirs: Content) -> list[str]:

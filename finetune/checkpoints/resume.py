@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Resumed:
     """What a checkpoint says beside the tensors."""
 
-    progress: dict[str, Any]  # step, tokens, supervised_tokens, tokens_by_source
+    progress: dict[str, Any]  # step, tokens, supervised_tokens, padding_tokens, tokens_by_source
     changes: list[str]  # of the recipe since
     trackers: dict[str, str]  # run ids by tracker
 
@@ -73,4 +73,5 @@ def resume(engine: Engine, recipe: Recipe, folder: Path, data: dict[str, Any]) -
     engine.loss_scale.value = state["loss_scale"]["value"]
     engine.loss_scale.good_steps = state["loss_scale"]["good_steps"]
     progress = {name: state[name] for name in ("step", "tokens", "supervised_tokens", "tokens_by_source")}
+    progress["padding_tokens"] = state.get("padding_tokens", 0)  # older checkpoints count none
     return Resumed(progress, changed, state["trackers"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from finetune.engine.launch import Launch
 from finetune.engine.parts import Part, Types, make_room
 from finetune.engine.precision import LossScale, NonFinite
+from finetune.engine.stopwatch import Stopwatch
 from finetune.models import Placement
 from finetune.recipe.schema import Recipe
 
@@ -43,6 +44,7 @@ class Engine(abc.ABC):
         self.device = accelerator.device
         self.max_grad_norm = recipe.optimizer.max_grad_norm
         self.loss_scale = LossScale.of(recipe.train.precision)
+        self.stopwatch = Stopwatch(self.device, self.world_size == 1 or self.knows_waits(recipe))
         self.optimizers: list[Optimizer] = []
         self.model: Any = None  # what a forward goes through: the wrapper
         self.unwrapped: Any = None  # the transformers or peft model inside
@@ -95,14 +97,35 @@ class Engine(abc.ABC):
                 group.setdefault("initial_lr", group["lr"])
                 group["lr"] = group["initial_lr"] * lr_factor
 
+    # --- meters
+
+    def knows_waits(self, recipe: Recipe) -> bool:
+        """Whether `stopwatch` is told of all this rank's waits for others: only then is their time a metric."""
+        return False
+
+    def gradients(self) -> list[Tensor]:
+        """What holds this rank's gradients between the last backward of a step and the step."""
+        return [p.grad for p in self.unwrapped.parameters() if p.grad is not None]
+
     # --- between the ranks
 
     def sum(self, *values: float | Tensor) -> list[float]:
         """Each value summed over all ranks, in fp64. One collective, one synchronisation."""
         local = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device).detach() for v in values])
         if self.world_size > 1:
-            torch.distributed.all_reduce(local)
+            with self.stopwatch.waiting():
+                torch.distributed.all_reduce(local)
         return local.tolist()
+
+    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        """Equally many numbers of every rank, in rank order, in fp64. One collective, one synchronisation."""
+        if self.world_size == 1:
+            return [list(values)]
+        local = torch.tensor(values, dtype=torch.float64, device=self.device)
+        everyone = [torch.empty_like(local) for _ in range(self.world_size)]
+        with self.stopwatch.waiting():
+            torch.distributed.all_gather(everyone, local)
+        return torch.stack(everyone).tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """A small picklable value of every rank, in rank order; in memory, between our own processes."""
@@ -170,6 +193,20 @@ class Engine(abc.ABC):
         self.accelerator.free_memory()
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+def wait_after_gradients(loss: Tensor, stopwatch: Stopwatch) -> None:
+    """Begin a wait when the backward of `loss` has computed all it computes here; the caller ends it.
+
+    What a backend then still waits for is in callbacks of the same kind (DDP's Reducer::finalize_backward, FSDP2's
+    _root_post_backward_final_callback), and they run in the order in which they were queued.
+    """
+    engine = torch.autograd.Variable._execution_engine
+
+    def queue(_gradient: Tensor) -> None:
+        engine.queue_callback(stopwatch.begin_wait)
+
+    loss.register_hook(queue)
 
 
 def named_trainables(model: Any) -> NamedTensors:

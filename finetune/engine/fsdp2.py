@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, named_trainables, saved_tensors, update_shards
 from finetune.engine.parts import Part
+from finetune.engine.shard_waits import ShardWaits
 from finetune.models import Placement, dtypes
 from finetune.recipe.schema import Recipe
 
@@ -43,6 +44,7 @@ class Fsdp2(Engine):
         unused = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
         self.model, _ = self.accelerator.prepare(model, unused)
         self.unwrapped = self.model
+        self._waits = ShardWaits(self.model, self.stopwatch)
         self.optimizers = build(self._local_shards())
 
     def _local_shards(self) -> NamedTensors:
@@ -51,7 +53,9 @@ class Fsdp2(Engine):
         return [(name, local) for name, _, local in self._shards if local.numel()]
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        (loss * (self.world_size * self.loss_scale.value)).backward()  # reduce-scatter averages
+        scaled = loss * (self.world_size * self.loss_scale.value)  # reduce-scatter averages
+        with self._waits.backward(scaled):
+            scaled.backward()
 
     def step(self, lr_factor: float) -> float | None:
         self.set_lr(lr_factor)
@@ -62,6 +66,13 @@ class Fsdp2(Engine):
         for _, parameter, local in self._shards:
             parameter.grad = local.grad = None
         return norm
+
+    def knows_waits(self, recipe: Recipe) -> bool:
+        """Not where layers are compiled: they have no room for the hooks that tell."""
+        return not recipe.train.compile
+
+    def gradients(self) -> list[Tensor]:
+        return [_local(gradient) for gradient in super().gradients()]
 
     def parts(self, reading: bool) -> list[Part]:
         """Rows of each parameter: a contiguous range of it."""

@@ -9,7 +9,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune.engine.base import BuildOptimizers, Engine, named_trainables, saved_tensors, update_shards
+from finetune.engine.base import (
+    BuildOptimizers,
+    Engine,
+    named_trainables,
+    saved_tensors,
+    update_shards,
+    wait_after_gradients,
+)
 from finetune.engine.parts import Part
 from finetune.models import Placement
 from finetune.recipe.schema import Recipe
@@ -28,8 +35,12 @@ class Replicated(Engine):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         wait = isinstance(self.model, DistributedDataParallel) and not last
+        scaled = loss * (self.world_size * self.loss_scale.value)
+        if self.world_size > 1:
+            wait_after_gradients(scaled, self.stopwatch)
         with self.model.no_sync() if wait else contextlib.nullcontext():
-            (loss * (self.world_size * self.loss_scale.value)).backward()
+            scaled.backward()
+        self.stopwatch.end_wait()
 
     def step(self, lr_factor: float) -> float | None:
         self.set_lr(lr_factor)
@@ -43,6 +54,10 @@ class Replicated(Engine):
         """DDP lays its buckets anew after the first backward, by the order in which gradients came (torch's
         Reducer::rebuild_buckets); where an element lies decides in which order three or more ranks are added up."""
         return isinstance(self.model, DistributedDataParallel) and self.world_size > 2
+
+    def knows_waits(self, recipe: Recipe) -> bool:
+        """Of DDP's reduction, what the backward's computation did not hide, and of the loss's."""
+        return True
 
     def drop_gradients(self) -> None:
         for _, parameter in named_trainables(self.unwrapped):

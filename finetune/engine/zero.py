@@ -86,6 +86,14 @@ class Zero(Engine):
             raise NonFinite("the gradient is not finite")
         return norm if self.loss_scale.update(norm) else None
 
+    def gradients(self) -> list[Tensor]:
+        """Stages 1 and 2 build flat pieces of them, stage 3 has one buffer for all."""
+        found = super().gradients()
+        for group in self.zero.averaged_gradients.values():
+            found += [group] if isinstance(group, Tensor) else [piece for piece in group or () if piece is not None]
+        buffer = getattr(self.zero, "grad_partitions_flat_buffer", None)
+        return found if buffer is None else [*found, buffer]
+
     def parts(self, reading: bool) -> list[Part]:
         """Ranges of parameters in DeepSpeed's flat fp32 groups, on NVMe in its swap files."""
         if not self.copies_state:

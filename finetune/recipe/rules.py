@@ -136,6 +136,12 @@ def tokens_of_a_forward(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
+def profile_within_run(recipe: Recipe) -> Iterator[Finding]:
+    steps = recipe.train.max_steps
+    if recipe.profile is not None and steps is not None and recipe.profile.steps[1] > steps:
+        yield "profile.steps", f"{list(recipe.profile.steps)} are behind the run's end, which is step {steps}"
+
+
 def mixture_has_parts(recipe: Recipe) -> Iterator[Finding]:
     if recipe.data.mixture is not None and len(recipe.data.train) == 1:
         yield "data.mixture", "there is one source in `data.train`, so there is nothing to mix; remove this"
@@ -154,6 +160,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     streaming_has_an_end,
     tokens_of_a_forward,
     mixture_has_parts,
+    profile_within_run,
 )
 
 

@@ -1,18 +1,23 @@
-"""metrics.jsonl, trackers, progress."""
+"""metrics.jsonl, trackers, progress, meters."""
 
 from finetune.tracking.clock import StepClock
+from finetune.tracking.meters import Meters, is_measured
 from finetune.tracking.progress import TrainingProgress
 from finetune.tracking.status import Status, read_status, write_status
 from finetune.tracking.step_log import StepLog, prepare_samples, read_steps, sample_file
+from finetune.tracking.totals import Totals
 from finetune.tracking.trackers import Trackers, check_trackers
 
 __all__ = [
+    "Meters",
     "Status",
     "StepClock",
     "StepLog",
+    "Totals",
     "Trackers",
     "TrainingProgress",
     "check_trackers",
+    "is_measured",
     "prepare_samples",
     "read_status",
     "read_steps",

@@ -24,7 +24,7 @@ class TrainingProgress:
                 TextColumn("train"),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tok/s"),
+                TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
                 TextColumn("eta"),
                 TimeRemainingColumn(),
                 console=console,
@@ -40,21 +40,22 @@ class TrainingProgress:
         if self._bar:
             self._bar.stop()
 
-    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """step: optimizer steps done."""
+    def update(self, step: int, loss: float, tokens_per_s: float, mfu: float | None = None) -> None:
+        """step: optimizer steps done; mfu: where it is known."""
+        speed = f"{tokens_per_s:,.0f} tok/s" + (f"  MFU {mfu:.1%}" if mfu is not None else "")
         if self._bar:
-            self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", speed=f"{tokens_per_s:,.0f}")
+            self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", speed=speed)
         elif self._shown:
-            self._line(step, loss, tokens_per_s)
+            self._line(step, loss, speed)
 
-    def _line(self, step: int, loss: float, tokens_per_s: float) -> None:
+    def _line(self, step: int, loss: float, speed: str) -> None:
         now = time.monotonic()
         if step > self._first + 1 and step < self._steps and now - self._last_line < _SECONDS_BETWEEN_LINES:
             return
         self._last_line = now
         remaining = (now - self._started) / max(1, step - self._first) * (self._steps - step)
         self._console.print(
-            f"step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_s:,.0f} tok/s  eta {remaining:.0f} s",
+            f"step {step}/{self._steps}  loss {loss:.4f}  {speed}  eta {remaining:.0f} s",
             highlight=False,
         )
         sys.stdout.flush()

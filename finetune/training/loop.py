@@ -18,7 +18,7 @@ from finetune.models import AttentionChoice
 from finetune.objectives import supervised_losses
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe
-from finetune.tracking import StepClock
+from finetune.tracking import Meters
 from finetune.training.by_source import SourceSums
 from finetune.training.schedules import lr_factor
 
@@ -30,6 +30,7 @@ class State:
     step: int = 0  # optimizer steps done
     tokens: int = 0  # global, without padding
     supervised_tokens: int = 0
+    padding_tokens: int = 0  # computed besides, on as many processes as there were
     tokens_by_source: dict[str, int] = field(default_factory=dict)  # where there are several
 
 
@@ -44,6 +45,7 @@ class StepMetrics:
     lr: float
     tokens: int
     supervised_tokens: int
+    padding_tokens: int
     tokens_per_s: float
     step_s: float
 
@@ -65,6 +67,7 @@ class Step:
     by_source: dict[str, float]  # `loss/<source>` of the step and `tokens/<source>` of the run, where there are several
     rows: list[str]  # path:row of what this rank trained on
     wishes: Wishes  # of all ranks
+    measured: dict[str, float]  # by key of metrics.jsonl; see `tracking.meters`
 
 
 def training_steps(
@@ -76,6 +79,7 @@ def training_steps(
     state: State,
     source_names: Sequence[str] = (),
     wishes: Callable[[], Wishes] = Wishes,
+    meters: Meters | None = None,
 ) -> Iterator[Step]:
     """Train from `state.step` to the plan's end; yields after every optimizer step, with `state` up to date.
 
@@ -84,9 +88,10 @@ def training_steps(
     """
     if engine.needs_warm_up and state.step < plan.steps:
         warm_up(engine, loader, attention, state.step)
-    clock = StepClock()
+    meters = meters or Meters(engine)
+    clock = meters.clock
+    clock.restart()
     while state.step < plan.steps:
-        clock.restart()
         with clock.phase("data"):
             batches = loader.step(state.step)
         items, tokens = engine.sum(sum(b.num_supervised for b in batches), sum(b.num_tokens for b in batches))
@@ -107,6 +112,7 @@ def training_steps(
         if not math.isfinite(loss):
             raise RunFailure(not_finite("loss", engine, state.step, batches, losses))
         factor = lr_factor(recipe.schedule, state.step, plan.steps)
+        meters.weigh_gradients()
         try:
             with clock.phase("optimizer"):
                 grad_norm = engine.step(factor)
@@ -117,7 +123,8 @@ def training_steps(
         state.supervised_tokens += int(items)
         for name, count in sources.tokens(of_sources).items():
             state.tokens_by_source[name] = state.tokens_by_source.get(name, 0) + count
-        seconds = clock.seconds()["step"]
+        measured = meters.step(batches, tokens, items)
+        state.padding_tokens += measured.padding
         metrics = StepMetrics(
             step=state.step,
             epoch=loader.rows.epochs(min(state.step * recipe.batch.rows, plan.total_rows)),
@@ -126,12 +133,13 @@ def training_steps(
             lr=recipe.optimizer.lr * factor,
             tokens=state.tokens,
             supervised_tokens=state.supervised_tokens,
-            tokens_per_s=tokens / seconds,
-            step_s=seconds,
+            padding_tokens=state.padding_tokens,
+            tokens_per_s=tokens / measured.seconds,
+            step_s=measured.seconds,
         )
         by_source: dict[str, float] = {f"loss/{name}": value for name, value in sources.losses(of_sources).items()}
         by_source |= {f"tokens/{name}": count for name, count in state.tokens_by_source.items()}
-        yield Step(metrics, by_source, row_ids(batches), Wishes(*wished))
+        yield Step(metrics, by_source, row_ids(batches), Wishes(*wished), measured.line)
 
 
 def warm_up(engine: Engine, loader: Loader, attention: AttentionChoice, step: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe
+from finetune.tracking import Totals
 from finetune.training.evaluation import Generation
 
 _SHOWN_CHARACTERS = 300
@@ -51,6 +54,35 @@ def show_evaluation(console: Console, step: int, metrics: dict[str, float], gene
         texts = (generation.prompt, generation.output, generation.reference)
         table.add_row(*map(_shortened, texts), "=" if generation.matches else "x")
     console.print(table)
+
+
+def show_totals(console: Console, totals: Totals) -> None:
+    """Where the run's time and memory went; nothing where no step was made."""
+    if not totals.steps:
+        return
+    table = Table(title=f"measured over {totals.steps:,} steps", show_header=False, title_justify="left")
+    for name, value in _totals(totals):
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _totals(totals: Totals) -> Iterator[tuple[str, str]]:
+    yield "tokens/s", f"{totals.mean('tokens_per_s') or 0:,.0f}"
+    yield "supervised tokens/s", f"{totals.mean('supervised_tokens_per_s') or 0:,.0f}"
+    if (mfu := totals.mean("mfu")) is not None:
+        hfu = totals.mean("hfu")
+        yield "MFU", f"{mfu:.1%}" + ("" if hfu is None else f", HFU {hfu:.1%}")
+    elif (tflops := totals.mean("tflops_per_device")) is not None:
+        yield "TFLOP/s per device", f"{tflops:,.3g}"
+    yield "time", ", ".join(f"{name} {share:.1%}" for name, share in totals.shares().items() if share >= 0.0005)
+    held = {key[7:-4]: value for key, value in totals.last.items() if key.startswith("memory/")}
+    parts = ", ".join(f"{name} {size:,.2f}" for name, size in held.items())
+    yield "peak memory, GiB", f"{totals.last['memory_peak_gib']:,.2f}: {parts}"
+    if (straggler := totals.straggler()) is not None:
+        rank, often, spread = straggler
+        yield "straggler", f"rank {rank} in {often:.0%} of the steps; slowest/median {spread:.3f}"
+    if "energy_j" in totals.last:
+        yield "energy", f"{totals.last['energy_j'] / 3.6e6:,.3g} kWh, {totals.last['tokens_per_j']:,.1f} tokens/J"
 
 
 def _shortened(text: str) -> str:

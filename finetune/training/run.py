@@ -7,6 +7,7 @@ Every room is entered once, in this order. What can fail for a reason the user c
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -31,10 +32,14 @@ from finetune.models import (
     model_config,
     parameter_counts,
 )
+from finetune.planning.flops import model_flops
+from finetune.planning.hardware import peak_tflops
 from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe, dump_recipe
 from finetune.tracking import (
+    Meters,
     Status,
+    Totals,
     TrainingProgress,
     check_trackers,
     read_steps,
@@ -43,7 +48,9 @@ from finetune.tracking import (
 from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.loop import State, Step, StepMetrics, Wishes, training_steps
 from finetune.training.optimizers import build_optimizers
-from finetune.training.report import show_evaluation, show_plan
+from finetune.training.profile import Profiler
+from finetune.training.profile_summary import show_profile
+from finetune.training.report import show_evaluation, show_plan, show_totals
 from finetune.training.run_folder import in_use, make_run_folder, run_folder
 from finetune.training.run_log import RunLog
 from finetune.training.stop import StopRequest
@@ -106,7 +113,10 @@ class Run:
         self._isolate_documents()
         model = self._load(config)
         self.plan = self._plan(model, micro_batches)
+        self.profiler = Profiler(recipe.profile, engine, self.folder, self.plan.steps) if recipe.profile else None
+        flops = model_flops(model, self.attention.implementation, recipe.train.activation_checkpointing)
         engine.wrap(model, lambda named: build_optimizers(recipe.optimizer, named), micro_batches)
+        self.meters, self.totals = Meters(engine, flops, self._peak()), Totals()
         self.loader = self._loader(self.training.in_order(recipe), self.plan.total_rows)
         self.evaluator = self._evaluator()
         self.checkpoints = self.folder / "checkpoints"
@@ -158,6 +168,15 @@ class Run:
             git_commit=git_commit(),
         )
 
+    def _peak(self) -> float | None:
+        """TFLOP/s of one device, the denominator of MFU."""
+        if self.engine.device.type != "cuda":
+            return None
+        peak = peak_tflops(self.plan.device, dtypes(self.recipe).compute)
+        if peak is None:
+            self.say(f"note: no peak of {self.plan.device} in planning/hardware.py, so no MFU")
+        return peak
+
     def _loader(self, rows: RunRows, total_rows: int) -> Loader:
         batch, engine = self.recipe.batch, self.engine
         return Loader(
@@ -207,6 +226,8 @@ class Run:
         try:
             self._train()
             self._saver.settle()
+            if self.engine.is_main:
+                show_totals(self.console, self.totals)
             self._saver.tidy()
             self._saver.close()  # its memory makes room for the result's
             self._save_result()
@@ -234,12 +255,24 @@ class Run:
         self.stop.steps_begun = True
         names = self.training.source_names
         steps = training_steps(
-            self.engine, self.loader, self.attention, self.recipe, self.plan, self.state, names, self._wishes
+            self.engine,
+            self.loader,
+            self.attention,
+            self.recipe,
+            self.plan,
+            self.state,
+            names,
+            self._wishes,
+            self.meters,
         )
+        self._profile({})
         with TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress:
             for step in steps:
                 self._record(step)
-                progress.update(step.metrics.step, step.metrics.loss, step.metrics.tokens_per_s)
+                progress.update(
+                    step.metrics.step, step.metrics.loss, step.metrics.tokens_per_s, step.measured.get("mfu")
+                )
+                self._profile({"step_s": step.metrics.step_s, **step.measured})
                 self._between_steps(step.wishes)
 
     def _wishes(self) -> Wishes:
@@ -253,20 +286,37 @@ class Run:
 
     def _record(self, step: Step) -> None:
         self.last = step.metrics
-        self._run_log.write({**asdict(step.metrics), **step.by_source}, step.metrics.step)
+        line = {**asdict(step.metrics), **step.measured, **step.by_source}
+        self._run_log.write(line, step.metrics.step)
+        self.totals.add(line)
         self._run_log.rows(step.metrics.step, step.rows)
 
     def _between_steps(self, wishes: Wishes) -> None:
         """Evaluate, save, stop: what is due, the same on every rank."""
         if wishes.settle:
-            self._saver.settle()
+            with self.meters.clock.stall("checkpoint"):
+                self._saver.settle()
         measured = {}
         if self._evaluation_due() and not wishes.stop:  # one that is left out is made when the run goes on
-            measured = self._evaluate()
+            with self.meters.clock.stall("evaluation"):
+                measured = self._evaluate()
         if wishes.stop or self._save_due(measured, wishes):
-            self._save_checkpoint(measured)
+            with self.meters.clock.stall("checkpoint"):
+                self._save_checkpoint(measured)
         if wishes.stop:
             self._leave()
+
+    def _profile(self, line: dict[str, float]) -> None:
+        """Begin and end what `profile` asks for. line: of the step that was just made; empty before the first."""
+        if self.profiler is None:
+            return
+        if not line and self.profiler.misses(self.state.step):
+            self.say(f"note: profile.steps: nothing is traced, this launch begins behind step {self.state.step}")
+        turns = self.profiler.turns(self.state.step)
+        with self.meters.clock.stall("profile") if turns else contextlib.nullcontext():
+            found = self.profiler.after(self.state.step, line)
+        if found:
+            show_profile(self.console, found)
 
     def _evaluation_due(self) -> bool:
         step, every = self.state.step, self.recipe.evaluate.every_steps

@@ -11,6 +11,7 @@ from conftest import metrics, train_here
 
 from finetune.errors import UserError
 from finetune.planning.check import check_recipe
+from finetune.tracking import is_measured
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 
 def of_the_maths(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if k not in ("tokens_per_s", "step_s")} for line in lines(run)]
+    return [{k: v for k, v in line.items() if not is_measured(k)} for line in lines(run)]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
