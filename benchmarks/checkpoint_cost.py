@@ -110,10 +110,12 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
     """finetune's own loop and saver, without what else a run does between two steps."""
     from rich.console import Console
 
-    from finetune.checkpoints import Saver
+    from finetune.checkpoints.saver import Saver
     from finetune.data.dataset import build_dataset
-    from finetune.engine import check_launch, read_launch, start_engine
-    from finetune.models import load_tokenizer, model_config
+    from finetune.engine.launch import check_launch, read_launch
+    from finetune.engine.start import start_engine
+    from finetune.models.config import model_config
+    from finetune.models.tokenizer import load_tokenizer
     from finetune.training.loop import training_steps
     from finetune.training.run import Run
     from finetune.training.stop import StopRequest
@@ -136,7 +138,7 @@ def train_accelerate(folder: Path, recipe: Any, window: int, saves: int) -> list
     """A plain loop, as accelerate's documentation has it."""
     from accelerate import Accelerator
 
-    from finetune.engine import read_launch
+    from finetune.engine.launch import read_launch
     from finetune.engine.rehearsal import is_rehearsal, prepare_rehearsal
 
     if is_rehearsal():
@@ -151,7 +153,7 @@ def accelerate_steps(accelerator: Any, recipe: Any) -> Iterator[None]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from finetune.models import model_config
+    from finetune.models.config import model_config
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(model_config(recipe.model))
@@ -169,7 +171,7 @@ def accelerate_steps(accelerator: Any, recipe: Any) -> Iterator[None]:
 def work(folder: Path, contender: str, window: int, saves: int) -> None:
     """One rank of a contender: leaves its process id for the watcher, and its cycles."""
     from finetune.cli import quiet_libraries
-    from finetune.engine import leave_group
+    from finetune.engine.start import leave_group
     from finetune.recipe import load_recipe
 
     quiet_libraries()

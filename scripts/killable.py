@@ -240,7 +240,7 @@ def launcher_environments(config: str, folder: Path) -> list[Environment]:
 
 
 def _launch_command(config: str) -> list[str]:
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch"]
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
     return [
         *command,
         "--config_file",

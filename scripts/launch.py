@@ -54,7 +54,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     (folder / "status.json").unlink(missing_ok=True)
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", *arguments]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *arguments]
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ}  # s, where someone signals it all the same
     launcher = subprocess.Popen(command, start_new_session=True, env=environment)
     received: list[int] = []

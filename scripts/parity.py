@@ -144,7 +144,7 @@ def work(folder: Path, jobs: Path) -> None:
     quiet_libraries()
     from rich.console import Console
 
-    from finetune.engine import leave_group
+    from finetune.engine.start import leave_group
     from finetune.recipe import load_recipe
     from finetune.training.run import train
     from finetune.training.stop import StopRequest
@@ -174,7 +174,7 @@ def launch_jobs(folder: Path, config: str, processes: int, jobs: list[list[str]]
     """Train under `accelerate launch`, as a user would. Raises CalledProcessError with the output shown."""
     file = folder / f"{config}-{processes}.json"
     file.write_text(json.dumps(jobs), encoding="utf-8")
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", str(processes)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
     command += ["--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")]
     command += [str(Path(__file__).resolve()), "--folder", str(folder), "--work", str(file)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}

@@ -94,7 +94,7 @@ Done = subprocess.CompletedProcess[str]
 def launch(config: str | Path, processes: int, *arguments: object, **environment: str) -> Done:
     """`accelerate launch --config_file ... -m finetune ...` as a user; config: a name in accelerate_configs/."""
     file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", str(file)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
     command += ["--num_processes", str(processes), "-m", "finetune", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=800)
 

@@ -11,7 +11,7 @@ from typing import Any
 from finetune.checkpoints.folder import complete, problem, set_aside
 from finetune.checkpoints.same_run import changes
 from finetune.checkpoints.shards import PartReader
-from finetune.engine import Engine
+from finetune.engine.base import Engine
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 

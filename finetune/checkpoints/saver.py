@@ -28,7 +28,7 @@ from finetune.checkpoints.retention import Metrics, Retention, score
 from finetune.checkpoints.shards import part_tensors, shape_metadata
 from finetune.checkpoints.staging import Staging
 from finetune.checkpoints.tensor_file import write_tensors
-from finetune.engine import Engine
+from finetune.engine.base import Engine
 from finetune.engine.parts import scalars
 from finetune.errors import RunFailure
 from finetune.recipe import Recipe, dump_recipe

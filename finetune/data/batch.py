@@ -29,9 +29,13 @@ class Batch:
     input_ids: Tensor  # (1, T) int64
     labels: Tensor  # (1, T) int64, aligned with input_ids; -100 where not trained, and at each document's first token
     position_ids: Tensor  # (1, T) int64, from 0 in every document
+    positions: Tensor  # (S,) int64: places whose NEXT token is trained, see `shifted_targets`
+    targets: Tensor  # (S,) int64: those tokens
+    target_sources: Tensor  # (S,) int64: number of the source that each of them is from
     document_lengths: tuple[int, ...]  # tokens; they sum to T
     documents: tuple[tuple[str, int], ...]  # (path, row) of each document that counts
     sources: tuple[int, ...]  # number of each such document's source
+    trained: tuple[int, ...]  # targets in each such document
     num_supervised: int  # targets: labels that are not -100
     num_tokens: int  # tokens of documents that count; a filler (`Loader`) has T and none of these
     index: int = 0  # number of this micro-batch within its step, over all processes; seeds dropout
@@ -52,15 +56,22 @@ def collate(examples: Sequence[Example], index: int = 0) -> Batch:
         if example.labels[0] != UNTRAINED:
             raise ValueError(f"{example.path}:{example.row}: the first token of a document cannot be trained")
     labels = np.concatenate([example.labels for example in examples])
+    positions, targets = shifted(labels)
+    sources = tuple(example.source for example in examples)
+    trained = tuple(int(np.count_nonzero(example.labels != UNTRAINED)) for example in examples)
     lengths = tuple(len(example.input_ids) for example in examples)
     return Batch(
         input_ids=_flat_row(np.concatenate([example.input_ids for example in examples])),
         labels=_flat_row(labels),
         position_ids=_flat_row(np.concatenate([np.arange(length) for length in lengths])),
+        positions=torch.from_numpy(positions),
+        targets=torch.from_numpy(targets),
+        target_sources=torch.from_numpy(np.repeat(np.array(sources, np.int64), trained)),
         document_lengths=lengths,
         documents=tuple((example.path, example.row) for example in examples),
-        sources=tuple(example.source for example in examples),
-        num_supervised=int(np.count_nonzero(labels != UNTRAINED)),
+        sources=sources,
+        trained=trained,
+        num_supervised=len(targets),
         num_tokens=sum(lengths),
         index=index,
     )
@@ -70,36 +81,36 @@ def _flat_row(values: np.ndarray) -> Tensor:
     return torch.from_numpy(values.astype(np.int64))[None]  # (1, T)
 
 
-def shifted_targets(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Where a trained token is predicted, and which: the one place where labels are shifted.
+def shifted(labels: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where a trained token is predicted, and which: the one place where labels (T,) are shifted.
 
-    positions (S,) int64: places t of the flat row whose NEXT token is trained. targets (S,): that token's id.
-    For the batch of `collate`'s example: positions [1, 2, 5], targets [12, 2, 2]. Never across documents, because
+    positions (S,): places t of the flat row whose NEXT token is trained. targets (S,): that token's id.
+    For the labels of `collate`'s example: positions [1, 2, 5], targets [12, 2, 2]. Never across documents, because
     the first label of each is -100.
     """
-    following = batch.labels[0, 1:]  # (T - 1,)
-    positions = torch.nonzero(following != UNTRAINED).squeeze(1)
-    return positions, following[positions]
+    positions = np.flatnonzero(labels[1:] != UNTRAINED)
+    return positions, labels[positions + 1].astype(np.int64)
 
 
-def target_sources(batch: Batch) -> Tensor:
-    """(S,) int64: the source that each target of `shifted_targets` is from."""
-    positions, targets = shifted_targets(batch)
-    if not len(targets):
-        return targets
-    of_document, lengths = torch.tensor(batch.sources), torch.tensor(batch.document_lengths)
-    return torch.repeat_interleave(of_document, lengths)[positions]
+def shifted_targets(batch: Batch) -> tuple[Tensor, Tensor]:
+    """(positions, targets), as `shifted` has found them when the batch was made: on a GPU, to look for them waits."""
+    return batch.positions, batch.targets
 
 
 class RunRows(Protocol):
-    """The rows of a run at their positions (0-based), whatever they come from."""
+    """The rows of a run at their positions (0-based), whatever they come from. One thread asks, the one that makes
+    batches."""
 
     def lengths(self, position: int) -> NDArray[np.int64]:
         """Tokens of every document of the row at a position; asked of all rows of a step, by every process."""
         ...
 
+    def num_trained(self, position: int) -> int:
+        """Trained tokens of the row; asked of all rows of a step, too."""
+        ...
+
     def documents(self, position: int) -> list[Example]:
-        """The documents themselves, in the same order; asked where they are trained on."""
+        """The documents themselves, in the order of `lengths`; asked where they are trained on."""
         ...
 
     def epochs(self, position: int) -> float:
@@ -118,6 +129,9 @@ class OrderedRows:
     def lengths(self, position: int) -> NDArray[np.int64]:
         return self.examples.lengths[self._members(position)]
 
+    def num_trained(self, position: int) -> int:
+        return int(self.examples.num_trained[self._members(position)].sum())
+
     def documents(self, position: int) -> list[Example]:
         return [self.examples[int(member)] for member in self._members(position)]
 
@@ -126,6 +140,17 @@ class OrderedRows:
 
     def _members(self, position: int) -> NDArray[np.int64]:
         return self.rows[position if self.order is None else self.order.row_at(position)]
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """What this rank runs in one optimizer step, and what all ranks together count in it: nobody has to be asked."""
+
+    batches: list[Batch]  # heaviest first
+    tokens: int  # of the whole step over all ranks, as are the next two
+    supervised_tokens: int
+    padding: int  # places of forwards that count for nothing: fillers
+    epoch: float  # passes over the data that are made after this step
 
 
 @dataclass(frozen=True)
@@ -160,28 +185,42 @@ class Loader:
         if self.tokens_per_device is None and self.rows_per_step % (self.rows_per_device * self.world_size):
             raise UserError(divisibility_message(self.rows_per_step, self.rows_per_device, self.world_size))
 
-    def step(self, step: int) -> list[Batch]:
-        """Micro-batches of this rank for optimizer step `step` (0-based), heaviest first."""
+    def step(self, step: int) -> StepBatches:
+        """Of optimizer step `step` (0-based)."""
         first = step * self.rows_per_step
         if not 0 <= first < self.total_rows:
             raise IndexError(f"step {step} begins at row {first} of a run of {self.total_rows} rows")
-        return list(self._dealt(range(first, min(first + self.rows_per_step, self.total_rows))))
+        positions = range(first, min(first + self.rows_per_step, self.total_rows))
+        dealing = self._dealing(positions)
+        return StepBatches(
+            batches=list(self._batches(dealing)),
+            tokens=dealing.tokens,
+            supervised_tokens=sum(self.rows.num_trained(position) for position in positions),
+            padding=dealing.fillers * dealing.shortest,
+            epoch=self.rows.epochs(positions.stop),
+        )
 
     def all_batches(self) -> Iterator[Batch]:
         """Every row once, for evaluation; all ranks get the same number of micro-batches."""
-        return self._dealt(range(self.total_rows))
+        return self._batches(self._dealing(range(self.total_rows)))
 
-    def _dealt(self, positions: range) -> Iterator[Batch]:
+    def _dealing(self, positions: range) -> _Dealing:
         lengths = [self.rows.lengths(position) for position in positions]
         tokens = np.array([found.sum() for found in lengths])  # (rows,)
         work = np.array([(found**2).sum() for found in lengths])  # (rows,)
         cut = self._cut(tokens)
-        for m in deal([int(work[places].sum()) for places in cut], self.rank, self.world_size):
-            if m < len(cut):
-                yield collate([one for i in cut[m] for one in self.rows.documents(positions[i])], m)
+        mine = deal([int(work[places].sum()) for places in cut], self.rank, self.world_size)
+        return _Dealing(positions, lengths, cut, mine, fillers=-len(cut) % self.world_size)
+
+    def _batches(self, dealing: _Dealing) -> Iterator[Batch]:
+        for m in dealing.mine:
+            if m < len(dealing.cut):
+                places = [dealing.positions[i] for i in dealing.cut[m]]
+                yield collate([one for position in places for one in self.rows.documents(position)], m)
             else:
-                shortest = min(range(len(lengths)), key=lambda i: lengths[i].min())
-                yield _filler(self.rows.documents(positions[shortest])[int(lengths[shortest].argmin())], m)
+                row = min(range(len(dealing.lengths)), key=lambda i: dealing.lengths[i].min())
+                documents = self.rows.documents(dealing.positions[row])
+                yield _filler(documents[int(dealing.lengths[row].argmin())], m)
 
     def _cut(self, tokens: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Rows, of as many `tokens` each, in micro-batches."""
@@ -196,6 +235,25 @@ class Loader:
                 ends.append(i)
                 held = found
         return np.split(order, ends)
+
+
+@dataclass(frozen=True)
+class _Dealing:
+    """Rows at `positions` in micro-batches, and whose they are."""
+
+    positions: range
+    lengths: list[NDArray[np.int64]]  # of every document of every row
+    cut: list[NDArray[np.int64]]  # rows, numbered from the first position, of every micro-batch
+    mine: list[int]  # micro-batches of this rank, see `deal`
+    fillers: int  # over all ranks
+
+    @property
+    def tokens(self) -> int:
+        return sum(int(found.sum()) for found in self.lengths)
+
+    @property
+    def shortest(self) -> int:
+        return min(int(found.min()) for found in self.lengths)
 
 
 def deal(work: Sequence[int], rank: int, world_size: int) -> list[int]:
@@ -213,4 +271,4 @@ def deal(work: Sequence[int], rank: int, world_size: int) -> list[int]:
 def _filler(example: Example, index: int) -> Batch:
     """A forward that trains nothing and counts for nothing."""
     masked = replace(example, labels=np.full_like(example.labels, UNTRAINED))
-    return replace(collate([masked], index), documents=(), sources=(), num_tokens=0)
+    return replace(collate([masked], index), documents=(), sources=(), trained=(), num_tokens=0)

@@ -52,6 +52,10 @@ class Tape:
         self.chunk = lru_cache(CHUNKS_KEPT)(chunk)
         self.lengths = lru_cache(CHUNKS_KEPT)(self._lengths)
 
+    def num_trained(self, number: int) -> NDArray[np.integer]:
+        """(N,) trained tokens of the examples of a chunk."""
+        return self.chunk(number).num_trained
+
     def _lengths(self, number: int) -> NDArray[np.int64]:
         """(N,) tokens of the examples of a chunk."""
         return np.diff(self.chunk(number).offsets)
@@ -80,6 +84,7 @@ class Window:
     chunks: NDArray[np.int64]  # (N,)
     within: NDArray[np.int64]  # (N,) number in the chunk
     lengths: NDArray[np.int64]  # (N,)
+    num_trained: NDArray[np.int64]  # (N,)
     rows: Rows
     order: NDArray[np.int64]  # (R,)
     after: tuple[Place, ...]  # where the stream stands behind it
@@ -90,7 +95,10 @@ class Window:
 
 
 class StreamedRows:
-    """The rows of a run, at any position. Positions go on for as long as the sources may be read."""
+    """The rows of a run, at any position. Positions go on for as long as the sources may be read.
+
+    For one thread at a time: it reads files as it goes.
+    """
 
     def __init__(self, recipe: Recipe, tapes: Sequence[Tape]):
         self._recipe, self._tapes = recipe, tuple(tapes)
@@ -109,6 +117,11 @@ class StreamedRows:
         """Tokens of each example of that row."""
         window, members = self._row(position)
         return window.lengths[members]
+
+    def num_trained(self, position: int) -> int:
+        """Trained tokens of that row."""
+        window, members = self._row(position)
+        return int(window.num_trained[members].sum())
 
     def epochs(self, position: int) -> float:
         """How often every source had been read whole before the window of the row before this position."""
@@ -142,17 +155,18 @@ class StreamedRows:
     def _made(self, number: int) -> Window:
         first_row, places = self._starts[number]
         taken, after = self._take(list(places))
-        sources, chunks, within, lengths = np.array(taken, np.int64).reshape(-1, 4).T
+        sources, chunks, within, lengths, num_trained = np.array(taken, np.int64).reshape(-1, 5).T
         data, batch = self._recipe.data, self._recipe.batch
         rows = pack(lengths, data.max_length)
         group = group_rows(data.balance, batch.rows)
         order = shuffled(len(rows), (self._recipe.run.seed, number), row_work(rows, lengths), group, first_row)
-        return Window(first_row, sources, chunks, within, lengths, rows, order, after)
+        return Window(first_row, sources, chunks, within, lengths, num_trained, rows, order, after)
 
-    def _take(self, places: list[Place]) -> tuple[list[tuple[int, int, int, int]], tuple[Place, ...]]:
-        """The next (source, chunk, number in it, tokens) of the stream; fewer than `window` where all sources ended."""
+    def _take(self, places: list[Place]) -> tuple[list[tuple[int, ...]], tuple[Place, ...]]:
+        """The next (source, chunk, number in it, tokens, trained tokens) of the stream; fewer than `window` where all
+        sources ended."""
         before = list(places)
-        taken: list[tuple[int, int, int, int]] = []
+        taken: list[tuple[int, ...]] = []
         while len(taken) < self._recipe.data.window:
             # The first end may be that of an empty chunk, behind rows that filled the one before: nothing is taken yet.
             if taken and all(now.passes > then.passes for now, then in zip(places, before, strict=True)):
@@ -162,7 +176,8 @@ class StreamedRows:
             lengths = tape.lengths(place.chunk)
             if place.within < len(lengths):
                 length = int(lengths[place.within])
-                taken.append((number, place.chunk, place.within, length))
+                num_trained = int(tape.num_trained(place.chunk)[place.within])
+                taken.append((number, place.chunk, place.within, length, num_trained))
                 given = place.given + (length if self._by_tokens else 1)
                 places[number] = place = replace(place, within=place.within + 1, given=given)
             if place.within >= len(lengths):

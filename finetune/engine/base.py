@@ -24,7 +24,7 @@ from finetune.engine.launch import Launch
 from finetune.engine.parts import Part, Types, make_room
 from finetune.engine.precision import LossScale, NonFinite
 from finetune.engine.stopwatch import Stopwatch
-from finetune.models import Placement
+from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 
 SIDE_TIMEOUT = timedelta(hours=6)  # for the slowest rank's disk, in a thread that nobody waits for
@@ -111,11 +111,15 @@ class Engine(abc.ABC):
 
     def sum(self, *values: float | Tensor) -> list[float]:
         """Each value summed over all ranks, in fp64. One collective, one synchronisation."""
-        local = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device).detach() for v in values])
+        numbers = torch.tensor([v for v in values if not isinstance(v, Tensor)], dtype=torch.float64)
+        tensors = [v.detach().double() for v in values if isinstance(v, Tensor)]
+        local = torch.cat([*([torch.stack(tensors)] if tensors else []), numbers.to(self.device)])  # one copy for all
         if self.world_size > 1:
             with self.stopwatch.waiting():
                 torch.distributed.all_reduce(local)
-        return local.tolist()
+        summed = local.tolist()
+        of_tensors, of_numbers = iter(summed[: len(tensors)]), iter(summed[len(tensors) :])
+        return [next(of_tensors if isinstance(v, Tensor) else of_numbers) for v in values]
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
         """Equally many numbers of every rank, in rank order, in fp64. One collective, one synchronisation."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, named_trainables, saved_tensors, update_shards
 from finetune.engine.parts import Part
 from finetune.engine.shard_waits import ShardWaits
-from finetune.models import Placement, dtypes
+from finetune.models.weights import Placement, dtypes
 from finetune.recipe.schema import Recipe
 
 

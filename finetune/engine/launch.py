@@ -19,7 +19,7 @@ import psutil
 import yaml
 
 from finetune.errors import UserError
-from finetune.recipe.schema import Recipe
+from finetune.recipe import Recipe, divisibility_message
 
 Kind = Literal["replicated", "fsdp2", "zero"]
 
@@ -133,6 +133,21 @@ def _load_config(path: str) -> dict[str, Any]:
     if not isinstance(config, dict) or "distributed_type" not in config:
         raise UserError(f"{path}: not an accelerate config: it has no `distributed_type`")
     return config
+
+
+def check_launch(recipe: Recipe, recipe_file: str, launch: Launch) -> int:
+    """Everything about the pair of recipe and launch that can be known before a process group exists.
+
+    Returns the micro-batches that each process runs per step; with `tokens_per_device` the most there can be. Raises
+    UserError.
+    """
+    unit = recipe.batch.rows_per_device * launch.processes
+    if recipe.batch.rows % unit and recipe.batch.tokens_per_device is None:
+        message = divisibility_message(recipe.batch.rows, recipe.batch.rows_per_device, launch.processes)
+        raise UserError(f"{recipe_file} on {launch.name}: batch.rows: {message}")
+    micro_batches = -(-recipe.batch.rows // unit)
+    check_agreement(recipe, recipe_file, launch, micro_batches)
+    return micro_batches
 
 
 def check_agreement(recipe: Recipe, recipe_file: str, launch: Launch, micro_batches: int) -> None:

@@ -18,7 +18,7 @@ from finetune.engine.base import (
     wait_after_gradients,
 )
 from finetune.engine.parts import Part
-from finetune.models import Placement
+from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 
 

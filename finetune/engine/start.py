@@ -12,31 +12,16 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, Ini
 
 from finetune.engine.base import Engine
 from finetune.engine.fsdp2 import Fsdp2
-from finetune.engine.launch import Launch, check_agreement, check_started
+from finetune.engine.launch import Launch, check_started
 from finetune.engine.rehearsal import is_rehearsal, prepare_rehearsal
 from finetune.engine.replicated import Replicated
 from finetune.engine.zero import Zero, require_deepspeed
 from finetune.errors import UserError
-from finetune.recipe import Recipe, divisibility_message
+from finetune.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
 _KINDS = {DistributedType.FSDP: "fsdp2", DistributedType.DEEPSPEED: "zero"}
-
-
-def check_launch(recipe: Recipe, recipe_file: str, launch: Launch) -> int:
-    """Everything about the pair of recipe and launch that can be known before a process group exists.
-
-    Returns the micro-batches that each process runs per step; with `tokens_per_device` the most there can be. Raises
-    UserError.
-    """
-    unit = recipe.batch.rows_per_device * launch.processes
-    if recipe.batch.rows % unit and recipe.batch.tokens_per_device is None:
-        message = divisibility_message(recipe.batch.rows, recipe.batch.rows_per_device, launch.processes)
-        raise UserError(f"{recipe_file} on {launch.name}: batch.rows: {message}")
-    micro_batches = -(-recipe.batch.rows // unit)
-    check_agreement(recipe, recipe_file, launch, micro_batches)
-    return micro_batches
 
 
 def leave_group() -> None:

@@ -15,7 +15,7 @@ from finetune.engine.nvme import is_swapped, make_files, map_groups
 from finetune.engine.parts import Part, Types
 from finetune.engine.precision import NonFinite
 from finetune.errors import UserError
-from finetune.models import Placement
+from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from finetune.engine import Engine
+from finetune.engine.base import Engine
 from finetune.errors import RunFailure
 
 

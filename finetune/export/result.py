@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import get_peft_model_state_dict
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import custom_object_save
 
-from finetune.engine import Engine
+from finetune.engine.base import Engine
 from finetune.errors import RunFailure
 from finetune.export.disk_layout import DiskLayout, State, as_transformers_knows_it, cast
 from finetune.export.main_rank import MainRank
@@ -91,6 +90,8 @@ def _take(layout: DiskLayout, writer: WeightsWriter, dtype: torch.dtype, name: s
 
 def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:
     """Small enough to be held whole, and peft's own to write. Returns what the file must hold."""
+    from peft import get_peft_model_state_dict
+
     model = engine.unwrapped
     state = {name: tensor for name, tensor in engine.full_tensors(True) if tensor is not None}
     main.do(lambda: model.save_pretrained(folder, state_dict=state))

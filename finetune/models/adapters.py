@@ -1,11 +1,10 @@
-"""LoRA adapters through peft."""
+"""LoRA adapters through peft, which is imported where there are any: it takes a second, for bitsandbytes behind it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 
 from finetune.errors import UserError
 from finetune.models.tokenizer import first_line
@@ -17,6 +16,8 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
 
     Raises UserError where `lora.targets` or `lora.modules_to_save` name nothing of the model.
     """
+    from peft import LoraConfig, get_peft_model
+
     _check_names(model, lora)
     config = LoraConfig(
         r=lora.rank,

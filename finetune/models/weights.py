@@ -5,12 +5,11 @@ Where the weights lie in memory is not decided here: the engine says how this ra
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from finetune.errors import UserError
@@ -19,7 +18,7 @@ from finetune.models.attention import AttentionChoice, choose_attention
 from finetune.models.layers import compile_layers, recompute_activations
 from finetune.models.quantization import keep_weights_unpacked, quantization_config
 from finetune.models.tokenizer import first_line
-from finetune.recipe.schema import Model, Recipe
+from finetune.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -51,31 +50,6 @@ def dtypes(recipe: Recipe) -> Dtypes:
     trained = torch.bfloat16 if recipe.train.precision == "bf16_true" else torch.float32
     asked = recipe.model.dtype
     return Dtypes(trained=trained, frozen=compute if asked == "auto" else getattr(torch, asked), compute=compute)
-
-
-def model_config(model: Model) -> PretrainedConfig:
-    """The Hugging Face config of the recipe's model. Raises UserError where there is none."""
-    try:
-        if model.config is not None:
-            _check_config_keys(model.config)
-            return AutoConfig.for_model(**model.config)
-        assert model.name is not None
-        return AutoConfig.from_pretrained(
-            model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
-        raise UserError(f"{where}: no model config: {first_line(error)}") from error
-
-
-def _check_config_keys(config: dict[str, Any]) -> None:
-    """transformers takes any key in silence; a misspelt one would train another architecture. Raises UserError."""
-    known = [*AutoConfig.for_model(config["model_type"]).to_dict(), "rope_theta", "rope_scaling"]
-    for name in config:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean `{close[0]}`?" if close else ""
-            raise UserError(f"model.config.{name}: not a setting of {config['model_type']}{hint}")
 
 
 def attention_for(recipe: Recipe, config: PretrainedConfig, device: str) -> AttentionChoice:
@@ -174,13 +148,3 @@ def _start_in(model: Any, dtype: torch.dtype) -> None:
     """Let the hidden states begin in the compute type: the embedding table may be held in fp32, and then the whole
     residual stream would be fp32 on one backend and 16 bit on another."""
     model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
-
-
-def check_token_ids(config: PretrainedConfig, tokenizer_size: int) -> None:
-    """Raises UserError where the tokenizer has ids the embedding table does not."""
-    rows = config.get_text_config().vocab_size
-    if tokenizer_size > rows:
-        raise UserError(
-            f"the tokenizer has {tokenizer_size} tokens, the model's embedding {rows} rows: "
-            "they do not belong together; check `model.tokenizer` and `model.name` or `model.config.vocab_size`"
-        )

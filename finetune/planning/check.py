@@ -62,7 +62,7 @@ def check_recipe(
 
 
 def _check_launch(recipe: Recipe, path: Path, config_file: Path | None, processes: int | None, report: Report) -> None:
-    from finetune.engine import Launch, check_launch, read_config_file
+    from finetune.engine.launch import Launch, check_launch, read_config_file
 
     launch = read_config_file(str(config_file), processes) if config_file else Launch("replicated", processes or 1)
     micro_batches = check_launch(recipe, str(path), launch)
@@ -87,7 +87,8 @@ def _note_balance(recipe: Recipe, processes: int, report: Report) -> None:
 
 def _check_data(recipe: Recipe, report: Report) -> None:
     from finetune.data.dataset import Stream, build_dataset, build_training, template_notes
-    from finetune.models import check_token_ids, load_tokenizer, model_config
+    from finetune.models.config import check_token_ids, model_config
+    from finetune.models.tokenizer import load_tokenizer
     from finetune.planning.plan import run_length
     from finetune.tracking import check_trackers
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from finetune.data import prepare_examples
 from finetune.data.dataset import template_notes
 from finetune.data.report import SourceReport
-from finetune.models import load_tokenizer
+from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from finetune.data.batch import Batch
-from finetune.engine import Engine
+from finetune.engine.base import Engine
 from finetune.engine.held import held_gradients, held_state
 from finetune.engine.stopwatch import COMMUNICATION
 from finetune.tracking.clock import PHASES, STALLS, Lap, StepClock

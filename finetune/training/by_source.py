@@ -4,34 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from finetune.data.batch import Batch, target_sources
+from finetune.data.batch import Batch
 
 
 class SourceSums:
     """Sums over micro-batches: nats, supervised tokens and tokens of each source. Nothing where there is one source.
 
-    `values` of all ranks added up element by element, as `Engine.sum` does, are those of the global batch.
+    `values` of all ranks added up element by element, as `Engine.sum` does, are those of the global batch. Nats are
+    added up on the device, what is counted on the host: nothing waits.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device):
         self.names = tuple(names) if len(names) > 1 else ()
-        self._sums = torch.zeros(3, len(self.names), dtype=torch.float64, device=device)
+        self._nats = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+        self._counts = np.zeros((2, len(self.names)), np.int64)  # supervised tokens, tokens
 
     def add(self, batch: Batch, losses: Tensor) -> None:
-        """losses: (S,) of the batch's targets, in their order."""
+        """losses: (S,) of the batch's targets, in their order and on the device."""
         if not self.names:
             return
-        of_target = target_sources(batch).to(self._sums.device)  # (S,)
-        self._sums[0].index_add_(0, of_target, losses.detach().to(self._sums.dtype))
-        self._sums[1] += torch.bincount(of_target, minlength=len(self.names))
-        for source, length in zip(batch.sources, batch.document_lengths, strict=False):  # a filler has no source
-            self._sums[2, source] += length
+        self._nats.index_add_(0, batch.target_sources.to(losses.device), losses.detach().to(self._nats.dtype))
+        # A filler has no source; padding lies behind the documents.
+        for source, trained, length in zip(batch.sources, batch.trained, batch.document_lengths, strict=False):
+            self._counts[:, source] += (trained, length)
 
-    def values(self) -> list[Tensor]:
-        return list(self._sums.flatten())
+    def values(self) -> list[Tensor | float]:
+        return [*self._nats, *map(float, self._counts.flatten())]
 
     def losses(self, values: Sequence[float]) -> dict[str, float]:
         """{name: nats per supervised token} of summed `values`, of the sources that had a token."""

@@ -11,11 +11,12 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.data import Example, Examples
 from finetune.data.batch import Batch, Loader
-from finetune.engine import Engine
-from finetune.models import AttentionChoice
+from finetune.engine.base import Engine
+from finetune.models.attention import AttentionChoice
 from finetune.objectives import supervised_losses
 from finetune.recipe.schema import Evaluate
 from finetune.training.by_source import SourceSums
+from finetune.training.feed import fed_batches
 from finetune.training.generation import greedy
 
 _PROMPTS_AT_ONCE = 32  # per rank; bounds the cache of keys and values
@@ -63,11 +64,12 @@ class Evaluator:
     def _losses(self) -> dict[str, float]:
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         items, sources = 0, SourceSums(self.source_names, self.engine.device)
-        for batch in self.loader.all_batches():
-            losses = self._token_losses(batch)
-            total += losses.sum()
-            items += batch.num_supervised
-            sources.add(batch, losses)
+        with fed_batches(self.loader.all_batches(), self.engine.device) as feed:
+            for batch in feed:
+                losses = self._token_losses(batch)
+                total += losses.sum()
+                items += batch.num_supervised
+                sources.add(batch, losses)
         loss, count, *of_sources = self.engine.sum(total, items, *sources.values())
         each = {f"eval_loss/{name}": value for name, value in sources.losses(of_sources).items()}
         return {"eval_loss": loss / count, **each}

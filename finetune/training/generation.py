@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from finetune.engine import Engine
+from finetune.engine.base import Engine
 
 
 @torch.no_grad()

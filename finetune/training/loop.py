@@ -11,15 +11,17 @@ from dataclasses import astuple, dataclass, field
 
 import torch
 
-from finetune.data.batch import Batch, Loader
-from finetune.engine import Engine, NonFinite
+from finetune.data.batch import Batch, StepBatches
+from finetune.engine.base import Engine
+from finetune.engine.precision import NonFinite
 from finetune.errors import RunFailure
-from finetune.models import AttentionChoice
+from finetune.models.attention import AttentionChoice
 from finetune.objectives import supervised_losses
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe
 from finetune.tracking import Meters
 from finetune.training.by_source import SourceSums
+from finetune.training.feed import Feed
 from finetune.training.schedules import lr_factor
 
 
@@ -72,7 +74,7 @@ class Step:
 
 def training_steps(
     engine: Engine,
-    loader: Loader,
+    feed: Feed[StepBatches],
     attention: AttentionChoice,
     recipe: Recipe,
     plan: Plan,
@@ -83,18 +85,19 @@ def training_steps(
 ) -> Iterator[Step]:
     """Train from `state.step` to the plan's end; yields after every optimizer step, with `state` up to date.
 
+    feed: of the batches of every step from `state.step` on.
     wishes: asked on every rank once a step; they travel with the loss, in the reduction that it needs anyway.
     Raises RunFailure before the optimizer step where loss or gradient is not finite, on all ranks alike.
     """
     if engine.needs_warm_up and state.step < plan.steps:
-        warm_up(engine, loader, attention, state.step)
+        warm_up(engine, feed.peek().batches[0], attention)
     meters = meters or Meters(engine)
     clock = meters.clock
     clock.restart()
     while state.step < plan.steps:
         with clock.phase("data"):
-            batches = loader.step(state.step)
-        items, tokens = engine.sum(sum(b.num_supervised for b in batches), sum(b.num_tokens for b in batches))
+            made = next(feed)
+        batches, items, tokens = made.batches, made.supervised_tokens, made.tokens
         losses, sources = [], SourceSums(source_names, engine.device)
         for batch in batches:
             seed_micro_batch(recipe.run.seed, state.step, batch.index)
@@ -119,15 +122,15 @@ def training_steps(
         except NonFinite:
             raise RunFailure(not_finite("gradient", engine, state.step, batches, losses)) from None
         state.step += 1
-        state.tokens += int(tokens)
-        state.supervised_tokens += int(items)
+        state.tokens += tokens
+        state.supervised_tokens += items
         for name, count in sources.tokens(of_sources).items():
             state.tokens_by_source[name] = state.tokens_by_source.get(name, 0) + count
         measured = meters.step(batches, tokens, items)
         state.padding_tokens += measured.padding
         metrics = StepMetrics(
             step=state.step,
-            epoch=loader.rows.epochs(min(state.step * recipe.batch.rows, plan.total_rows)),
+            epoch=made.epoch,
             loss=loss / items,
             grad_norm=grad_norm,
             lr=recipe.optimizer.lr * factor,
@@ -142,9 +145,8 @@ def training_steps(
         yield Step(metrics, by_source, row_ids(batches), Wishes(*wished), measured.line)
 
 
-def warm_up(engine: Engine, loader: Loader, attention: AttentionChoice, step: int) -> None:
+def warm_up(engine: Engine, batch: Batch, attention: AttentionChoice) -> None:
     """A forward and backward that leave no trace: weights, optimizer and random numbers of the steps are untouched."""
-    batch = loader.step(step)[0]
     arguments = attention.forward_arguments(batch.document_lengths)
     engine.backward(supervised_losses(engine.model, batch, arguments, engine.device).sum(), last=True)
     engine.drop_gradients()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from finetune.engine import Engine
+from finetune.engine.base import Engine
 from finetune.errors import UserError
 from finetune.recipe.schema import Profile
 from finetune.training.profile_summary import Summary, as_markdown, summarise

@@ -17,21 +17,20 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from finetune.checkpoints import Saver, newest_good, resume, start_anew
+from finetune.checkpoints.resume import newest_good, resume, start_anew
+from finetune.checkpoints.saver import Saver
 from finetune.data.batch import Loader, OrderedRows, RunRows
 from finetune.data.dataset import Dataset, Stream, build_dataset, build_training, template_notes
-from finetune.engine import Engine, autocast_forward, check_launch, read_launch, start_engine
+from finetune.engine.base import Engine
+from finetune.engine.launch import check_launch, read_launch
+from finetune.engine.precision import autocast_forward
+from finetune.engine.start import start_engine
 from finetune.errors import Stopped, UserError
-from finetune.export import model_card, save_result
-from finetune.models import (
-    attention_for,
-    check_token_ids,
-    dtypes,
-    load_model,
-    load_tokenizer,
-    model_config,
-    parameter_counts,
-)
+from finetune.export.card import model_card
+from finetune.export.result import save_result
+from finetune.models.config import check_token_ids, model_config
+from finetune.models.tokenizer import load_tokenizer
+from finetune.models.weights import attention_for, dtypes, load_model, parameter_counts
 from finetune.planning.flops import model_flops
 from finetune.planning.hardware import peak_tflops
 from finetune.planning.plan import Plan, git_commit, run_length, versions
@@ -46,6 +45,7 @@ from finetune.tracking import (
     write_status,
 )
 from finetune.training.evaluation import Evaluator, end_ids
+from finetune.training.feed import fed_steps
 from finetune.training.loop import State, Step, StepMetrics, Wishes, training_steps
 from finetune.training.optimizers import build_optimizers
 from finetune.training.profile import Profiler
@@ -253,21 +253,23 @@ class Run:
             self._evaluate()
         self._write_status("running")  # a signal before this leaves nothing to save: 75 at once
         self.stop.steps_begun = True
-        names = self.training.source_names
-        steps = training_steps(
-            self.engine,
-            self.loader,
-            self.attention,
-            self.recipe,
-            self.plan,
-            self.state,
-            names,
-            self._wishes,
-            self.meters,
-        )
+        names, coming = self.training.source_names, range(self.state.step, self.plan.steps)
         self._profile({})
-        with TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress:
-            for step in steps:
+        with (
+            fed_steps(self.loader, coming, self.engine.device) as feed,
+            TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress,
+        ):
+            for step in training_steps(
+                self.engine,
+                feed,
+                self.attention,
+                self.recipe,
+                self.plan,
+                self.state,
+                names,
+                self._wishes,
+                self.meters,
+            ):
                 self._record(step)
                 progress.update(
                     step.metrics.step, step.metrics.loss, step.metrics.tokens_per_s, step.measured.get("mfu")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from finetune.engine import Engine
+from finetune.engine.base import Engine
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 

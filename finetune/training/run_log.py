@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune.engine import Engine
+from finetune.engine.base import Engine
 from finetune.errors import STOPPED_STATUS
 from finetune.recipe import Recipe
 from finetune.tracking import StepLog, Trackers, prepare_samples, sample_file
+from finetune.tracking.background import Background
 
 
 class RunLog:
     """Opened on every rank of a run that is about to make `first_step`; what one rank alone writes, others pass over.
+
+    Files and trackers are written to by a thread, in order, so that the loop waits for neither disk nor server; what
+    goes wrong there is raised by a later call here.
 
     Collective. about: what trackers keep of the run; ids: theirs, as a checkpoint knows them.
     """
@@ -24,20 +28,21 @@ class RunLog:
         self._metrics = StepLog(folder / "metrics.jsonl", first_step) if main else None
         self._samples = _samples(engine, folder / "samples", first_step) if recipe.tracking.samples else None
         self._trackers = Trackers(recipe, folder, about, ids) if main else None
+        self._thread = Background("run-log")
 
     def write(self, entry: dict[str, Any], step: int) -> None:
         if self._metrics and self._trackers:
-            self._metrics.write(entry)
-            self._trackers.log(entry, step)
+            self._thread.do(self._metrics.write, entry)
+            self._thread.do(self._trackers.log, entry, step)
 
     def rows(self, step: int, rows: list[str]) -> None:
         """What this rank trained on."""
         if self._samples:
-            self._samples.write({"step": step, "rows": rows})
+            self._thread.do(self._samples.write, {"step": step, "rows": rows})
 
     def table(self, name: str, columns: list[str], rows: list[list[str]], step: int) -> None:
         if self._trackers:
-            self._trackers.table(name, columns, rows, step)
+            self._thread.do(self._trackers.table, name, columns, rows, step)
 
     def run_ids(self) -> dict[str, str]:
         return self._trackers.run_ids() if self._trackers else {}
@@ -46,21 +51,28 @@ class RunLog:
         """To the disk, before a checkpoint says that these steps are done."""
         for log in (self._metrics, self._samples):
             if log:
-                log.flush()
+                self._thread.do(log.flush)
+        self._thread.flush()
 
     def finish(self, summary: dict[str, float]) -> None:
         if self._trackers:
-            self._trackers.summary(summary)
-            self._trackers.finish()
+            self._thread.do(self._trackers.summary, summary)
+            self._thread.do(self._trackers.finish)
+        self._thread.flush()
 
     def finish_preempted(self) -> None:
         if self._trackers:
-            self._trackers.finish_preempted(STOPPED_STATUS)
+            self._thread.do(self._trackers.finish_preempted, STOPPED_STATUS)
+        self._thread.flush()
 
     def close(self) -> None:
-        for log in (self._metrics, self._samples):
-            if log:
-                log.close()
+        """Everything that was handed over is written, also where the run fails."""
+        try:
+            self._thread.close()
+        finally:
+            for log in (self._metrics, self._samples):
+                if log:
+                    log.close()
 
 
 def _samples(engine: Engine, folder: Path, first_step: int) -> StepLog:

@@ -27,10 +27,12 @@ FILE_LIMIT = 200_000
 def run_case(
     recipe_file: str, out: Path, name: str, overrides: list[str], folder: str, shard_bytes: int, wrong: str | None
 ) -> dict[str, Any]:
-    from finetune.engine import check_launch, read_launch, start_engine
+    from finetune.engine.launch import check_launch, read_launch
+    from finetune.engine.start import start_engine
     from finetune.errors import RunFailure
-    from finetune.export import save_result
-    from finetune.models import dtypes, load_tokenizer
+    from finetune.export.result import save_result
+    from finetune.models.tokenizer import load_tokenizer
+    from finetune.models.weights import dtypes
     from finetune.recipe import load_recipe
 
     recipe, launch = load_recipe(recipe_file, [*overrides, f"run.name={name}"]), read_launch()
@@ -51,7 +53,8 @@ def run_case(
 
 
 def wrap(engine: Any, recipe: Any, micro_batches: int) -> None:
-    from finetune.models import attention_for, load_model, model_config
+    from finetune.models.config import model_config
+    from finetune.models.weights import attention_for, load_model
     from finetune.training.optimizers import build_optimizers
 
     config = model_config(recipe.model)

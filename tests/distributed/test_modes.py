@@ -21,7 +21,7 @@ from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from finetune.engine import check_launch, read_config_file
+from finetune.engine.launch import check_launch, read_config_file
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 
@@ -114,7 +114,7 @@ def launched(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
 
 
 def accelerate_launch(config: Path, processes: int, *program: object) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", str(config)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--num_processes", str(processes), *map(str, program)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 

@@ -80,7 +80,7 @@ def saved(made: Path, sources: dict[str, Path], tmp_path_factory: pytest.TempPat
             one["overrides"] = [*one["overrides"], *overrides(one.pop("model"))]
         plan = {"recipe": str(folder / "recipe.yaml"), "out": str(out), "cases": cases}
         (out / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-        launcher = [Path(sys.executable).with_name("accelerate"), "launch", "--num_processes", str(processes)]
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
         launcher += ["--config_file", ROOT / "accelerate_configs" / f"{config}.yaml"]
         done = subprocess.run([*launcher, WORKER, out / "plan.json"], capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

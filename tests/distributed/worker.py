@@ -27,7 +27,7 @@ def main(plan: dict[str, Any], run_case: Callable[..., dict[str, Any]]) -> None:
     from finetune.cli import quiet_libraries
 
     quiet_libraries()
-    from finetune.engine import leave_group
+    from finetune.engine.start import leave_group
 
     for case in plan["cases"]:
         become = run_case(plan["recipe"], Path(plan["out"]), **case)

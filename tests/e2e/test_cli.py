@@ -77,6 +77,16 @@ def test_help_imports_nothing_heavy() -> None:
         assert name in out
 
 
+def test_a_run_imports_no_library_that_it_does_not_use() -> None:
+    """What every process of every launch pays for; `check` imports a part of it."""
+    code = "import sys, finetune.planning.check, finetune.training.run; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    unused = {"peft", "bitsandbytes", "deepspeed", "datasets", "pandas", "wandb", "tensorboard", "matplotlib"}
+    modules = set(done.stdout.split())
+    assert {"torch", "transformers", "accelerate"} <= modules
+    assert not modules & unused
+
+
 def test_the_commands_are_these() -> None:
     assert {"train", "check", "inspect", "prepare", "generate", "merge", "schema"} <= set(COMMANDS)
 

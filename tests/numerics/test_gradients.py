@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from finetune.data.batch import Batch, Loader
 from finetune.data.dataset import build_dataset
-from finetune.models import attention_for, load_model, load_tokenizer, model_config
-from finetune.models.weights import Placement
+from finetune.models.config import model_config
+from finetune.models.tokenizer import load_tokenizer
+from finetune.models.weights import Placement, attention_for, load_model
 from finetune.objectives import supervised_losses
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Recipe
@@ -55,7 +56,7 @@ def test_accumulated_gradient_is_the_whole_batch_s(
     config = model_config(loaded.model)
     choice = attention_for(loaded, config, "cpu")
     model = load_model(loaded, config, choice, Placement("load", CPU))
-    batches = loader(loaded).step(0)
+    batches = loader(loaded).step(0).batches
     items = sum(batch.num_supervised for batch in batches)
     loss = torch.zeros(())
     for batch in batches:
@@ -76,7 +77,7 @@ def test_a_batch_with_nothing_supervised_has_no_loss_and_no_gradient(recipe: dic
     model = load_model(loaded, config, choice, Placement("load", CPU))
     whole = loader(loaded)
     short = Loader(whole.rows, 4, 2, rank=1, world_size=2, total_rows=1)
-    (batch,) = short.step(0)
+    (batch,) = short.step(0).batches
     assert batch.num_supervised == 0
     loss = supervised_losses(model, batch, choice.forward_arguments(batch.document_lengths), CPU).sum()
     loss.backward()
@@ -91,7 +92,7 @@ def test_only_supervised_positions_reach_the_head(recipe: dict[str, Any], write_
     model = load_model(loaded, config, choice, Placement("load", CPU))
     seen: list[int] = []
     model.get_output_embeddings().register_forward_hook(lambda _m, _i, output: seen.append(output.shape[1]))
-    batch = loader(loaded).step(0)[0]
+    batch = loader(loaded).step(0).batches[0]
     supervised_losses(model, batch, choice.forward_arguments(batch.document_lengths), CPU).sum()
     assert seen == [batch.num_supervised]
     assert batch.num_supervised < batch.num_tokens

@@ -10,15 +10,9 @@ import tiny
 import torch
 
 from finetune.errors import UserError
-from finetune.models import (
-    Placement,
-    attention_for,
-    check_token_ids,
-    load_model,
-    load_tokenizer,
-    model_config,
-    parameter_counts,
-)
+from finetune.models.config import check_token_ids, model_config
+from finetune.models.tokenizer import load_tokenizer
+from finetune.models.weights import Placement, attention_for, load_model, parameter_counts
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Model
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from finetune.engine.precision import LossScale, NonFinite, autocast_forward
-from finetune.models import Placement, attention_for, dtypes, load_model, model_config
+from finetune.models.config import model_config
+from finetune.models.weights import Placement, attention_for, dtypes, load_model
 from finetune.recipe import load_recipe
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from finetune.data.chat.template import resolve_template
 from finetune.data.dataset import build_dataset, template_notes
 from finetune.data.show import Look
 from finetune.errors import UserError
-from finetune.models import load_tokenizer
+from finetune.models.tokenizer import load_tokenizer
 from finetune.planning.inspect.choose import find_row, first_examples
 from finetune.planning.inspect.page import write_page
 from finetune.planning.inspect.terminal import print_examples, print_packed_rows, print_totals

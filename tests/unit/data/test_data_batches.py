@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -216,7 +217,7 @@ def content(batch: Batch) -> tuple:
 
 def step_of_all(ranks: list[Loader], step: int) -> list[tuple]:
     """A step's micro-batches by their number, dealt to whichever rank; without fillers."""
-    dealt = [loader.step(step) for loader in ranks]
+    dealt = [loader.step(step).batches for loader in ranks]
     assert len({len(batches) for batches in dealt}) == 1
     return sorted(content(batch) for batches in dealt for batch in batches if batch.num_tokens)
 
@@ -260,7 +261,7 @@ def test_processes_work_equally_long_at_the_same_time(tmp_path):
         """Share of the attention work that the slower of two processes has more than their mean."""
         order = RowOrder(len(rows), 1, examples.lengths**2, group)
         ranks = [Loader(OrderedRows(examples, rows, order), 4, 2, rank, 2, 240) for rank in range(2)]
-        slots = [[loader.step(step)[0] for loader in ranks] for step in range(60)]
+        slots = [[loader.step(step).batches[0] for loader in ranks] for step in range(60)]
         work = np.array([[sum(n * n for n in batch.document_lengths) for batch in slot] for slot in slots])
         return work.max(1).sum() / work.mean(1).sum() - 1
 
@@ -270,7 +271,7 @@ def test_processes_work_equally_long_at_the_same_time(tmp_path):
 def test_the_heaviest_run_first(tmp_path):
     """What does not fit into memory shows at once."""
     for loader in loaders(tmp_path, 2):
-        work = [sum(n * n for n in batch.document_lengths) for batch in loader.step(0)]
+        work = [sum(n * n for n in batch.document_lengths) for batch in loader.step(0).batches]
         assert work == sorted(work, reverse=True)
 
 
@@ -278,7 +279,7 @@ def test_the_heaviest_run_first(tmp_path):
 def test_the_last_step_is_short(tmp_path, world_size):
     """5 rows in forwards of 2 are 3 forwards; one that trains nothing stands in for what is missing to a multiple."""
     ranks = loaders(tmp_path, world_size, total_rows=24 + 5)
-    dealt = [batch for loader in ranks for batch in loader.step(1)]
+    dealt = [batch for loader in ranks for batch in loader.step(1).batches]
     assert sorted(batch.index for batch in dealt) == list(range(-(-3 // world_size) * world_size))
     fillers = [batch for batch in dealt if batch.index >= 3]
     real = [ranks[0].rows.order.row_at(position) for position in range(24, 29)]
@@ -313,7 +314,7 @@ def test_packed_rows_of_a_step(tmp_path):
     examples = plain.rows.examples
     rows = pack(examples.lengths, 64)
     loader = Loader(OrderedRows(examples, rows, RowOrder(len(rows), 1)), 2, 1, 0, 1, len(rows))
-    (batch,) = [batch for batch in loader.step(0) if batch.index == 0]
+    (batch,) = [batch for batch in loader.step(0).batches if batch.index == 0]
     assert len(batch.documents) == len(batch.document_lengths) == len(rows[loader.rows.order.row_at(0)])
     assert sum(batch.document_lengths) == batch.input_ids.shape[1] <= 64
 
@@ -323,7 +324,7 @@ def test_rows_longer_than_all_documents_together(tmp_path):
     examples = plain.rows.examples
     rows = pack(examples.lengths, 10**6)
     loader = Loader(OrderedRows(examples, rows, RowOrder(len(rows), 1)), 4, 1, 0, 1, len(rows))
-    (batch,) = loader.step(0)
+    (batch,) = loader.step(0).batches
     assert batch.num_tokens == examples.lengths.sum()
 
 
@@ -338,7 +339,7 @@ def test_rows_that_cannot_be_dealt(tmp_path):
 def test_a_forward_is_as_many_tokens_as_fit(tmp_path):
     """Lengths 3, 5, 7, 9, 11 or so: sorted, longest first, and cut at the budget."""
     (loader,) = loaders(tmp_path, 1, tokens=40)
-    batches = sorted(loader.step(0), key=lambda batch: batch.index)
+    batches = sorted(loader.step(0).batches, key=lambda batch: batch.index)
     lengths = [length for batch in batches for length in batch.document_lengths]
     assert lengths == sorted(lengths, reverse=True)
     assert len(lengths) == 24
@@ -365,3 +366,33 @@ def test_the_recipe_s_order_does_not_depend_on_forwards(tmp_path):
     made = recipe(path, data__packing=False, data__balance=1)
     plain = build_dataset(made, made.data.train, text_tokenizer()).in_order(made).order
     assert plain.epoch(0).tolist() == RowOrder(30, made.run.seed).epoch(0).tolist() != orders[0]
+
+
+# --- what a step has
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("tokens", [None, 40])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_rank_knows_what_all_ranks_count_in_a_step(tmp_path, world_size, tokens, packed):
+    """From the lengths alone what adding up over ranks and micro-batches gives; the last step is short."""
+    (plain,) = loaders(tmp_path, 1)
+    examples = plain.rows.examples
+    rows = pack(examples.lengths, 32) if packed else one_per_row(examples.lengths)
+    ordered = OrderedRows(examples, rows, RowOrder(len(rows), 1))
+    ranks = [Loader(ordered, 12, 1, rank, world_size, 12 + 5, tokens) for rank in range(world_size)]
+    for step in range(2):
+        made = [loader.step(step) for loader in ranks]
+        batches = [batch for one in made for batch in one.batches]
+        counted = {(one.tokens, one.supervised_tokens, one.padding, one.epoch) for one in made}
+        places = sum(batch.input_ids.numel() for batch in batches)
+        found = sum(batch.num_tokens for batch in batches), sum(batch.num_supervised for batch in batches)
+        assert counted == {(*found, places - found[0], min(12 * (step + 1), 17) / len(rows))}
+
+
+def test_targets_know_their_source():
+    first, second = literal()
+    batch = collate([first, replace(second, source=3)])
+    assert batch.trained == (2, 1)
+    assert batch.target_sources.tolist() == [0, 0, 3]
+    assert {batch.positions.dtype, batch.targets.dtype, batch.target_sources.dtype} == {torch.int64}

@@ -154,7 +154,7 @@ def seen(
     steps = range(start, -(-shape["total_rows"] // shape["rows_per_step"]))
     found = []
     for step in steps:
-        dealt = [loader.step(step) for loader in ranks]
+        dealt = [loader.step(step).batches for loader in ranks]
         assert len({len(batches) for batches in dealt}) == 1
         assert tokens is None or all(batch.input_ids.shape[1] <= tokens for batches in dealt for batch in batches)
         real = [batch for batches in dealt for batch in batches if batch.num_tokens]

@@ -156,11 +156,22 @@ def test_every_world_size_and_stop_sees_the_same_rows(texts, world_size):
 
     def step(step: int, world_size: int) -> Counter[tuple[str, int]]:
         loaders = [Loader(rows_of(recipe), 4, 1, rank, world_size, 120) for rank in range(world_size)]
-        return Counter(place for loader in loaders for batch in loader.step(step) for place in batch.documents)
+        return Counter(place for loader in loaders for batch in loader.step(step).batches for place in batch.documents)
 
     alone = Loader(rows_of(recipe), 4, 1, 0, 1, 120)
     for number in (0, 3, 7, 11):
-        assert step(number, world_size) == Counter(p for batch in alone.step(number) for p in batch.documents)
+        assert step(number, world_size) == Counter(p for batch in alone.step(number).batches for p in batch.documents)
+
+
+def test_every_rank_knows_what_all_ranks_count_in_a_step(texts, others):
+    """Over the border of a window, too."""
+    recipe = streaming({"path": str(texts), "format": "text"}, {"path": str(others), "format": "text"})
+    ranks = [Loader(rows_of(recipe), 4, 1, rank, 2, 120) for rank in range(2)]
+    for number in range(8):
+        made = [loader.step(number) for loader in ranks]
+        batches = [batch for one in made for batch in one.batches]
+        found = sum(batch.num_tokens for batch in batches), sum(batch.num_supervised for batch in batches)
+        assert {(one.tokens, one.supervised_tokens) for one in made} == {found}
 
 
 def test_what_tells_a_stream_from_another(texts, others):

@@ -1,0 +1,70 @@
+"""Batches on a CUDA device: the same values, and nothing in a micro-batch waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from finetune.data.batch import Loader
+from finetune.data.dataset import build_training
+from finetune.models.config import model_config
+from finetune.models.tokenizer import load_tokenizer
+from finetune.models.weights import Placement, attention_for, load_model
+from finetune.objectives.sft import supervised_losses
+from finetune.recipe import load_recipe
+from finetune.training.feed import fed_steps
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture
+def loaded(recipe: dict[str, Any], write_recipe: Any) -> Any:
+    return load_recipe(write_recipe(recipe))
+
+
+def loader(loaded: Any) -> Loader:
+    data = build_training(loaded, load_tokenizer(loaded.model))
+    return Loader(data.in_order(loaded), 4, 2, 0, 1, 10**6)
+
+
+def test_batches_reach_the_device_whole_while_it_is_busy(loaded: Any) -> None:
+    """Memory of a step that was let go may be given out for the next copies only when nothing reads it any more."""
+    rows, busy = loader(loaded), torch.randn(2048, 2048, device=DEVICE)
+    sums, expected = [], []
+    with fed_steps(rows, range(40), DEVICE) as feed:
+        for made in feed:
+            for _ in range(20):
+                busy = torch.tanh(busy @ busy)  # the copy of a later step overtakes what reads this one
+            sums += [getattr(b, f.name).sum() for b in made.batches for f in fields(b) if f.name in TENSORS]
+            del made
+    for step in range(40):
+        expected += [getattr(b, f.name).sum() for b in rows.step(step).batches for f in fields(b) if f.name in TENSORS]
+    assert [int(value) for value in sums] == [int(value) for value in expected]
+
+
+TENSORS = ("input_ids", "labels", "position_ids", "positions", "targets", "target_sources")
+
+
+def test_a_micro_batch_waits_for_nothing(loaded: Any, tmp_path: Path) -> None:
+    config = model_config(loaded.model)
+    attention = attention_for(loaded, config, "cuda")
+    model = load_model(loaded, config, attention, Placement("load", DEVICE)).to(DEVICE)
+    with fed_steps(loader(loaded), range(3), DEVICE) as feed:
+        for number, made in enumerate(feed):
+            assert all(isinstance(b.input_ids, Tensor) and b.input_ids.is_cuda for b in made.batches)
+            if number == 2:  # the first ones compile, allocate and choose kernels
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                for batch in made.batches:
+                    arguments = attention.forward_arguments(batch.document_lengths)
+                    loss = supervised_losses(model, batch, arguments, DEVICE).sum() / made.supervised_tokens
+                    loss.backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
