@@ -40,6 +40,7 @@ class Case:
     loss: float = LOSS_RELATIVE
     parameter: float = PARAMETER
     from_scratch: bool = False  # random weights of the model's shape instead of its folder's
+    not_on: tuple[str, ...] = ()  # accelerate configs that refuse it
 
 
 LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
@@ -63,6 +64,12 @@ CASES = (
     Case("full mistral window", (), model="mistral"),
     Case("lora mistral window", LORA, model="mistral"),
     Case("full checkpointing", ("train.activation_checkpointing=true",)),
+    Case("full compile", ("train.compile=true",), not_on=DEEPSPEED),
+    Case(
+        "lora compile checkpointing",
+        (*LORA, "train.compile=true", "train.activation_checkpointing=true"),
+        not_on=DEEPSPEED,
+    ),
     Case("lora dropout rslora", (*LORA, "lora.dropout=0.1", "lora.rslora=true", "optimizer.lr=1e-3")),
     Case("lora dora", (*LORA, "lora.dora=true")),
     Case("lora and whole head", (*LORA, "lora.modules_to_save=[lm_head]", "optimizer.lr=1e-3")),
@@ -246,6 +253,7 @@ def selected(only: list[str]) -> list[tuple[str, int, list[Case]]]:
             case
             for case in CASES
             if (names is None or case.name in names)
+            and config not in case.not_on
             and (not words or any(word == case.name or word in case.name.split() for word in words))
         ]
         if cases:

@@ -21,10 +21,12 @@ from finetune.data.packing import Rows
 from finetune.errors import UserError
 from finetune.recipe import divisibility_message
 
+PADDING_DOCUMENT = 128  # tokens; short, so that attention within padding costs little
+
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: whole documents end to end in one flat row, without padding (see `collate`)."""
+    """One micro-batch: whole documents end to end in one flat row (see `collate`)."""
 
     input_ids: Tensor  # (1, T) int64
     labels: Tensor  # (1, T) int64, aligned with input_ids; -100 where not trained, and at each document's first token
@@ -32,7 +34,7 @@ class Batch:
     positions: Tensor  # (S,) int64: places whose NEXT token is trained, see `shifted_targets`
     targets: Tensor  # (S,) int64: those tokens
     target_sources: Tensor  # (S,) int64: number of the source that each of them is from
-    document_lengths: tuple[int, ...]  # tokens; they sum to T
+    document_lengths: tuple[int, ...]  # tokens; they sum to T; those of padding come last
     documents: tuple[tuple[str, int], ...]  # (path, row) of each document that counts
     sources: tuple[int, ...]  # number of each such document's source
     trained: tuple[int, ...]  # targets in each such document
@@ -40,9 +42,14 @@ class Batch:
     num_tokens: int  # tokens of documents that count; a filler (`Loader`) has T and none of these
     index: int = 0  # number of this micro-batch within its step, over all processes; seeds dropout
 
+    @property
+    def num_padding(self) -> int:
+        """Tokens that are computed and do not count: padding, and the document of a filler."""
+        return self.input_ids.shape[1] - self.num_tokens
 
-def collate(examples: Sequence[Example], index: int = 0) -> Batch:
-    """Documents end to end. No padding, no attention mask; `position_ids` start again with every document.
+
+def collate(examples: Sequence[Example], index: int = 0, padded_to: int | None = None) -> Batch:
+    """Documents end to end. No attention mask; `position_ids` start again with every document.
 
         document         |----- a ------|  |--- b ----|
         input_ids      [[  1, 11, 12,  2,    1, 21,  2 ]]
@@ -50,7 +57,10 @@ def collate(examples: Sequence[Example], index: int = 0) -> Batch:
         position_ids   [[  0,  1,  2,  3,    0,  1,  2 ]]
         document_lengths  (4, 3)       num_supervised  3
 
-    Raises ValueError for a trained first token: nothing within its document predicts it.
+    padded_to: T, where every forward has to be of one length (compiled layers). What is missing are documents of their
+    own at the end, of token 0, untrained, which no other document sees; otherwise there is no padding.
+
+    Raises ValueError for a trained first token: nothing within its document predicts it; and where T is exceeded.
     """
     for example in examples:
         if example.labels[0] != UNTRAINED:
@@ -59,10 +69,12 @@ def collate(examples: Sequence[Example], index: int = 0) -> Batch:
     positions, targets = shifted(labels)
     sources = tuple(example.source for example in examples)
     trained = tuple(int(np.count_nonzero(example.labels != UNTRAINED)) for example in examples)
-    lengths = tuple(len(example.input_ids) for example in examples)
+    padding = _padding(len(labels), padded_to)
+    lengths = (*(len(example.input_ids) for example in examples), *padding)
+    after = np.zeros(sum(padding), np.int64)
     return Batch(
-        input_ids=_flat_row(np.concatenate([example.input_ids for example in examples])),
-        labels=_flat_row(labels),
+        input_ids=_flat_row(np.concatenate([*(example.input_ids for example in examples), after])),
+        labels=_flat_row(np.concatenate([labels, after + UNTRAINED])),
         position_ids=_flat_row(np.concatenate([np.arange(length) for length in lengths])),
         positions=torch.from_numpy(positions),
         targets=torch.from_numpy(targets),
@@ -72,9 +84,18 @@ def collate(examples: Sequence[Example], index: int = 0) -> Batch:
         sources=sources,
         trained=trained,
         num_supervised=len(targets),
-        num_tokens=sum(lengths),
+        num_tokens=len(labels),
         index=index,
     )
+
+
+def _padding(num_tokens: int, padded_to: int | None) -> tuple[int, ...]:
+    """Lengths of the documents that fill up a forward."""
+    missing = 0 if padded_to is None else padded_to - num_tokens
+    if missing < 0:
+        raise ValueError(f"{num_tokens} tokens do not fit into a forward of {padded_to}")
+    whole, rest = divmod(missing, PADDING_DOCUMENT)
+    return (*(PADDING_DOCUMENT,) * whole, *((rest,) if rest else ()))
 
 
 def _flat_row(values: np.ndarray) -> Tensor:
@@ -149,7 +170,7 @@ class StepBatches:
     batches: list[Batch]  # heaviest first
     tokens: int  # of the whole step over all ranks, as are the next two
     supervised_tokens: int
-    padding: int  # places of forwards that count for nothing: fillers
+    padding: int  # tokens of its forwards that count for nothing: padding and fillers
     epoch: float  # passes over the data that are made after this step
 
 
@@ -180,6 +201,7 @@ class Loader:
     world_size: int
     total_rows: int  # row positions of the run
     tokens_per_device: int | None = None  # no less than the longest row has
+    padded_to: int | None = None  # tokens of every forward, where they have to be equally many
 
     def __post_init__(self) -> None:
         if self.tokens_per_device is None and self.rows_per_step % (self.rows_per_device * self.world_size):
@@ -196,13 +218,18 @@ class Loader:
             batches=list(self._batches(dealing)),
             tokens=dealing.tokens,
             supervised_tokens=sum(self.rows.num_trained(position) for position in positions),
-            padding=dealing.fillers * dealing.shortest,
+            padding=self._padding(dealing),
             epoch=self.rows.epochs(positions.stop),
         )
 
     def all_batches(self) -> Iterator[Batch]:
         """Every row once, for evaluation; all ranks get the same number of micro-batches."""
         return self._batches(self._dealing(range(self.total_rows)))
+
+    def _padding(self, dealing: _Dealing) -> int:
+        if self.padded_to is None:
+            return dealing.fillers * dealing.shortest
+        return (len(dealing.cut) + dealing.fillers) * self.padded_to - dealing.tokens
 
     def _dealing(self, positions: range) -> _Dealing:
         lengths = [self.rows.lengths(position) for position in positions]
@@ -216,11 +243,11 @@ class Loader:
         for m in dealing.mine:
             if m < len(dealing.cut):
                 places = [dealing.positions[i] for i in dealing.cut[m]]
-                yield collate([one for position in places for one in self.rows.documents(position)], m)
+                yield collate([one for position in places for one in self.rows.documents(position)], m, self.padded_to)
             else:
                 row = min(range(len(dealing.lengths)), key=lambda i: dealing.lengths[i].min())
                 documents = self.rows.documents(dealing.positions[row])
-                yield _filler(documents[int(dealing.lengths[row].argmin())], m)
+                yield _filler(documents[int(dealing.lengths[row].argmin())], m, self.padded_to)
 
     def _cut(self, tokens: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Rows, of as many `tokens` each, in micro-batches."""
@@ -268,7 +295,7 @@ def deal(work: Sequence[int], rank: int, world_size: int) -> list[int]:
     return [slot[rank if i % 2 == 0 else -1 - rank] for i, slot in enumerate(at_once)]
 
 
-def _filler(example: Example, index: int) -> Batch:
+def _filler(example: Example, index: int, padded_to: int | None) -> Batch:
     """A forward that trains nothing and counts for nothing."""
     masked = replace(example, labels=np.full_like(example.labels, UNTRAINED))
-    return replace(collate([masked], index), documents=(), sources=(), trained=(), num_tokens=0)
+    return replace(collate([masked], index, padded_to), documents=(), sources=(), trained=(), num_tokens=0)

@@ -1,4 +1,4 @@
-"""What is done to each decoder layer: recomputation in the backward, compilation."""
+"""What is done to each decoder layer: recomputation in the backward."""
 
 from __future__ import annotations
 
@@ -14,10 +14,3 @@ def recompute_activations(model: Any) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
-
-
-def compile_layers(model: Any) -> None:
-    """torch.compile for each decoder layer by itself: one small graph, reused by all of them."""
-    for module in model.modules():
-        if type(module).__name__ in (model._no_split_modules or ()):
-            module.compile(dynamic=True)

@@ -15,7 +15,8 @@ from transformers.initialization import no_init_weights
 from finetune.errors import UserError
 from finetune.models.adapters import add_adapters
 from finetune.models.attention import AttentionChoice, choose_attention
-from finetune.models.layers import compile_layers, recompute_activations
+from finetune.models.compiled import compile_layers
+from finetune.models.layers import recompute_activations
 from finetune.models.quantization import keep_weights_unpacked, quantization_config
 from finetune.models.tokenizer import first_line
 from finetune.recipe.schema import Recipe
@@ -59,7 +60,8 @@ def attention_for(recipe: Recipe, config: PretrainedConfig, device: str) -> Atte
     except KeyError:
         raise UserError(f"{type(config).__name__} is not a causal language model that transformers knows") from None
     half = dtypes(recipe).compute != torch.float32
-    return choose_attention(recipe.model.attention, model_class, config, device, half)
+    longest = recipe.data.max_length if recipe.train.compile else None
+    return choose_attention(recipe.model.attention, model_class, config, device, half, longest=longest)
 
 
 def load_model(

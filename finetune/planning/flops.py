@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
-from finetune.models import attention as attention_module
+from finetune.models.attention import DOCUMENTS
 
 _EMBEDDED = re.compile(r"lora_embedding_A|\boriginal_module\b|_bias\b")  # looked up, unused, added: not multiplied
 _ATTENTION = re.compile(r"attn|attention")
@@ -90,7 +90,7 @@ class ModelFlops:
     def _executed_pairs(self, lengths: Sequence[int], window: int | None) -> float:
         if self.implementation in _MASKED:
             return float(sum(lengths) ** 2)
-        if self.implementation == attention_module.NAME and window is not None:  # a band is a mask
+        if self.implementation == DOCUMENTS and window is not None:  # a band is a mask
             return float(sum(n * n if n > window else n * (n + 1) / 2 for n in lengths))
         return causal_pairs(lengths, window)
 

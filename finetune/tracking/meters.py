@@ -43,7 +43,7 @@ class FlopsOf(Protocol):
 
 
 # What one rank says of a step, in this order; not a number: unknown.
-_WORK = ("model_flops", "hardware_flops", "padding", "peak")
+_WORK = ("model_flops", "hardware_flops", "peak")
 _SAID = ("step", *PHASES, *STALLS, *_WORK, *_HELD, *DeviceReading._fields)
 _Rank = dict[str, float]
 
@@ -53,7 +53,6 @@ class Measured:
     """A step, over all ranks."""
 
     seconds: float
-    padding: int  # tokens that were computed and belong to nothing
     line: Line
 
 
@@ -87,7 +86,7 @@ class Meters:
             line |= _straggler(ranks)
         line |= _device(ranks, self._tokens)
         known = {key: value for key, value in line.items() if math.isfinite(value)}
-        return Measured(seconds, int(sum(rank["padding"] for rank in ranks)), known)
+        return Measured(seconds, known)
 
     def _rank(self, batches: Sequence[Batch]) -> _Rank:
         lap: Lap = self.clock.lap()
@@ -101,7 +100,6 @@ class Meters:
             **lap.stalls,
             "model_flops": model,
             "hardware_flops": hardware,
-            "padding": sum(batch.input_ids.numel() - batch.num_tokens for batch in batches),
             "peak": peak_bytes(self._engine.device),
             "weights": weights,
             "gradients": self._gradients or 0,

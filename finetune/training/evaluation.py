@@ -13,6 +13,7 @@ from finetune.data import Example, Examples
 from finetune.data.batch import Batch, Loader
 from finetune.engine.base import Engine
 from finetune.models.attention import AttentionChoice
+from finetune.models.compiled import uncompiled
 from finetune.objectives import supervised_losses
 from finetune.recipe.schema import Evaluate
 from finetune.training.by_source import SourceSums
@@ -54,7 +55,8 @@ class Evaluator:
         with torch.no_grad():
             metrics = self._losses()
         wanted = max(self.recipe.exact_match, self.recipe.generate)
-        generations = self._generations(wanted) if wanted else []
+        with uncompiled():
+            generations = self._generations(wanted) if wanted else []
         self.engine.model.train()
         if self.recipe.exact_match and generations:
             judged = generations[: self.recipe.exact_match]

@@ -127,7 +127,7 @@ def training_steps(
         for name, count in sources.tokens(of_sources).items():
             state.tokens_by_source[name] = state.tokens_by_source.get(name, 0) + count
         measured = meters.step(batches, tokens, items)
-        state.padding_tokens += measured.padding
+        state.padding_tokens += made.padding
         metrics = StepMetrics(
             step=state.step,
             epoch=made.epoch,

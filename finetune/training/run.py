@@ -28,6 +28,7 @@ from finetune.engine.start import start_engine
 from finetune.errors import Stopped, UserError
 from finetune.export.card import model_card
 from finetune.export.result import save_result
+from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.config import check_token_ids, model_config
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import attention_for, dtypes, load_model, parameter_counts
@@ -187,7 +188,15 @@ class Run:
             engine.world_size,
             total_rows,
             batch.tokens_per_device,
+            self._forward_tokens(),
         )
+
+    def _forward_tokens(self) -> int | None:
+        """Tokens that every forward is padded to: compiled layers are compiled for one length."""
+        batch = self.recipe.batch
+        if not self.recipe.train.compile:
+            return None
+        return batch.tokens_per_device or batch.rows_per_device * self.recipe.data.max_length
 
     def _evaluator(self) -> Evaluator | None:
         if self.held_out is None:
@@ -248,6 +257,7 @@ class Run:
         }
 
     def _train(self) -> None:
+        self._compilations = CompilationWatch()
         self.evaluation = self._recorded_evaluation()
         if not self.evaluation and self._evaluation_due():
             self._evaluate()
@@ -288,7 +298,12 @@ class Run:
 
     def _record(self, step: Step) -> None:
         self.last = step.metrics
-        line = {**asdict(step.metrics), **step.measured, **step.by_source}
+        compiled: dict[str, int] = {}
+        if self.recipe.train.compile:
+            compiled["compilations"] = compilations()
+            if (warning := self._compilations.step_done()) is not None:
+                self.say(f"[yellow]{escape(warning)}[/yellow]")
+        line = {**asdict(step.metrics), **step.measured, **step.by_source, **compiled}
         self._run_log.write(line, step.metrics.step)
         self.totals.add(line)
         self._run_log.rows(step.metrics.step, step.rows)
@@ -366,6 +381,7 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         assert self.evaluator is not None  # what is due has data
         self.evaluation, generations = self.evaluator.run()
+        self._compilations.evaluated()
         self._run_log.write({"step": self.state.step, **self.evaluation}, self.state.step)
         if self.engine.is_main:
             show_evaluation(self.console, self.state.step, self.evaluation, generations)

@@ -62,7 +62,8 @@ def test_each_source_is_logged_and_a_stop_changes_nothing(mixed, write_recipe, t
 
 def test_one_source_is_not_logged_apart(recipe, write_recipe, tmp_path):
     train_here(write_recipe(recipe))
-    assert not [key for line in metrics(tmp_path / "runs" / "run") for key in line if key.startswith(("loss/", "tokens/"))]
+    keys = {key for line in metrics(tmp_path / "runs" / "run") for key in line}
+    assert not [key for key in keys if key.startswith(("loss/", "tokens/"))]
 
 
 def test_a_token_budget_is_the_same_maths(recipe, write_recipe, tmp_path):

@@ -2,23 +2,68 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, MambaConfig
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DynamicCache,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+)
 
 from finetune.errors import UserError
-from finetune.models.attention import NAME, choose_attention
+from finetune.models.attention import (
+    DOCUMENTS,
+    FLEX,
+    VARLEN,
+    Kernels,
+    choose_attention,
+    flex,
+    opaque,
+    per_document,
+    varlen,
+)
 from finetune.models.layers import recompute_activations
 
 LENGTHS = (7, 21, 3, 12)
-PATHS = (NAME, "sdpa", "eager")
+MODELS = ("llama", "mistral", "gemma2")
+# A path that a model cannot take is refused by the choice: sdpa has no soft-capping.
+PATHS = [(name, path) for name in MODELS for path in (DOCUMENTS, "sdpa", "eager") if (name, path) != ("gemma2", "sdpa")]
+TINY = {
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
-def load(made: Path, name: str, attention: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(made / name, attn_implementation=attention, dtype=torch.float32).train()
+@pytest.fixture(scope="session")
+def folders(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Grouped queries, grouped queries in a window, and soft-capped scores in every second layer in a window."""
+    folder = tmp_path_factory.mktemp("gemma2")
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        **TINY, head_dim=8, sliding_window=8, attn_logit_softcapping=0.05, query_pre_attn_scalar=8, pad_token_id=0
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return {"llama": made / "llama", "mistral": made / "mistral", "gemma2": folder}
+
+
+def load(folder: Path, attention: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=torch.float32).train()
 
 
 def row(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,18 +72,20 @@ def row(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.cat([torch.arange(length) for length in LENGTHS])[None]
 
 
+def arguments(attention: str) -> dict[str, Any]:
+    return per_document.prepare(LENGTHS) if attention == DOCUMENTS else {}
+
+
 def logits(model: Any, ids: torch.Tensor, positions: torch.Tensor, attention: str) -> torch.Tensor:
-    lengths = {"document_lengths": LENGTHS} if attention == NAME else {}
-    return model(input_ids=ids, position_ids=positions, use_cache=False, **lengths).logits[0]
+    return model(input_ids=ids, position_ids=positions, use_cache=False, **arguments(attention)).logits[0]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("attention", PATHS)
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize(("name", "attention"), PATHS)
 def test_a_changed_token_moves_nothing_in_another_document(
-    made: Path, name: str, attention: str, checkpointing: bool
+    folders: dict[str, Path], name: str, attention: str, checkpointing: bool
 ) -> None:
-    model = load(made, name, attention)
+    model = load(folders[name], attention)
     if checkpointing:
         recompute_activations(model)
     ids, positions = row()
@@ -50,14 +97,14 @@ def test_a_changed_token_moves_nothing_in_another_document(
     assert torch.equal(before[7:], after[7:]), "bitwise: nothing of document 1 may enter documents 2 to 4"
 
 
-@pytest.mark.parametrize("attention", PATHS)
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_no_gradient_crosses_a_document(made: Path, name: str, attention: str) -> None:
-    model = load(made, name, attention)
+@pytest.mark.parametrize(("name", "attention"), PATHS)
+def test_no_gradient_crosses_a_document(folders: dict[str, Path], name: str, attention: str) -> None:
+    model = load(folders[name], attention)
     ids, positions = row()
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
-    lengths = {"document_lengths": LENGTHS} if attention == NAME else {}
-    output = model(inputs_embeds=embedded, position_ids=positions, use_cache=False, **lengths).logits[0, 7:28]
+    output = model(inputs_embeds=embedded, position_ids=positions, use_cache=False, **arguments(attention)).logits[
+        0, 7:28
+    ]
     output.square().sum().backward()
     touched = embedded.grad[0].abs().sum(-1) > 0
     assert touched[7:28].all()
@@ -65,61 +112,266 @@ def test_no_gradient_crosses_a_document(made: Path, name: str, attention: str) -
     assert not touched[28:].any()
 
 
-@pytest.mark.parametrize("attention", PATHS)
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_packed_equals_one_document_at_a_time(made: Path, name: str, attention: str) -> None:
-    model, alone = load(made, name, attention), load(made, name, "sdpa")
+@pytest.mark.parametrize(("name", "attention"), PATHS)
+def test_packed_equals_one_document_at_a_time(folders: dict[str, Path], name: str, attention: str) -> None:
+    """Logits, and the gradient of every weight."""
+    model, alone = load(folders[name], attention), load(folders[name], "eager" if name == "gemma2" else "sdpa")
     ids, positions = row()
     packed = logits(model, ids, positions, attention)
     apart = torch.cat([alone(input_ids=piece, use_cache=False).logits[0] for piece in ids.split(LENGTHS, dim=1)])
     torch.testing.assert_close(packed, apart, rtol=0, atol=2e-6)
+    for output in (packed, apart):
+        output.logsumexp(-1).sum().backward()
+    for (weight, ours), (_, theirs) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+        torch.testing.assert_close(
+            ours.grad, theirs.grad, rtol=2e-5, atol=2e-6, msg=lambda text, w=weight: f"{w}: {text}"
+        )
+
+
+def test_the_soft_cap_of_the_test_matters(folders: dict[str, Path]) -> None:
+    model, free = load(folders["gemma2"], DOCUMENTS), load(folders["gemma2"], DOCUMENTS)
+    for layer in free.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    ids, positions = row()
+    assert (logits(model, ids, positions, DOCUMENTS) - logits(free, ids, positions, DOCUMENTS)).abs().max() > 1e-4
 
 
 def test_the_trap_itself_with_a_cache_documents_see_each_other(made: Path) -> None:
     """Why every training forward says use_cache=False; if this fails, transformers has mended it."""
-    model = load(made, "llama", "sdpa")
+    model = load(made / "llama", "sdpa")
     ids, positions = row()
     cached = model(input_ids=ids, position_ids=positions, past_key_values=DynamicCache(config=model.config)).logits[0]
     assert (cached - logits(model, ids, positions, "sdpa")).abs().max() > 1e-3
 
 
-def test_documents_attention_refuses_to_guess(made: Path) -> None:
-    model = load(made, "llama", NAME)
+@pytest.mark.parametrize("attention", [DOCUMENTS, VARLEN, FLEX])
+def test_our_ways_refuse_to_guess(made: Path, attention: str) -> None:
+    model = load(made / "llama", attention)
     ids, positions = row()
     with pytest.raises(ValueError, match="could see each other"):
         model(input_ids=ids, position_ids=positions, use_cache=False)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_generation_with_padding_equals_sdpa(made: Path, name: str) -> None:
-    """The same model evaluates by generating: there it takes sdpa's masks, sliding window included."""
+@pytest.mark.parametrize("attention", [DOCUMENTS, VARLEN, FLEX])
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_with_padding_equals_transformers(folders: dict[str, Path], name: str, attention: str) -> None:
+    """The same model evaluates by generating: there every way takes masks, sliding window and soft cap included."""
     ids, _ = row()
     ids = ids[:, :24].reshape(2, 12)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    ours, theirs = (load(made, name, attention).eval() for attention in (NAME, "sdpa"))
+    ours, theirs = (load(folders[name], way).eval() for way in (attention, "eager"))
     with torch.no_grad():
         a, b = (m(input_ids=ids, attention_mask=mask, use_cache=False).logits for m in (ours, theirs))
     torch.testing.assert_close(a[:, 6:], b[:, 6:], rtol=0, atol=2e-6)
 
 
-def classes(config: Any) -> Any:
-    return AutoModelForCausalLM._model_mapping[type(config)]
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_the_opaque_operation_of_compiled_layers(window: int | None, softcap: float | None) -> None:
+    """Its output, and its gradients against autograd's through the same documents."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, heads, sum(LENGTHS), 8, generator=generator).requires_grad_() for heads in (4, 2, 2)]
+    ends = per_document.prepare(LENGTHS, compiled=True)["documents"].ends
+    ours = opaque.per_document(*tensors, ends, 0.3, window, softcap)
+    theirs = per_document.one_by_one(*tensors, 0.0, 0.3, window, softcap, per_document.Lengths(LENGTHS))
+    assert torch.equal(ours, theirs)
+    weights = torch.randn(ours.shape, generator=generator)
+    for a, b in zip(
+        torch.autograd.grad((ours * weights).sum(), tensors),
+        torch.autograd.grad((theirs * weights).sum(), tensors),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
 
 
-def test_the_choice_says_why() -> None:
-    soft_capped = Gemma2Config()
-    choice = choose_attention("auto", classes(soft_capped), soft_capped, "cpu", False)
-    assert choice.implementation == "eager"
-    assert "soft-capped" in choice.reason
-    with pytest.raises(UserError, match=r"model.attention: `documents` does not fit Gemma2ForCausalLM"):
-        choose_attention("documents", classes(soft_capped), soft_capped, "cpu", False)
-    with pytest.raises(UserError, match="needs a CUDA device"):
-        choose_attention("flash_attention_2", classes(soft_capped), soft_capped, "cpu", True)
+# --- the ways of a GPU, with torch's kernels replaced by what their documentation says of them
+
+
+def by_the_documentation(
+    query: torch.Tensor,  # (T, H, D)
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """torch.nn.attention.varlen.varlen_attn: `(W, 0)` is W tokens to the left and none to the right, -1 no bound."""
+    assert (cu_seq_q.dtype, window_size[1], enable_gqa) == (torch.int32, 0, query.shape[1] != key.shape[1])
+    ends, pieces = cu_seq_q.tolist(), []
+    assert torch.equal(cu_seq_q, cu_seq_k)
+    assert max_q == max_k == max(b - a for a, b in pairwise(ends))
+    for a, b in pairwise(ends):
+        back = torch.arange(b - a)[:, None] - torch.arange(b - a)[None, :]
+        seen = (back >= 0) & ((window_size[0] < 0) | (back <= window_size[0]))
+        q, k, v = (tensor[a:b].transpose(0, 1)[None] for tensor in (query, key, value))
+        piece = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        pieces.append(piece[0].transpose(0, 1))
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_varlen_says_to_the_kernel_what_it_means(
+    folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", by_the_documentation)
+    ours, theirs = load(folders[name], VARLEN), load(folders[name], DOCUMENTS)
+    ids, positions = row()
+    made = varlen.prepare(LENGTHS, "cpu")
+    a = ours(input_ids=ids, position_ids=positions, use_cache=False, **made).logits[0]
+    b = logits(theirs, ids, positions, DOCUMENTS)
+    torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+    a.logsumexp(-1).sum().backward()
+    b.logsumexp(-1).sum().backward()
+    for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flex_forward_equals_the_documents(
+    folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mask and soft cap, computed plainly: the kernel that inductor writes takes half a minute here."""
+    torch.compiler.reset()
+    monkeypatch.setattr(flex, "_compiled", lambda: torch.compile(flex_attention, backend="eager"))
+    ours, theirs = load(folders[name], FLEX), load(folders[name], DOCUMENTS)
+    ids, positions = row()
+    with torch.no_grad():
+        made = flex.prepare(LENGTHS, "cpu", windows=(None, 8))
+        a = ours(input_ids=ids, position_ids=positions, use_cache=False, **made).logits[0]
+        torch.testing.assert_close(a, logits(theirs, ids, positions, DOCUMENTS), rtol=0, atol=2e-6)
+
+
+# --- what is made once for a micro-batch
+
+
+@pytest.mark.parametrize("lengths", [(1000,), (128, 128, 256), (7, 300, 1, 130, 5, 255), (640, 3)])
+@pytest.mark.parametrize("window", [None, 1, 100, 129, 300])
+def test_the_blocks_of_a_mask_are_those_that_torch_finds_by_trying_every_pair(
+    lengths: tuple[int, ...], window: int | None
+) -> None:
+    ours = flex.block_mask(lengths, window, "cpu")
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+    def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (document[q] == document[k]) & (k <= q) & (q - k < (window or 10**6))
+
+    theirs = create_block_mask(seen, 1, 1, sum(lengths), sum(lengths), "cpu")
+    assert ours.shape == theirs.shape
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, expected = getattr(ours, f"{name}_num_blocks"), getattr(theirs, f"{name}_num_blocks")
+        if name.startswith("full"):  # a full block that is called partial would be correct too, but slow
+            assert torch.equal(counts, expected)
+        assert torch.equal(getattr(ours, f"{name}_indices"), getattr(theirs, f"{name}_indices"))
+
+
+def test_boundaries_of_documents() -> None:
+    made = varlen.prepare(LENGTHS, "cpu")["documents"]
+    assert made.ends.tolist() == [0, 7, 28, 31, 43]
+    assert made.ends.dtype == torch.int32
+    assert made.longest == 21
+    assert varlen.prepare(LENGTHS, "cpu", longest=64)["documents"].longest == 64
+
+
+# --- the choice
+
+HOPPER = Kernels(capability=(9, 0), flash_kernels=True, triton=True)
+TURING = Kernels(capability=(7, 5), flash_kernels=True, triton=True)
+BARE = Kernels(capability=(9, 0))
+PACKAGE = Kernels(capability=(7, 5), flash_attn=True, triton=True)
+LLAMA = LlamaConfig(**TINY)
+
+
+def choose(asked: str, config: Any, device: str, half: bool, kernels: Kernels = HOPPER) -> Any:
+    return choose_attention(asked, AutoModelForCausalLM._model_mapping[type(config)], config, device, half, kernels)
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "half", "kernels", "chosen", "reason"),
+    [
+        (LLAMA, "cpu", False, HOPPER, DOCUMENTS, "no work across documents"),
+        (LLAMA, "cpu", True, HOPPER, DOCUMENTS, "no work across documents"),
+        (LLAMA, "cuda", True, HOPPER, VARLEN, "one kernel for all documents"),
+        (LLAMA, "cuda", False, HOPPER, DOCUMENTS, "flash kernels compute in 16 bit"),
+        (LLAMA, "cuda", True, TURING, FLEX, "compute capability 8.0 or newer"),
+        (LLAMA, "cuda", True, PACKAGE, "flash_attention_2", "flash-attn is installed; not varlen: torch's flash"),
+        (LLAMA, "cuda", True, BARE, DOCUMENTS, "no work across documents"),
+        (LlamaConfig(**TINY, head_dim=10), "cuda", True, HOPPER, FLEX, "a multiple of 8 up to 256, not 10"),
+        (LlamaConfig(**TINY, head_dim=320), "cuda", True, HOPPER, FLEX, "a multiple of 8 up to 256, not 320"),
+        (LlamaConfig(**TINY, attention_dropout=0.1), "cuda", True, HOPPER, DOCUMENTS, "no work across documents"),
+        (MistralConfig(**TINY), "cuda", True, HOPPER, VARLEN, "one kernel"),
+        (GPT2Config(), "cuda", True, HOPPER, DOCUMENTS, "no work across documents"),  # drops attention
+        (GPT2Config(attn_pdrop=0.0), "cuda", True, HOPPER, VARLEN, "one kernel"),
+        (DeepseekV3Config(), "cuda", True, HOPPER, FLEX, "one head size, a multiple of 8 up to 256, not 192 and 128"),
+        (Gemma2Config(), "cpu", False, HOPPER, DOCUMENTS, "no work across documents"),
+        (Gemma2Config(), "cuda", True, HOPPER, FLEX, "no soft-capping"),
+        (Gemma2Config(), "cuda", False, HOPPER, DOCUMENTS, "flash kernels compute in 16 bit"),
+        (GptOssConfig(), "cuda", True, HOPPER, "eager", "does not support sdpa"),
+        (GptOssConfig(), "cpu", False, HOPPER, "eager", "does not support sdpa"),
+    ],
+)
+def test_auto_takes_the_fastest_that_can_and_says_why(
+    config: Any, device: str, half: bool, kernels: Kernels, chosen: str, reason: str
+) -> None:
+    choice = choose("auto", config, device, half, kernels)
+    assert (choice.implementation, choice.isolates_documents) == (chosen, True)
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "config", "device", "half", "reason"),
+    [
+        (
+            "varlen",
+            LLAMA,
+            "cpu",
+            True,
+            "`varlen` does not fit LlamaForCausalLM here: it needs a CUDA device",
+        ),
+        ("varlen", LLAMA, "cuda", False, "needs a CUDA device and 16-bit precision"),
+        ("varlen", Gemma2Config(), "cuda", True, "no soft-capping"),
+        ("varlen", LlamaConfig(**TINY, attention_dropout=0.1), "cuda", True, "the model's attention_dropout is 0.1"),
+        ("flex", LLAMA, "cpu", False, "FlexAttention has no backward on the device `cpu`"),
+        ("flex", GPT2Config(), "cuda", True, "the model's attn_pdrop is 0.1"),
+        ("flash_attention_2", LLAMA, "cpu", True, "needs a CUDA device"),
+        ("flash_attention_2", LLAMA, "cuda", True, "pip install flash-attn"),
+        ("sdpa", Gemma2Config(), "cpu", False, "soft-capped"),
+        ("documents", GptOssConfig(), "cpu", False, "more than scaled_dot_product_attention can do"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(
+    asked: str, config: Any, device: str, half: bool, reason: str
+) -> None:
+    with pytest.raises(UserError, match=r"^model.attention: ") as refused:
+        choose(asked, config, device, half)
+    assert reason in str(refused.value)
+    assert str(refused.value).endswith("use `auto`")
+
+
+@pytest.mark.parametrize("asked", ["documents", "varlen", "flex", "sdpa", "eager", "flash_attention_2"])
+def test_what_is_asked_for_is_taken(asked: str) -> None:
+    everything = Kernels(capability=(9, 0), flash_kernels=True, flash_attn=True, triton=True)
+    choice = choose(asked, LLAMA, "cuda", True, everything)
+    assert choice.implementation in (asked, f"finetune_{asked}")
+    assert choice.reason == "asked for in the recipe"
+
+
+def test_masks_are_made_for_the_windows_of_the_layers() -> None:
+    for config, windows in (
+        (LLAMA, {None}),
+        (MistralConfig(sliding_window=9), {None, 9}),
+        (Gemma2Config(), {None, 4096}),
+    ):
+        assert set(choose("flex", config, "cuda", True).prepare.keywords["windows"]) == windows
 
 
 def test_an_architecture_that_carries_state_gets_one_document_per_forward() -> None:
-    config = MambaConfig()
-    choice = choose_attention("auto", classes(config), config, "cpu", False)
+    choice = choose("auto", MambaConfig(), "cpu", False)
     assert not choice.isolates_documents
     assert "carries state along the row" in choice.reason

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from finetune.engine.precision import LossScale, NonFinite, autocast_forward
+from finetune.models.attention.per_document import prepare
 from finetune.models.config import model_config
 from finetune.models.weights import Placement, attention_for, dtypes, load_model
 from finetune.recipe import load_recipe
@@ -56,7 +57,7 @@ def test_products_and_residuals_are_in_the_compute_type_gradients_in_fp32(
         model.get_submodule(name).register_forward_hook(
             lambda _m, _i, output, name=name: seen.update({name: output.dtype})
         )
-    model(input_ids=torch.arange(3, 12)[None], use_cache=False, document_lengths=(9,)).logits.sum().backward()
+    model(input_ids=torch.arange(3, 12)[None], use_cache=False, **prepare((9,))).logits.sum().backward()
     assert set(seen.values()) == {compute}, seen
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
 
@@ -91,15 +92,13 @@ def test_quantised_weights_survive_an_evaluation(recipe: dict[str, Any], write_r
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()
-        model(
-            input_ids=torch.arange(3, 12)[None], use_cache=False, document_lengths=(9,)
-        ).logits.square().sum().backward()
+        model(input_ids=torch.arange(3, 12)[None], use_cache=False, **prepare((9,))).logits.square().sum().backward()
         return [p.grad.clone() for p in model.parameters() if p.requires_grad]
 
     before = gradients()
     model.eval()
     with torch.no_grad():
-        model(input_ids=torch.arange(3, 12)[None], use_cache=False, document_lengths=(9,))
+        model(input_ids=torch.arange(3, 12)[None], use_cache=False, **prepare((9,)))
     model.train()
     for a, b in zip(before, gradients(), strict=True):
         assert torch.equal(a, b)

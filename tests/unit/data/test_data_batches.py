@@ -11,7 +11,7 @@ import torch
 from data_helpers import document, prepare, recipe, text_tokenizer, write_jsonl
 
 from finetune.data import UNTRAINED, Example, RowOrder, group_rows, one_per_row, pack, row_work
-from finetune.data.batch import Batch, Loader, OrderedRows, collate, deal, shifted_targets
+from finetune.data.batch import Batch, Loader, OrderedRows, collate, deal, shifted_targets, target_sources
 from finetune.data.dataset import build_dataset
 from finetune.errors import UserError
 
@@ -188,6 +188,38 @@ def test_a_trained_first_token_is_refused():
     bad = Example("f", 3, np.array([1, 2], np.int32), np.array([1, 2], np.int32))
     with pytest.raises(ValueError, match="f:3: the first token"):
         collate([*literal(), bad])
+
+
+def test_padding_is_made_of_short_documents_that_train_nothing():
+    plain, padded = collate(literal()), collate(literal(), padded_to=7 + 128 + 5)
+    assert padded.document_lengths == (4, 3, 128, 5)
+    for name in ("input_ids", "labels", "position_ids"):
+        ours, theirs = getattr(padded, name), getattr(plain, name)
+        assert ours.shape == (1, 140)
+        assert torch.equal(ours[:, :7], theirs)
+    assert padded.input_ids[0, 7:].unique().tolist() == [0]
+    assert padded.labels[0, 7:].unique().tolist() == [UNTRAINED]
+    assert padded.position_ids[0, [7, 134, 135, 139]].tolist() == [0, 127, 0, 4]
+    for name in ("documents", "sources", "num_supervised", "num_tokens"):
+        assert getattr(padded, name) == getattr(plain, name)
+    assert (plain.num_padding, padded.num_padding) == (0, 133)
+    assert [x.tolist() for x in shifted_targets(padded)] == [x.tolist() for x in shifted_targets(plain)]
+    assert target_sources(padded).tolist() == target_sources(plain).tolist()
+    assert collate(literal(), padded_to=7).document_lengths == (4, 3)
+    with pytest.raises(ValueError, match="7 tokens do not fit into a forward of 6"):
+        collate(literal(), padded_to=6)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_forward_is_padded_to_one_length(tmp_path, world_size):
+    """Those that only fill up the last step as well."""
+    for loader in loaders(tmp_path, world_size, total_rows=24 + 5):
+        padded = replace(loader, padded_to=100)
+        for step in (0, 1):
+            for ours, theirs in zip(padded.step(step), loader.step(step), strict=True):
+                assert ours.input_ids.shape == (1, 100)
+                assert sum(ours.document_lengths) == 100
+                assert (ours.num_tokens, ours.documents) == (theirs.num_tokens, theirs.documents)
 
 
 def test_targets_never_cross_documents():
@@ -374,13 +406,14 @@ def test_the_recipe_s_order_does_not_depend_on_forwards(tmp_path):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("tokens", [None, 40])
 @pytest.mark.parametrize("packed", [False, True])
-def test_every_rank_knows_what_all_ranks_count_in_a_step(tmp_path, world_size, tokens, packed):
+@pytest.mark.parametrize("padded_to", [None, 48])
+def test_every_rank_knows_what_all_ranks_count_in_a_step(tmp_path, world_size, tokens, packed, padded_to):
     """From the lengths alone what adding up over ranks and micro-batches gives; the last step is short."""
     (plain,) = loaders(tmp_path, 1)
     examples = plain.rows.examples
     rows = pack(examples.lengths, 32) if packed else one_per_row(examples.lengths)
     ordered = OrderedRows(examples, rows, RowOrder(len(rows), 1))
-    ranks = [Loader(ordered, 12, 1, rank, world_size, 12 + 5, tokens) for rank in range(world_size)]
+    ranks = [Loader(ordered, 12, 1, rank, world_size, 12 + 5, tokens, padded_to) for rank in range(world_size)]
     for step in range(2):
         made = [loader.step(step) for loader in ranks]
         batches = [batch for one in made for batch in one.batches]

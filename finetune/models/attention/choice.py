@@ -1,0 +1,234 @@
+"""Which attention a run uses, and why: from the architecture, the device, the precision and what is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from finetune.errors import UserError
+from finetune.models.attention import flex, per_document, varlen
+
+Prepare = Callable[[tuple[int, ...]], dict[str, Any]]
+
+
+def _nothing(document_lengths: tuple[int, ...]) -> dict[str, Any]:
+    """transformers finds the documents in the restarting position_ids. It does so only without a cache and without an
+    attention mask, hence `use_cache=False` in every training forward: with a cache they would silently see each
+    other."""
+    return {}
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    implementation: str  # transformers' name
+    reason: str
+    isolates_documents: bool  # False: one document per forward is the only safe layout
+    prepare: Prepare = _nothing
+
+    def forward_arguments(self, document_lengths: tuple[int, ...]) -> dict[str, Any]:
+        """What a forward of this micro-batch takes besides its tokens: made once, used by every layer."""
+        return self.prepare(document_lengths)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What there is beside plain torch."""
+
+    capability: tuple[int, int] | None = None  # of the CUDA device; None: no CUDA device, or one of AMD
+    flash_kernels: bool = False  # torch's own, built in
+    flash_attn: bool = False  # the package
+    triton: bool = False
+
+    @classmethod
+    def here(cls) -> Kernels:
+        nvidia = torch.cuda.is_available() and torch.version.hip is None
+        return cls(
+            capability=torch.cuda.get_device_capability() if nvidia else None,
+            flash_kernels=nvidia and torch.backends.cuda.is_flash_attention_available(),
+            flash_attn=importlib.util.find_spec("flash_attn") is not None,
+            triton=importlib.util.find_spec("triton") is not None,
+        )
+
+
+@dataclass(frozen=True)
+class _Case:
+    """All that a choice follows from."""
+
+    model_class: type[PreTrainedModel]
+    config: PretrainedConfig
+    device: str
+    half: bool
+    kernels: Kernels
+    longest: int | None  # tokens of a document, where layers are compiled
+
+    @property
+    def soft_capped(self) -> bool:
+        return getattr(self.config, "attn_logit_softcapping", None) is not None
+
+
+def choose_attention(
+    asked: str,
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    device: str,
+    half_precision: bool,
+    kernels: Kernels | None = None,
+    longest: int | None = None,
+) -> AttentionChoice:
+    """The attention implementation for this architecture, device and precision, with the reason in words.
+
+    device: cpu, cuda, ...; kernels: by default those of this machine. longest: most tokens of a document, where layers
+    are compiled. Raises UserError where the recipe asks for one that cannot be.
+    """
+    config = config.get_text_config()
+    if (why := _mixes_documents(model_class, config)) is not None:
+        name = asked if asked in ("sdpa", "eager", "flash_attention_2") else "eager"
+        return AttentionChoice(name, f"{why}: one document per forward", isolates_documents=False)
+    case = _Case(model_class, config, device, half_precision, kernels or Kernels.here(), longest)
+    if asked == "auto":
+        return _fastest(case)
+    if (why := _OBSTACLES[asked](case)) is not None:
+        raise UserError(f"model.attention: `{asked}` does not fit {model_class.__name__} here: {why}; use `auto`")
+    return _chosen(asked, case, "asked for in the recipe")
+
+
+def _fastest(case: _Case) -> AttentionChoice:
+    if case.device == "cuda" and case.half:
+        if (not_varlen := _no_varlen(case)) is None:
+            return _chosen("varlen", case, "CUDA, 16 bit: one kernel for all documents of a row")
+        if _no_flash(case) is None:
+            return _chosen("flash_attention_2", case, f"flash-attn is installed; not varlen: {not_varlen}")
+        if _no_flex(case) is None:
+            return _chosen("flex", case, f"a kernel compiled for the documents' mask; not varlen: {not_varlen}")
+    if (why := _no_documents(case)) is not None:
+        return _chosen("eager", case, why)
+    one_each = "one call a document, no mask and no work across documents"
+    if case.device == "cuda" and not case.half:
+        return _chosen("documents", case, f"{one_each}; flash kernels compute in 16 bit")
+    return _chosen("documents", case, one_each)
+
+
+def _chosen(way: str, case: _Case, reason: str) -> AttentionChoice:
+    """A row of the table of ways: transformers' name, and what is made for each micro-batch."""
+    if way == "documents":
+        prepare = partial(per_document.prepare, compiled=case.longest is not None)
+        return AttentionChoice(per_document.DOCUMENTS, reason, True, prepare)
+    if way == "varlen":
+        prepare = partial(varlen.prepare, device=case.device, longest=case.longest)
+        return AttentionChoice(varlen.VARLEN, reason, True, prepare)
+    if way == "flex":
+        prepare = partial(flex.prepare, device=case.device, windows=_windows(case.config))
+        return AttentionChoice(flex.FLEX, reason, True, prepare)
+    if way == "flash_attention_2":
+        return AttentionChoice(way, reason, True, partial(_flash_arguments, device=case.device, longest=case.longest))
+    return AttentionChoice(way, reason, True)
+
+
+def _flash_arguments(document_lengths: tuple[int, ...], device: str, longest: int | None) -> dict[str, Any]:
+    """Without them transformers reads the position_ids back from the device, in every layer."""
+    found = varlen.prepare(document_lengths, device, longest)["documents"]
+    ends, most = found.ends, found.longest
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": most, "max_length_k": most}
+
+
+def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """The sliding windows of the layers; None: a layer that sees its whole document."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention", "full_attention")
+    return tuple({window if kind == "sliding_attention" else None for kind in kinds})
+
+
+# --- why a way cannot be taken, or None
+
+
+def _mixes_documents(model_class: type[PreTrainedModel], config: PretrainedConfig) -> str | None:
+    """Why an architecture cannot keep documents apart."""
+    attends = {"full_attention", "sliding_attention"}
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - attends)
+    if getattr(model_class, "_is_stateful", False) or other:
+        return f"{model_class.__name__} carries state along the row ({', '.join(other) or 'recurrent layers'})"
+    if not getattr(model_class, "_supports_attention_backend", False):
+        return f"{model_class.__name__} does not take transformers' attention functions"
+    return None
+
+
+def _special(case: _Case) -> str | None:
+    """Soft-capping, the usual reason not to support sdpa, is something that our own ways can do."""
+    if case.soft_capped or getattr(case.model_class, "_supports_sdpa", False):
+        return None
+    return "its attention is more than scaled_dot_product_attention can do (it does not support sdpa)"
+
+
+def _no_documents(case: _Case) -> str | None:
+    return _special(case)
+
+
+def _no_varlen(case: _Case) -> str | None:
+    config, sizes = case.config, _head_sizes(case.config)
+    if case.device != "cuda" or not case.half:
+        return "it needs a CUDA device and 16-bit precision"
+    if case.soft_capped:
+        return "the kernel has no soft-capping of attention logits"
+    if (why := _special(case) or _drops(case)) is not None:
+        return why
+    if len(set(sizes)) > 1 or max(sizes) > 256 or max(sizes) % 8:
+        return f"the kernel takes one head size, a multiple of 8 up to 256, not {' and '.join(map(str, sizes))}"
+    heads = config.num_attention_heads
+    if (why := varlen.missing(getattr(config, "num_key_value_heads", heads) != heads)) is not None:
+        return why
+    if case.kernels.capability is None or case.kernels.capability < (8, 0) or not case.kernels.flash_kernels:
+        return "torch's flash-attention kernels need an NVIDIA GPU of compute capability 8.0 or newer"
+    return None
+
+
+def _no_flex(case: _Case) -> str | None:
+    if case.device != "cuda":
+        return f"FlexAttention has no backward on the device `{case.device}`; it needs CUDA"
+    if not case.kernels.triton:
+        return "FlexAttention compiles with triton, which is not installed (pip install triton)"
+    return _special(case) or _drops(case)
+
+
+def _no_flash(case: _Case) -> str | None:
+    if case.device != "cuda" or not case.half:
+        return "it needs a CUDA device and 16-bit precision"
+    if not case.kernels.flash_attn:
+        return "flash-attn is not installed: pip install flash-attn --no-build-isolation"
+    if not getattr(case.model_class, "_supports_flash_attn", False):
+        return "the architecture does not support it"
+    return _special(case)
+
+
+def _no_sdpa(case: _Case) -> str | None:
+    return "its attention logits are soft-capped, which sdpa cannot do" if case.soft_capped else None
+
+
+_OBSTACLES: dict[str, Callable[[_Case], str | None]] = {
+    "documents": _no_documents,
+    "varlen": _no_varlen,
+    "flex": _no_flex,
+    "flash_attention_2": _no_flash,
+    "sdpa": _no_sdpa,
+    "eager": lambda case: None,
+}
+
+
+def _drops(case: _Case) -> str | None:
+    for name in ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"):
+        if share := getattr(case.config, name, 0.0):
+            return f"the kernel has no dropout, and the model's {name} is {share}"
+    return None
+
+
+def _head_sizes(config: PretrainedConfig) -> tuple[int, ...]:
+    """Of queries and keys, and of values where they differ (multi-head latent attention)."""
+    if (values := getattr(config, "v_head_dim", None)) is not None and hasattr(config, "qk_nope_head_dim"):
+        return (config.qk_nope_head_dim + config.qk_rope_head_dim, values)
+    return (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,)

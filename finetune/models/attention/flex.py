@@ -1,0 +1,116 @@
+"""FlexAttention: a kernel that torch.compile writes for the documents' mask, and that skips what no token may see.
+
+Letters: T tokens of the row, R blocks of 128 of them, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from finetune.models.attention.masked import in_one_type, masked_attention, refuse_extras, register
+
+FLEX = "finetune_flex"  # in transformers' table of attention functions
+BLOCK = 128  # tokens; flex_attention's own default
+
+
+class BlockMasks:
+    """Of one micro-batch, for each window that a layer of the model has; made once for all layers."""
+
+    def __init__(self, masks: dict[int | None, BlockMask]):
+        self.masks = masks
+
+
+def prepare(document_lengths: tuple[int, ...], device: str, windows: Iterable[int | None]) -> dict[str, Any]:
+    return {"documents": BlockMasks({window: block_mask(document_lengths, window, device) for window in windows})}
+
+
+def block_mask(document_lengths: tuple[int, ...], window: int | None, device: str) -> BlockMask:
+    """Token i sees token j of the same document with i - window < j <= i.
+
+    Built from the lengths in R x R steps; `create_block_mask` would evaluate T x T pairs.
+    """
+    document = np.repeat(np.arange(len(document_lengths)), document_lengths)  # (T,)
+    tokens = len(document)
+    first = np.arange(0, tokens, BLOCK)  # (R,)
+    last = np.minimum(first + BLOCK, tokens) - 1
+    # Documents lie end to end: where the nearest pair of two blocks is of one document some pair is, and where the
+    # farthest pair is all are. Rows are queries, columns keys.
+    before = first[:, None] > first[None, :]
+    some = before & (document[first][:, None] == document[last][None, :])
+    every = before & (document[last][:, None] == document[first][None, :]) & ((last - first) == BLOCK - 1)[:, None]
+    if window is not None:
+        some &= first[:, None] - last[None, :] < window
+        every &= last[:, None] - first[None, :] < window
+    some |= np.eye(len(first), dtype=bool)
+    of_token = torch.from_numpy(document.astype(np.int32)).to(device)
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        mine = (of_token[query] == of_token[key]) & (key <= query)
+        return mine if window is None else mine & (query - key < window)
+
+    return BlockMask.from_kv_blocks(
+        *_in_order(some & ~every, device), *_in_order(every, device), BLOCK, seen, (tokens, tokens)
+    )
+
+
+def _in_order(blocks: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
+    """(1, 1, R) how many blocks of keys each block of queries has, and (1, 1, R, R) their numbers, those first."""
+    counts = torch.from_numpy(blocks.sum(1, dtype=np.int32))
+    numbers = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))
+    return counts[None, None].to(device), numbers[None, None].to(device)
+
+
+def flex_documents_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # (1, H, T, D)
+    key: Tensor,  # (1, K, T, D)
+    value: Tensor,  # (1, K, T, D)
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    documents: BlockMasks | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # (1, T, H, D)
+    """Causal attention within each document of the row; attention under the mask when generating."""
+    refuse_extras(kwargs)
+    if documents is None:
+        return masked_attention(module, query, key, value, attention_mask, dropout, scaling, softcap)
+    if dropout:
+        raise ValueError("FlexAttention has no dropout: set model.attention: auto")
+    query, key, value = in_one_type(query, key, value)
+    attend = flex_attention if torch.compiler.is_compiling() else _compiled()
+    out = attend(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else _capped(softcap),
+        block_mask=documents.masks[sliding_window],
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
+
+
+@cache
+def _compiled() -> Any:
+    """At first use: torch.compile takes seconds to import."""
+    return torch.compile(flex_attention)
+
+
+register(FLEX, flex_documents_attention)

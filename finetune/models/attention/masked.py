@@ -1,0 +1,98 @@
+"""What ways share: attention under a mask, which generation with padding needs, boundaries, and registration.
+
+Letters: B rows, T query tokens, L key tokens, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout as drop
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+
+def masked_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # (B, H, T, D)
+    key: Tensor,  # (B, K, L, D)
+    value: Tensor,  # (B, K, L, D)
+    attention_mask: Tensor | None,  # (B, 1, T, L), True where attended to
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, None]:  # (B, T, H, D)
+    """Attention of a forward that was told no documents: generation, with a mask for its padding.
+
+    Raises ValueError without a mask: packed documents could see each other.
+    """
+    if attention_mask is None:
+        raise ValueError("neither documents nor an attention mask: documents could see each other")
+    if softcap is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal=False)
+    return soft_capped(query, key, value, attention_mask, dropout, scaling, softcap).transpose(1, 2).contiguous(), None
+
+
+def soft_capped(
+    query: Tensor,  # (B, H, T, D)
+    key: Tensor,  # (B, K, L, D)
+    value: Tensor,  # (B, K, L, D)
+    seen: Tensor,  # broadcasts to (B, 1, T, L), True where attended to
+    dropout: float,
+    scaling: float | None,
+    softcap: float,
+) -> Tensor:  # (B, H, T, D)
+    """Attention whose scores are squashed into +-softcap (Gemma 2, https://arxiv.org/abs/2408.00118, section 2), with
+    the roundings of transformers' eager attention. Heads that share keys are products with one and the same matrix."""
+    batch, heads, tokens, size = query.shape
+    shared = (batch, key.shape[1], heads // key.shape[1] * tokens, size)
+    scores = torch.matmul(query.reshape(shared), key.transpose(2, 3)).view(batch, heads, tokens, key.shape[2])
+    scores = softcap * torch.tanh(scores * (size**-0.5 if scaling is None else scaling) / softcap)
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    weights = drop(torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), dropout)
+    return torch.matmul(weights.view(*shared[:3], -1), value).view(query.shape)
+
+
+def boundaries(document_lengths: tuple[int, ...], device: str, compiled: bool) -> Tensor:
+    """(N + 1,) int32: 0, then where each of N documents ends (`cu_seqlens`). Copied without waiting for the device.
+
+    compiled: one graph for all numbers of documents.
+    """
+    ends = torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32)
+    ends = ends.pin_memory().to(device, non_blocking=True) if device == "cuda" else ends.to(device)
+    if compiled:
+        torch._dynamo.mark_dynamic(ends, 0)
+    return ends
+
+
+def in_one_type(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Queries and keys that were normalised beside fp32 weights leave autocast's type; kernels that autocast does not
+    know want it back."""
+    device = tensors[0].device.type
+    wanted = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[-1].dtype
+    return tuple(tensor.to(wanted) for tensor in tensors)
+
+
+def refuse_extras(extras: dict[str, Any]) -> None:
+    """Raises ValueError for what an architecture adds to attention and a way would leave out in silence."""
+    for name in ("s_aux", "position_bias"):
+        if extras.get(name) is not None:
+            raise ValueError(f"this model's attention takes `{name}`: set model.attention: eager")
+
+
+def register(name: str, attention: Any) -> None:
+    """Under this name a model can be loaded with it (`attn_implementation`)."""
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, _padding_mask)
+
+
+def _padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """No mask in training (the documents say it all); with padding, when generating, sdpa's own."""
+    if attention_mask is None:
+        return None
+    kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)

@@ -1,0 +1,77 @@
+"""All documents of the row in one call of torch's flash-attention kernel (torch.nn.attention.varlen): CUDA, 16 bit.
+
+Letters: T tokens of the row, N documents, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.models.attention.masked import boundaries, in_one_type, masked_attention, refuse_extras, register
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
+VARLEN = "finetune_varlen"  # in transformers' table of attention functions
+
+
+class Boundaries:
+    """Of one micro-batch's documents, on the device; made once for all layers."""
+
+    def __init__(self, ends: Tensor, longest: int):
+        self.ends = ends  # (N + 1,) int32: 0, then where each document ends (`cu_seqlens`)
+        self.longest = longest  # tokens; may be more than any document has
+
+
+def prepare(document_lengths: tuple[int, ...], device: str, longest: int | None = None) -> dict[str, Any]:
+    """longest: a bound on every document's tokens, for torch.compile, which compiles anew for another number."""
+    ends = boundaries(document_lengths, device, compiled=longest is not None)
+    return {"documents": Boundaries(ends, max(document_lengths) if longest is None else longest)}
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # (1, H, T, D)
+    key: Tensor,  # (1, K, T, D)
+    value: Tensor,  # (1, K, T, D)
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    documents: Boundaries | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # (1, T, H, D)
+    """Causal attention within each document of the row; attention under the mask when generating."""
+    refuse_extras(kwargs)
+    if documents is None:
+        return masked_attention(module, query, key, value, attention_mask, dropout, scaling, softcap)
+    if dropout or softcap is not None or varlen_attn is None:
+        raise ValueError("varlen attention has neither dropout nor soft-capping: set model.attention: auto")
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in in_one_type(query, key, value))  # (T, H or K, D)
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    # (-1, 0) is the kernel's word for causal; (w - 1, 0) for the token itself and w - 1 before it.
+    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    ends, longest = documents.ends, documents.longest
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window, **grouped)
+    assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for
+    return out[None], None
+
+
+def missing(grouped: bool) -> str | None:
+    """Why this torch cannot, whatever the device; None where it can. grouped: several query heads share keys."""
+    if varlen_attn is None:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+    takes = inspect.signature(varlen_attn).parameters
+    wanted = ("scale", "window_size", *(("enable_gqa",) if grouped else ()))
+    lacking = [name for name in wanted if name not in takes]
+    return f"varlen_attn of torch {torch.__version__} does not take {', '.join(lacking)}" if lacking else None
+
+
+register(VARLEN, varlen_attention)

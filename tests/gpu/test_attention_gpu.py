@@ -1,0 +1,131 @@
+"""The ways that need a GPU: equal to one document at a time, logits and gradients; and one compilation."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
+
+from finetune.models.attention import FLEX, VARLEN, choose_attention
+from finetune.models.attention.choice import AttentionChoice
+from finetune.models.compiled import compilations, compile_layers
+from finetune.models.layers import recompute_activations
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+TINY = {
+    "vocab_size": 384,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**TINY),
+    "mistral": MistralConfig(**TINY, sliding_window=70),
+    "gemma2": Gemma2Config(**TINY, sliding_window=70, attn_logit_softcapping=0.5, query_pre_attn_scalar=32),
+}
+ROWS = ((7, 300, 1, 204), (512,), (128, 128, 256), (3, 130, 200, 100, 79))  # of 512 tokens
+CASES = [("llama", "varlen"), ("mistral", "varlen"), ("llama", "flex"), ("mistral", "flex"), ("gemma2", "flex")]
+
+
+def choose(name: str, asked: str, longest: int | None = None) -> AttentionChoice:
+    config = CONFIGS[name]
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    return choose_attention(asked, kind, config, "cuda", half_precision=True, longest=longest)
+
+
+def model_with(name: str, attention: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    config = deepcopy(CONFIGS[name])  # a model writes its attention into it
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to("cuda", dtype).train()
+
+
+def row(lengths: tuple[int, ...], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(3, 380, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
+    return ids.cuda(), torch.cat([torch.arange(length) for length in lengths])[None].cuda()
+
+
+def outcome(model: Any, lengths: tuple[int, ...], choice: AttentionChoice | None) -> list[torch.Tensor]:
+    """Logits, then gradients; choice None: one document at a time, under eager attention."""
+    ids, positions = row(lengths)
+    model.zero_grad()
+    if choice is None:
+        logits = torch.cat([model(input_ids=piece, use_cache=False).logits for piece in ids.split(lengths, 1)], 1)
+    else:
+        made = choice.forward_arguments(lengths)
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False, **made).logits
+    logits.float().logsumexp(-1).sum().backward()
+    return [logits.detach().float(), *(p.grad.float() for p in model.parameters())]
+
+
+def relative(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[float]:
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(ours, theirs, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "asked"), CASES)
+@pytest.mark.parametrize("lengths", ROWS)
+def test_equal_to_one_document_at_a_time(name: str, asked: str, lengths: tuple[int, ...]) -> None:
+    """In bf16, no farther from the truth (fp32, one document at a time) than eager attention in bf16 is, give or take
+    half as much again."""
+    choice = choose(name, asked)
+    truth = outcome(model_with(name, "eager", torch.float32), lengths, None)
+    eager = relative(outcome(model_with(name, "eager", torch.bfloat16), lengths, None), truth)
+    ours = relative(outcome(model_with(name, choice.implementation, torch.bfloat16), lengths, choice), truth)
+    for distance, allowed in zip(ours, eager, strict=True):
+        assert distance <= 1.5 * allowed + 1e-3
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("lengths", ROWS)
+def test_flex_in_fp32_equals_one_document_at_a_time(name: str, lengths: tuple[int, ...]) -> None:
+    choice = choose(name, "flex")
+    truth = outcome(model_with(name, "eager", torch.float32), lengths, None)
+    ours = relative(outcome(model_with(name, FLEX, torch.float32), lengths, choice), truth)
+    assert max(ours) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "asked"), CASES)
+def test_a_changed_token_moves_nothing_in_another_document(name: str, asked: str) -> None:
+    choice, lengths = choose(name, asked), ROWS[0]
+    model = model_with(name, choice.implementation, torch.bfloat16)
+    ids, positions = row(lengths)
+    changed = ids.clone()
+    changed[0, 2] = 5 if ids[0, 2] != 5 else 6
+    made = choice.forward_arguments(lengths)
+    before, after = (
+        model(input_ids=given, position_ids=positions, use_cache=False, **made).logits[0] for given in (ids, changed)
+    )
+    assert not torch.equal(before[2:7], after[2:7])
+    assert torch.equal(before[7:], after[7:])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("name", "asked"), CASES)
+def test_compiled_layers_are_one_graph_for_rows_of_other_documents(name: str, asked: str, checkpointing: bool) -> None:
+    torch.compiler.reset()
+    choice = choose(name, asked, longest=512)
+    model = model_with(name, choice.implementation, torch.bfloat16)
+    plain = model_with(name, choice.implementation, torch.bfloat16)
+    if checkpointing:
+        recompute_activations(model)
+    compile_layers(model)
+    start, counts = compilations(), []
+    for lengths in ROWS:
+        ours = relative(outcome(model, lengths, choice), outcome(plain, lengths, choose(name, asked)))
+        assert max(ours) < 2e-2  # the compiler fuses, and so rounds to bf16 elsewhere
+        counts.append(compilations() - start)
+    kinds = 2 if name == "gemma2" else 1  # of layers
+    assert counts[0] >= kinds
+    assert counts == counts[:1] * len(ROWS)
+
+
+def test_varlen_is_what_auto_takes_where_the_device_can() -> None:
+    wanted = VARLEN if torch.cuda.get_device_capability() >= (8, 0) else FLEX
+    assert choose("llama", "auto").implementation == wanted
+    assert choose("gemma2", "auto").implementation == FLEX

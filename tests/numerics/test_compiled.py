@@ -1,0 +1,75 @@
+"""Compiled layers: the same losses, compiled once, whatever the lengths of the documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import metrics, train_here
+
+from finetune.models.compiled import CompilationWatch, compilations, uncompiled
+
+
+@pytest.fixture
+def without_inductor() -> Iterator[None]:
+    """What is counted is decided before inductor writes C++, which takes it half a minute here; older versions of torch
+    have to wait for it. scripts/parity.py runs compiled cases with everything."""
+    torch.compiler.reset()
+    if hasattr(torch.compiler, "set_default_backend"):
+        torch.compiler.set_default_backend("aot_eager")
+        yield
+        torch.compiler.set_default_backend("inductor")
+    else:
+        yield
+    torch.compiler.reset()
+
+
+# dynamo looks at it, behind a filter of its own that pytest's "error" overrules.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.usefixtures("without_inductor")
+def test_compiled_layers_give_the_same_losses_and_are_compiled_once(
+    recipe: dict[str, Any], write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Five steps, each of other document lengths, with activations recomputed and an evaluation in the middle, that
+    generates token by token."""
+    recipe["train"]["max_steps"] = 5
+    recipe["train"]["activation_checkpointing"] = True
+    recipe["evaluate"] |= {"every_steps": 3, "generate": 1, "max_new_tokens": 3}
+    path = write_recipe(recipe)
+    train_here(path, "run.name=plain")
+    before = compilations()
+    said = train_here(path, "run.name=compiled", "train.compile=true")
+    plain, compiled = (metrics(tmp_path / "runs" / name) for name in ("plain", "compiled"))
+    assert len(plain) == len(compiled) == 7
+    for ours, theirs in zip(compiled, plain, strict=True):
+        for key in {"loss", "eval_loss", "grad_norm"} & theirs.keys():
+            assert ours[key] == pytest.approx(theirs[key], rel=5e-6), key
+        assert ours.get("tokens") == theirs.get("tokens"), "padding is not counted"
+    counts = [line["compilations"] - before for line in compiled if "loss" in line]
+    assert counts[:3] == [1, 1, 1], "one graph for all layers and lengths"
+    assert counts[3] == counts[4] <= 3, "no_grad has its own, with and without a gradient of the first layer's input"
+    assert "compilations" not in plain[0]
+    assert "train.compile" not in said
+
+
+def test_a_recompilation_after_the_second_step_is_said_once_with_its_reason() -> None:
+    torch.compiler.reset()
+    watch = CompilationWatch()
+    double = torch.compile(lambda x: x * 2, dynamic=False, backend="eager")
+    said = []
+    for tokens in (3, 4, 5, 5, 6):
+        double(torch.ones(tokens))
+        said.append(watch.step_done())
+    assert [bool(text) for text in said] == [False, False, True, False, False]
+    assert "compiled 1 graphs anew in step 3" in said[2]
+    assert "size mismatch" in said[2]
+    watch = CompilationWatch()
+    double(torch.ones(7))
+    watch.evaluated()
+    assert [watch.step_done() for _ in range(3)] == [None] * 3
+    with uncompiled():
+        double(torch.ones(8))
+    assert watch.step_done() is None
