@@ -127,7 +127,7 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
     engine = start_engine(recipe, launch)
     run = Run(recipe, engine, tokenizer, config, data, None, micro_batches, Console(quiet=True), StopRequest())
     saver = Saver(engine, recipe, folder / "saves", {})
-    steps = training_steps(engine, run.loader, run.attention, recipe, run.plan, run.state)
+    steps = training_steps(engine, run.loader, run.attention, run.head, recipe, run.plan, run.state)
     cycles = measure(steps, lambda _: saver.save(asdict(run.state), {}), saver.settle, window, saves)
     saver.close()
     engine.close()

@@ -73,6 +73,14 @@ CASES = (
     Case("lora dropout rslora", (*LORA, "lora.dropout=0.1", "lora.rslora=true", "optimizer.lr=1e-3")),
     Case("lora dora", (*LORA, "lora.dora=true")),
     Case("lora and whole head", (*LORA, "lora.modules_to_save=[lm_head]", "optimizer.lr=1e-3")),
+    Case("full chunked head", ("model.cross_entropy=chunked", "objective.z_loss=1e-3")),
+    Case("full plain head", ("model.cross_entropy=plain",)),
+    Case("lora chunked head", (*LORA, "lora.targets=[lm_head, q_proj]", "optimizer.lr=1e-3")),
+    Case(
+        "lora tied chunked head",
+        (*LORA, "lora.targets=[lm_head, q_proj]", "optimizer.lr=1e-3"),
+        model="llama_tied",
+    ),
     Case("full paged_adamw", ("optimizer.name=paged_adamw",)),
     Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
     Case("qlora", QLORA),
@@ -152,10 +160,13 @@ def work(folder: Path, jobs: Path) -> None:
     from rich.console import Console
 
     from finetune.engine.start import leave_group
+    from finetune.models.head import chunked
     from finetune.recipe import load_recipe
     from finetune.training.run import train
     from finetune.training.stop import StopRequest
 
+    # Models so small would have all their logits in one chunk; like this every forward has several.
+    chunked.FEWEST_ROWS, chunked.CHUNK_BYTES["cpu"] = 4, 0
     quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115 (lives as long as the process)
     for overrides in json.loads(jobs.read_text(encoding="utf-8")):
         train(load_recipe(folder / "recipe.yaml", overrides), "recipe.yaml", StopRequest(), quiet)

@@ -15,6 +15,7 @@ from finetune.engine.nvme import is_swapped, make_files, map_groups
 from finetune.engine.parts import Part, Types
 from finetune.engine.precision import NonFinite
 from finetune.errors import UserError
+from finetune.models.head import loss_module
 from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 
@@ -52,6 +53,7 @@ class Zero(Engine):
 
     def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
         self.unwrapped = model
+        self._gather_head_whole(model)
         config = self.plugin.deepspeed_config
         config.update(
             train_micro_batch_size_per_gpu=1,  # rows are ours; DeepSpeed only checks that the product fits
@@ -69,6 +71,15 @@ class Zero(Engine):
         self.model, wrapped = self.accelerator.prepare(model, optimizer)
         self.optimizers = [optimizer]
         self.zero = wrapped.optimizer
+
+    def _gather_head_whole(self, model: Any) -> None:
+        """A head with adapters is called once for each chunk of positions: stage 3 shall gather the weights below it
+        once for all of them."""
+        from deepspeed.utils import set_z3_leaf_module
+
+        head = loss_module(model)
+        if next(head.children(), None) is not None:
+            set_z3_leaf_module(head, True)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         if self.loss_scale.enabled:

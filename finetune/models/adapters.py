@@ -34,10 +34,25 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
         adapted = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"lora: {first_line(error)}") from error
+    _rename_tied(adapted.get_base_model())
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+def _rename_tied(model: Any) -> None:
+    """Tell `tie_weights`, which FSDP2's wrapping calls again, where a tied weight lies that has an adapter now."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def renamed(name: str) -> str:
+        module, _, weight = name.rpartition(".")
+        below = f"{module}.base_layer.{weight}"
+        return below if below in names else name
+
+    tied = model._tied_weights_keys
+    if isinstance(tied, dict):  # a model's own code may have the list of older versions
+        model._tied_weights_keys = {renamed(target): renamed(source) for target, source in tied.items()}
 
 
 def _check_names(model: Any, lora: Lora) -> None:

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from finetune.data.batch import Batch, shifted_targets
+from finetune.models.head import LossHead, TokenLosses
 
 
 def supervised_losses(
@@ -20,17 +19,19 @@ def supervised_losses(
     batch: Batch,  # input_ids, position_ids: (1, T)
     attention_arguments: dict[str, Any],
     device: torch.device,
-) -> Tensor:  # (S,) in nats, fp32, in the order of `shifted_targets`; empty, with a graph, where nothing is supervised
-    """Each by itself: callers sum, for only the engine knows how many tokens the whole global batch has.
+    head: LossHead,
+) -> TokenLosses:  # in nats, fp32, in the order of `shifted_targets`; with a graph also where nothing is supervised
+    """Sums, never means: only the engine knows how many tokens the whole global batch has.
 
-    Only the positions whose next token is supervised reach the LM head (`logits_to_keep`), so logits are (S, V).
+    Only the positions whose next token is supervised reach the LM head; whether their logits (S, V) are ever there
+    together is the head's choice.
     """
     positions, targets = shifted_targets(batch)  # (S,), (S,)
-    output = model(
-        input_ids=batch.input_ids.to(device, non_blocking=True),
-        position_ids=batch.position_ids.to(device, non_blocking=True),
-        use_cache=False,  # with one, transformers would let packed documents see each other
-        logits_to_keep=positions.to(device, non_blocking=True),
+    arguments = {
+        "input_ids": batch.input_ids.to(device, non_blocking=True),
+        "position_ids": batch.position_ids.to(device, non_blocking=True),
+        "use_cache": False,  # with one, transformers would let packed documents see each other
         **attention_arguments,
-    )
-    return cross_entropy(output.logits[0].float(), targets.to(device, non_blocking=True), reduction="none")
+    }
+    positions, targets = positions.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+    return head.losses(model, arguments, positions, targets)

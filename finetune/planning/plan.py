@@ -31,6 +31,7 @@ class Plan:
     parameters: int
     trainable_parameters: int
     attention: str  # and why
+    cross_entropy: str  # and why
     precision: str
     versions: dict[str, str]
     git_commit: str | None

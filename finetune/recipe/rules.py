@@ -147,6 +147,20 @@ def mixture_has_parts(recipe: Recipe) -> Iterator[Finding]:
         yield "data.mixture", "there is one source in `data.train`, so there is nothing to mix; remove this"
 
 
+def cross_entropy_of_torch(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.model.cross_entropy != "torch":
+        return
+    for key in ("z_loss", "label_smoothing"):
+        if getattr(recipe.objective, key):
+            yield f"objective.{key}", "`model.cross_entropy: torch` does not have it in chunks; `auto` does"
+    if recipe.train.precision != "fp32":
+        yield (
+            "model.cross_entropy",
+            f"`torch` gives losses in the 16 bits that `train.precision: {recipe.train.precision}` computes in; "
+            "`auto` gives fp32",
+        )
+
+
 RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     lora_section,
     quantization_section,
@@ -161,6 +175,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     tokens_of_a_forward,
     mixture_has_parts,
     profile_within_run,
+    cross_entropy_of_torch,
 )
 
 

@@ -60,7 +60,9 @@ class Model(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # How documents of one packed row are kept apart. auto picks the fastest that can, and says which and why.
     attention: Literal["auto", "documents", "varlen", "flex", "sdpa", "eager", "flash_attention_2"] = "auto"
-    # How the head's logits become losses; the same to rounding. auto picks by size and device, and says which and why.
+    # How the head's logits become losses; the same to rounding. plain: all at once; chunked: some tokens at a time, the
+    # gradient too; torch: F.linear_cross_entropy (torch >= 2.13, fp32); liger: its kernels (CUDA). auto: chunked, where
+    # the architecture lets it; which and why is said.
     cross_entropy: Literal["auto", "plain", "chunked", "torch", "liger"] = "auto"
     chat_template: str | None = None  # null: the tokenizer's own; else a built-in name or a Jinja file
     trust_remote_code: bool = False  # runs Python from the model's repository: only for one you have read
@@ -157,6 +159,8 @@ class Data(Section):
 
 
 class Objective(Section):
+    """What `loss` is: both terms below are part of it, and not of `eval_loss`."""
+
     name: Literal["sft"] = "sft"
     # assistant: every answer and its end-of-turn; last_assistant: the last answer of a conversation; all: every token
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"

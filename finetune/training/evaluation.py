@@ -14,6 +14,7 @@ from finetune.data.batch import Batch, Loader
 from finetune.engine.base import Engine
 from finetune.models.attention import AttentionChoice
 from finetune.models.compiled import uncompiled
+from finetune.models.head import LossHead
 from finetune.objectives import supervised_losses
 from finetune.recipe.schema import Evaluate
 from finetune.training.by_source import SourceSums
@@ -45,6 +46,7 @@ class Evaluator:
     loader: Loader
     examples: Examples  # that the loader deals
     attention: AttentionChoice
+    head: LossHead
     tokenizer: PreTrainedTokenizerFast
     recipe: Evaluate
     source_names: tuple[str, ...] = ()
@@ -78,7 +80,8 @@ class Evaluator:
 
     def _token_losses(self, batch: Batch) -> torch.Tensor:
         arguments = self.attention.forward_arguments(batch.document_lengths)
-        return supervised_losses(self.engine.model, batch, arguments, self.engine.device)
+        head = self.head.for_evaluation()
+        return supervised_losses(self.engine.model, batch, arguments, self.engine.device, head).each
 
     def _generations(self, wanted: int) -> list[Generation]:
         """The first `wanted` examples, dealt to ranks in turn, back in order on every rank."""

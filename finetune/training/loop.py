@@ -16,6 +16,7 @@ from finetune.engine.base import Engine
 from finetune.engine.precision import NonFinite
 from finetune.errors import RunFailure
 from finetune.models.attention import AttentionChoice
+from finetune.models.head import LossHead
 from finetune.objectives import supervised_losses
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe
@@ -42,7 +43,7 @@ class StepMetrics:
 
     step: int
     epoch: float
-    loss: float  # nats per supervised token of the global batch
+    loss: float  # nats per supervised token of the global batch; what is optimised, z_loss and smoothing included
     grad_norm: float | None  # before clipping; None where fp16 skipped the step
     lr: float
     tokens: int
@@ -76,6 +77,7 @@ def training_steps(
     engine: Engine,
     feed: Feed[StepBatches],
     attention: AttentionChoice,
+    head: LossHead,
     recipe: Recipe,
     plan: Plan,
     state: State,
@@ -90,7 +92,7 @@ def training_steps(
     Raises RunFailure before the optimizer step where loss or gradient is not finite, on all ranks alike.
     """
     if engine.needs_warm_up and state.step < plan.steps:
-        warm_up(engine, feed.peek().batches[0], attention)
+        warm_up(engine, feed.peek().batches[0], attention, head)
     meters = meters or Meters(engine)
     clock = meters.clock
     clock.restart()
@@ -103,8 +105,7 @@ def training_steps(
             seed_micro_batch(recipe.run.seed, state.step, batch.index)
             arguments = attention.forward_arguments(batch.document_lengths)
             with clock.phase("forward"):
-                token_losses = supervised_losses(engine.model, batch, arguments, engine.device)
-                loss_sum = token_losses.sum()
+                loss_sum, token_losses = supervised_losses(engine.model, batch, arguments, engine.device, head)
                 sources.add(batch, token_losses)
             with clock.phase("backward"):
                 engine.backward(loss_sum / items, last=batch is batches[-1])
@@ -145,10 +146,10 @@ def training_steps(
         yield Step(metrics, by_source, row_ids(batches), Wishes(*wished), measured.line)
 
 
-def warm_up(engine: Engine, batch: Batch, attention: AttentionChoice) -> None:
+def warm_up(engine: Engine, batch: Batch, attention: AttentionChoice, head: LossHead) -> None:
     """A forward and backward that leave no trace: weights, optimizer and random numbers of the steps are untouched."""
     arguments = attention.forward_arguments(batch.document_lengths)
-    engine.backward(supervised_losses(engine.model, batch, arguments, engine.device).sum(), last=True)
+    engine.backward(supervised_losses(engine.model, batch, arguments, engine.device, head).total, last=True)
     engine.drop_gradients()
 
 

@@ -25,6 +25,7 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
         "model": f"{plan.parameters:,} parameters, {plan.trainable_parameters:,} trained ({recipe.mode})",
         "precision": plan.precision,
         "attention": plan.attention,
+        "cross entropy": plan.cross_entropy,
         **_data(recipe, plan),
         "steps": f"{plan.steps:,} of {recipe.batch.rows} rows: {forwards} on each of {plan.world_size}",
     }

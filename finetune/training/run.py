@@ -30,6 +30,7 @@ from finetune.export.card import model_card
 from finetune.export.result import save_result
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.config import check_token_ids, model_config
+from finetune.models.head import Formula, attach_head
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import attention_for, dtypes, load_model, parameter_counts
 from finetune.planning.flops import model_flops
@@ -140,6 +141,9 @@ class Run:
     def _load(self, config: PretrainedConfig) -> Any:
         with self.engine.loading(self.recipe):
             model = load_model(self.recipe, config, self.attention, self.engine.placement(self.recipe))
+        objective = self.recipe.objective
+        formula = Formula(objective.z_loss, objective.label_smoothing)
+        self.head = attach_head(model, self.recipe.model.cross_entropy, formula, self.engine.device.type)
         types = dtypes(self.recipe)
         if types.compute != types.trained:
             autocast_forward(model, types.compute, self.engine.device.type)
@@ -164,6 +168,7 @@ class Run:
             parameters=parameters,
             trainable_parameters=trained,
             attention=f"{self.attention.implementation} ({self.attention.reason})",
+            cross_entropy=f"{self.head.choice.implementation} ({self.head.choice.reason})",
             precision=recipe.train.precision,
             versions=versions(),
             git_commit=git_commit(),
@@ -204,7 +209,8 @@ class Run:
         examples, rows = self.held_out.examples, self.held_out.rows
         loader = self._loader(OrderedRows(examples, rows), len(rows))
         names = self.held_out.source_names
-        return Evaluator(self.engine, loader, examples, self.attention, self.tokenizer, self.recipe.evaluate, names)
+        evaluate = self.recipe.evaluate
+        return Evaluator(self.engine, loader, examples, self.attention, self.head, self.tokenizer, evaluate, names)
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint that verifies, or from step 0."""
@@ -273,6 +279,7 @@ class Run:
                 self.engine,
                 feed,
                 self.attention,
+                self.head,
                 self.recipe,
                 self.plan,
                 self.state,

@@ -39,7 +39,7 @@ SELECTED = {
             "lora mistral window",
         ),
         "full stream",
-        *("full checkpointing", "lora dropout rslora", "lora dora", "qlora", "full bf16"),
+        *("full checkpointing", "lora dropout rslora", "lora dora", "lora chunked head", "qlora", "full bf16"),
     },
     ("zero3_offload", 2): {"full", "lora", "full tied", "qlora", "full bf16"},
     ("ddp", 4): {"full", "lora dropout rslora"},

@@ -317,6 +317,16 @@ CASES = [
         {4: "data: {train: [{path: a.jsonl}], max_length: 64, mixture: {by: rows}}"},
     ),
     Bad(
+        "torch's cross entropy where it cannot",
+        [
+            ":2: model.cross_entropy: `torch` gives losses in the 16 bits that `train.precision: bf16` computes in; "
+            "`auto` gives fp32",
+            ":8: objective.z_loss: `model.cross_entropy: torch` does not have it in chunks; `auto` does",
+            ":8: objective.label_smoothing: `model.cross_entropy: torch` does not have it in chunks; `auto` does",
+        ],
+        {2: "model: {name: m, cross_entropy: torch}", 8: "objective: {z_loss: 1e-4, label_smoothing: 0.1}"},
+    ),
+    Bad(
         "a token budget for packed rows",
         [
             ":5: batch.tokens_per_device: packed rows are all of one length: set `data.packing: false`, or remove this",
