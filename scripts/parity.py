@@ -25,6 +25,7 @@ import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 20
+ROWS = 8  # a step
 LOSS_RELATIVE = 5e-6  # fp32: reordering the micro-batches of one process moves the loss by 2e-7 over 60 steps
 PARAMETER = 1e-5
 BF16_LOSS_RELATIVE = 2.0**-8  # one rounding of bf16; backends that round in another order drift apart by less
@@ -40,12 +41,13 @@ class Case:
     loss: float = LOSS_RELATIVE
     parameter: float = PARAMETER
     from_scratch: bool = False  # random weights of the model's shape instead of its folder's
-    not_on: tuple[str, ...] = ()  # accelerate configs that refuse it
+    one_forward: bool = False  # all of a step's rows at once, on any number of processes
+    on: tuple[str, ...] | None = None  # the configs that offer it; None: all
 
 
 LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}")
-DEEPSPEED = ("zero2", "zero3", "zero3_offload", "zero3_nvme")
+DEEPSPEED = ("zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 CASES = (
     Case("full", ()),
     Case("lora", LORA),
@@ -64,11 +66,21 @@ CASES = (
     Case("full mistral window", (), model="mistral"),
     Case("lora mistral window", LORA, model="mistral"),
     Case("full checkpointing", ("train.activation_checkpointing=true",)),
-    Case("full compile", ("train.compile=true",), not_on=DEEPSPEED),
+    Case("full compile", ("train.compile=true",), on=("ddp", "fsdp2")),
     Case(
         "lora compile checkpointing",
         (*LORA, "train.compile=true", "train.activation_checkpointing=true"),
-        not_on=DEEPSPEED,
+        on=("ddp", "fsdp2"),
+    ),
+    Case("full checkpointing selective", ("train.activation_checkpointing=selective",)),
+    Case("full checkpointing offloaded", ("train.activation_checkpointing=true", "train.activation_offload=true")),
+    Case("lora dropout offloaded", (*LORA, "lora.dropout=0.1", "train.activation_offload=true")),
+    Case("qlora checkpointing selective", (*QLORA, "lora.dropout=0.1", "train.activation_checkpointing=selective")),
+    Case(
+        "full in backward",
+        ("optimizer.in_backward=true", "optimizer.max_grad_norm=null"),
+        one_forward=True,
+        on=("fsdp2", "fsdp2_offload"),
     ),
     Case("lora dropout rslora", (*LORA, "lora.dropout=0.1", "lora.rslora=true", "optimizer.lr=1e-3")),
     Case("lora dora", (*LORA, "lora.dora=true")),
@@ -91,8 +103,9 @@ CASES = (
 LAUNCHES = (
     ("ddp", 2, None),
     ("fsdp2", 2, None),
-    ("fsdp2_offload", 2, ("full", "lora", "qlora")),
+    ("fsdp2_offload", 2, ("full", "lora", "qlora", "full in backward")),
     ("zero2", 2, None),
+    ("zero2_offload", 2, ("full", "lora", "qlora")),
     ("zero3", 2, None),
     ("zero3_offload", 2, None),
     ("ddp", 4, ("full", "lora", "full tied", "lora dropout rslora")),
@@ -100,6 +113,7 @@ LAUNCHES = (
     ("zero3", 4, ("full", "lora")),
     ("fsdp2_offload", 4, ("full",)),
     ("zero2", 4, ("full",)),
+    ("zero2_offload", 4, ("full",)),
     ("zero3_offload", 4, ("full",)),
 )
 
@@ -130,7 +144,7 @@ def base_recipe(folder: Path) -> dict[str, Any]:
             "eval": [{"path": str(folder / "held_out.jsonl"), "format": "messages"}],
             "max_length": 64,
         },
-        "batch": {"rows": 8, "rows_per_device": 1},
+        "batch": {"rows": ROWS, "rows_per_device": 1},
         "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
         "schedule": {"warmup_steps": 2},
         "train": {"max_steps": STEPS, "precision": "fp32"},
@@ -185,6 +199,8 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
     if case.from_scratch:
         shape = json.dumps(tiny.MODELS[case.model])
         start = ["model.name=null", f"model.config={shape}", f"model.tokenizer={folder / case.model}"]
+    if case.one_forward:
+        start.append(f"batch.rows_per_device={ROWS // processes}")
     return [*case.overrides, *start, f"run.name={run_name(config, processes, case.name)}"]
 
 
@@ -264,7 +280,7 @@ def selected(only: list[str]) -> list[tuple[str, int, list[Case]]]:
             case
             for case in CASES
             if (names is None or case.name in names)
-            and config not in case.not_on
+            and (case.on is None or config in case.on)
             and (not words or any(word == case.name or word in case.name.split() for word in words))
         ]
         if cases:

@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch.optim import Optimizer
 
+from finetune.engine.in_backward import StepInBackward
 from finetune.engine.launch import Launch
 from finetune.engine.parts import Part, Types, make_room
 from finetune.engine.precision import LossScale, NonFinite
@@ -44,6 +45,7 @@ class Engine(abc.ABC):
         self.device = accelerator.device
         self.max_grad_norm = recipe.optimizer.max_grad_norm
         self.loss_scale = LossScale.of(recipe.train.precision)
+        self.steps_in_backward = recipe.optimizer.in_backward
         self.stopwatch = Stopwatch(self.device, self.world_size == 1 or self.knows_waits(recipe))
         self.optimizers: list[Optimizer] = []
         self.model: Any = None  # what a forward goes through: the wrapper
@@ -66,32 +68,44 @@ class Engine(abc.ABC):
 
     # --- the loop
 
-    @abc.abstractmethod
-    def backward(self, loss: Tensor, last: bool) -> None:
-        """Backward of this rank's share of the step's loss; gradients over all ranks add up to the global one.
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around a forward and its backward.
 
         `last` says that the step follows: backends that can wait with communication until then, do.
         """
+        self.last = last
+        yield
+
+    @abc.abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Backward of this rank's share of the step's loss; gradients over all ranks add up to the global one.
+
+        Where `steps_in_backward`, the optimizer has stepped when it is over.
+        """
 
     @property
-    def needs_warm_up(self) -> bool:
-        """Whether the first backward of a process adds up over the ranks in another order than all later ones.
+    def warm_ups(self) -> int:
+        """How many backwards of a process are unlike all later ones, in memory or in the order of adding up over ranks.
 
-        Then the loop makes one before its first step and drops it, or a run that goes on would not be bitwise the same.
+        The loop makes so many before its first step and drops them, or a run that goes on would not be bitwise the
+        same.
         """
-        return False
+        return 0
 
     def drop_gradients(self) -> None:  # noqa: B027 (only where a warm-up is needed)
         """After the warm-up."""
 
     @abc.abstractmethod
-    def step(self, lr_factor: float) -> float | None:
-        """Clip and update at `lr_factor` times each group's own rate; the global gradient norm before clipping.
+    def step(self) -> float | None:
+        """Clip and update at the rate of `set_lr`; the global gradient norm before clipping.
 
-        None: fp16 only, the step was skipped for a smaller loss scale. Raises NonFinite before anything is stepped.
+        None: fp16 only, the step was skipped for a smaller loss scale. Raises NonFinite before anything is stepped;
+        afterwards, and says so, where `steps_in_backward`.
         """
 
     def set_lr(self, lr_factor: float) -> None:
+        """Before the step's first backward: `lr_factor` times each group's own rate."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
@@ -229,6 +243,14 @@ def saved_tensors(model: Any, trainable_only: bool) -> dict[str, Tensor]:
         for name, tensor in state.items()
         if first[id(tensor)] == name and (not trainable_only or tensor.requires_grad)
     }
+
+
+def norm_of_steps(stepper: StepInBackward, squared_norm: Callable[[Tensor], float]) -> float:
+    """What `update_shards` gives, where the backward has stepped. Raises NonFinite too late to prevent it."""
+    norm = math.sqrt(squared_norm(stepper.take_squared_norm()))
+    if not math.isfinite(norm):
+        raise NonFinite("the gradient is not finite", stepped=True)
+    return norm
 
 
 def update_shards(engine: Engine, gradients: list[Tensor], squared_norm: Callable[[Tensor], float]) -> float | None:

@@ -12,7 +12,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, named_trainables, saved_tensors, update_shards
+from finetune.engine.base import (
+    BuildOptimizers,
+    Engine,
+    NamedTensors,
+    named_trainables,
+    norm_of_steps,
+    saved_tensors,
+    update_shards,
+)
+from finetune.engine.in_backward import StepInBackward
 from finetune.engine.parts import Part
 from finetune.engine.shard_waits import ShardWaits
 from finetune.models.weights import Placement, dtypes
@@ -38,6 +47,7 @@ class Fsdp2(Engine):
         plugin: Any = self.accelerator.state.fsdp_plugin
         plugin.cpu_ram_efficient_loading = not getattr(model, "is_quantized", False)
         plugin.mixed_precision_policy = self.policy
+        plugin.activation_checkpointing = False  # the model's own layers do; twice would be four forwards
         if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
             plugin.cpu_offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
         # prepare() insists on an optimizer next to the model; this one only satisfies it.
@@ -45,20 +55,28 @@ class Fsdp2(Engine):
         self.model, _ = self.accelerator.prepare(model, unused)
         self.unwrapped = self.model
         self._waits = ShardWaits(self.model, self.stopwatch)
-        self.optimizers = build(self._local_shards())
+        trained = self._local_shards()
+        if self.steps_in_backward:
+            filled = ((name, p, local) for name, p, local in self._shards if local.numel())
+            self.stepper = StepInBackward(filled, build, self.device)
+            self.optimizers = self.stepper.optimizers
+        else:
+            self.optimizers = build(trained)
 
     def _local_shards(self) -> NamedTensors:
         """This rank's part of each trained parameter, sharing its memory; nothing where the part is empty."""
         self._shards = [(name, p, _local(p.detach())) for name, p in named_trainables(self.unwrapped)]
         return [(name, local) for name, _, local in self._shards if local.numel()]
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss: Tensor) -> None:
+        """Every micro-batch is reduced at once: gradients that wait would be whole ones, on every rank."""
         scaled = loss * (self.world_size * self.loss_scale.value)  # reduce-scatter averages
         with self._waits.backward(scaled):
             scaled.backward()
 
-    def step(self, lr_factor: float) -> float | None:
-        self.set_lr(lr_factor)
+    def step(self) -> float | None:
+        if self.steps_in_backward:
+            return norm_of_steps(self.stepper, lambda local: self.sum(local)[0])
         for _, parameter, local in self._shards:
             local.grad = _local(parameter.grad) if parameter.grad is not None and local.numel() else None
         gradients = [local.grad for _, _, local in self._shards if local.grad is not None]

@@ -153,6 +153,7 @@ def check_launch(recipe: Recipe, recipe_file: str, launch: Launch) -> int:
 def check_agreement(recipe: Recipe, recipe_file: str, launch: Launch, micro_batches: int) -> None:
     """Training maths belongs to the recipe: raises UserError naming both files where the accelerate config differs."""
     wrong = [*_disagreements(recipe, launch.config, micro_batches), *_not_offered(recipe, launch)]
+    wrong += _not_in_backward(recipe, launch, micro_batches) if recipe.optimizer.in_backward else []
     if wrong:
         lines = "\n".join(f"  {line}" for line in wrong)
         raise UserError(f"{launch.name} and {recipe_file} do not agree; the recipe owns the maths:\n{lines}")
@@ -197,6 +198,12 @@ def _disagreements(recipe: Recipe, config: dict[str, Any], micro_batches: int) -
             fsdp.get("fsdp_activation_checkpointing"),
             recipe.train.activation_checkpointing,
             f"train.activation_checkpointing: {str(recipe.train.activation_checkpointing).lower()}",
+        ),
+        (
+            "fsdp_activation_checkpointing_offload",
+            fsdp.get("fsdp_activation_checkpointing_offload"),
+            recipe.train.activation_offload,
+            f"train.activation_offload: {str(recipe.train.activation_offload).lower()}",
         ),
     ]
     for name, theirs, ours, key in owned:
@@ -249,6 +256,28 @@ def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
         )
     if launch.kind == "zero" and recipe.train.compile:
         yield "`train.compile` does not go with DeepSpeed's hooks on parameters: use ddp or fsdp2, or `compile: false`"
+
+
+def _not_in_backward(recipe: Recipe, launch: Launch, micro_batches: int) -> Iterator[str]:
+    """Why the optimizer cannot step inside the backward here."""
+    if launch.kind == "replicated" and launch.processes > 1:
+        yield (
+            "`optimizer.in_backward`: DDP holds every gradient until all ranks have added theirs, so nothing would be "
+            "saved: use fsdp2, or `in_backward: false`"
+        )
+    if launch.kind == "zero":
+        yield (
+            "`optimizer.in_backward`: DeepSpeed steps its own groups of gradients, after the backward: use fsdp2, or "
+            "`in_backward: false`"
+        )
+    if micro_batches > 1:
+        rows, unit = recipe.batch.rows, recipe.batch.rows_per_device * launch.processes
+        one = f", or `batch.rows_per_device: {rows // launch.processes}`" if rows % launch.processes == 0 else ""
+        yield (
+            f"`optimizer.in_backward` needs one forward a step on each process, and {rows} rows a step are "
+            f"{micro_batches} forwards of {recipe.batch.rows_per_device} on each of {launch.processes}: "
+            f"set `batch.rows: {unit}`{one}"
+        )
 
 
 def _optimizer_on_nvme(deepspeed: dict[str, Any]) -> bool:

@@ -28,7 +28,11 @@ def autocast_forward(model: Any, compute: torch.dtype, device_type: str) -> None
 
 
 class NonFinite(Exception):
-    """The loss or the gradient is not finite. Nothing was stepped."""
+    """The loss or the gradient is not finite. Nothing was stepped, unless `stepped`."""
+
+    def __init__(self, message: str, stepped: bool = False):
+        super().__init__(message)
+        self.stepped = stepped
 
 
 @dataclass

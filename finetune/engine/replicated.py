@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,17 +14,24 @@ from finetune.engine.base import (
     BuildOptimizers,
     Engine,
     named_trainables,
+    norm_of_steps,
     saved_tensors,
     update_shards,
     wait_after_gradients,
 )
+from finetune.engine.in_backward import StepInBackward
 from finetune.engine.parts import Part
 from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 
 
 class Replicated(Engine):
-    """Gradients are averaged by DDP at the last micro-batch of a step; the average is undone by the loss's factor."""
+    """Gradients are averaged by DDP at the last micro-batch of a step; the average is undone by the loss's factor.
+
+    DDP decides in a forward whether its backward communicates, so the forward has to know as well. Until then
+    gradients add up in the buckets that are sent: they are zeroed in place, not dropped, where there are several
+    micro-batches, or every gradient would be held twice.
+    """
 
     def placement(self, recipe: Recipe) -> Placement:
         return Placement("load", self.device)
@@ -31,35 +39,55 @@ class Replicated(Engine):
     def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
         self.unwrapped = model
         self.model = self.accelerator.prepare_model(model)
-        self.optimizers = build(named_trainables(model))
+        self.accumulates = micro_batches > 1
+        if self.steps_in_backward:
+            self.stepper = StepInBackward(((name, p, p) for name, p in named_trainables(model)), build, self.device)
+            self.optimizers = self.stepper.optimizers
+        else:
+            self.optimizers = build(named_trainables(model))
 
-    def backward(self, loss: Tensor, last: bool) -> None:
-        wait = isinstance(self.model, DistributedDataParallel) and not last
+    @property
+    def _communicates(self) -> bool:
+        return isinstance(self.model, DistributedDataParallel)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with self.model.no_sync() if self._communicates and not last else contextlib.nullcontext():
+            yield
+
+    def backward(self, loss: Tensor) -> None:
         scaled = loss * (self.world_size * self.loss_scale.value)
         if self.world_size > 1:
             wait_after_gradients(scaled, self.stopwatch)
-        with self.model.no_sync() if wait else contextlib.nullcontext():
-            scaled.backward()
+        scaled.backward()
         self.stopwatch.end_wait()
 
-    def step(self, lr_factor: float) -> float | None:
-        self.set_lr(lr_factor)
+    def step(self) -> float | None:
+        if self.steps_in_backward:
+            return norm_of_steps(self.stepper, lambda local: local.item())
         gradients = [p.grad for _, p in named_trainables(self.unwrapped) if p.grad is not None]
         norm = update_shards(self, gradients, lambda local: local.item())
         self.drop_gradients()
         return norm
 
     @property
-    def needs_warm_up(self) -> bool:
+    def warm_ups(self) -> int:
         """DDP lays its buckets anew after the first backward, by the order in which gradients came (torch's
-        Reducer::rebuild_buckets); where an element lies decides in which order three or more ranks are added up."""
-        return isinstance(self.model, DistributedDataParallel) and self.world_size > 2
+        Reducer::rebuild_buckets); where an element lies decides in which order three or more ranks are added up. One
+        more, and gradients lie in these buckets from the first micro-batch on."""
+        if not self._communicates:
+            return 0
+        return 2 if self.accumulates else int(self.world_size > 2)
 
     def knows_waits(self, recipe: Recipe) -> bool:
         """Of DDP's reduction, what the backward's computation did not hide, and of the loss's."""
         return True
 
     def drop_gradients(self) -> None:
+        gradients = [p.grad for _, p in named_trainables(self.unwrapped) if p.grad is not None]
+        if self._communicates and self.accumulates and gradients:
+            torch._foreach_zero_(gradients)
+            return
         for _, parameter in named_trainables(self.unwrapped):
             parameter.grad = None
 

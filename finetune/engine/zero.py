@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,7 +17,7 @@ from finetune.engine.parts import Part, Types
 from finetune.engine.precision import NonFinite
 from finetune.errors import UserError
 from finetune.models.head import loss_module
-from finetune.models.weights import Placement
+from finetune.models.weights import Placement, dtypes
 from finetune.recipe.schema import Recipe
 
 
@@ -37,18 +38,25 @@ class Zero(Engine):
 
     @contextlib.contextmanager
     def loading(self, recipe: Recipe) -> Iterator[None]:
-        """Under stage 3 transformers shards every model while it is made, so that no rank holds the whole. Random
-        weights
-        drawn in shards would depend on the number of ranks: these are made whole on every rank, and sharded at wrap."""
-        if recipe.model.config is None:
-            yield
-            return
+        """Under stage 3 transformers shards every model while it is made, so that no rank holds the whole.
+
+        It makes them in the type that the config computes in, which would be fp32: frozen weights would take twice
+        their memory. Random weights drawn in shards would depend on the number of ranks: these are made whole on every
+        rank, and sharded at wrap.
+        """
         from transformers.integrations import unset_hf_deepspeed_config
 
-        unset_hf_deepspeed_config()
+        half = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtypes(recipe).frozen)
+        if recipe.mode == "lora" and half:
+            self.plugin.deepspeed_config[half] = {"enabled": True}  # until `wrap`
+            self.plugin.set_deepspeed_weakref()
+        if recipe.model.config is not None:
+            unset_hf_deepspeed_config()
         try:
             yield
         finally:
+            for kind in ("bf16", "fp16"):
+                self.plugin.deepspeed_config[kind] = {"enabled": False}
             self.plugin.set_deepspeed_weakref()
 
     def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
@@ -64,8 +72,7 @@ class Zero(Engine):
             zero_allow_untested_optimizer=True,
             steps_per_print=2**62,
         )
-        for kind in ("bf16", "fp16"):
-            config[kind] = {"enabled": False}
+        self._fit_buckets(config, model)
         (optimizer,) = build(named_trainables(model))
         self.accelerator.gradient_accumulation_steps = micro_batches
         self.model, wrapped = self.accelerator.prepare(model, optimizer)
@@ -81,16 +88,24 @@ class Zero(Engine):
         if next(head.children(), None) is not None:
             set_z3_leaf_module(head, True)
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    @staticmethod
+    def _fit_buckets(config: dict[str, Any], model: Any) -> None:
+        """DeepSpeed makes buffers for 5e8 gradients, 2 GB each in fp32 and two of them where it overlaps, also for
+        adapters of a few million: no larger than all there are. The buckets themselves stay what they were."""
+        trained = sum(getattr(p, "ds_numel", p.numel()) for _, p in named_trainables(model))
+        section = config.setdefault("zero_optimization", {})
+        if isinstance(size := section.get("reduce_bucket_size", 500_000_000), int | float):
+            section["reduce_bucket_size"] = min(int(size), trained)
+
+    def backward(self, loss: Tensor) -> None:
         if self.loss_scale.enabled:
             self.zero.override_loss_scale(self.loss_scale.value)
-        self.model.set_gradient_accumulation_boundary(last)
+        self.model.set_gradient_accumulation_boundary(self.last)
         self.model.backward(loss * self.world_size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
-        if not last:
+        if not self.last:
             self.model.step()  # between boundaries: counts the micro-batch, updates nothing
 
-    def step(self, lr_factor: float) -> float | None:
-        self.set_lr(lr_factor)
+    def step(self) -> float | None:
         self.model.step()
         norm = float("inf") if self.zero.overflow else float(self.model.get_global_grad_norm())
         if not self.loss_scale.enabled and not math.isfinite(norm):

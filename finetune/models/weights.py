@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from finetune.errors import UserError
+from finetune.models.activations import recompute_activations
 from finetune.models.adapters import add_adapters
 from finetune.models.attention import AttentionChoice, choose_attention
 from finetune.models.compiled import compile_layers
-from finetune.models.layers import recompute_activations
 from finetune.models.quantization import keep_weights_unpacked, quantization_config
 from finetune.models.tokenizer import first_line
 from finetune.recipe.schema import Recipe
@@ -84,7 +84,7 @@ def load_model(
     if types.compute != torch.float32:
         _start_in(model, types.compute)
     if recipe.train.activation_checkpointing:
-        recompute_activations(model)
+        recompute_activations(model, recipe.train.activation_checkpointing)
     if recipe.train.compile:
         compile_layers(model)
     return model.train()

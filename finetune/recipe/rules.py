@@ -161,6 +161,36 @@ def cross_entropy_of_torch(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
+def stepped_in_backward(recipe: Recipe) -> Iterator[Finding]:
+    optimizer, key = recipe.optimizer, "optimizer.in_backward"
+    if not optimizer.in_backward:
+        return
+    if optimizer.max_grad_norm is not None:
+        yield (
+            key,
+            "gradients are gone before their common norm is known, so they cannot be clipped by it: set "
+            "`optimizer.max_grad_norm: null`, or `in_backward: false`",
+        )
+    if optimizer.name == "muon":
+        yield key, "steps single parameters, and Muon shares them out between two optimizers: use `adamw`, or false"
+    if recipe.train.precision == "fp16":
+        yield (
+            key,
+            "steps that fp16's loss scale must skip are made by then: use `train.precision: bf16`, or false",
+        )
+    if recipe.batch.tokens_per_device is not None:
+        yield key, "needs one forward a step, and `batch.tokens_per_device` makes as many as the rows need: remove one"
+
+
+def offloaded_activations(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.train.activation_offload and recipe.train.activation_checkpointing == "selective":
+        yield (
+            "train.activation_offload",
+            "the results that `activation_checkpointing: selective` keeps stay on the device: use `true`, where each "
+            "layer's input goes to the host, or `false`, where all goes",
+        )
+
+
 RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     lora_section,
     quantization_section,
@@ -176,6 +206,8 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     mixture_has_parts,
     profile_within_run,
     cross_entropy_of_torch,
+    stepped_in_backward,
+    offloaded_activations,
 )
 
 

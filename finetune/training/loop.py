@@ -91,7 +91,7 @@ def training_steps(
     wishes: asked on every rank once a step; they travel with the loss, in the reduction that it needs anyway.
     Raises RunFailure before the optimizer step where loss or gradient is not finite, on all ranks alike.
     """
-    if engine.needs_warm_up and state.step < plan.steps:
+    if state.step < plan.steps:
         warm_up(engine, feed.peek().batches[0], attention, head)
     meters = meters or Meters(engine)
     clock = meters.clock
@@ -100,28 +100,32 @@ def training_steps(
         with clock.phase("data"):
             made = next(feed)
         batches, items, tokens = made.batches, made.supervised_tokens, made.tokens
+        factor = lr_factor(recipe.schedule, state.step, plan.steps)
+        engine.set_lr(factor)
         losses, sources = [], SourceSums(source_names, engine.device)
         for batch in batches:
             seed_micro_batch(recipe.run.seed, state.step, batch.index)
             arguments = attention.forward_arguments(batch.document_lengths)
-            with clock.phase("forward"):
-                loss_sum, token_losses = supervised_losses(engine.model, batch, arguments, engine.device, head)
-                sources.add(batch, token_losses)
-            with clock.phase("backward"):
-                engine.backward(loss_sum / items, last=batch is batches[-1])
-            losses.append(loss_sum.detach().double())
+            with engine.micro_batch(last=batch is batches[-1]):
+                with clock.phase("forward"):
+                    loss_sum, token_losses = supervised_losses(engine.model, batch, arguments, engine.device, head)
+                    sources.add(batch, token_losses)
+                losses.append(loss_sum.detach().double())
+                if engine.steps_in_backward and not math.isfinite(*engine.sum(losses[-1])):
+                    raise RunFailure(not_finite("loss", engine, state.step, batches, losses))
+                with clock.phase("backward"):
+                    engine.backward(loss_sum / items)
         wished = astuple(wishes())
         loss, *others = engine.sum(torch.stack(losses).sum(), *wished, *sources.values())
         wished, of_sources = others[: len(wished)], others[len(wished) :]
         if not math.isfinite(loss):
             raise RunFailure(not_finite("loss", engine, state.step, batches, losses))
-        factor = lr_factor(recipe.schedule, state.step, plan.steps)
         meters.weigh_gradients()
         try:
             with clock.phase("optimizer"):
-                grad_norm = engine.step(factor)
-        except NonFinite:
-            raise RunFailure(not_finite("gradient", engine, state.step, batches, losses)) from None
+                grad_norm = engine.step()
+        except NonFinite as error:
+            raise RunFailure(not_finite("gradient", engine, state.step, batches, losses, error.stepped)) from None
         state.step += 1
         state.tokens += tokens
         state.supervised_tokens += items
@@ -147,10 +151,12 @@ def training_steps(
 
 
 def warm_up(engine: Engine, batch: Batch, attention: AttentionChoice, head: LossHead) -> None:
-    """A forward and backward that leave no trace: weights, optimizer and random numbers of the steps are untouched."""
-    arguments = attention.forward_arguments(batch.document_lengths)
-    engine.backward(supervised_losses(engine.model, batch, arguments, engine.device, head).total, last=True)
-    engine.drop_gradients()
+    """Forwards and backwards that leave no trace: weights, optimizer and random numbers of the steps are untouched."""
+    for _ in range(engine.warm_ups):
+        arguments = attention.forward_arguments(batch.document_lengths)
+        with engine.micro_batch(last=True):
+            engine.backward(supervised_losses(engine.model, batch, arguments, engine.device, head).total)
+        engine.drop_gradients()
 
 
 def seed_micro_batch(seed: int, step: int, index: int) -> None:
@@ -162,7 +168,9 @@ def row_ids(batches: list[Batch]) -> list[str]:
     return [f"{path}:{row}" for batch in batches for path, row in batch.documents]
 
 
-def not_finite(what: str, engine: Engine, step: int, batches: list[Batch], losses: list[torch.Tensor]) -> str:
+def not_finite(
+    what: str, engine: Engine, step: int, batches: list[Batch], losses: list[torch.Tensor], stepped: bool = False
+) -> str:
     """The message of a stop: step, and the rows of the micro-batches that did it, over all ranks. Collective."""
     guilty = [b for b, loss in zip(batches, losses, strict=True) if not torch.isfinite(loss)] or batches
     rows = row_ids(guilty)
@@ -170,7 +178,8 @@ def not_finite(what: str, engine: Engine, step: int, batches: list[Batch], losse
         row for share in engine.gather(rows if what == "gradient" or guilty is not batches else []) for row in share
     ]
     shown = ", ".join(everyone[:20]) + (f" and {len(everyone) - 20} more" if len(everyone) > 20 else "")
+    become = "the weights in memory are spoiled, the last checkpoint is not" if stepped else "nothing was stepped"
     return (
-        f"the {what} is not finite at step {step + 1}; nothing was stepped. Rows in question: {shown}. "
+        f"the {what} is not finite at step {step + 1}; {become}. Rows in question: {shown}. "
         "Look at these rows with `finetune inspect`, lower optimizer.lr, or use train.precision: bf16 instead of fp16"
     )

@@ -31,6 +31,7 @@ from finetune.export.result import save_result
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.config import check_token_ids, model_config
 from finetune.models.head import Formula, attach_head
+from finetune.models.offload import offload_activations
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import attention_for, dtypes, load_model, parameter_counts
 from finetune.planning.flops import model_flops
@@ -147,6 +148,10 @@ class Run:
         types = dtypes(self.recipe)
         if types.compute != types.trained:
             autocast_forward(model, types.compute, self.engine.device.type)
+        if self.recipe.train.activation_offload:
+            offload_activations(model, self.engine.device)
+            if self.engine.device.type == "cpu":
+                self.say("note: activation_offload: this run is in the host's memory already; it only makes copies")
         return model
 
     def _plan(self, model: Any, micro_batches: int) -> Plan:

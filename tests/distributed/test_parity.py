@@ -26,7 +26,8 @@ ON_FSDP2 = (
 )
 SELECTED = {
     ("ddp", 2): {*ON_DDP, "full unpacked", "lora tied", "lora bf16"},
-    ("fsdp2", 2): ON_FSDP2 - {"full from scratch", "full checkpointing", "lora dora", "lora mistral window"},
+    ("fsdp2", 2): ON_FSDP2
+    - {"full from scratch", "full checkpointing", "lora dora", "lora mistral window", "lora dropout offloaded"},
     ("zero2", 2): {"full", "lora", "full accumulate 1", "lora unpacked", "full tied", "qlora", "full bf16"},
     ("zero3", 2): {
         *(
@@ -40,6 +41,7 @@ SELECTED = {
         ),
         "full stream",
         *("full checkpointing", "lora dropout rslora", "lora dora", "lora chunked head", "qlora", "full bf16"),
+        "lora dropout offloaded",
     },
     ("zero3_offload", 2): {"full", "lora", "full tied", "qlora", "full bf16"},
     ("ddp", 4): {"full", "lora dropout rslora"},
@@ -47,6 +49,8 @@ SELECTED = {
     ("zero3", 4): set(),
     ("fsdp2_offload", 4): set(),
     ("zero2", 4): set(),
+    ("zero2_offload", 2): set(),
+    ("zero2_offload", 4): set(),
     ("zero3_offload", 4): set(),
 }
 LAUNCHES = (
@@ -79,7 +83,7 @@ def test_every_case_is_run_on_several_processes() -> None:
 
 def test_the_matrix_has_every_config_and_size_that_is_promised() -> None:
     sizes = {(config, processes) for config, processes, _ in parity.LAUNCHES}
-    configs = {"ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload"}
+    configs = {"ddp", "fsdp2", "fsdp2_offload", "zero2", "zero2_offload", "zero3", "zero3_offload"}
     assert sizes == {(config, processes) for config in configs for processes in (2, 4)}
     for config, processes, cases in parity.selected([]):
         assert processes == 4 or {"full", "lora", "qlora"} <= {case.name for case in cases}, config

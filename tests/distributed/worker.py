@@ -4,12 +4,13 @@
     python tests/distributed/worker.py plan.json
 
 plan.json   {"recipe": file, "out": folder, "cases": [{"name", "overrides", "break_at", "heal_at"}, ...]}
-out/        <name>-<rank>.json: {"error", "message"} and, with `break_at`, {"moved", "unchanged"}
+out/        <name>-<rank>.json: {"error", "message", "reductions"} and, with `break_at`, {"moved", "unchanged"}
             <name>.txt: what a person saw on rank 0
 
 `break_at`: from that step on (1-based, at least 2), until `heal_at` if there is one, the gradient that reaches the LM
 head is infinite, the loss is not. `moved`: the parameters differ between the beginnings of the step before and of that
 step. `unchanged`: they are the same, bit by bit, at its beginning and at that of `heal_at`, or after the run's end.
+`reductions`: how often DDP reduced a bucket of gradients.
 """
 
 from __future__ import annotations
@@ -50,15 +51,43 @@ def run_case(
     micro_batches = loaded.batch.rows // loaded.batch.rows_per_device // int(os.environ.get("WORLD_SIZE", "1"))
     broken = BrokenGradient(break_at, heal_at, micro_batches) if break_at else None
     become: dict[str, Any] = {"error": None, "message": None}
+    reductions = Reductions()
     seen = out / f"{name}.txt" if os.environ.get("RANK", "0") == "0" else Path(os.devnull)
     with seen.open("w", encoding="utf-8") as file:
         try:
             train(loaded, recipe, StopRequest(), Console(file=file, width=200))
         except (RunFailure, UserError, ArithmeticError) as error:
             become = {"error": type(error).__name__, "message": str(error)}
+    become["reductions"] = reductions.finish()
     if broken:
         become.update(broken.verdict())
     return become
+
+
+class Reductions:
+    """Counted by a communication hook of DDP's that does what DDP does without one."""
+
+    def __init__(self) -> None:
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        self.count, self.model = 0, None
+        self.hook = register_module_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, module: Any, _inputs: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+        from torch.nn.parallel import DistributedDataParallel
+
+        def counted(_state, bucket):  # torch reads annotations, and refuses what is only their text
+            self.count += 1
+            return allreduce_hook(module.process_group, bucket)
+
+        if isinstance(module, DistributedDataParallel) and self.model is None:
+            self.model = module
+            module.register_comm_hook(None, counted)
+
+    def finish(self) -> int:
+        self.hook.remove()
+        return self.count
 
 
 class BrokenGradient:
@@ -70,14 +99,17 @@ class BrokenGradient:
         self.first = (break_at - 1) * micro_batches  # forward in which it breaks, from 0
         self.previous = self.first - micro_batches
         self.healed = (heal_at - 1) * micro_batches if heal_at else sys.maxsize
-        self.forwards = 0
+        self.forwards, self.accumulates = 0, micro_batches > 1
         self.model: Any = None
         self.snapshots: dict[int, list[Any]] = {}
         self.hook = register_module_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, module: Any, _inputs: Any) -> None:
+        from torch.nn.parallel import DistributedDataParallel
         from transformers import PreTrainedModel
 
+        if isinstance(module, DistributedDataParallel) and self.model is None and self.accumulates:
+            self.forwards = -2  # warm-ups come before the first step
         if not isinstance(module, PreTrainedModel) or module.get_output_embeddings() is None or not module.training:
             return
         if self.model is None:

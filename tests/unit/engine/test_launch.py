@@ -17,7 +17,7 @@ from finetune.errors import UserError
 from finetune.recipe import load_recipe
 
 CONFIGS = Path(__file__).resolve().parents[3] / "accelerate_configs"
-EIGHT = {"single", "ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload", "zero3_nvme"}
+SHIPPED = {"single", "ddp", "fsdp2", "fsdp2_offload", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"}
 
 
 def launch_of(tmp_path: Path, name: str, **changes: Any) -> Launch:
@@ -30,12 +30,12 @@ def launch_of(tmp_path: Path, name: str, **changes: Any) -> Launch:
     return read_config_file(str(path), 2)
 
 
-def test_the_shipped_configs_are_the_eight() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == EIGHT
+def test_the_shipped_configs_are_these() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == SHIPPED
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
-@pytest.mark.parametrize("name", sorted(EIGHT))
+@pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_shipped_configs_agree_with_any_recipe(
     recipe: dict[str, Any], write_recipe: Any, name: str, processes: int
 ) -> None:
@@ -55,6 +55,11 @@ DISAGREEMENTS: list[tuple[str, dict[str, Any], str]] = [
     ("zero2", {"deepspeed_config": {"optimizer": {"type": "Adam"}}}, "deepspeed `optimizer` is decided by the recipe"),
     ("zero2", {"deepspeed_config": {"train_batch_size": 64}}, "deepspeed `train_batch_size` is decided by the recipe"),
     ("fsdp2", {"fsdp_config": {"fsdp_activation_checkpointing": True}}, "`fsdp_activation_checkpointing: True`"),
+    (
+        "fsdp2",
+        {"fsdp_config": {"fsdp_activation_checkpointing_offload": True}},
+        "`fsdp_activation_checkpointing_offload: True` against `train.activation_offload: false`",
+    ),
     ("fsdp2", {"fsdp_config": {"fsdp_version": 1}}, "`fsdp_version: 1` loses the optimizer state"),
     ("fsdp2", {"parallelism_config": {"parallelism_config_tp_size": 2}}, "`parallelism_config` is not supported yet"),
 ]
@@ -128,6 +133,44 @@ def test_what_zero_cannot_do_is_refused(
     with pytest.raises(UserError) as error:
         check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch)
     assert fragment in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "processes", "fragments"),
+    [
+        ("ddp", 2, ("DDP holds every gradient until all ranks have added theirs", "use fsdp2")),
+        ("zero2", 2, ("DeepSpeed steps its own groups of gradients", "use fsdp2")),
+        ("zero3", 1, ("DeepSpeed steps its own groups of gradients",)),
+        (
+            "fsdp2",
+            2,
+            ("are 4 forwards of 1 on each of 2: set `batch.rows: 2`, or", "rows_per_device: 4`"),
+        ),
+        (
+            "single",
+            1,
+            ("are 8 forwards of 1 on each of 1: set `batch.rows: 1`, or", "rows_per_device: 8`"),
+        ),
+    ],
+)
+def test_where_the_backward_cannot_step(
+    recipe: dict[str, Any], write_recipe: Any, config: str, processes: int, fragments: tuple[str, ...]
+) -> None:
+    recipe["batch"] = {"rows": 8, "rows_per_device": 1 if config in ("fsdp2", "single") else 8 // processes}
+    recipe["optimizer"] |= {"in_backward": True, "max_grad_norm": None}
+    launch = read_config_file(str(CONFIGS / f"{config}.yaml"), processes)
+    with pytest.raises(UserError) as error:
+        check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch)
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+@pytest.mark.parametrize(("config", "processes"), [("single", 1), ("ddp", 1), ("fsdp2", 2), ("fsdp2_offload", 4)])
+def test_where_the_backward_can_step(recipe: dict[str, Any], write_recipe: Any, config: str, processes: int) -> None:
+    recipe["batch"] = {"rows": 8, "rows_per_device": 8 // processes}
+    recipe["optimizer"] |= {"in_backward": True, "max_grad_norm": None}
+    launch = read_config_file(str(CONFIGS / f"{config}.yaml"), processes)
+    assert check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch) == 1
 
 
 @pytest.mark.parametrize(
