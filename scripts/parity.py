@@ -53,6 +53,7 @@ CASES = (
     Case("lora", LORA),
     Case("full accumulate 1", ("batch.rows_per_device=4",)),
     Case("lora accumulate 1", (*LORA, "batch.rows_per_device=4")),
+    Case("full auto rows", ("batch.rows_per_device=auto",)),
     Case("full unpacked", ("data.packing=false",)),
     Case("lora unpacked", (*LORA, "data.packing=false")),
     Case(

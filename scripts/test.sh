@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs what is missing and passes the tests: linters, types, layers, pytest. Arguments go to pytest.
+# Installs what is missing and passes the tests: linters, types, layers, pytest. Arguments go to pytest, which runs two
+# test files at a time (`-n 0`: one after the other, as a debugger wants it).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -9,4 +10,6 @@ ruff check .
 ruff format --check .
 pyright
 lint-imports
-exec python -m pytest "$@"
+# A file stays on one worker: what it launches once is launched once. In the order they are collected, files with
+# launches come first and the many short ones fill what is left at the end.
+exec python -m pytest -p no:randomly -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.batch import OrderedRows
@@ -61,6 +62,13 @@ class Dataset:
     def first_example(self) -> Example:
         return self.examples[0]
 
+    def heaviest_row(self, max_length: int) -> tuple[int, int]:
+        """(tokens of the longest row, trained tokens of the row that has most of them)."""
+        return tuple(  # pyright: ignore[reportReturnType]  (two)
+            int(np.add.reduceat(counts[self.rows.members], self.rows.offsets[:-1]).max())
+            for counts in (self.examples.lengths, self.examples.num_trained)
+        )
+
     def facts(self) -> dict[str, int | str]:
         """What tells these rows from others: a checkpoint keeps them. `lengths`: checksum over every example's tokens,
         all and trained, which decide how examples are packed and ordered."""
@@ -107,6 +115,10 @@ class Stream:
 
     def first_example(self) -> Example:
         return self.rows.documents(0)[0]
+
+    def heaviest_row(self, max_length: int) -> tuple[int, int]:
+        """Nobody knows before its end: a full row of which all is trained that can be."""
+        return max_length, max_length - 1
 
     def unpacked(self) -> Stream:
         raise UserError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -43,6 +44,7 @@ class Engine(abc.ABC):
         self.world_size = accelerator.num_processes
         self.is_main = accelerator.is_main_process
         self.device = accelerator.device
+        self.local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this machine
         self.max_grad_norm = recipe.optimizer.max_grad_norm
         self.loss_scale = LossScale.of(recipe.train.precision)
         self.steps_in_backward = recipe.optimizer.in_backward
@@ -93,8 +95,22 @@ class Engine(abc.ABC):
         """
         return 0
 
-    def drop_gradients(self) -> None:  # noqa: B027 (only where a warm-up is needed)
-        """After the warm-up."""
+    @property
+    def trial_is_collective(self) -> bool:
+        """Whether `trial` waits for the other ranks in the middle of a forward: all must call it, with as many rows."""
+        return self.world_size > 1
+
+    def trial(self, loss: Callable[[Any], Tensor]) -> None:
+        """The memory of a micro-batch: `loss` of the model and its backward, added to the gradients and never stepped.
+
+        `drop_gradients` undoes it.
+        """
+        with self.micro_batch(last=False):
+            self.backward(loss(self.model))
+
+    @abc.abstractmethod
+    def drop_gradients(self) -> None:
+        """Of a warm-up or a trial: nothing of them reaches the next step."""
 
     @abc.abstractmethod
     def step(self) -> float | None:

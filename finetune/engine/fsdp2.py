@@ -81,9 +81,12 @@ class Fsdp2(Engine):
             local.grad = _local(parameter.grad) if parameter.grad is not None and local.numel() else None
         gradients = [local.grad for _, _, local in self._shards if local.grad is not None]
         norm = update_shards(self, gradients, lambda local: self.sum(local)[0])
+        self.drop_gradients()
+        return norm
+
+    def drop_gradients(self) -> None:
         for _, parameter, local in self._shards:
             parameter.grad = local.grad = None
-        return norm
 
     def knows_waits(self, recipe: Recipe) -> bool:
         """Not where layers are compiled: they have no room for the hooks that tell."""

@@ -40,6 +40,11 @@ class Launch:
         return self.config_file or "the accelerate launch"
 
     @property
+    def backend(self) -> dict[str, Any]:
+        """How the backend is set up: what lies where, and what is offloaded."""
+        return {"kind": self.kind, "fsdp": self.config.get("fsdp_config"), "deepspeed": _deepspeed(self.config)}
+
+    @property
     def where(self) -> str:
         """For reports: `zero3_offload`, `ddp`, or `single`."""
         if self.config_file:
@@ -138,32 +143,41 @@ def _load_config(path: str) -> dict[str, Any]:
 def check_launch(recipe: Recipe, recipe_file: str, launch: Launch) -> int:
     """Everything about the pair of recipe and launch that can be known before a process group exists.
 
-    Returns the micro-batches that each process runs per step; with `tokens_per_device` the most there can be. Raises
-    UserError.
+    Returns the micro-batches that each process runs per step; with `tokens_per_device`, and where a trial is to find
+    the rows of a forward, the most there can be. Raises UserError.
     """
-    unit = recipe.batch.rows_per_device * launch.processes
+    automatic = recipe.batch.rows_per_device == "auto"
+    rows = 1 if recipe.batch.rows_per_device == "auto" else recipe.batch.rows_per_device
+    unit = rows * launch.processes
     if recipe.batch.rows % unit and recipe.batch.tokens_per_device is None:
-        message = divisibility_message(recipe.batch.rows, recipe.batch.rows_per_device, launch.processes)
+        message = divisibility_message(recipe.batch.rows, rows, launch.processes)
         raise UserError(f"{recipe_file} on {launch.name}: batch.rows: {message}")
     micro_batches = -(-recipe.batch.rows // unit)
-    check_agreement(recipe, recipe_file, launch, micro_batches)
+    check_agreement(recipe, recipe_file, launch, None if automatic else micro_batches)
     return micro_batches
 
 
-def check_agreement(recipe: Recipe, recipe_file: str, launch: Launch, micro_batches: int) -> None:
-    """Training maths belongs to the recipe: raises UserError naming both files where the accelerate config differs."""
+def check_agreement(recipe: Recipe, recipe_file: str, launch: Launch, micro_batches: int | None) -> None:
+    """Training maths belongs to the recipe: raises UserError naming both files where the accelerate config differs.
+
+    micro_batches: of each process in a step; None where a trial is to find them.
+    """
     wrong = [*_disagreements(recipe, launch.config, micro_batches), *_not_offered(recipe, launch)]
-    wrong += _not_in_backward(recipe, launch, micro_batches) if recipe.optimizer.in_backward else []
+    if recipe.optimizer.in_backward and micro_batches is not None:  # a rule refuses it where a trial finds them
+        wrong += _not_in_backward(recipe, launch, micro_batches)
     if wrong:
         lines = "\n".join(f"  {line}" for line in wrong)
         raise UserError(f"{launch.name} and {recipe_file} do not agree; the recipe owns the maths:\n{lines}")
 
 
-def _disagreements(recipe: Recipe, config: dict[str, Any], micro_batches: int) -> Iterator[str]:
+def _disagreements(recipe: Recipe, config: dict[str, Any], micro_batches: int | None) -> Iterator[str]:
     """Settings that both files could hold: each must say the same, `auto`, or nothing."""
     deepspeed = _deepspeed(config)
     fsdp = config.get("fsdp_config") or {}
     precision = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "bf16_true": "no"}[recipe.train.precision]
+    accumulation = f"batch.rows / batch.rows_per_device / processes = {micro_batches}"
+    if micro_batches is None:
+        accumulation = "batch.rows_per_device: auto"
     owned = [
         ("mixed_precision", config.get("mixed_precision"), precision, f"train.precision: {recipe.train.precision}"),
         *(
@@ -180,7 +194,7 @@ def _disagreements(recipe: Recipe, config: dict[str, Any], micro_batches: int) -
                 f"{where}gradient_accumulation_steps",
                 section.get("gradient_accumulation_steps"),
                 micro_batches,
-                f"batch.rows / batch.rows_per_device / processes = {micro_batches}",
+                accumulation,
             )
             for where, section in (("", config), ("deepspeed ", deepspeed))
         ),

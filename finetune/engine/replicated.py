@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -82,6 +82,14 @@ class Replicated(Engine):
     def knows_waits(self, recipe: Recipe) -> bool:
         """Of DDP's reduction, what the backward's computation did not hide, and of the loss's."""
         return True
+
+    @property
+    def trial_is_collective(self) -> bool:
+        return False
+
+    def trial(self, loss: Callable[[Any], Tensor]) -> None:
+        """Past DDP, which would reduce: a rank that runs out of memory leaves no other waiting."""
+        (loss(self.unwrapped) * (self.world_size * self.loss_scale.value)).backward()
 
     def drop_gradients(self) -> None:
         gradients = [p.grad for _, p in named_trainables(self.unwrapped) if p.grad is not None]

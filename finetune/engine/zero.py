@@ -120,6 +120,17 @@ class Zero(Engine):
         buffer = getattr(self.zero, "grad_partitions_flat_buffer", None)
         return found if buffer is None else [*found, buffer]
 
+    def drop_gradients(self) -> None:
+        """As DeepSpeed's own step does where a gradient overflowed, and back to the first micro-batch of a step."""
+        zero = self.zero
+        zero.zero_grad(set_to_none=True)
+        zero.reset_cpu_buffers()
+        if self.plugin.zero_stage == 3:
+            zero.averaged_gradients = {}
+            return
+        zero.averaged_gradients, zero.all_grad_tensors = {}, {}
+        zero.micro_step_id = -1  # INITIAL_MICRO_STEP_ID; the next forward counts it up
+
     def parts(self, reading: bool) -> list[Part]:
         """Ranges of parameters in DeepSpeed's flat fp32 groups, on NVMe in its swap files."""
         if not self.copies_state:

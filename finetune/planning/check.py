@@ -66,8 +66,11 @@ def _check_launch(recipe: Recipe, path: Path, config_file: Path | None, processe
 
     launch = read_config_file(str(config_file), processes) if config_file else Launch("replicated", processes or 1)
     micro_batches = check_launch(recipe, str(path), launch)
-    most = "" if recipe.batch.tokens_per_device is None else "at most "
+    automatic = recipe.batch.rows_per_device == "auto"
+    most = "at most " if automatic or recipe.batch.tokens_per_device is not None else ""
     forwards = f"{most}{micro_batches} forwards each per step"
+    if automatic:
+        forwards += " (batch.rows_per_device: auto, found by trial at the first run there)"
     report.facts["launch"] = f"{launch.where}, {launch.processes} processes, {forwards}"
     _note_balance(recipe, launch.processes, report)
 
@@ -76,6 +79,8 @@ def _note_balance(recipe: Recipe, processes: int, report: Report) -> None:
     """Where more rows run at the same time than stand together with like work."""
     from finetune.data import group_rows
 
+    if recipe.batch.rows_per_device == "auto":
+        return
     at_once = processes * recipe.batch.rows_per_device
     group = group_rows(recipe.data.balance, recipe.batch.rows)
     if processes > 1 and group % at_once and recipe.batch.tokens_per_device is None:
@@ -88,13 +93,16 @@ def _note_balance(recipe: Recipe, processes: int, report: Report) -> None:
 def _check_data(recipe: Recipe, report: Report) -> None:
     from finetune.data.dataset import Stream, build_dataset, build_training, template_notes
     from finetune.models.config import check_token_ids, model_config
+    from finetune.models.dropout import check_nothing_random
     from finetune.models.tokenizer import load_tokenizer
     from finetune.planning.plan import run_length
     from finetune.tracking import check_trackers
 
     check_trackers(recipe.tracking)
     tokenizer = load_tokenizer(recipe.model)
-    check_token_ids(model_config(recipe.model), len(tokenizer))
+    check_token_ids(config := model_config(recipe.model), len(tokenizer))
+    if recipe.batch.rows_per_device == "auto":
+        check_nothing_random(config)
     report.notes += template_notes(recipe, tokenizer)
     for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
         if not sources:

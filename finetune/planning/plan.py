@@ -22,6 +22,8 @@ class Plan:
     device: str
     steps: int  # optimizer steps of the whole run
     micro_batches: int  # per step and process; with batch.tokens_per_device the most there can be
+    rows_per_device: int | None  # in one forward; None with batch.tokens_per_device
+    rows_per_device_reason: str
     rows_per_epoch: int | None  # packed rows; None for a stream, as the others by epoch
     total_rows: int  # of the whole run; the last step may be short
     examples: int | None

@@ -33,9 +33,26 @@ def adapters_on_something(recipe: Recipe) -> Iterator[Finding]:
 
 
 def rows_divide(recipe: Recipe) -> Iterator[Finding]:
-    batch = recipe.batch
-    if batch.rows % batch.rows_per_device:
-        yield "batch.rows", divisibility_message(batch.rows, batch.rows_per_device, 1)
+    rows, each = recipe.batch.rows, recipe.batch.rows_per_device
+    if each != "auto" and rows % each:
+        yield "batch.rows", divisibility_message(rows, each, 1)
+
+
+def automatic_rows(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.batch.rows_per_device != "auto":
+        return
+    if recipe.lora is not None and recipe.lora.dropout:
+        yield (
+            "batch.rows_per_device",
+            f"dropout is drawn for each forward, so under `auto` losses would depend on the hardware (lora.dropout: "
+            f"{recipe.lora.dropout}): give a number, or `lora.dropout: 0`",
+        )
+    if recipe.optimizer.in_backward:
+        yield (
+            "batch.rows_per_device",
+            "`optimizer.in_backward` needs one forward a step, which `auto` does not promise: give `batch.rows` "
+            "divided by the number of processes",
+        )
 
 
 def divisibility_message(rows: int, rows_per_device: int, world_size: int) -> str:
@@ -196,6 +213,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     quantization_section,
     adapters_on_something,
     rows_divide,
+    automatic_rows,
     frozen_dtype,
     evaluation_has_data,
     generation_has_prompts,

@@ -174,7 +174,9 @@ class Objective(Section):
 
 class Batch(Section):
     rows: Count  # packed rows (or examples) per optimizer step, over all processes
-    rows_per_device: Count = 1  # rows in one forward; accumulation follows from the two and the world size
+    # Rows in one forward; accumulation follows from the two and the world size. auto: the most that fit into memory,
+    # found by trial at the first run on a kind of hardware.
+    rows_per_device: Count | Literal["auto"] = 1
     # With `data.packing: false`, instead of rows_per_device: a step's examples are sorted by length and cut into
     # forwards of at most so many tokens.
     tokens_per_device: Count | None = None

@@ -17,7 +17,7 @@ _SHOWN_CHARACTERS = 300
 
 
 def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
-    forwards = f"{plan.micro_batches} forwards of {recipe.batch.rows_per_device}"
+    forwards = f"{plan.micro_batches} forwards of {plan.rows_per_device}"
     if recipe.batch.tokens_per_device is not None:
         forwards = f"forwards of at most {recipe.batch.tokens_per_device:,} tokens"
     facts = {
@@ -29,6 +29,8 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
         **_data(recipe, plan),
         "steps": f"{plan.steps:,} of {recipe.batch.rows} rows: {forwards} on each of {plan.world_size}",
     }
+    if recipe.batch.rows_per_device == "auto":
+        facts["rows per forward"] = f"{plan.rows_per_device} ({plan.rows_per_device_reason})"
     table = Table(title=recipe.run.name, show_header=False, title_justify="left")
     for name, value in facts.items():
         table.add_row(name, value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +31,7 @@ from finetune.export.card import model_card
 from finetune.export.result import save_result
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.config import check_token_ids, model_config
+from finetune.models.dropout import check_nothing_random
 from finetune.models.head import Formula, attach_head
 from finetune.models.offload import offload_activations
 from finetune.models.tokenizer import load_tokenizer
@@ -49,6 +51,7 @@ from finetune.tracking import (
 )
 from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.feed import fed_steps
+from finetune.training.fit import FoundRows, find_rows, memory_of
 from finetune.training.loop import State, Step, StepMetrics, Wishes, training_steps
 from finetune.training.optimizers import build_optimizers
 from finetune.training.profile import Profiler
@@ -73,6 +76,8 @@ def train(recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console 
     tokenizer = load_tokenizer(recipe.model)
     config = model_config(recipe.model)
     check_token_ids(config, len(tokenizer))
+    if recipe.batch.rows_per_device == "auto":
+        check_nothing_random(config)
     notes = template_notes(recipe, tokenizer)
     training = build_training(recipe, tokenizer)
     held_out = build_dataset(recipe, recipe.data.eval, tokenizer) if recipe.data.eval else None
@@ -115,10 +120,12 @@ class Run:
         self.attention = attention_for(recipe, config, engine.device.type)
         self._isolate_documents()
         model = self._load(config)
-        self.plan = self._plan(model, micro_batches)
-        self.profiler = Profiler(recipe.profile, engine, self.folder, self.plan.steps) if recipe.profile else None
+        counts = parameter_counts(model)
         flops = model_flops(model, self.attention.implementation, recipe.train.activation_checkpointing)
-        engine.wrap(model, lambda named: build_optimizers(recipe.optimizer, named), micro_batches)
+        engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
+        self.rows = self._rows_per_device(config)
+        self.plan = self._plan(counts, micro_batches)
+        self.profiler = Profiler(recipe.profile, engine, self.folder, self.plan.steps) if recipe.profile else None
         self.meters, self.totals = Meters(engine, flops, self._peak()), Totals()
         self.loader = self._loader(self.training.in_order(recipe), self.plan.total_rows)
         self.evaluator = self._evaluator()
@@ -132,7 +139,7 @@ class Run:
         """Where an architecture cannot keep documents apart: one per forward, said aloud."""
         if self.attention.isolates_documents:
             return
-        if self.recipe.batch.rows_per_device != 1 or self.recipe.batch.tokens_per_device is not None:
+        if self.recipe.batch.rows_per_device not in (1, "auto") or self.recipe.batch.tokens_per_device is not None:
             raise UserError(f"{self.attention.reason}: set batch.rows_per_device: 1, and no tokens_per_device")
         if self.recipe.data.packing:
             self.say(f"[yellow]{self.attention.reason}; packing is off[/yellow]")
@@ -154,16 +161,31 @@ class Run:
                 self.say("note: activation_offload: this run is in the host's memory already; it only makes copies")
         return model
 
-    def _plan(self, model: Any, micro_batches: int) -> Plan:
+    def _rows_per_device(self, config: PretrainedConfig) -> FoundRows:
+        """In one forward. Collective where they are to be found."""
+        recipe, engine = self.recipe, self.engine
+        if recipe.batch.rows_per_device != "auto":
+            return FoundRows(recipe.batch.rows_per_device, "asked for in the recipe")
+        if not self.attention.isolates_documents:
+            return FoundRows(1, f"auto: {self.attention.reason}")
+        build = partial(build_optimizers, recipe.optimizer)
+        memory = memory_of(engine)
+        return find_rows(engine, recipe, config, self.attention, self.head, self.training, build, memory, self.say)
+
+    def _plan(self, counts: tuple[int, int], micro_batches: int) -> Plan:
         recipe, size = self.recipe, self.training.size(self.recipe.data.max_length)
         steps, total_rows = run_length(recipe, size.rows if size else None)
-        parameters, trained = parameter_counts(model)
+        (parameters, trained), budget = counts, recipe.batch.tokens_per_device
+        if budget is None:
+            micro_batches = recipe.batch.rows // (self.rows.rows * self.engine.world_size)
         return Plan(
             where=self.engine.launch.where,
             world_size=self.engine.world_size,
             device=device_name(self.engine),
             steps=steps,
             micro_batches=micro_batches,
+            rows_per_device=self.rows.rows if budget is None else None,
+            rows_per_device_reason=self.rows.reason if budget is None else "batch.tokens_per_device",
             rows_per_epoch=size.rows if size else None,
             total_rows=total_rows,
             examples=size.examples if size else None,
@@ -193,7 +215,7 @@ class Run:
         return Loader(
             rows,
             batch.rows,
-            batch.rows_per_device,
+            self.rows.rows,
             engine.rank,
             engine.world_size,
             total_rows,
@@ -206,7 +228,7 @@ class Run:
         batch = self.recipe.batch
         if not self.recipe.train.compile:
             return None
-        return batch.tokens_per_device or batch.rows_per_device * self.recipe.data.max_length
+        return batch.tokens_per_device or self.rows.rows * self.recipe.data.max_length
 
     def _evaluator(self) -> Evaluator | None:
         if self.held_out is None:

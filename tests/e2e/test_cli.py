@@ -338,6 +338,17 @@ def test_check_of_an_empty_folder(here: Callable[..., Outcome], tmp_path: Path) 
     assert f"error: {tmp_path}: no recipes" in err
 
 
+def test_check_of_rows_to_be_found(here: Callable[..., Outcome], recipe: dict[str, Any], write_recipe: Any) -> None:
+    recipe["batch"] = {"rows": 8, "rows_per_device": "auto"}
+    config = ROOT / "accelerate_configs" / "zero3.yaml"
+    code, out, err = here("check", write_recipe(recipe), "--config-file", config, "--num-processes", 2, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)[0]["launch"] == (
+        "zero3, 2 processes, at most 4 forwards each per step (batch.rows_per_device: auto, found by trial at the "
+        "first run there)"
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "processes", "override", "fragment"),
     [

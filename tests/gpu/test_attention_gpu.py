@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
 
+from finetune.models.activations import recompute_activations
 from finetune.models.attention import FLEX, VARLEN, choose_attention
 from finetune.models.attention.choice import AttentionChoice
 from finetune.models.compiled import compilations, compile_layers
-from finetune.models.layers import recompute_activations
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -113,7 +113,7 @@ def test_compiled_layers_are_one_graph_for_rows_of_other_documents(name: str, as
     model = model_with(name, choice.implementation, torch.bfloat16)
     plain = model_with(name, choice.implementation, torch.bfloat16)
     if checkpointing:
-        recompute_activations(model)
+        recompute_activations(model, True)
     compile_layers(model)
     start, counts = compilations(), []
     for lengths in ROWS:

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from peft import PeftModel
-from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from finetune.models.head.architecture import Unknown, logit_map
@@ -55,7 +53,9 @@ class LossHead:
 def attach_head(model: Any, asked: str, formula: Formula, device: str) -> LossHead:
     """Choose an implementation and let the model's forward give losses by it. To be called once, before an engine wraps
     the model. Raises UserError where the recipe asks for one that cannot be."""
-    causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    causal: Any = (
+        model.get_base_model() if hasattr(model, "peft_config") else model
+    )  # peft is imported only for adapters
     module = loss_module(causal)
     found = _found_map(causal)
     vocabulary = causal.config.get_text_config().vocab_size
@@ -70,7 +70,7 @@ def attach_head(model: Any, asked: str, formula: Formula, device: str) -> LossHe
 def loss_module(model: Any) -> nn.Module:
     """The module whose forward gives the losses: the head, with its adapters if it has any."""
     head = model.get_output_embeddings()
-    return head.modules_to_save[head.active_adapters[0]] if isinstance(head, ModulesToSaveWrapper) else head
+    return head.modules_to_save[head.active_adapters[0]] if hasattr(head, "modules_to_save") else head
 
 
 def _found_map(causal: Any) -> LogitMap | Unknown:

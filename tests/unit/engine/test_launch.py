@@ -90,6 +90,17 @@ def test_saying_the_same_is_no_disagreement(
     check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch_of(tmp_path, name, **changes))
 
 
+def test_accumulation_that_a_trial_is_to_find(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
+    recipe["batch"] = {"rows": 8, "rows_per_device": "auto"}
+    loaded = load_recipe(write_recipe(recipe))
+    left_open = launch_of(tmp_path, "zero3", deepspeed_config={"gradient_accumulation_steps": "auto"})
+    assert check_launch(loaded, "recipe.yaml", left_open) == 4
+    with pytest.raises(UserError, match=r"gradient_accumulation_steps: 4` against `batch.rows_per_device: auto`"):
+        check_launch(loaded, "recipe.yaml", launch_of(tmp_path, "ddp", gradient_accumulation_steps=4))
+    with pytest.raises(UserError, match=r"nearest valid `batch.rows` are 6 and 9"):
+        check_launch(loaded, "recipe.yaml", read_config_file(str(CONFIGS / "ddp.yaml"), 3))
+
+
 def test_a_deepspeed_json_is_read_too(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_clipping": 5.0}))

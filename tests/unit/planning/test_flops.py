@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.data.batch import Batch, collate
 from finetune.data.examples import Example
+from finetune.models.activations import recompute_activations
 from finetune.models.attention import NAME
-from finetune.models.layers import recompute_activations
 from finetune.objectives import supervised_losses
 from finetune.planning.flops import ModelFlops, causal_pairs, model_flops
 from finetune.planning.hardware import DEVICES, find_device, peak_tflops
@@ -107,7 +107,7 @@ def test_hardware_flops_are_what_torch_counts(
 ) -> None:
     model, batch = made(config, implementation, adapted), row()
     if checkpointing:
-        recompute_activations(model)
+        recompute_activations(model, True)
     products, attention = parts(model_flops(model.train(), implementation, checkpointing), batch)
     torch_products, torch_attention = counted(model, batch, implementation)
     if implementation == "eager":  # its attention is made of plain products

@@ -252,6 +252,25 @@ CASES = [
         {5: "batch: {rows: 10, rows_per_device: 4}"},
     ),
     Bad(
+        "rows to be found where losses would depend on them",
+        [
+            ":5: batch.rows_per_device: dropout is drawn for each forward, so under `auto` losses would depend on the "
+            "hardware (lora.dropout: 0.1): give a number, or `lora.dropout: 0`",
+        ],
+        {3: "mode: lora", 5: "batch: {rows: 8, rows_per_device: auto}", 8: "lora: {dropout: 0.1}"},
+    ),
+    Bad(
+        "rows to be found where there may be one forward",
+        [
+            ":5: batch.rows_per_device: `optimizer.in_backward` needs one forward a step, which `auto` does not "
+            "promise: give `batch.rows` divided by the number of processes",
+        ],
+        {
+            5: "batch: {rows: 8, rows_per_device: auto}",
+            6: "optimizer: {lr: 1e-4, in_backward: true, max_grad_norm: null}",
+        },
+    ),
+    Bad(
         "weights of a type that the precision cannot use",
         [
             ":2: model.dtype: `train.precision: fp32` works with weights in float32, not bfloat16; `auto` always fits",

@@ -13,6 +13,7 @@ from torch import Tensor
 from finetune.data.batch import Loader
 from finetune.data.dataset import build_training
 from finetune.models.config import model_config
+from finetune.models.head import Formula, attach_head
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, attention_for, load_model
 from finetune.objectives.sft import supervised_losses
@@ -56,6 +57,7 @@ def test_a_micro_batch_waits_for_nothing(loaded: Any, tmp_path: Path) -> None:
     config = model_config(loaded.model)
     attention = attention_for(loaded, config, "cuda")
     model = load_model(loaded, config, attention, Placement("load", DEVICE)).to(DEVICE)
+    head = attach_head(model, "auto", Formula(), "cuda")
     with fed_steps(loader(loaded), range(3), DEVICE) as feed:
         for number, made in enumerate(feed):
             assert all(isinstance(b.input_ids, Tensor) and b.input_ids.is_cuda for b in made.batches)
@@ -64,7 +66,7 @@ def test_a_micro_batch_waits_for_nothing(loaded: Any, tmp_path: Path) -> None:
             try:
                 for batch in made.batches:
                     arguments = attention.forward_arguments(batch.document_lengths)
-                    loss = supervised_losses(model, batch, arguments, DEVICE).sum() / made.supervised_tokens
+                    loss = supervised_losses(model, batch, arguments, DEVICE, head).total / made.supervised_tokens
                     loss.backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")

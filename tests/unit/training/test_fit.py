@@ -1,0 +1,321 @@
+"""`batch.rows_per_device: auto`: the search, the meter, and trials on a real model that leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from conftest import metrics, train_here
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.data.dataset import Dataset, build_dataset
+from finetune.engine.base import Engine
+from finetune.engine.launch import Launch
+from finetune.engine.start import start_engine
+from finetune.errors import UserError
+from finetune.models.attention import AttentionChoice
+from finetune.models.config import model_config
+from finetune.models.head import Formula, attach_head
+from finetune.models.tokenizer import load_tokenizer
+from finetune.models.weights import attention_for, load_model
+from finetune.recipe import Recipe, load_recipe
+from finetune.training.fit import FoundRows, find_rows
+from finetune.training.fit.entry import dependencies, entry_file
+from finetune.training.fit.memory import MARGIN, HostMemory
+from finetune.training.fit.search import HALF, divisors, largest_that_fits
+from finetune.training.fit.trial import HeaviestRow, Trials, optimizer_bytes
+from finetune.training.optimizers import BUILDERS, build_optimizers
+
+MIB = 2**20
+
+# --- the search
+
+
+@given(
+    constant=st.integers(0, 1000),
+    each=st.integers(1, 100),
+    square=st.integers(0, 20),
+    limit=st.integers(1, 20000),
+    rows=st.integers(1, 200),
+)
+@settings(deadline=None)
+def test_nothing_that_does_not_fit_is_tried(constant: int, each: int, square: int, limit: int, rows: int) -> None:
+    """Of memory on a straight line; on a parabola whose line is taken to be its square."""
+    tried = []
+
+    def attempt(size: float) -> float:
+        tried.append(size)
+        return constant + each * size + square * size**2
+
+    sizes = divisors(rows)
+    found = largest_that_fits(sizes, limit, attempt, power=2 if square else 1)
+    assert tried[:2] == [HALF, 1]
+    assert len(tried) == len(set(tried)) <= 2 + len(sizes)
+    assert all(constant + each * size + square * size**2 <= limit for size in tried[2:])
+    assert found.needs == constant + each * found.size + square * found.size**2
+    assert found.size == 1 or found.needs <= limit < found.next_needs
+    if not square:
+        fitting = [size for size in sizes if constant + each * size <= limit]
+        assert found.size == max(fitting, default=1)
+
+
+def test_memory_that_runs_out_is_stepped_back_from() -> None:
+    """A bend that no trial could foresee; where one runs out of memory, what lies below is still tried."""
+    tried = []
+
+    def attempt(size: float) -> float:
+        tried.append(size)
+        return math.inf if size > 6 else 10 + max(0, size - 4) * 10
+
+    found = largest_that_fits(divisors(48), 100, attempt)
+    assert tried == [HALF, 1, 2, 4, 8, 6]
+    assert (found.size, found.needs, found.next_needs) == (6, 30, math.inf)
+
+
+# --- the meter
+
+
+def test_the_peak_of_a_process_is_set_back() -> None:
+    memory = HostMemory()
+
+    def take(mib: int) -> None:
+        torch.ones(mib * MIB, dtype=torch.uint8)
+
+    large, small, none = (memory.peak(partial(take, mib)) for mib in (400, 100, 0))
+    assert 390 * MIB < large - none < 440 * MIB
+    assert 90 * MIB < small - none < 140 * MIB
+
+
+def test_a_machine_is_shared_and_some_of_it_kept() -> None:
+    alone, of_four = HostMemory().limit, HostMemory(4).limit
+    assert of_four < alone
+    assert alone < (1 - MARGIN) * 2**50
+    assert HostMemory(limit=7).limit == 7
+
+
+# --- trials
+
+# 64 MiB of activations in a row of 512 tokens, made by little work: wide layers.
+WIDE = {**tiny.MODELS["llama"], "hidden_size": 32, "intermediate_size": 4096, "max_position_embeddings": 512}
+
+
+class Started:
+    """A wrapped model on this process."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe, self.config = recipe, model_config(recipe.model)
+        self.data: Dataset = build_dataset(recipe, recipe.data.train, load_tokenizer(recipe.model))
+        self.engine: Engine = start_engine(recipe, Launch("replicated", 1))
+        self.attention: AttentionChoice = attention_for(recipe, self.config, "cpu")
+        self.build = partial(build_optimizers, recipe.optimizer)
+        model = load_model(recipe, self.config, self.attention, self.engine.placement(recipe))
+        self.head = attach_head(model, recipe.model.cross_entropy, Formula(), "cpu")
+        self.engine.wrap(model, self.build, 1)
+        self.said: list[str] = []
+
+    def trials(self) -> Trials:
+        row = HeaviestRow(self.data.first_example(), *self.data.heaviest_row(self.recipe.data.max_length))
+        return Trials(self.engine, HostMemory(), self.attention, self.head, row, 0)
+
+    def find(self, limit: int | None = None) -> FoundRows:
+        memory, self.said = HostMemory(limit=limit), []
+        return find_rows(
+            self.engine,
+            self.recipe,
+            self.config,
+            self.attention,
+            self.head,
+            self.data,
+            self.build,
+            memory,
+            self.said.append,
+        )
+
+
+@pytest.fixture
+def automatic(recipe: dict[str, Any], tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    recipe["batch"] = {"rows": 8, "rows_per_device": "auto"}
+    return recipe
+
+
+@pytest.fixture
+def started(automatic: dict[str, Any], write_recipe: Any) -> Iterator[Started]:
+    found = Started(load_recipe(write_recipe(automatic)))
+    yield found
+    found.engine.close()
+
+
+@pytest.fixture
+def wide(automatic: dict[str, Any], write_recipe: Any, made: Path) -> Iterator[Started]:
+    automatic["model"] = {"config": WIDE, "tokenizer": str(made / "llama")}
+    automatic["data"]["max_length"] = 512
+    found = Started(load_recipe(write_recipe(automatic)))
+    yield found
+    found.engine.close()
+
+
+def entries(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "rows_per_device").glob("*"))
+
+
+def test_the_most_rows_that_fit_and_no_trace(wide: Started, tmp_path: Path) -> None:
+    engine = wide.engine
+    weights = {name: p.detach().clone() for name, p in engine.unwrapped.named_parameters()}
+    torch.manual_seed(7)
+    drawn = torch.get_rng_state()
+    trials = wide.trials()
+    trials.begin()
+    needs = {rows: trials.attempt(rows) for rows in (HALF, 1, 2, 4)}
+    each = (needs[4] - needs[2]) / 2
+    assert 60 * MIB < each < 110 * MIB
+    assert needs[1] - needs[HALF] == pytest.approx(each / 2, rel=0.4)
+    engine.drop_gradients()
+    state = optimizer_bytes(engine, wide.build)
+    assert state == pytest.approx(8 * sum(p.numel() for p in engine.unwrapped.parameters()), rel=0.01)
+
+    found = wide.find(limit=int(needs[2] + each + state))
+    assert (found.rows, found.reason[:25]) == (2, "auto: the most that fit, ")
+    assert [line.split(":")[0].strip() for line in wide.said[1:]] == ["0.5", "1", "2"]
+    found = wide.find(limit=int(needs[4] + 2 * each + state))
+    assert found.rows == 4
+    assert [line.split(":")[0].strip() for line in wide.said[1:]] == ["0.5", "1", "2", "4"]
+    assert wide.find(limit=1).rows == 1
+    assert "the fewest there can be, though they need" in wide.find(limit=1).reason
+
+    assert len(entries(tmp_path)) == 1  # of the last one: the hardware is the same
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(p, weights[name]) for name, p in engine.unwrapped.named_parameters())
+    assert all(p.grad is None for p in engine.unwrapped.parameters())
+    assert [dict(optimizer.state) for optimizer in engine.optimizers] == [{}]
+
+
+def test_found_once(started: Started, tmp_path: Path) -> None:
+    first = started.find()
+    assert first == FoundRows(8, first.reason)
+    assert "all there are" in first.reason
+    assert "found by trial" in first.reason
+    (entry,) = entries(tmp_path)
+    made = entry.stat().st_mtime_ns
+    again = started.find()
+    assert again.rows == 8
+    assert again.reason.endswith("as found before")
+    assert started.said == [f"batch.rows_per_device: auto: 8, as kept in {entry}"]
+    assert entry.stat().st_mtime_ns == made
+    # Less memory than what was found needs, as where another process came to the device.
+    kept = json.loads(entry.read_text())
+    entry.write_text(json.dumps({**kept, "needs_bytes": 2**60}))
+    assert started.find().reason.endswith("found by trial")
+    # More than the next size would have needed then.
+    entry.write_text(json.dumps({**kept, "rows": 4, "next_needs_bytes": kept["needs_bytes"] + 1}))
+    assert started.find().rows == 8
+    entry.write_text("{")
+    assert started.find().rows == 8
+    assert json.loads(entry.read_text())["rows"] == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "same"),
+    [
+        ("optimizer.lr=0.5", True),
+        ("run.seed=1", True),
+        ("train.max_steps=9", True),
+        ("evaluate.every_steps=2", True),
+        ("optimizer.name=sgd", False),
+        ("train.activation_checkpointing=true", False),
+        ("train.precision=bf16", False),
+    ],
+)
+def test_what_an_entry_depends_on(automatic: dict[str, Any], write_recipe: Any, override: str, same: bool) -> None:
+    path = write_recipe(automatic)
+    files = {entry_file(dependencies(load_recipe(path, chosen), rows=8)) for chosen in ((), (override,))}
+    assert len(files) == (1 if same else 2)
+    assert entry_file(dependencies(load_recipe(path), rows=4)) not in files
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDERS if not name.startswith("paged")])
+def test_optimizer_state_is_foreseen(automatic: dict[str, Any], write_recipe: Any, name: str) -> None:
+    """In bytes, against a step that is really made."""
+    automatic["optimizer"]["name"] = name
+    once = Started(load_recipe(write_recipe(automatic)))
+    foreseen = optimizer_bytes(once.engine, once.build)
+    for parameter in once.engine.unwrapped.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    once.engine.step()
+    taken = {
+        value.data_ptr(): value.nbytes  # 8 bit: tables are shared
+        for optimizer in once.engine.optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.ndim
+    }
+    once.engine.close()
+    assert foreseen == pytest.approx(sum(taken.values()), rel=0.01)
+
+
+def test_the_heaviest_row_is_as_heavy_as_any(started: Started) -> None:
+    data = started.data
+    rows = [data.rows[i] for i in range(len(data.rows))]
+    tokens, supervised = data.heaviest_row(64)
+    assert tokens == max(int(data.examples.lengths[row].sum()) for row in rows)
+    assert supervised == max(int(data.examples.num_trained[row].sum()) for row in rows)
+    batch = HeaviestRow(data.first_example(), tokens, supervised).batch(3)
+    assert (batch.num_tokens, batch.num_supervised, batch.document_lengths) == (
+        3 * tokens,
+        3 * supervised,
+        (tokens,) * 3,
+    )
+    assert HeaviestRow(data.first_example(), 2, 2).batch(HALF).num_supervised == 0
+    example = data.first_example()
+    assert batch.input_ids[0, : len(example.input_ids)].tolist() == example.input_ids.tolist()
+    assert batch.input_ids.dtype == torch.int64
+    assert np.count_nonzero(batch.labels.numpy() != -100) == 3 * supervised
+
+
+# --- a run
+
+
+def test_the_maths_does_not_change(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
+    recipe["batch"] = {"rows": 8, "rows_per_device": "auto"}
+    recipe["train"]["max_steps"] = 3
+    path = write_recipe(recipe)
+    shown = train_here(path, "run.name=auto")
+    plan = json.loads((tmp_path / "runs" / "auto" / "plan.json").read_text())
+    assert (plan["rows_per_device"], plan["micro_batches"]) == (8, 1)
+    assert plan["rows_per_device_reason"].startswith("auto: all there are, ")
+    assert f"8 ({plan['rows_per_device_reason']})" in shown
+    train_here(path, "run.name=said", "batch.rows_per_device=8")
+    train_here(path, "run.name=other", "batch.rows_per_device=1")
+    found, said, other = (losses(tmp_path / "runs" / name) for name in ("auto", "said", "other"))
+    assert found == said  # to the last bit: the trial left nothing
+    assert found == pytest.approx(other, rel=2e-6)
+    assert len(found) == 4
+    plan = json.loads((tmp_path / "runs" / "other" / "plan.json").read_text())
+    assert (plan["rows_per_device"], plan["rows_per_device_reason"]) == (1, "asked for in the recipe")
+
+
+def losses(run: Path) -> list[float]:
+    return [line.get("loss", line.get("eval_loss")) for line in metrics(run)]
+
+
+def test_a_run_goes_on_under_auto(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
+    recipe["checkpoint"] = {"every_steps": 2}
+    train_here(write_recipe(recipe), "train.max_steps=2", "schedule.name=constant")
+    shown = train_here(write_recipe(recipe), "batch.rows_per_device=auto", "schedule.name=constant")
+    assert 'changed since then: batch.rows_per_device: 2 -> "auto"' in shown
+    assert [line["step"] for line in metrics(tmp_path / "runs" / "run") if "loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_model_that_drops_is_refused(recipe: dict[str, Any], write_recipe: Any, made: Path) -> None:
+    recipe["model"] = {"config": {**tiny.MODELS["llama"], "attention_dropout": 0.1}, "tokenizer": str(made / "llama")}
+    with pytest.raises(UserError, match=r"the model's `attention_dropout` is 0\.1\): give a number"):
+        train_here(write_recipe(recipe), "batch.rows_per_device=auto")
