@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import UserError
-from finetune.models import load_model, model_config
 from finetune.models.adapters import add_adapters
 from finetune.models.attention import choose_attention
+from finetune.models.config import model_config
 from finetune.models.head import Formula, LossHead, attach_head, chunked, loss_module
 from finetune.models.head.architecture import Unknown, logit_map
 from finetune.models.head.choice import choose_cross_entropy
 from finetune.models.head.chunked import Work, linear_losses, rows_at_once
 from finetune.models.head.formula import LogitMap
-from finetune.models.weights import Placement
+from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora
 

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.engine.in_backward import StepInBackward
 from finetune.errors import RunFailure, UserError
-from finetune.models import attention_for, load_model, model_config
+from finetune.models.config import model_config
 from finetune.models.offload import HostMemory
-from finetune.models.weights import Placement
+from finetune.models.weights import Placement, attention_for, load_model
 from finetune.recipe import load_recipe
 
 CPU = torch.device("cpu")
@@ -293,7 +293,7 @@ class Broken:
             module.register_full_backward_pre_hook(self._on_the_way_back)
 
     def _on_the_way_back(self, _module: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        return tuple(g * float("inf") for g in given) if self.forwards >= 2 else None
+        return tuple(None if g is None else g * float("inf") for g in given) if self.forwards >= 2 else None
 
 
 def test_a_gradient_that_is_not_finite_spoils_no_checkpoint(one_forward: dict[str, Any], write_recipe: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from data_helpers import document, prepare, recipe, text_tokenizer, write_jsonl
 
 from finetune.data import UNTRAINED, Example, RowOrder, group_rows, one_per_row, pack, row_work
-from finetune.data.batch import Batch, Loader, OrderedRows, collate, deal, shifted_targets, target_sources
+from finetune.data.batch import Batch, Loader, OrderedRows, collate, deal, shifted_targets
 from finetune.data.dataset import build_dataset
 from finetune.errors import UserError
 
@@ -204,7 +204,7 @@ def test_padding_is_made_of_short_documents_that_train_nothing():
         assert getattr(padded, name) == getattr(plain, name)
     assert (plain.num_padding, padded.num_padding) == (0, 133)
     assert [x.tolist() for x in shifted_targets(padded)] == [x.tolist() for x in shifted_targets(plain)]
-    assert target_sources(padded).tolist() == target_sources(plain).tolist()
+    assert padded.target_sources.tolist() == plain.target_sources.tolist()
     assert collate(literal(), padded_to=7).document_lengths == (4, 3)
     with pytest.raises(ValueError, match="7 tokens do not fit into a forward of 6"):
         collate(literal(), padded_to=6)
@@ -216,7 +216,7 @@ def test_every_forward_is_padded_to_one_length(tmp_path, world_size):
     for loader in loaders(tmp_path, world_size, total_rows=24 + 5):
         padded = replace(loader, padded_to=100)
         for step in (0, 1):
-            for ours, theirs in zip(padded.step(step), loader.step(step), strict=True):
+            for ours, theirs in zip(padded.step(step).batches, loader.step(step).batches, strict=True):
                 assert ours.input_ids.shape == (1, 100)
                 assert sum(ours.document_lengths) == 100
                 assert (ours.num_tokens, ours.documents) == (theirs.num_tokens, theirs.documents)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.data.batch import Batch, collate
 from finetune.data.examples import Example
 from finetune.models.activations import recompute_activations
-from finetune.models.attention import NAME
+from finetune.models.attention import DOCUMENTS
 from finetune.objectives import supervised_losses
 from finetune.planning.flops import ModelFlops, causal_pairs, model_flops
 from finetune.planning.hardware import DEVICES, find_device, peak_tflops
@@ -66,7 +66,7 @@ def made(config: dict[str, Any], implementation: str, adapted: Any) -> Any:
 
 def counted(model: Any, batch: Batch, implementation: str) -> tuple[int, int]:
     """(products, fused attention) by torch's counter, forward and backward."""
-    arguments = {"document_lengths": batch.document_lengths} if implementation == NAME else {}
+    arguments = {"document_lengths": batch.document_lengths} if implementation == DOCUMENTS else {}
     with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
         supervised_losses(model, batch, arguments, torch.device("cpu")).sum().backward()
     by_operator = counter.get_flop_counts()["Global"]
@@ -85,21 +85,21 @@ def parts(flops: ModelFlops, batch: Batch) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("config", "implementation", "adapted", "checkpointing"),
     [
-        ({}, NAME, None, False),
-        ({}, NAME, None, True),
-        ({}, NAME, "all-linear", False),
-        ({}, NAME, "all-linear", True),
-        ({}, NAME, ["q_proj", "v_proj"], False),
-        ({}, NAME, ["down_proj"], False),
-        ({"tie_word_embeddings": True}, NAME, None, False),
+        ({}, DOCUMENTS, None, False),
+        ({}, DOCUMENTS, None, True),
+        ({}, DOCUMENTS, "all-linear", False),
+        ({}, DOCUMENTS, "all-linear", True),
+        ({}, DOCUMENTS, ["q_proj", "v_proj"], False),
+        ({}, DOCUMENTS, ["down_proj"], False),
+        ({"tie_word_embeddings": True}, DOCUMENTS, None, False),
         ({}, "sdpa", None, False),
         ({}, "eager", None, False),
-        ({"model_type": "phi3"}, NAME, None, False),
-        ({"model_type": "mistral", "sliding_window": 8}, NAME, None, False),
-        (GEMMA3, NAME, ["q_proj", "v_proj"], False),
-        (MIXTRAL, NAME, None, False),
-        (MIXTRAL, NAME, None, True),
-        (QWEN3_MOE, NAME, None, False),
+        ({"model_type": "phi3"}, DOCUMENTS, None, False),
+        ({"model_type": "mistral", "sliding_window": 8}, DOCUMENTS, None, False),
+        (GEMMA3, DOCUMENTS, ["q_proj", "v_proj"], False),
+        (MIXTRAL, DOCUMENTS, None, False),
+        (MIXTRAL, DOCUMENTS, None, True),
+        (QWEN3_MOE, DOCUMENTS, None, False),
     ],
 )
 def test_hardware_flops_are_what_torch_counts(
@@ -118,31 +118,31 @@ def test_hardware_flops_are_what_torch_counts(
     executed = causal_pairs(LENGTHS, None)
     if config.get("sliding_window"):
         executed = sum(n * n if n > 8 else causal_pairs([n], None) for n in LENGTHS)
-    if implementation != NAME:
+    if implementation != DOCUMENTS:
         pairs = executed = 1
     assert attention == pytest.approx(torch_attention * executed / pairs, rel=1e-12)
 
 
 def test_model_flops_of_a_full_model_are_three_forwards_of_causal_attention() -> None:
-    model, batch = made({}, NAME, None), row()
+    model, batch = made({}, DOCUMENTS, None), row()
     layers = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name)
     tokens, supervised = batch.num_tokens, batch.num_supervised
     products = 6 * (layers * tokens + 384 * 64 * supervised)
     attention = 3 * 2 * (4 * 16 * 2 * 2) * sum(n * (n + 1) // 2 for n in LENGTHS)  # layers, heads, size, two products
-    assert model_flops(model, NAME, False).of(LENGTHS, LENGTHS, supervised).model == products + attention
+    assert model_flops(model, DOCUMENTS, False).of(LENGTHS, LENGTHS, supervised).model == products + attention
 
 
 def test_lora_needs_no_gradients_of_what_is_frozen() -> None:
     batch = row()
     full, lora = (
-        model_flops(made({}, NAME, adapted), NAME, False).of(LENGTHS, LENGTHS, batch.num_supervised).model
+        model_flops(made({}, DOCUMENTS, adapted), DOCUMENTS, False).of(LENGTHS, LENGTHS, batch.num_supervised).model
         for adapted in (None, "all-linear")
     )
     assert 2 / 3 < lora / full < 0.75  # two of three products, the adapters' own besides
 
 
 def test_checkpointing_and_padding_are_hardware_flops_alone() -> None:
-    plain, again = (model_flops(made({}, NAME, None), NAME, checkpointing) for checkpointing in (False, True))
+    plain, again = (model_flops(made({}, DOCUMENTS, None), DOCUMENTS, checkpointing) for checkpointing in (False, True))
     assert again.of(LENGTHS, LENGTHS, 9).model == plain.of(LENGTHS, LENGTHS, 9).model
     assert again.of(LENGTHS, LENGTHS, 9).hardware > 1.2 * plain.of(LENGTHS, LENGTHS, 9).hardware
     padded = plain.of(LENGTHS, (*LENGTHS, 6), 9)
@@ -151,8 +151,8 @@ def test_checkpointing_and_padding_are_hardware_flops_alone() -> None:
 
 
 def test_adapters_that_make_whole_weights_have_no_known_hardware_flops() -> None:
-    model = peft.get_peft_model(made({}, NAME, None), peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
-    found = model_flops(model, NAME, False).of(LENGTHS, LENGTHS, 9)
+    model = peft.get_peft_model(made({}, DOCUMENTS, None), peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
+    found = model_flops(model, DOCUMENTS, False).of(LENGTHS, LENGTHS, 9)
     assert found.model > 0
     assert found.hardware != found.hardware
 

@@ -1,0 +1,296 @@
+"""Llama shapes on a GPU: tokens/s, MFU and peak memory of ours, the bare loop and TRL at its best.
+
+    python benchmarks/gpu.py                                # every cell
+    python benchmarks/gpu.py --only 8b-lora --budget-s 500  # one; what is there already is not measured again
+    python benchmarks/gpu.py --shape tiny --device cpu      # the same code end to end, on any machine
+
+Random weights, the real vocabulary of 128,256, packed rows of 4,096 tokens, bf16. The FLOPs are those that the step
+needs (our `tflops_per_device`: real document lengths, LoRA's smaller backward, no recomputation counted); MFU is their
+share of what a large bf16 product reaches on this device, which is measured first. The same FLOPs count for everyone.
+
+Each contender of each cell is a process of its own, and its figures are written before the next one starts: a run that
+is cut off goes on where it was. On the disk, in --folder: 2.5 GB for the weights of 1b, 16 GB for those of 8b.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import contenders
+import workload
+from workload import SHAPES, Work
+
+ROOT = Path(__file__).resolve().parent.parent
+Cell = dict[str, Any]
+WARM_UP = 3  # steps that are not measured
+ROW_TOKENS = {"tiny": 256}  # 4,096 elsewhere
+# Activations are recomputed only where they would not fit into 80 GB.
+CELLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "1b-full": ("1b", {"mode": "full", "precision": "bf16", "rows_per_step": 4}),
+    "8b-lora": ("8b", {"mode": "lora", "precision": "bf16", "rows_per_step": 1}),
+    "8b-qlora": ("8b", {"mode": "qlora", "precision": "bf16", "rows_per_step": 2, "checkpointing": True}),
+    "8b-full-8bit": (
+        "8b",
+        {
+            "mode": "full",
+            "precision": "bf16_true",
+            "optimizer": "adamw_8bit",
+            "rows_per_step": 1,
+            "checkpointing": True,
+        },
+    ),
+}
+DEFAULT = ("ours", "bare", "trl")
+SAME_FIRST_LOSS = 2.0**-6  # relative; roundings of bf16, in other places for each
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.matmul:
+        print(matmul_tflops(arguments.matmul))
+        return
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    started = time.monotonic()
+    result = measured_before(arguments.json) or about(arguments.device)
+    for name in arguments.only:
+        for who in arguments.contenders:
+            if any((cell["cell"], cell["contender"]) == (name, who) for cell in result["cells"]):
+                continue
+            if why := contenders.missing(who, arguments.device):
+                print(f"{contenders.LABELS[who]}: not installed ({why})", file=sys.stderr)
+                continue
+            left = arguments.budget_s - (time.monotonic() - started)
+            if left <= 0:
+                print(f"{name}, {who}: no time left; the same command goes on from here", file=sys.stderr)
+                continue
+            result["cells"].append(measure(name, who, arguments, left))
+            write(arguments.json, result)
+    Console(width=140).print(table(result))
+    for problem in problems(result["cells"]):
+        print(f"NOT THE SAME WORK: {problem}", file=sys.stderr)
+    raise SystemExit(1 if problems(result["cells"]) else 0)
+
+
+def parse_arguments() -> argparse.Namespace:
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(CELLS), default=list(CELLS), help="these cells")
+    parser.add_argument("--contenders", nargs="+", choices=list(contenders.CONTENDERS), default=list(DEFAULT))
+    parser.add_argument("--shape", choices=list(SHAPES), help="of all cells, instead of their own")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps")
+    parser.add_argument("--rows-per-step", type=int, help="packed rows in a step, all in one forward")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds after which nothing is started")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of our recipe alone")
+    parser.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1))
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "gpu-benchmark", help="for models and rows")
+    parser.add_argument("--json", type=Path, help="where the figures are and go")
+    parser.add_argument("--matmul", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.json is None:
+        arguments.json = ROOT / "benchmarks" / "results" / f"gpu_{short_name(arguments.device)}.json"
+    return arguments
+
+
+# --- measuring
+
+
+def measure(name: str, who: str, arguments: argparse.Namespace, left: float) -> Cell:
+    """A contender on a cell; where it fails, or takes longer than is left, that is its result."""
+    shape, settings = CELLS[name]
+    shape = arguments.shape or shape
+    work = Work(
+        shape=SHAPES[shape],
+        row_tokens=ROW_TOKENS.get(shape, 4096),
+        steps=WARM_UP + arguments.steps,
+        device=arguments.device,
+        threads=arguments.threads,
+        overrides=tuple(arguments.set),
+        **{**settings, **({"rows_per_step": arguments.rows_per_step} if arguments.rows_per_step else {})},
+    )
+    folder = arguments.folder / shape
+    prepare(folder, work)
+    cell: Cell = {"cell": name, "shape": shape, "contender": who, "work": asdict(work)}
+    try:
+        found = contenders.run(who, folder, work, timeout=None if left == float("inf") else max(60.0, left))
+    except subprocess.TimeoutExpired:
+        return {**cell, "failed": "no time left"}
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return {**cell, "failed": last_line(str(error))}
+    rows = workload.read_steps(folder)
+    periods = range(WARM_UP - 1, work.steps - 1)
+    cell |= {
+        key: statistics.median(getattr(rows[i + 1], counted) / found["step_s"][i] for i in periods)
+        for key, counted in (("tokens_per_s", "tokens"), ("supervised_tokens_per_s", "supervised"))
+    }
+    print(f"{name}, {contenders.LABELS[who]}: {cell['tokens_per_s']:,.0f} tokens/s", file=sys.stderr, flush=True)
+    return {**cell, "expected_supervised": [step.supervised for step in rows], **found}
+
+
+def prepare(folder: Path, work: Work) -> None:
+    """Weights and tokenizer once; rows, recipe and steps for each."""
+    if not (folder / "model" / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        workload.save_padded_tokenizer(folder / "model", work.shape["vocab_size"])
+        large = work.shape["vocab_size"] > 100_000
+        print(f"{shutil.disk_usage(folder).free / 1e9:,.0f} GB free in {folder}", file=sys.stderr)
+        workload.save_weights(work.shape, folder / "model", "bfloat16" if large else "float32", work.device)
+    count = 64 + work.steps * work.rows_per_step * work.row_tokens // 150
+    rows = workload.random_documents(count, work.shape["vocab_size"], work.row_tokens)
+    workload.write_rows(folder / "rows.jsonl", rows)
+    workload.write_recipe(folder, work, "tokens")
+    os.environ["FINETUNE_CACHE"] = str(folder / "cache")
+    workload.write_steps(folder, work)
+
+
+def matmul_tflops(device: str) -> float:
+    """The best of a few bf16 products of square matrices, TFLOP/s."""
+    import torch
+
+    size = 8192 if device == "cuda" else 512
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    best = 0.0
+    for _ in range(10):
+        seconds = _timed(lambda: a @ b, device, repeats=20)
+        best = max(best, 20 * 2 * size**3 / seconds / 1e12)
+    return best
+
+
+def _timed(call: Any, device: str, repeats: int) -> float:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def about(device: str) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--matmul",
+        device,
+    ]  # a process: it leaves no memory taken
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {
+        "device": device_name(device),
+        "versions": contenders.versions(),
+        "matmul_tflops": float(found.stdout.splitlines()[-1]),
+        "cells": [],
+    }
+
+
+def measured_before(path: Path) -> dict[str, Any] | None:
+    """What failed is tried again."""
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return {**found, "cells": [cell for cell in found["cells"] if "failed" not in cell]}
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def problems(cells: list[Cell]) -> list[str]:
+    """What was not the same work, in words."""
+    found = []
+    for cell in (cell for cell in cells if "failed" not in cell):
+        who = f"{cell['cell']}, {contenders.LABELS[cell['contender']]}"
+        if cell["supervised"] != cell["expected_supervised"]:
+            found.append(f"{who}: {cell['supervised']} supervised tokens, expected {cell['expected_supervised']}")
+        ours = [one for one in cells if (one["cell"], one["contender"]) == (cell["cell"], "ours") and "losses" in one]
+        for one in ours:
+            if not abs(cell["losses"][0] - one["losses"][0]) <= SAME_FIRST_LOSS * one["losses"][0]:
+                found.append(f"{who}: first loss {cell['losses'][0]}, ours {one['losses'][0]}")
+    return found
+
+
+# --- showing
+
+
+def table(result: dict[str, Any]) -> Table:
+    shown = Table(title=f"{result['device']}: bf16 products reach {result['matmul_tflops']:,.1f} TFLOP/s")
+    for i, heading in enumerate(("cell", "", "tokens/s", "MFU", "peak GiB", "ours/it: speed", "peak")):
+        shown.add_column(heading, justify="left" if i < 2 else "right")
+    for cell in result["cells"]:
+        if "failed" in cell:
+            shown.add_row(cell["cell"], contenders.LABELS[cell["contender"]], cell["failed"][:60])
+            continue
+        ours = next((one for one in result["cells"] if _is_ours(one, cell["cell"])), None)
+        shown.add_row(
+            cell["cell"],
+            contenders.LABELS[cell["contender"]],
+            f"{cell['tokens_per_s']:,.0f}",
+            _percent(mfu(cell, ours, result["matmul_tflops"])),
+            f"{peak(cell) / 2**30:.2f}",
+            f"{ours['tokens_per_s'] / cell['tokens_per_s']:.2f}" if ours else "-",
+            f"{peak(ours) / peak(cell):.2f}" if ours else "-",
+        )
+    return shown
+
+
+def mfu(cell: Cell, ours: Cell | None, matmul: float) -> float | None:
+    """By the FLOPs that ours counted for the same tokens; None where it counted none."""
+    counted = (ours or {}).get("metrics", {})
+    if "tflops_per_device" not in counted:
+        return None
+    tflop_per_token = counted["tflops_per_device"] / counted["tokens_per_s"]
+    return tflop_per_token * cell["tokens_per_s"] / matmul
+
+
+def peak(cell: Cell) -> int:
+    return cell["peak_device"] or cell["peak_rss"]
+
+
+def _is_ours(cell: Cell, name: str) -> bool:
+    return (cell["cell"], cell["contender"]) == (name, "ours") and "failed" not in cell
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def last_line(text: str) -> str:
+    return [line for line in text.splitlines() if line.strip()][-1]
+
+
+def device_name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
+
+
+def short_name(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", device_name(device).lower()).strip("_")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The speed benchmarks run, and everyone in them trains the same; never how long anything took.
+
+Each contender is a process of its own, so few are started here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import workload
+
+
+def module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    return module(ROOT / "scripts" / "bench.py")
+
+
+@pytest.fixture(scope="module")
+def scaling() -> ModuleType:
+    return module(ROOT / "benchmarks" / "scaling.py")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A script's `main` with these arguments, in this process; what it measures is started by it."""
+    for name in ("FINETUNE_CACHE", "HF_HUB_OFFLINE"):  # the scripts set them
+        monkeypatch.setenv(name, str(tmp_path / "cache") if name == "FINETUNE_CACHE" else "1")
+
+    def call(script: ModuleType, *arguments: object) -> int:
+        monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, arguments)])
+        try:
+            script.main()
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+
+    return call
+
+
+def test_ours_trains_what_the_bare_loop_trains(
+    bench: ModuleType, run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With adapters, so that the same ones must be drawn too. The script itself compares the losses of every step."""
+    assert run(bench, "--quick", "--modes", "lora", "--device", "cpu", "--json", tmp_path / "speed.json") == 0
+    assert "bare loop" in capsys.readouterr().out
+    result = json.loads((tmp_path / "speed.json").read_text())
+    (mode,) = result["modes"]
+    ours, bare = mode["cells"]
+    assert ours["losses"] == pytest.approx(bare["losses"], rel=1e-5)
+    assert ours["supervised"] == bare["supervised"] == mode["supervised_per_step"]
+    assert len(ours["losses"]) == 2 + bench.WARM_UP
+    assert len(set(ours["losses"])) > 1  # it was trained
+    for cell in (ours, bare):
+        assert 0 < cell["imported_rss"] < cell["loaded_rss"] <= cell["peak_rss"]
+        assert len(cell["step_s"]) == len(cell["step_cpu_s"]) == 1 + bench.WARM_UP
+        assert min(cell["step_s"]) > 0
+        assert cell["first_step_s"] > 0
+
+
+def test_other_work_is_noticed(bench: ModuleType) -> None:
+    rows = [workload.StepRows([np.array([1, 2, 3])], [np.array([-100, 2, 3])])] * 3
+    work = workload.Work(workload.SHAPES["tiny"])
+
+    def cell(who: str, losses: list[float], supervised: int = 2) -> dict[str, Any]:
+        return {"round": 0, "contender": who, "losses": losses, "supervised": [supervised] * 3}
+
+    bare = cell("bare", [6.0, 5.0, 4.0])
+    assert bench.problems(work, rows, [cell("ours", [6.0, 5.0, 4.0]), bare, cell("trl", [6.0001])]) == []
+    assert "loss 4.001 at step 3" in bench.problems(work, rows, [cell("ours", [6.0, 5.0, 4.001]), bare])[0]
+    assert "2 losses" in bench.problems(work, rows, [cell("ours", [6.0, 5.0]), bare])[0]
+    assert "loss nan" in bench.problems(work, rows, [cell("trl", [float("nan")]), bare])[0]
+    assert "3 supervised" not in bench.problems(work, rows, [bare, cell("trl", [6.0], 3)])[0]
+    assert "[3, 3, 3] supervised tokens, expected [2, 2, 2]" in bench.problems(work, rows, [cell("trl", [6.0], 3)])[0]
+
+
+def test_ratios_are_taken_within_a_round(bench: ModuleType) -> None:
+    def cell(number: int, who: str, speed: float, peak: int) -> dict[str, Any]:
+        speeds = dict.fromkeys(("tokens_per_s", "supervised_tokens_per_s", "supervised_tokens_per_cpu_s"), speed)
+        memory = {"peak_rss": peak, "loaded_rss": 0, "peak_device": 0, "loaded_device": 0}
+        return {"round": number, "contender": who, **speeds, **memory, "first_step_s": 1.0}
+
+    cells = [
+        cell(number, who, speed * load, peak)
+        for number, load in enumerate((1.0, 0.1, 0.5))
+        for who, speed, peak in (("ours", 300.0, 1), ("trl", 100.0 + 20 * number, 4))
+    ]
+    found = bench.summary("trl", cells)["ours_over_it"]
+    assert found["speed"] == pytest.approx({"median": 2.5, "lowest": 300 / 140, "highest": 3.0})
+    assert found["peak"]["median"] == 0.25
+    assert bench.summary("ours", cells)["ours_over_it"]["speed"] is None
+
+
+def test_turns_go_back_and_forth(bench: ModuleType) -> None:
+    assert bench.turns(["ours", "bare", "trl"], 0) == ["ours", "bare", "trl"]
+    assert bench.turns(["ours", "bare", "trl"], 1) == ["trl", "bare", "ours"]
+
+
+def test_a_gpu_cell_on_the_cpu(run: Any, tmp_path: Path) -> None:
+    """The device's peak was measured before, as by a run that was cut off; what is there is not measured again."""
+    gpu = module(ROOT / "benchmarks" / "gpu.py")
+    found = {"device": "CPU", "versions": {}, "matmul_tflops": gpu.matmul_tflops("cpu"), "cells": []}
+    (tmp_path / "gpu.json").write_text(json.dumps(found))
+    arguments = ["--shape", "tiny", "--device", "cpu", "--only", "8b-lora", "--contenders", "ours", "--steps", "2"]
+    arguments += ["--json", tmp_path / "gpu.json", "--folder", tmp_path / "work", "--threads", "1"]
+    assert run(gpu, *arguments) == 0
+    (cell,) = json.loads((tmp_path / "gpu.json").read_text())["cells"]
+    assert cell["supervised"] == cell["expected_supervised"]
+    assert cell["work"]["precision"] == "bf16"
+    assert cell["tokens_per_s"] > cell["supervised_tokens_per_s"] > 0
+    assert run(gpu, *arguments) == 0
+    assert json.loads((tmp_path / "gpu.json").read_text())["cells"] == [cell]
+    counted = {**cell, "metrics": {"tflops_per_device": 2.0, "tokens_per_s": 100.0}}
+    assert gpu.mfu({"tokens_per_s": 50.0}, counted, 4.0) == pytest.approx(0.25)
+
+
+def test_slopes_and_their_plot(scaling: ModuleType, tmp_path: Path) -> None:
+    points = [{"size": n, "step_s": 3.0 * n, "memory_bytes": 5.0 * n**2} for n in (1, 2, 4, 8)]
+    found = scaling.slopes(points)
+    assert found["time"] == pytest.approx(1)
+    assert found["memory, larger half"] == pytest.approx(2)
+    scaling.plot({"tokens": {"points": points, "slopes": found}}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_start_up_of_prepared_rows(scaling: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    work = workload.Work(workload.SHAPES["tiny"], row_tokens=512, steps=1)
+    scaling.save_model(tmp_path, work.shape)
+    workload.write_rows(tmp_path / "rows.jsonl", scaling.short_documents(300))
+    workload.write_recipe(tmp_path, work, "tokens")
+    workload.write_steps(tmp_path, work)
+    (step,) = workload.read_steps(tmp_path)
+    assert 400 < step.tokens <= 512
+    found = scaling.start_up(tmp_path)
+    assert found["packed_rows"] > 5
+    assert found["memory_bytes"] > 0
