@@ -18,6 +18,8 @@ from finetune.data.batch import Batch, collate
 from finetune.data.examples import Example
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import DOCUMENTS
+from finetune.models.attention.per_document import prepare
+from finetune.models.head import Formula, attach_head
 from finetune.objectives import supervised_losses
 from finetune.planning.flops import ModelFlops, causal_pairs, model_flops
 from finetune.planning.hardware import DEVICES, find_device, peak_tflops
@@ -38,6 +40,11 @@ def forward_flops(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = No
 def backward_flops(_: Any, query: Any, key: Any, value: Any, *__: Any, out_shape: Any = None, **___: Any) -> int:
     """Scores again, gradients of queries and keys; of weights and values."""
     return 2 * query[0] * query[1] * query[2] * key[2] * (3 * query[3] + 2 * value[3])
+
+
+def added_product(_: Any, left: Any, right: Any, *__: Any, out_shape: Any = None, **___: Any) -> int:
+    """Of `total.addmm_(left, right)`: torch's counter knows addmm, not its form in place."""
+    return 2 * left[0] * left[1] * right[1]
 
 
 FUSED = {
@@ -66,9 +73,10 @@ def made(config: dict[str, Any], implementation: str, adapted: Any) -> Any:
 
 def counted(model: Any, batch: Batch, implementation: str) -> tuple[int, int]:
     """(products, fused attention) by torch's counter, forward and backward."""
-    arguments = {"document_lengths": batch.document_lengths} if implementation == DOCUMENTS else {}
-    with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
-        supervised_losses(model, batch, arguments, torch.device("cpu")).sum().backward()
+    arguments = prepare(batch.document_lengths) if implementation == DOCUMENTS else {}
+    head = attach_head(model, "auto", Formula(), "cpu")
+    with FlopCounterMode(display=False, custom_mapping={**FUSED, aten.addmm_: added_product}) as counter:
+        supervised_losses(model, batch, arguments, torch.device("cpu"), head).total.backward()
     by_operator = counter.get_flop_counts()["Global"]
     fused = sum(count for operator, count in by_operator.items() if operator in FUSED)
     return sum(by_operator.values()) - fused, fused
