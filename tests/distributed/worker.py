@@ -121,7 +121,7 @@ class BrokenGradient:
 
     def _on_the_way_back(self, _module: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
         broken = self.first < self.forwards <= self.healed  # forwards counts the one on its way back
-        return tuple(g * float("inf") for g in gradients) if broken else None
+        return tuple(None if g is None else g * float("inf") for g in gradients) if broken else None
 
     def verdict(self) -> dict[str, bool]:
         self.hook.remove()
