@@ -116,6 +116,7 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
     from finetune.engine.start import start_engine
     from finetune.models.config import model_config
     from finetune.models.tokenizer import load_tokenizer
+    from finetune.training.feed import fed_steps
     from finetune.training.loop import training_steps
     from finetune.training.run import Run
     from finetune.training.stop import StopRequest
@@ -127,8 +128,9 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
     engine = start_engine(recipe, launch)
     run = Run(recipe, engine, tokenizer, config, data, None, micro_batches, Console(quiet=True), StopRequest())
     saver = Saver(engine, recipe, folder / "saves", {})
-    steps = training_steps(engine, run.loader, run.attention, run.head, recipe, run.plan, run.state)
-    cycles = measure(steps, lambda _: saver.save(asdict(run.state), {}), saver.settle, window, saves)
+    with fed_steps(run.loader, range(run.plan.steps), engine.device) as feed:
+        steps = training_steps(engine, feed, run.attention, run.head, recipe, run.plan, run.state)
+        cycles = measure(steps, lambda _: saver.save(asdict(run.state), {}), saver.settle, window, saves)
     saver.close()
     engine.close()
     return cycles
