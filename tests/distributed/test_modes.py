@@ -35,7 +35,7 @@ EVALUATE = r"evaluate={at_start: true, exact_match: 16, generate: 16, max_new_to
 OVERRIDES: dict[str, tuple[str, ...]] = {
     "full": (EVALUATE,),
     "lora": parity.LORA,
-    "qlora": parity.QLORA,
+    "qlora": (*parity.QLORA, "optimizer.lr=5e-3"),  # a rate at which twelve steps show
     "adamw_8bit": ("optimizer={name: adamw_8bit, lr: 1e-3}",),
     "paged_adamw_8bit": ("optimizer={name: paged_adamw_8bit, lr: 1e-3}",),
     "muon": ("optimizer={name: muon, lr: 1e-3}",),
