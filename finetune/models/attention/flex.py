@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from finetune.models.attention.masked import in_one_type, masked_attention, refuse_extras, register
+from finetune.models.attention.masked import in_one_type, register
 
 FLEX = "finetune_flex"  # in transformers' table of attention functions
 BLOCK = 128  # tokens; flex_attention's own default
@@ -68,22 +68,15 @@ def _in_order(blocks: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
 
 
 def flex_documents_attention(
-    module: torch.nn.Module,
     query: Tensor,  # (1, H, T, D)
     key: Tensor,  # (1, K, T, D)
     value: Tensor,  # (1, K, T, D)
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    documents: BlockMasks | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:  # (1, T, H, D)
-    """Causal attention within each document of the row; attention under the mask when generating."""
-    refuse_extras(kwargs)
-    if documents is None:
-        return masked_attention(module, query, key, value, attention_mask, dropout, scaling, softcap)
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    documents: BlockMasks,
+) -> Tensor:  # (1, T, H, D)
     if dropout:
         raise ValueError("FlexAttention has no dropout: set model.attention: auto")
     query, key, value = in_one_type(query, key, value)
@@ -97,7 +90,7 @@ def flex_documents_attention(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
 
 
 def _capped(softcap: float) -> Callable[..., Tensor]:

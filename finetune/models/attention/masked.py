@@ -5,6 +5,7 @@ Letters: B rows, T query tokens, L key tokens, H query heads, K key/value heads,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -84,8 +85,30 @@ def refuse_extras(extras: dict[str, Any]) -> None:
             raise ValueError(f"this model's attention takes `{name}`: set model.attention: eager")
 
 
-def register(name: str, attention: Any) -> None:
-    """Under this name a model can be loaded with it (`attn_implementation`)."""
+def register(name: str, within_documents: Callable[..., Tensor]) -> None:
+    """Under this name a model can be loaded with it (`attn_implementation`).
+
+    within_documents: causal attention within each document of the row, by what the way's `prepare` made of them.
+    """
+
+    def attention(
+        module: torch.nn.Module,
+        query: Tensor,  # (1, H, T, D)
+        key: Tensor,  # (1, K, T, D)
+        value: Tensor,  # (1, K, T, D)
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        documents: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # (1, T, H, D)
+        refuse_extras(kwargs)
+        if documents is None:
+            return masked_attention(module, query, key, value, attention_mask, dropout, scaling, softcap)
+        return within_documents(query, key, value, dropout, scaling, sliding_window, softcap, documents), None
+
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, _padding_mask)
 

@@ -14,8 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from finetune.models.attention.masked import (
     boundaries,
     in_one_type,
-    masked_attention,
-    refuse_extras,
     register,
     soft_capped,
 )
@@ -51,28 +49,21 @@ def prepare(document_lengths: tuple[int, ...], compiled: bool = False) -> dict[s
 
 
 def per_document_attention(
-    module: torch.nn.Module,
     query: Tensor,  # (1, H, T, D)
     key: Tensor,  # (1, K, T, D)
     value: Tensor,  # (1, K, T, D)
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    documents: Lengths | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:  # (1, T, H, D)
-    """Causal attention within each document of the row; attention under the mask when generating."""
-    refuse_extras(kwargs)
-    if documents is None:
-        return masked_attention(module, query, key, value, attention_mask, dropout, scaling, softcap)
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    documents: Lengths,
+) -> Tensor:  # (1, T, H, D)
     if torch.compiler.is_compiling() and documents.ends is not None and not dropout:
         q, k, v = in_one_type(query, key, value)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         operation = torch.ops.finetune.per_document  # of `opaque`
-        return operation(q, k, v, documents.ends, scale, sliding_window, softcap), None
-    return one_by_one(query, key, value, dropout, scaling, sliding_window, softcap, documents), None
+        return operation(q, k, v, documents.ends, scale, sliding_window, softcap)
+    return one_by_one(query, key, value, dropout, scaling, sliding_window, softcap, documents)
 
 
 def _one_by_one(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.models.attention.masked import boundaries, in_one_type, masked_attention, refuse_extras, register
+from finetune.models.attention.masked import boundaries, in_one_type, register
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -36,22 +36,15 @@ def prepare(document_lengths: tuple[int, ...], device: str, longest: int | None 
 
 
 def varlen_attention(
-    module: torch.nn.Module,
     query: Tensor,  # (1, H, T, D)
     key: Tensor,  # (1, K, T, D)
     value: Tensor,  # (1, K, T, D)
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    documents: Boundaries | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:  # (1, T, H, D)
-    """Causal attention within each document of the row; attention under the mask when generating."""
-    refuse_extras(kwargs)
-    if documents is None:
-        return masked_attention(module, query, key, value, attention_mask, dropout, scaling, softcap)
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    documents: Boundaries,
+) -> Tensor:  # (1, T, H, D)
     if dropout or softcap is not None or varlen_attn is None:
         raise ValueError("varlen attention has neither dropout nor soft-capping: set model.attention: auto")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in in_one_type(query, key, value))  # (T, H or K, D)
@@ -61,7 +54,7 @@ def varlen_attention(
     ends, longest = documents.ends, documents.longest
     out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window, **grouped)
     assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for
-    return out[None], None
+    return out[None]
 
 
 def missing(grouped: bool) -> str | None:
