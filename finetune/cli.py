@@ -296,6 +296,34 @@ def checkpoints(
 
 
 @app.command()
+def doctor(
+    folder: Annotated[
+        list[Path] | None, typer.Option(help="Measure the disk under this folder; may be repeated. Default: runs.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What this launch runs on: topology, speed between the ranks, clocks, disks, versions, and what to change.
+
+    Example: [bold]accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4
+    -m finetune doctor[/bold]
+    """
+    quiet_libraries()
+    from finetune.engine import leave_group
+    from finetune.engine.links import join_group
+    from finetune.planning.doctor.advice import advice
+    from finetune.planning.doctor.diagnosis import diagnose
+    from finetune.planning.doctor.show import show_diagnosis
+
+    group = join_group()
+    found = diagnose(group, folder or [Path("runs")])
+    if group.rank == 0 and as_json:
+        print(json.dumps({**found.as_dict(), "advice": advice(found)}, indent=1))
+    elif group.rank == 0:
+        show_diagnosis(Console(), found, advice(found))
+    leave_group()
+
+
+@app.command()
 def schema() -> None:
     """Print the recipe's JSON Schema.
 

@@ -1,0 +1,191 @@
+"""How fast the ranks of a launch reach each other: collectives, pairs of ranks, clocks."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import combinations, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_SMALL = 4 * 2**10  # bytes: what a message costs that carries nothing
+_LARGE = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # bytes: what a long one carries
+_TRIES = 5
+_MOST_PAIRS = 28  # all of 8 ranks; of more, neighbours and the first ranks of the nodes
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of this launch, without a model. `node` counts machines, as the launcher does."""
+
+    rank: int
+    world_size: int
+    node: int
+    device: torch.device
+
+    def gather(self, value: Any) -> list[Any]:
+        """A small value of every rank, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+
+@dataclass(frozen=True)
+class Collective:
+    """bus_bandwidth: bytes/s that each link carried, comparable between sizes of the group
+    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)."""
+
+    name: str
+    latency: float  # seconds, of a message of 4 KiB
+    bytes: int  # of the large message: what is reduced, or what every rank has afterwards
+    seconds: float  # for it, on the slowest rank
+    bus_bandwidth: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    ranks: tuple[int, int]
+    between_nodes: bool
+    latency: float  # seconds, one way
+    bandwidth: float  # bytes/s, one way
+
+
+@dataclass(frozen=True)
+class Links:
+    backend: str
+    collectives: list[Collective]
+    pairs: list[Pair]
+    skews: dict[int, float]  # seconds that the clock of a node is ahead of node 0's
+
+
+def join_group() -> Group:
+    """The process group that a launcher's variables describe; a group of one without them."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local, per_node = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo for clocks and objects
+        dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    return Group(rank, world_size, rank // per_node, device)
+
+
+def measure_links(group: Group) -> Links | None:
+    """Collective; takes seconds. None for one process, which has nobody to talk to."""
+    if group.world_size == 1:
+        return None
+    large = _LARGE[group.device.type]
+    collectives = [_all_reduce(group, large), _all_gather(group, large)]
+    nodes = group.gather(group.node)
+    pairs = [_pair(group, pair, nodes, large) for pair in chosen_pairs(nodes)]
+    return Links("nccl" if group.device.type == "cuda" else "gloo", collectives, pairs, _skews(group, nodes))
+
+
+def chosen_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
+    """Which ranks are tried, by the node of each.
+
+    >>> chosen_pairs([0, 0, 1, 1])
+    [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    """
+    every = list(combinations(range(len(nodes)), 2))
+    if len(every) <= _MOST_PAIRS:
+        return every
+    first = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
+    leaders = [first[node] for node in sorted(first)]
+    ring = list(pairwise(leaders))
+    return sorted({*((rank, rank + 1) for rank in range(len(nodes) - 1) if nodes[rank] == nodes[rank + 1]), *ring})
+
+
+def _all_reduce(group: Group, size: int) -> Collective:
+    def run(tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+
+    latency, seconds = _slowest(group, run, _SMALL), _slowest(group, run, size)
+    n = group.world_size
+    return Collective("all-reduce", latency, size, seconds, size * 2 * (n - 1) / n / seconds)
+
+
+def _all_gather(group: Group, size: int) -> Collective:
+    n = group.world_size
+
+    def run(tensor: Tensor) -> None:
+        dist.all_gather([torch.empty_like(tensor) for _ in range(n)], tensor)
+
+    latency, seconds = _slowest(group, run, _SMALL), _slowest(group, run, size // n)
+    return Collective("all-gather", latency, size // n * n, seconds, size * (n - 1) / n / seconds)
+
+
+def _slowest(group: Group, run: Callable[[Tensor], None], size: int) -> float:
+    """Median seconds of a collective on the rank that took longest."""
+    tensor = torch.zeros(size // 4, device=group.device)
+    seconds = [_seconds(group, lambda: run(tensor)) for _ in range(_TRIES + 2)][2:]  # the first ones connect
+    return max(group.gather(statistics.median(seconds)))
+
+
+def _seconds(group: Group, run: Callable[[], None]) -> float:
+    dist.barrier()
+    _synchronise(group)
+    began = time.perf_counter()
+    run()
+    _synchronise(group)
+    return time.perf_counter() - began
+
+
+def _synchronise(group: Group) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+
+
+def _pair(group: Group, ranks: tuple[int, int], nodes: Sequence[int], size: int) -> Pair:
+    latency, seconds = (_there_and_back(group, ranks, bytes) / 2 for bytes in (_SMALL, size))
+    return Pair(ranks, nodes[ranks[0]] != nodes[ranks[1]], latency, size / seconds)
+
+
+def _there_and_back(group: Group, ranks: tuple[int, int], size: int) -> float:
+    """Median seconds, known to every rank; the others wait."""
+    first, second = ranks
+    tensor = torch.zeros(size // 4, device=group.device)
+
+    def run() -> None:
+        if group.rank == first:
+            dist.send(tensor, second)
+            dist.recv(tensor, second)
+        elif group.rank == second:
+            dist.recv(tensor, first)
+            dist.send(tensor, first)
+
+    seconds = [_seconds(group, run) for _ in range(_TRIES + 1)][1:]
+    return group.gather(statistics.median(seconds))[first]
+
+
+def _skews(group: Group, nodes: Sequence[int]) -> dict[int, float]:
+    """By node, against the first: as NTP does, from the quickest of several questions (RFC 5905, section 8)."""
+    leaders = {node: nodes.index(node) for node in sorted(set(nodes)) if node != nodes[0]}
+    return {node: _skew(group, rank) for node, rank in leaders.items()}
+
+
+def _skew(group: Group, other: int) -> float:
+    answers: list[tuple[float, float]] = []  # round trip, offset
+    clock = torch.zeros(1, dtype=torch.float64)  # on the CPU: gloo
+    for _ in range(20):
+        if group.rank == 0:
+            asked = time.time()
+            dist.send(clock, other)
+            dist.recv(clock, other)
+            answered = time.time()
+            answers.append((answered - asked, clock.item() - (asked + answered) / 2))
+        elif group.rank == other:
+            dist.recv(clock, 0)
+            clock.fill_(time.time())
+            dist.send(clock, 0)
+    return group.gather(min(answers)[1] if answers else 0.0)[0]
