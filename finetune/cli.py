@@ -308,8 +308,8 @@ def doctor(
     -m finetune doctor[/bold]
     """
     quiet_libraries()
-    from finetune.engine.start import leave_group
     from finetune.engine.links import join_group
+    from finetune.engine.start import leave_group
     from finetune.planning.doctor.advice import advice
     from finetune.planning.doctor.diagnosis import diagnose
     from finetune.planning.doctor.show import show_diagnosis

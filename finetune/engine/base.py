@@ -12,8 +12,9 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -30,7 +31,9 @@ from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 
 SIDE_TIMEOUT = timedelta(hours=6)  # for the slowest rank's disk, in a thread that nobody waits for
+T = TypeVar("T")  # a micro-batch; what is in it is no matter of this room
 NamedTensors = list[tuple[str, Tensor]]
+Phase = Callable[[str], AbstractContextManager[None]]
 BuildOptimizers = Callable[[NamedTensors], list[Optimizer]]
 
 
@@ -42,6 +45,8 @@ class Engine(abc.ABC):
         self.launch = launch
         self.rank = accelerator.process_index
         self.world_size = accelerator.num_processes
+        self.parallelism = launch.parallelism
+        self.data_rank = self.parallelism.data_rank(self.rank)  # whose rows this rank works on
         self.is_main = accelerator.is_main_process
         self.device = accelerator.device
         self.local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this machine
@@ -78,6 +83,17 @@ class Engine(abc.ABC):
         """
         self.last = last
         yield
+
+    def accumulate(self, batches: Sequence[T], loss_of: Callable[[Any, T], Tensor], phase: Phase) -> None:
+        """Forward and backward of every micro-batch of a step.
+
+        loss_of: a model's share of the step's loss in a micro-batch. phase: what the time of a backward is booked to.
+        """
+        for batch in batches:
+            with self.micro_batch(last=batch is batches[-1]):
+                loss = loss_of(self.model, batch)
+                with phase("backward"):
+                    self.backward(loss)
 
     @abc.abstractmethod
     def backward(self, loss: Tensor) -> None:
@@ -150,6 +166,10 @@ class Engine(abc.ABC):
         summed = local.tolist()
         of_tensors, of_numbers = iter(summed[: len(tensors)]), iter(summed[len(tensors) :])
         return [next(of_tensors if isinstance(v, Tensor) else of_numbers) for v in values]
+
+    def total(self, *values: float | Tensor) -> list[float]:
+        """Each value summed over all ranks, where ranks that compute the very same (tensor parallel) count as one."""
+        return self.sum(*(value / self.parallelism.tensor for value in values))
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
         """Equally many numbers of every rank, in rank order, in fp64. One collective, one synchronisation."""

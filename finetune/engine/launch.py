@@ -12,12 +12,15 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import yaml
 
+from finetune.engine.combinations import check_combination
+from finetune.engine.parallelism import Parallelism, read_parallelism
 from finetune.errors import UserError
 from finetune.recipe import Recipe, divisibility_message
 
@@ -39,10 +42,20 @@ class Launch:
         """For messages: the config file, or what stands in for one."""
         return self.config_file or "the accelerate launch"
 
+    @cached_property
+    def parallelism(self) -> Parallelism:
+        """How the processes divide the work. Raises UserError where the config's sizes do not fit their number."""
+        return read_parallelism(self.config, self.kind != "replicated", self.processes, self.name)
+
     @property
     def backend(self) -> dict[str, Any]:
         """How the backend is set up: what lies where, and what is offloaded."""
-        return {"kind": self.kind, "fsdp": self.config.get("fsdp_config"), "deepspeed": _deepspeed(self.config)}
+        return {
+            "kind": self.kind,
+            "fsdp": self.config.get("fsdp_config"),
+            "deepspeed": _deepspeed(self.config),
+            "parallelism": self.config.get("parallelism_config"),
+        }
 
     @property
     def where(self) -> str:
@@ -140,17 +153,19 @@ def _load_config(path: str) -> dict[str, Any]:
     return config
 
 
-def check_launch(recipe: Recipe, recipe_file: str, launch: Launch) -> int:
+def check_launch(recipe: Recipe, recipe_file: str, launch: Launch, config: Any | None = None) -> int:
     """Everything about the pair of recipe and launch that can be known before a process group exists.
 
-    Returns the micro-batches that each process runs per step; with `tokens_per_device`, and where a trial is to find
-    the rows of a forward, the most there can be. Raises UserError.
+    config: of the model, transformers', where it is at hand. Returns the micro-batches that each process runs per step;
+    with `tokens_per_device`, and where a trial is to find the rows of a forward, the most there can be. Raises
+    UserError.
     """
     automatic = recipe.batch.rows_per_device == "auto"
     rows = 1 if recipe.batch.rows_per_device == "auto" else recipe.batch.rows_per_device
-    unit = rows * launch.processes
+    check_combination(recipe, recipe_file, launch, config)
+    unit = rows * launch.parallelism.data
     if recipe.batch.rows % unit and recipe.batch.tokens_per_device is None:
-        message = divisibility_message(recipe.batch.rows, rows, launch.processes)
+        message = divisibility_message(recipe.batch.rows, rows, launch.parallelism.data)
         raise UserError(f"{recipe_file} on {launch.name}: batch.rows: {message}")
     micro_batches = -(-recipe.batch.rows // unit)
     check_agreement(recipe, recipe_file, launch, None if automatic else micro_batches)
@@ -256,8 +271,6 @@ def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
     fsdp_version = (launch.config.get("fsdp_config") or {}).get("fsdp_version", 1 if launch.kind == "fsdp2" else 2)
     if launch.kind == "fsdp2" and int(fsdp_version) != 2:
         yield "`fsdp_version: 1` loses the optimizer state on resume: set `fsdp_version: 2`"
-    if launch.config.get("parallelism_config"):
-        yield "`parallelism_config` is not supported yet: use a config without it"
     name, precision = recipe.optimizer.name, recipe.train.precision
     if launch.kind != "replicated" and name == "muon":
         yield "Muon needs whole matrices, and shards are handed to the optimizer here: use ddp, or another optimizer"
@@ -285,11 +298,12 @@ def _not_in_backward(recipe: Recipe, launch: Launch, micro_batches: int) -> Iter
             "`in_backward: false`"
         )
     if micro_batches > 1:
-        rows, unit = recipe.batch.rows, recipe.batch.rows_per_device * launch.processes
-        one = f", or `batch.rows_per_device: {rows // launch.processes}`" if rows % launch.processes == 0 else ""
+        sharing = launch.parallelism.data
+        rows, unit = recipe.batch.rows, recipe.batch.rows_per_device * sharing
+        one = f", or `batch.rows_per_device: {rows // sharing}`" if rows % sharing == 0 else ""
         yield (
             f"`optimizer.in_backward` needs one forward a step on each process, and {rows} rows a step are "
-            f"{micro_batches} forwards of {recipe.batch.rows_per_device} on each of {launch.processes}: "
+            f"{micro_batches} forwards of {recipe.batch.rows_per_device} on each of {sharing}: "
             f"set `batch.rows: {unit}`{one}"
         )
 

@@ -39,6 +39,7 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
     # The launcher passes the words of the config file on; accelerate cannot read its own `auto` here.
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
     os.environ.pop("ACCELERATE_GRADIENT_CLIPPING", None)
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # ours to read: see parallelism.py
     _pass_nvme_paths(launch)
     accelerator = Accelerator(
         mixed_precision="no",  # precision is the model's own; see precision.py

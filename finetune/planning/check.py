@@ -53,7 +53,7 @@ def check_recipe(
     try:
         recipe = load_recipe(path, overrides)
         if config_file or num_processes:
-            _check_launch(recipe, path, config_file, num_processes, report)
+            _check_launch(recipe, path, config_file, num_processes, recipe_only, report)
         if not recipe_only:
             _check_data(recipe, report)
     except UserError as error:
@@ -61,18 +61,24 @@ def check_recipe(
     return report
 
 
-def _check_launch(recipe: Recipe, path: Path, config_file: Path | None, processes: int | None, report: Report) -> None:
+def _check_launch(
+    recipe: Recipe, path: Path, config_file: Path | None, processes: int | None, recipe_only: bool, report: Report
+) -> None:
+    """recipe_only: what the model's own config forbids is not looked at."""
     from finetune.engine.launch import Launch, check_launch, read_config_file
+    from finetune.models.config import model_config
 
     launch = read_config_file(str(config_file), processes) if config_file else Launch("replicated", processes or 1)
-    micro_batches = check_launch(recipe, str(path), launch)
+    config = None if recipe_only else model_config(recipe.model)
+    micro_batches = check_launch(recipe, str(path), launch, config)
     automatic = recipe.batch.rows_per_device == "auto"
     most = "at most " if automatic or recipe.batch.tokens_per_device is not None else ""
     forwards = f"{most}{micro_batches} forwards each per step"
     if automatic:
         forwards += " (batch.rows_per_device: auto, found by trial at the first run there)"
-    report.facts["launch"] = f"{launch.where}, {launch.processes} processes, {forwards}"
-    _note_balance(recipe, launch.processes, report)
+    divided = "" if launch.parallelism.is_plain else f" ({launch.parallelism.summary()})"
+    report.facts["launch"] = f"{launch.where}, {launch.processes} processes{divided}, {forwards}"
+    _note_balance(recipe, launch.parallelism.data, report)
 
 
 def _note_balance(recipe: Recipe, processes: int, report: Report) -> None:

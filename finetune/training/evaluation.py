@@ -74,7 +74,7 @@ class Evaluator:
                 total += losses.sum()
                 items += batch.num_supervised
                 sources.add(batch, losses)
-        loss, count, *of_sources = self.engine.sum(total, items, *sources.values())
+        loss, count, *of_sources = self.engine.total(total, items, *sources.values())
         each = {f"eval_loss/{name}": value for name, value in sources.losses(of_sources).items()}
         return {"eval_loss": loss / count, **each}
 
@@ -86,13 +86,14 @@ class Evaluator:
     def _generations(self, wanted: int) -> list[Generation]:
         """The first `wanted` examples, dealt to ranks in turn, back in order on every rank."""
         questions = [q for q in (question(self.examples, i) for i in range(_limit(self, wanted))) if q]
-        mine = questions[self.engine.rank :: self.engine.world_size]
-        rounds = -(-len(questions) // (_PROMPTS_AT_ONCE * self.engine.world_size))
+        shared_by = self.engine.parallelism.data
+        mine = questions[self.engine.data_rank :: shared_by]
+        rounds = -(-len(questions) // (_PROMPTS_AT_ONCE * shared_by))
         outputs: list[list[int]] = []
         for i in range(rounds):
             outputs += self._answer(mine[i * _PROMPTS_AT_ONCE : (i + 1) * _PROMPTS_AT_ONCE])
-        shares = self.engine.gather(outputs)
-        ordered = [shares[i % len(shares)][i // len(shares)] for i in range(len(questions))]
+        shares = dict(self.engine.gather((self.engine.data_rank, outputs)))  # ranks of the same rows answer alike
+        ordered = [shares[i % shared_by][i // shared_by] for i in range(len(questions))]
         return [self._judged(q, ids) for q, ids in zip(questions, ordered, strict=True)]
 
     def _answer(self, questions: list[Question]) -> list[list[int]]:

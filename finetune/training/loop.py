@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from finetune.objectives import supervised_losses
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe
 from finetune.tracking import Meters
+from finetune.tracking.clock import StepClock
 from finetune.training.by_source import SourceSums
 from finetune.training.feed import Feed
 from finetune.training.schedules import lr_factor
@@ -102,34 +104,23 @@ def training_steps(
         batches, items, tokens = made.batches, made.supervised_tokens, made.tokens
         factor = lr_factor(recipe.schedule, state.step, plan.steps)
         engine.set_lr(factor)
-        losses, sources = [], SourceSums(source_names, engine.device)
-        for batch in batches:
-            seed_micro_batch(recipe.run.seed, state.step, batch.index)
-            arguments = attention.forward_arguments(batch.document_lengths)
-            with engine.micro_batch(last=batch is batches[-1]):
-                with clock.phase("forward"):
-                    loss_sum, token_losses = supervised_losses(engine.model, batch, arguments, engine.device, head)
-                    sources.add(batch, token_losses)
-                losses.append(loss_sum.detach().double())
-                if engine.steps_in_backward and not math.isfinite(*engine.sum(losses[-1])):
-                    raise RunFailure(not_finite("loss", engine, state.step, batches, losses))
-                with clock.phase("backward"):
-                    engine.backward(loss_sum / items)
+        sums = StepSums(engine, attention, head, recipe.run.seed, clock, state.step, made, source_names)
+        engine.accumulate(batches, sums.share, clock.phase)
         wished = astuple(wishes())
-        loss, *others = engine.sum(torch.stack(losses).sum(), *wished, *sources.values())
+        loss, *others = engine.total(sums.nats(), *wished, *sums.sources.values())
         wished, of_sources = others[: len(wished)], others[len(wished) :]
         if not math.isfinite(loss):
-            raise RunFailure(not_finite("loss", engine, state.step, batches, losses))
+            raise RunFailure(not_finite("loss", engine, state.step, sums.losses))
         meters.weigh_gradients()
         try:
             with clock.phase("optimizer"):
                 grad_norm = engine.step()
         except NonFinite as error:
-            raise RunFailure(not_finite("gradient", engine, state.step, batches, losses, error.stepped)) from None
+            raise RunFailure(not_finite("gradient", engine, state.step, sums.losses, error.stepped)) from None
         state.step += 1
         state.tokens += tokens
         state.supervised_tokens += items
-        for name, count in sources.tokens(of_sources).items():
+        for name, count in sums.sources.tokens(of_sources).items():
             state.tokens_by_source[name] = state.tokens_by_source.get(name, 0) + count
         measured = meters.step(batches, tokens, items)
         state.padding_tokens += made.padding
@@ -145,9 +136,45 @@ def training_steps(
             tokens_per_s=tokens / measured.seconds,
             step_s=measured.seconds,
         )
-        by_source: dict[str, float] = {f"loss/{name}": value for name, value in sources.losses(of_sources).items()}
+        by_source: dict[str, float] = {f"loss/{name}": value for name, value in sums.sources.losses(of_sources).items()}
         by_source |= {f"tokens/{name}": count for name, count in state.tokens_by_source.items()}
         yield Step(metrics, by_source, row_ids(batches), Wishes(*wished), measured.line)
+
+
+class StepSums:
+    """What the micro-batches of one step add up to on this rank."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        attention: AttentionChoice,
+        head: LossHead,
+        seed: int,
+        clock: StepClock,
+        step: int,
+        made: StepBatches,
+        source_names: Sequence[str],
+    ):
+        self._engine, self._attention, self._head, self._seed, self._clock = engine, attention, head, seed, clock
+        self._step, self._items = step, made.supervised_tokens
+        self.losses: list[tuple[Batch, torch.Tensor]] = []  # (): nats of each micro-batch, fp64
+        self.sources = SourceSums(source_names, engine.device)
+
+    def share(self, model: Any, batch: Batch) -> torch.Tensor:  # ()
+        """A micro-batch's share of the step's loss: its nats over the supervised tokens of the whole step."""
+        seed_micro_batch(self._seed, self._step, batch.index)
+        with self._clock.phase("forward"):
+            arguments = self._attention.forward_arguments(batch.document_lengths)
+            nats, of_tokens = supervised_losses(model, batch, arguments, self._engine.device, self._head)
+            self.sources.add(batch, of_tokens)
+        self.losses.append((batch, nats.detach().double()))
+        if self._engine.steps_in_backward and not math.isfinite(*self._engine.total(self.losses[-1][1])):
+            raise RunFailure(not_finite("loss", self._engine, self._step, self.losses))
+        return nats / self._items
+
+    def nats(self) -> torch.Tensor:  # ()
+        nothing = torch.zeros((), dtype=torch.float64, device=self._engine.device)
+        return torch.stack([nothing, *(nats for _, nats in self.losses)]).sum()
 
 
 def warm_up(engine: Engine, batch: Batch, attention: AttentionChoice, head: LossHead) -> None:
@@ -169,10 +196,11 @@ def row_ids(batches: list[Batch]) -> list[str]:
 
 
 def not_finite(
-    what: str, engine: Engine, step: int, batches: list[Batch], losses: list[torch.Tensor], stepped: bool = False
+    what: str, engine: Engine, step: int, losses: list[tuple[Batch, torch.Tensor]], stepped: bool = False
 ) -> str:
     """The message of a stop: step, and the rows of the micro-batches that did it, over all ranks. Collective."""
-    guilty = [b for b, loss in zip(batches, losses, strict=True) if not torch.isfinite(loss)] or batches
+    batches = [batch for batch, _ in losses]
+    guilty = [batch for batch, nats in losses if not torch.isfinite(nats)] or batches
     rows = row_ids(guilty)
     everyone = [
         row for share in engine.gather(rows if what == "gradient" or guilty is not batches else []) for row in share

@@ -71,10 +71,10 @@ def train(recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console 
     launch = read_launch()
     if launch.launched:
         stop.watch_launcher()
-    micro_batches = check_launch(recipe, recipe_file, launch)
+    config = model_config(recipe.model)
+    micro_batches = check_launch(recipe, recipe_file, launch, config)
     check_trackers(recipe.tracking)
     tokenizer = load_tokenizer(recipe.model)
-    config = model_config(recipe.model)
     check_token_ids(config, len(tokenizer))
     if recipe.batch.rows_per_device == "auto":
         check_nothing_random(config)
@@ -177,7 +177,7 @@ class Run:
         steps, total_rows = run_length(recipe, size.rows if size else None)
         (parameters, trained), budget = counts, recipe.batch.tokens_per_device
         if budget is None:
-            micro_batches = recipe.batch.rows // (self.rows.rows * self.engine.world_size)
+            micro_batches = recipe.batch.rows // (self.rows.rows * self.engine.parallelism.data)
         return Plan(
             where=self.engine.launch.where,
             world_size=self.engine.world_size,
@@ -216,8 +216,8 @@ class Run:
             rows,
             batch.rows,
             self.rows.rows,
-            engine.rank,
-            engine.world_size,
+            engine.data_rank,
+            engine.parallelism.data,
             total_rows,
             batch.tokens_per_device,
             self._forward_tokens(),

@@ -52,7 +52,7 @@ def find_rows(
     """Collective. Leaves no trace on weights, gradients, optimizer or random numbers. Raises UserError and
     RunFailure."""
     row = HeaviestRow(data.first_example(), *data.heaviest_row(recipe.data.max_length))
-    sizes = divisors(recipe.batch.rows // engine.world_size)
+    sizes = divisors(recipe.batch.rows // engine.parallelism.data)
     of = dependencies(
         recipe,
         model=config.to_dict(),

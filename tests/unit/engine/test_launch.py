@@ -61,7 +61,6 @@ DISAGREEMENTS: list[tuple[str, dict[str, Any], str]] = [
         "`fsdp_activation_checkpointing_offload: True` against `train.activation_offload: false`",
     ),
     ("fsdp2", {"fsdp_config": {"fsdp_version": 1}}, "`fsdp_version: 1` loses the optimizer state"),
-    ("fsdp2", {"parallelism_config": {"parallelism_config_tp_size": 2}}, "`parallelism_config` is not supported yet"),
 ]
 
 
