@@ -118,15 +118,14 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
     from finetune.models.tokenizer import load_tokenizer
     from finetune.training.feed import fed_steps
     from finetune.training.loop import training_steps
-    from finetune.training.run import Run
-    from finetune.training.stop import StopRequest
+    from finetune.training.setup import set_up
 
     launch = read_launch()
     micro_batches = check_launch(recipe, "recipe.yaml", launch)
     tokenizer, config = load_tokenizer(recipe.model), model_config(recipe.model)
     data = build_dataset(recipe, recipe.data.train, tokenizer)
     engine = start_engine(recipe, launch)
-    run = Run(recipe, engine, tokenizer, config, data, None, micro_batches, Console(quiet=True), StopRequest())
+    run = set_up(recipe, engine, tokenizer, config, data, None, micro_batches, Console(quiet=True))
     saver = Saver(engine, recipe, folder / "saves", {})
     with fed_steps(run.loader, range(run.plan.steps), engine.device) as feed:
         steps = training_steps(engine, feed, run.attention, run.head, recipe, run.plan, run.state)

@@ -10,38 +10,26 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from finetune.checkpoints.resume import newest_good, resume, start_anew
 from finetune.checkpoints.saver import Saver
-from finetune.data.batch import Loader, OrderedRows, RunRows
-from finetune.data.dataset import Dataset, Stream, build_dataset, build_training, template_notes
-from finetune.engine.base import Engine
+from finetune.data.dataset import build_dataset, build_training, template_notes
 from finetune.engine.launch import check_launch, read_launch
-from finetune.engine.precision import autocast_forward
 from finetune.engine.start import start_engine
-from finetune.errors import Stopped, UserError
+from finetune.errors import Stopped
 from finetune.export.card import model_card
 from finetune.export.result import save_result
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.config import check_token_ids, model_config
 from finetune.models.dropout import check_nothing_random
-from finetune.models.head import Formula, attach_head
-from finetune.models.offload import offload_activations
 from finetune.models.tokenizer import load_tokenizer
-from finetune.models.weights import attention_for, dtypes, load_model, parameter_counts
-from finetune.planning.flops import model_flops
-from finetune.planning.hardware import peak_tflops
-from finetune.planning.plan import Plan, git_commit, run_length, versions
+from finetune.models.weights import dtypes
 from finetune.recipe import Recipe, dump_recipe
 from finetune.tracking import (
-    Meters,
     Status,
     Totals,
     TrainingProgress,
@@ -49,16 +37,14 @@ from finetune.tracking import (
     read_steps,
     write_status,
 )
-from finetune.training.evaluation import Evaluator, end_ids
+from finetune.training.evaluation import end_ids
 from finetune.training.feed import fed_steps
-from finetune.training.fit import FoundRows, find_rows, memory_of
-from finetune.training.loop import State, Step, StepMetrics, Wishes, training_steps
-from finetune.training.optimizers import build_optimizers
-from finetune.training.profile import Profiler
+from finetune.training.loop import Step, StepMetrics, Wishes, training_steps
 from finetune.training.profile_summary import show_profile
 from finetune.training.report import show_evaluation, show_plan, show_totals
 from finetune.training.run_folder import in_use, make_run_folder, run_folder
 from finetune.training.run_log import RunLog
+from finetune.training.setup import Ready, set_up
 from finetune.training.stop import StopRequest
 
 
@@ -84,176 +70,30 @@ def train(recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console 
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
     with in_use(engine, run_folder(recipe)):
-        run = Run(recipe, engine, tokenizer, config, training, held_out, micro_batches, console or Console(), stop)
+        ready = set_up(recipe, engine, tokenizer, config, training, held_out, micro_batches, console or Console())
         for note in notes:
-            run.say(f"note: {note}")
+            ready.say(f"note: {note}")
         try:
-            run.execute()
+            Run(ready, stop).execute()
         except Stopped:
             engine.barrier()  # a launcher ends every process as soon as the first has left
             raise
         finally:
             engine.close()
-    return run.folder
+    return ready.folder
 
 
 class Run:
-    """A started run: engine, data and model in place; `execute` trains, evaluates and saves."""
+    """A run that is set up: `execute` trains, evaluates and saves."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerFast,
-        config: PretrainedConfig,
-        training: Dataset | Stream,
-        held_out: Dataset | None,
-        micro_batches: int,
-        console: Console,
-        stop: StopRequest,
-    ):
-        self.recipe, self.engine, self.tokenizer, self.console = recipe, engine, tokenizer, console
-        self.stop = stop
-        self.training, self.held_out = training, held_out
-        self.folder = run_folder(recipe)
-        self.state = State()
-        self.attention = attention_for(recipe, config, engine.device.type)
-        self._isolate_documents()
-        model = self._load(config)
-        counts = parameter_counts(model)
-        flops = model_flops(model, self.attention.implementation, recipe.train.activation_checkpointing)
-        engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
-        self.rows = self._rows_per_device(config)
-        self.plan = self._plan(counts, micro_batches)
-        self.profiler = Profiler(recipe.profile, engine, self.folder, self.plan.steps) if recipe.profile else None
-        self.meters, self.totals = Meters(engine, flops, self._peak()), Totals()
-        self.loader = self._loader(self.training.in_order(recipe), self.plan.total_rows)
-        self.evaluator = self._evaluator()
-        self.checkpoints = self.folder / "checkpoints"
-        self.trackers: dict[str, str] = {}  # run ids that a checkpoint knows
-        self._resume()
+    def __init__(self, ready: Ready, stop: StopRequest):
+        self.ready, self.stop = ready, stop
+        # what nearly every line below speaks of
+        self.recipe, self.engine, self.plan, self.state = ready.recipe, ready.engine, ready.plan, ready.state
+        self.folder, self.say, self.console = ready.folder, ready.say, ready.console
+        self.totals = Totals()
         self.evaluation: dict[str, float] = {}
         self.last: StepMetrics | None = None
-
-    def _isolate_documents(self) -> None:
-        """Where an architecture cannot keep documents apart: one per forward, said aloud."""
-        if self.attention.isolates_documents:
-            return
-        if self.recipe.batch.rows_per_device not in (1, "auto") or self.recipe.batch.tokens_per_device is not None:
-            raise UserError(f"{self.attention.reason}: set batch.rows_per_device: 1, and no tokens_per_device")
-        if self.recipe.data.packing:
-            self.say(f"[yellow]{self.attention.reason}; packing is off[/yellow]")
-        self.training = self.training.unpacked()
-        self.held_out = self.held_out.unpacked() if self.held_out else None
-
-    def _load(self, config: PretrainedConfig) -> Any:
-        with self.engine.loading(self.recipe):
-            model = load_model(self.recipe, config, self.attention, self.engine.placement(self.recipe))
-        objective = self.recipe.objective
-        formula = Formula(objective.z_loss, objective.label_smoothing)
-        self.head = attach_head(model, self.recipe.model.cross_entropy, formula, self.engine.device.type)
-        types = dtypes(self.recipe)
-        if types.compute != types.trained:
-            autocast_forward(model, types.compute, self.engine.device.type)
-        if self.recipe.train.activation_offload:
-            offload_activations(model, self.engine.device)
-            if self.engine.device.type == "cpu":
-                self.say("note: activation_offload: this run is in the host's memory already; it only makes copies")
-        return model
-
-    def _rows_per_device(self, config: PretrainedConfig) -> FoundRows:
-        """In one forward. Collective where they are to be found."""
-        recipe, engine = self.recipe, self.engine
-        if recipe.batch.rows_per_device != "auto":
-            return FoundRows(recipe.batch.rows_per_device, "asked for in the recipe")
-        if not self.attention.isolates_documents:
-            return FoundRows(1, f"auto: {self.attention.reason}")
-        build = partial(build_optimizers, recipe.optimizer)
-        memory = memory_of(engine)
-        return find_rows(engine, recipe, config, self.attention, self.head, self.training, build, memory, self.say)
-
-    def _plan(self, counts: tuple[int, int], micro_batches: int) -> Plan:
-        recipe, size = self.recipe, self.training.size(self.recipe.data.max_length)
-        steps, total_rows = run_length(recipe, size.rows if size else None)
-        (parameters, trained), budget = counts, recipe.batch.tokens_per_device
-        if budget is None:
-            micro_batches = recipe.batch.rows // (self.rows.rows * self.engine.parallelism.data)
-        return Plan(
-            where=self.engine.launch.where,
-            world_size=self.engine.world_size,
-            device=device_name(self.engine),
-            steps=steps,
-            micro_batches=micro_batches,
-            rows_per_device=self.rows.rows if budget is None else None,
-            rows_per_device_reason=self.rows.reason if budget is None else "batch.tokens_per_device",
-            rows_per_epoch=size.rows if size else None,
-            total_rows=total_rows,
-            examples=size.examples if size else None,
-            tokens_per_epoch=size.tokens if size else None,
-            supervised_tokens_per_epoch=size.supervised_tokens if size else None,
-            packing_efficiency=size.packing_efficiency if size else None,
-            parameters=parameters,
-            trainable_parameters=trained,
-            attention=f"{self.attention.implementation} ({self.attention.reason})",
-            cross_entropy=f"{self.head.choice.implementation} ({self.head.choice.reason})",
-            precision=recipe.train.precision,
-            versions=versions(),
-            git_commit=git_commit(),
-        )
-
-    def _peak(self) -> float | None:
-        """TFLOP/s of one device, the denominator of MFU."""
-        if self.engine.device.type != "cuda":
-            return None
-        peak = peak_tflops(self.plan.device, dtypes(self.recipe).compute)
-        if peak is None:
-            self.say(f"note: no peak of {self.plan.device} in planning/hardware.py, so no MFU")
-        return peak
-
-    def _loader(self, rows: RunRows, total_rows: int) -> Loader:
-        batch, engine = self.recipe.batch, self.engine
-        return Loader(
-            rows,
-            batch.rows,
-            self.rows.rows,
-            engine.data_rank,
-            engine.parallelism.data,
-            total_rows,
-            batch.tokens_per_device,
-            self._forward_tokens(),
-        )
-
-    def _forward_tokens(self) -> int | None:
-        """Tokens that every forward is padded to: compiled layers are compiled for one length."""
-        batch = self.recipe.batch
-        if not self.recipe.train.compile:
-            return None
-        return batch.tokens_per_device or self.rows.rows * self.recipe.data.max_length
-
-    def _evaluator(self) -> Evaluator | None:
-        if self.held_out is None:
-            return None
-        examples, rows = self.held_out.examples, self.held_out.rows
-        loader = self._loader(OrderedRows(examples, rows), len(rows))
-        names = self.held_out.source_names
-        evaluate = self.recipe.evaluate
-        return Evaluator(self.engine, loader, examples, self.attention, self.head, self.tokenizer, evaluate, names)
-
-    def _resume(self) -> None:
-        """Go on from the newest checkpoint that verifies, or from step 0."""
-        if self.recipe.checkpoint.resume == "never":
-            for folder in start_anew(self.checkpoints) if self.engine.is_main else []:
-                self.say(f"note: the checkpoint of an earlier run is now {folder}")
-            return
-        if (found := newest_good(self.engine, self.checkpoints)) is None:
-            return
-        resumed = resume(self.engine, self.recipe, found, self.training.facts())
-        self.state, self.trackers = State(**resumed.progress), resumed.trackers
-        self.say(f"resuming from {found}: step {self.state.step} of {self.plan.steps}")
-        for change in resumed.changes:
-            self.say(f"changed since then: {escape(change)}")
-
-    # --- the run
 
     def execute(self) -> None:
         """Raises Stopped after a save where a signal asked for it."""
@@ -262,8 +102,8 @@ class Run:
             self.plan.write(self.folder / "plan.json")
             show_plan(self.console, self.recipe, self.plan)
         about = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
-        self._run_log = RunLog(self.engine, self.recipe, self.folder, self.state.step + 1, about, self.trackers)
-        self._saver = Saver(self.engine, self.recipe, self.checkpoints, self._about())
+        self._run_log = RunLog(self.engine, self.recipe, self.folder, self.state.step + 1, about, self.ready.trackers)
+        self._saver = Saver(self.engine, self.recipe, self.ready.checkpoints, self._about())
         self._saved_at, self._saved_before = time.monotonic(), False
         try:
             self._train()
@@ -283,7 +123,7 @@ class Run:
         """What a checkpoint says of the run beside its progress."""
         return {
             "steps": self.plan.steps,
-            "data": self.training.facts(),
+            "data": self.ready.training.facts(),
             "trackers": self._run_log.run_ids(),
             "versions": self.plan.versions,
             "git_commit": self.plan.git_commit,
@@ -296,23 +136,23 @@ class Run:
             self._evaluate()
         self._write_status("running")  # a signal before this leaves nothing to save: 75 at once
         self.stop.steps_begun = True
-        names, coming = self.training.source_names, range(self.state.step, self.plan.steps)
+        names, coming = self.ready.training.source_names, range(self.state.step, self.plan.steps)
         self._profile({})
         with (
-            fed_steps(self.loader, coming, self.engine.device) as feed,
+            fed_steps(self.ready.loader, coming, self.engine.device) as feed,
             TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress,
         ):
             for step in training_steps(
                 self.engine,
                 feed,
-                self.attention,
-                self.head,
+                self.ready.attention,
+                self.ready.head,
                 self.recipe,
                 self.plan,
                 self.state,
                 names,
                 self._wishes,
-                self.meters,
+                self.ready.meters,
             ):
                 self._record(step)
                 progress.update(
@@ -345,33 +185,33 @@ class Run:
     def _between_steps(self, wishes: Wishes) -> None:
         """Evaluate, save, stop: what is due, the same on every rank."""
         if wishes.settle:
-            with self.meters.clock.stall("checkpoint"):
+            with self.ready.meters.clock.stall("checkpoint"):
                 self._saver.settle()
         measured = {}
         if self._evaluation_due() and not wishes.stop:  # one that is left out is made when the run goes on
-            with self.meters.clock.stall("evaluation"):
+            with self.ready.meters.clock.stall("evaluation"):
                 measured = self._evaluate()
         if wishes.stop or self._save_due(measured, wishes):
-            with self.meters.clock.stall("checkpoint"):
+            with self.ready.meters.clock.stall("checkpoint"):
                 self._save_checkpoint(measured)
         if wishes.stop:
             self._leave()
 
     def _profile(self, line: dict[str, float]) -> None:
         """Begin and end what `profile` asks for. line: of the step that was just made; empty before the first."""
-        if self.profiler is None:
+        if self.ready.profiler is None:
             return
-        if not line and self.profiler.misses(self.state.step):
+        if not line and self.ready.profiler.misses(self.state.step):
             self.say(f"note: profile.steps: nothing is traced, this launch begins behind step {self.state.step}")
-        turns = self.profiler.turns(self.state.step)
-        with self.meters.clock.stall("profile") if turns else contextlib.nullcontext():
-            found = self.profiler.after(self.state.step, line)
+        turns = self.ready.profiler.turns(self.state.step)
+        with self.ready.meters.clock.stall("profile") if turns else contextlib.nullcontext():
+            found = self.ready.profiler.after(self.state.step, line)
         if found:
             show_profile(self.console, found)
 
     def _evaluation_due(self) -> bool:
         step, every = self.state.step, self.recipe.evaluate.every_steps
-        if self.evaluator is None:
+        if self.ready.evaluator is None:
             return False
         if step == 0:
             return self.recipe.evaluate.at_start
@@ -413,8 +253,8 @@ class Run:
         return self.engine.gather(recorded)[0]
 
     def _evaluate(self) -> dict[str, float]:
-        assert self.evaluator is not None  # what is due has data
-        self.evaluation, generations = self.evaluator.run()
+        assert self.ready.evaluator is not None  # what is due has data
+        self.evaluation, generations = self.ready.evaluator.run()
         self._compilations.evaluated()
         self._run_log.write({"step": self.state.step, **self.evaluation}, self.state.step)
         if self.engine.is_main:
@@ -425,23 +265,14 @@ class Run:
         return self.evaluation
 
     def _save_result(self) -> None:
-        ends = end_ids(self.training.first_example(), self.tokenizer)
+        tokenizer, frozen = self.ready.tokenizer, dtypes(self.recipe).frozen
+        ends = end_ids(self.ready.training.first_example(), tokenizer)
         loss = self.last.loss if self.last else None  # none where a finished run was only evaluated again
         card = model_card(self.recipe, asdict(self.plan), asdict(self.state), loss, self.evaluation)
         adapter = self.recipe.mode != "full"
-        save_result(self.engine, self.tokenizer, ends, adapter, dtypes(self.recipe).frozen, card, self.folder / "model")
+        save_result(self.engine, tokenizer, ends, adapter, frozen, card, self.folder / "model")
         self.say(f"saved [bold]{self.folder / 'model'}[/bold]")
 
     def _write_status(self, status: Status) -> None:
         if self.engine.is_main:
             write_status(self.folder, status, self.state.step, self.plan.steps)
-
-    def say(self, text: str) -> None:
-        if self.engine.is_main:
-            self.console.print(text)
-
-
-def device_name(engine: Engine) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type
