@@ -20,6 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 
 from finetune.data.building.chunk import Item, Outcome, Work, tokenise_chunk
+from finetune.data.chat.tokens import remember_words
 from finetune.errors import RunFailure, UserError
 
 WAITING_EACH = 2  # chunks that a worker has or will have next; more would only be memory
@@ -108,6 +109,7 @@ def _begin(pickled: bytes) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every core has a process already
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _work = pickle.loads(pickled)  # noqa: S301 - from our parent, through a pipe
+    remember_words(_work.made.tokenizer)
     gc.freeze()  # or each collection walks through all that the libraries made: a tenth of the time
 
 

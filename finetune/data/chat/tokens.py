@@ -3,6 +3,8 @@
 The text is tokenised once, whole, so the ids are those that everyone else gets. Only where a token holds characters on
 both sides of a border, as "\\n\\n" does where a prompt ends and an answer begins with a newline, the text is cut at its
 borders and tokenised in pieces: in use the model is given the tokens of the prompt, and writes the answer behind them.
+
+Where the bytes of the tokens prove where they lie (`byte_level.py`), the tokenizer is not asked for it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.chat.byte_level import ByteLevel, Tokens, byte_level
 from finetune.data.chat.jinja import Span
 
 # Words whose tokens a tokenizer remembers; it begins with 10,000, and a corpus has more. Saves a tenth of the time and
@@ -25,7 +28,7 @@ WORDS_CACHED = 200_000
 
 SEARCHED = 10_000  # tokens that a tokenizer looks through sooner than Python asks for a dozen of them
 
-Tokens = tuple[NDArray[np.int32], NDArray[np.bool_]]  # input_ids (T,), trained (T,)
+TRIED = 16  # texts that say whether the bytes of the others are worth a try
 
 
 @dataclass(frozen=True)
@@ -54,17 +57,30 @@ class Encoder:
     tokenizer: PreTrainedTokenizerBase
     added: frozenset[int]  # ids of added tokens, which are never part of another; some swallow the white space around
     can_cut: bool  # whether pieces of a text, tokenised one by one, are the text again
+    byte_level: ByteLevel | None  # None where bytes do not tell where tokens lie
 
     def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
-        """Ids and masks of many in one call."""
+        """Ids and masks of many in a few calls."""
         fast: Any = self.tokenizer
-        # Not through the tokenizer's __call__: it makes a list of the offsets of all tokens, of which masks need few.
         backend = fast.backend_tokenizer
         backend.no_truncation()  # a tokenizer.json may ask for them
         backend.no_padding()
+        placed = self._placed(texts, spans)
+        rest = [i for i, one in enumerate(placed) if one is None]
+        # Not through the tokenizer's __call__: it makes a list of the offsets of all tokens, of which masks need few.
         # add_special_tokens=False: the template writes its own, a second BOS would be one too many.
-        encoded = backend.encode_batch(list(texts), add_special_tokens=False) if texts else []
-        return [self._one(*one) for one in zip(texts, spans, encoded, strict=True)]
+        encoded = backend.encode_batch([texts[i] for i in rest], add_special_tokens=False) if rest else []
+        asked = (self._one(texts[i], spans[i], encoding) for i, encoding in zip(rest, encoded, strict=True))
+        return [next(asked) if one is None else one for one in placed]
+
+    def _placed(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens | None]:
+        """What bytes prove. Of texts whose answers begin within a token they prove nothing, and all is done twice."""
+        if self.byte_level is None:
+            return [None] * len(texts)
+        first = self.byte_level.place(texts[:TRIED], spans[:TRIED])
+        if 2 * first.count(None) > len(first):
+            return first + [None] * len(texts[TRIED:])
+        return first + self.byte_level.place(texts[TRIED:], spans[TRIED:])
 
     def _one(self, text: str, spans: Sequence[Span], encoding: Any) -> Tokens:
         ids = encoding.ids  # a list that is made anew each time
@@ -93,11 +109,18 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
     """What a tokenizer is like, found by trying it."""
     pieces: Collection[list[int]] = tokenizer(["b", "c"], add_special_tokens=False)["input_ids"]
     joined = tokenizer.decode([i for ids in pieces for i in ids], clean_up_tokenization_spaces=False)
+    remember_words(tokenizer)
+    # Tokenizers made from SentencePiece put a space before every text: pieces of one would have more than the whole.
+    can_cut = joined == "bc"
+    by_bytes = byte_level(tokenizer) if can_cut else None
+    return Encoder(tokenizer, frozenset(tokenizer.added_tokens_decoder), can_cut, by_bytes)
+
+
+def remember_words(tokenizer: PreTrainedTokenizerBase) -> None:
+    """To be said again in another process: a tokenizer that was sent there has forgotten it."""
     fast: Any = tokenizer
     if resize := getattr(fast.backend_tokenizer.model, "_resize_cache", None):  # BPE and Unigram have one
         resize(WORDS_CACHED)
-    # Tokenizers made from SentencePiece put a space before every text: pieces of one would have more than the whole.
-    return Encoder(tokenizer, frozenset(tokenizer.added_tokens_decoder), joined == "bc")
 
 
 def is_clean(border: int, offsets: Offsets) -> bool:

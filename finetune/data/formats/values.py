@@ -63,7 +63,9 @@ def keys_of(item: Row) -> str:
 
 def has_value(value: Any) -> bool:
     """Whether a key says anything. Parquet gives every struct all keys, null where a row had none."""
-    return not (value is None or (isinstance(value, str | list | tuple | Mapping) and len(value) == 0))
+    if value is None:
+        return False
+    return not isinstance(value, (str, list, tuple, Mapping)) or len(value) > 0  # `|` would build a type in each call
 
 
 def text(value: Any, where: str) -> str:
