@@ -102,6 +102,21 @@ CASES = (
     Case("full bf16", ("train.precision=bf16",), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
     Case("lora bf16", (*LORA, "train.precision=bf16"), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
 )
+# Those that several ranks with tokens of the same row can run.
+SHARED_TOKENS = (
+    *("full", "lora", "full accumulate 1", "full auto rows", "full unpacked", "full token budget", "full stream"),
+    *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16"),
+)
+FEW_SHARED = ("full", "lora", "full tied", "lora tied")
+# Names of configs that have no file of their own: another's, with these sizes.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cp_alltoall": ("cp", {"cp_size": 2, "cp_comm_strategy": "alltoall"}),
+    "cp_ring": ("cp", {"cp_size": 2, "cp_comm_strategy": "ring"}),
+    "cp_ring_of_4": ("cp", {"cp_size": 4, "cp_comm_strategy": "ring"}),
+    "zero3_cp": ("zero3", {"cp_size": 2}),
+    "ulysses_of_4": ("ulysses", {"sp_size": 4}),
+    "cp_ulysses": ("cp", {"cp_size": 2, "sp_size": 2}),
+}
 # (accelerate config, processes, words that select its cases). Four processes run a selection, for time.
 LAUNCHES = (
     ("ddp", 2, None),
@@ -118,6 +133,16 @@ LAUNCHES = (
     ("zero2", 4, ("full",)),
     ("zero2_offload", 4, ("full",)),
     ("zero3_offload", 4, ("full",)),
+    ("cp", 2, SHARED_TOKENS),
+    ("cp_alltoall", 2, FEW_SHARED),
+    ("cp_ring", 2, FEW_SHARED),
+    ("cp", 4, ("full",)),
+    ("cp_ring_of_4", 4, ("full", "lora")),
+    ("fsdp2_cp", 4, FEW_SHARED),
+    ("zero3_cp", 2, ("full", "lora")),
+    ("ulysses", 2, (*SHARED_TOKENS, "full mistral window")),
+    ("ulysses_of_4", 4, FEW_SHARED),
+    ("cp_ulysses", 4, ("full", "lora")),
 )
 
 
@@ -212,7 +237,7 @@ def launch_jobs(folder: Path, config: str, processes: int, jobs: list[list[str]]
     file = folder / f"{config}-{processes}.json"
     file.write_text(json.dumps(jobs), encoding="utf-8")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-    command += ["--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")]
+    command += ["--config_file", str(config_file(folder, config))]
     command += [str(Path(__file__).resolve()), "--folder", str(folder), "--work", str(file)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -220,6 +245,20 @@ def launch_jobs(folder: Path, config: str, processes: int, jobs: list[list[str]]
     if done.returncode:
         print(done.stdout[-6000:], file=sys.stderr)
         raise subprocess.CalledProcessError(done.returncode, command)
+
+
+def config_file(folder: Path, config: str) -> Path:
+    """Of accelerate; that of a variant is made in `folder`."""
+    if config not in VARIANTS:
+        return ROOT / "accelerate_configs" / f"{config}.yaml"
+    import yaml
+
+    base, sizes = VARIANTS[config]
+    values = yaml.safe_load(config_file(folder, base).read_text(encoding="utf-8"))
+    values["parallelism_config"] = {f"parallelism_config_{key}": value for key, value in sizes.items()}
+    made = folder / f"{config}.yaml"
+    made.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return made
 
 
 def compare(folder: Path, config: str, processes: int, case: Case) -> Difference:

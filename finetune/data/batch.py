@@ -18,6 +18,7 @@ from finetune.data.chat.renderer import UNTRAINED
 from finetune.data.examples import Example, Examples
 from finetune.data.order import RowOrder
 from finetune.data.packing import Rows
+from finetune.data.token_shard import WHOLE, TokenShare, token_shard
 from finetune.errors import UserError
 from finetune.recipe import divisibility_message
 
@@ -37,7 +38,8 @@ class Batch:
     document_lengths: tuple[int, ...]  # tokens; they sum to T; those of padding come last
     documents: tuple[tuple[str, int], ...]  # (path, row) of each document that counts
     sources: tuple[int, ...]  # number of each such document's source
-    trained: tuple[int, ...]  # targets in each such document
+    tokens: tuple[int, ...]  # in each such document; of a part of the row (`token_shard`), those that are in it
+    trained: tuple[int, ...]  # targets in each such document, likewise
     num_supervised: int  # targets: labels that are not -100
     num_tokens: int  # tokens of documents that count; a filler (`Loader`) has T and none of these
     index: int = 0  # number of this micro-batch within its step, over all processes; seeds dropout
@@ -82,6 +84,7 @@ def collate(examples: Sequence[Example], index: int = 0, padded_to: int | None =
         document_lengths=lengths,
         documents=tuple((example.path, example.row) for example in examples),
         sources=sources,
+        tokens=lengths[: len(examples)],
         trained=trained,
         num_supervised=len(targets),
         num_tokens=len(labels),
@@ -202,6 +205,7 @@ class Loader:
     total_rows: int  # row positions of the run
     tokens_per_device: int | None = None  # no less than the longest row has
     padded_to: int | None = None  # tokens of every forward, where they have to be equally many
+    share: TokenShare = WHOLE  # of every row, where several ranks with the same `rank` have its tokens
 
     def __post_init__(self) -> None:
         if self.tokens_per_device is None and self.rows_per_step % (self.rows_per_device * self.world_size):
@@ -227,9 +231,12 @@ class Loader:
         return self._batches(self._dealing(range(self.total_rows)))
 
     def _padding(self, dealing: _Dealing) -> int:
-        if self.padded_to is None:
-            return dealing.fillers * dealing.shortest
-        return (len(dealing.cut) + dealing.fillers) * self.padded_to - dealing.tokens
+        forwards = [*dealing.micro_batch_tokens, *(dealing.shortest,) * dealing.fillers]
+        return sum(self._forward_tokens(tokens) for tokens in forwards) - dealing.tokens
+
+    def _forward_tokens(self, tokens: int) -> int:
+        """Of a forward for so many, over all ranks that share it."""
+        return self.share.padded(self.padded_to or tokens)
 
     def _dealing(self, positions: range) -> _Dealing:
         lengths = [self.rows.lengths(position) for position in positions]
@@ -243,11 +250,14 @@ class Loader:
         for m in dealing.mine:
             if m < len(dealing.cut):
                 places = [dealing.positions[i] for i in dealing.cut[m]]
-                yield collate([one for position in places for one in self.rows.documents(position)], m, self.padded_to)
+                examples = [one for position in places for one in self.rows.documents(position)]
+                made = collate(examples, m, self._forward_tokens(dealing.micro_batch_tokens[m]))
             else:
                 row = min(range(len(dealing.lengths)), key=lambda i: dealing.lengths[i].min())
                 documents = self.rows.documents(dealing.positions[row])
-                yield _filler(documents[int(dealing.lengths[row].argmin())], m, self.padded_to)
+                shortest = documents[int(dealing.lengths[row].argmin())]
+                made = _filler(shortest, m, self._forward_tokens(dealing.shortest))
+            yield token_shard(made, self.share)
 
     def _cut(self, tokens: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Rows, of as many `tokens` each, in micro-batches."""
@@ -279,6 +289,10 @@ class _Dealing:
         return sum(int(found.sum()) for found in self.lengths)
 
     @property
+    def micro_batch_tokens(self) -> list[int]:
+        return [sum(int(self.lengths[i].sum()) for i in places) for places in self.cut]
+
+    @property
     def shortest(self) -> int:
         return min(int(found.min()) for found in self.lengths)
 
@@ -298,4 +312,4 @@ def deal(work: Sequence[int], rank: int, world_size: int) -> list[int]:
 def _filler(example: Example, index: int, padded_to: int | None) -> Batch:
     """A forward that trains nothing and counts for nothing."""
     masked = replace(example, labels=np.full_like(example.labels, UNTRAINED))
-    return replace(collate([masked], index, padded_to), documents=(), sources=(), trained=(), num_tokens=0)
+    return replace(collate([masked], index, padded_to), documents=(), sources=(), tokens=(), trained=(), num_tokens=0)

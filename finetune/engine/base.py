@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch.optim import Optimizer
 
+from finetune.data.token_shard import TokenShare
 from finetune.engine.in_backward import StepInBackward
 from finetune.engine.launch import Launch
 from finetune.engine.parts import Part, Types, make_room
@@ -47,6 +48,12 @@ class Engine(abc.ABC):
         self.world_size = accelerator.num_processes
         self.parallelism = launch.parallelism
         self.data_rank = self.parallelism.data_rank(self.rank)  # whose rows this rank works on
+        place = self.parallelism.place(self.rank)
+        self.token_share = TokenShare(
+            self.parallelism.context, self.parallelism.sequence, place["context"], place["sequence"]
+        )
+        # One of the ranks that work on the same rows is the one to name them.
+        self.names_rows = not any(place[name] for name in ("pipeline", "context", "sequence", "tensor"))
         self.is_main = accelerator.is_main_process
         self.device = accelerator.device
         self.local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this machine

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.engine.parallelism import Parallelism, dimension_key
 from finetune.errors import UserError
+from finetune.models.dropout import drops
 from finetune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class Shape:
     kv_heads: int
     experts: int
     attention: tuple[str, ...]  # other than full causal attention: "sliding_attention", "chunked_attention"
+    soft_capped: bool = False  # attention's logits
+    drops: tuple[str, ...] = ()  # names of its settings by which it drops at random
 
     @classmethod
     def of(cls, config: Any) -> Shape:
@@ -44,6 +47,8 @@ class Shape:
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             experts=experts,
             attention=tuple(sorted(kinds - {"full_attention"})),
+            soft_capped=getattr(text, "attn_logit_softcapping", None) is not None,
+            drops=tuple(name for name, _ in drops(text)),
         )
 
 
@@ -87,11 +92,72 @@ def nearest(wanted: int, number: int) -> str:
 
 
 def not_yet(asked: Asked) -> Iterator[str]:
-    for field in ("tensor", "context", "sequence", "pipeline", "expert"):
+    for field in ("tensor", "pipeline", "expert"):
         if getattr(asked.parallelism, field) > 1:
             yield f"{asked.key(field)}: not supported yet: remove it"
     if asked.parallelism.replicate > 1 and asked.parallelism.shard > 1:
         yield f"{asked.key('replicate')} with {asked.key('shard')}: not supported yet: remove one"
 
 
-RULES: list[Rule] = [not_yet]
+def shared_tokens(asked: Asked) -> Iterator[str]:
+    """Rows whose tokens several ranks share, by context parallel or by Ulysses."""
+    sizes, recipe = asked.parallelism, asked.recipe
+    if sizes.tokens == 1:
+        return
+    keys = " and ".join(asked.key(field) for field in ("context", "sequence") if getattr(sizes, field) > 1)
+    if recipe.train.compile:
+        yield f"{keys}: compiled layers have no room for the exchange between ranks: set `train.compile: false`"
+    for name in _dropouts(asked):
+        yield f"{keys}: each rank would draw dropout for its own tokens, so losses would depend on it: set {name} to 0"
+    if recipe.model.attention in ("eager", "sdpa", "flash_attention_2"):
+        yield (
+            f"{keys}: `model.attention: {recipe.model.attention}` is transformers' own, which does not know of other "
+            "ranks: set `model.attention: auto`"
+        )
+
+
+def _dropouts(asked: Asked) -> Iterator[str]:
+    lora = asked.recipe.lora
+    if lora is not None and lora.dropout:
+        yield f"`lora.dropout` (now {lora.dropout})"
+    for name in asked.shape.drops if asked.shape else ():
+        yield f"the model's `{name}`"
+
+
+def context(asked: Asked) -> Iterator[str]:
+    """Pieces of a document on several ranks are attended to by kernels that know causal attention and no more."""
+    if asked.parallelism.context == 1:
+        return
+    if asked.recipe.model.attention in ("documents", "varlen", "flex"):
+        yield (
+            f"{asked.key('context')}: attention over several ranks is a way of its own, not `model.attention: "
+            f"{asked.recipe.model.attention}`: set `auto`"
+        )
+    if asked.shape is None:
+        return
+    by_heads = f"use `{dimension_key('sequence')}`, whose ranks attend to whole rows"
+    for kind in asked.shape.attention:
+        instead = by_heads if kind == "sliding_attention" else "remove it"
+        yield f"{asked.key('context')}: this model has {_words(kind)}, which is not cut over ranks: {instead}"
+    if asked.shape.soft_capped:
+        yield f"{asked.key('context')}: this model caps attention's logits, which is not cut over ranks: {by_heads}"
+
+
+def sequence(asked: Asked) -> Iterator[str]:
+    """Each rank of Ulysses attends with whole heads."""
+    size, shape = asked.parallelism.sequence, asked.shape
+    if size == 1 or shape is None:
+        return
+    heads = shape.heads // asked.parallelism.tensor
+    if heads % size:
+        shared = f" on each of {asked.parallelism.tensor} tensor ranks" if asked.parallelism.tensor > 1 else ""
+        yield f"{asked.key('sequence')} does not divide {heads} heads{shared}: set it to {nearest(size, heads)}"
+    for kind in sorted(set(shape.attention) - {"sliding_attention"}):
+        yield f"{asked.key('sequence')}: this model has {_words(kind)}, which keeps no documents apart: remove it"
+
+
+def _words(kind: str) -> str:
+    return kind.replace("_", " ")
+
+
+RULES: list[Rule] = [not_yet, shared_tokens, context, sequence]

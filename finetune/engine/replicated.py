@@ -85,7 +85,7 @@ class Replicated(Engine):
 
     @property
     def trial_is_collective(self) -> bool:
-        return False
+        return self.parallelism.tokens > 1  # attention waits for the ranks that share its rows
 
     def trial(self, loss: Callable[[Any], Tensor]) -> None:
         """Past DDP, which would reduce: a rank that runs out of memory leaves no other waiting."""

@@ -110,8 +110,10 @@ class Meters:
     def _work(self, batches: Sequence[Batch]) -> tuple[float, float]:
         if self._flops is None:
             return math.nan, math.nan
-        work = [self._flops.of(_counted(batch), _executed(batch), batch.num_supervised) for batch in batches]
-        return sum(model for model, _ in work), sum(hardware for _, hardware in work)
+        # Of a row that several ranks share, as if all of it were this rank's, divided: all have as much of it.
+        ranks = self._engine.parallelism.tokens
+        work = [self._flops.of(_counted(b), b.document_lengths, b.num_supervised * ranks) for b in batches]
+        return sum(model for model, _ in work) / ranks, sum(hardware for _, hardware in work) / ranks
 
     def _use(self, ranks: list[_Rank], seconds: float) -> Line:
         """Of a device, on average."""
@@ -124,11 +126,6 @@ class Meters:
 def _counted(batch: Batch) -> tuple[int, ...]:
     """Lengths of the documents that count; what else is in a row stands behind them."""
     return batch.document_lengths[: len(batch.documents)]
-
-
-def _executed(batch: Batch) -> tuple[int, ...]:
-    rest = batch.input_ids.numel() - sum(batch.document_lengths)
-    return (*batch.document_lengths, rest) if rest else batch.document_lengths
 
 
 def _speed(tokens: float, supervised: float, seconds: float, devices: int) -> Line:

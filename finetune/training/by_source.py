@@ -28,9 +28,8 @@ class SourceSums:
         if not self.names:
             return
         self._nats.index_add_(0, batch.target_sources.to(losses.device), losses.detach().to(self._nats.dtype))
-        # A filler has no source; padding lies behind the documents.
-        for source, trained, length in zip(batch.sources, batch.trained, batch.document_lengths, strict=False):
-            self._counts[:, source] += (trained, length)
+        for source, trained, tokens in zip(batch.sources, batch.trained, batch.tokens, strict=True):
+            self._counts[:, source] += (trained, tokens)
 
     def values(self) -> list[Tensor | float]:
         return [*self._nats, *map(float, self._counts.flatten())]

@@ -70,7 +70,7 @@ class Step:
 
     metrics: StepMetrics
     by_source: dict[str, float]  # `loss/<source>` of the step and `tokens/<source>` of the run, where there are several
-    rows: list[str]  # path:row of what this rank trained on
+    rows: list[str]  # path:row of what this rank trained on; where several did, of the first
     wishes: Wishes  # of all ranks
     measured: dict[str, float]  # by key of metrics.jsonl; see `tracking.meters`
 
@@ -138,7 +138,7 @@ def training_steps(
         )
         by_source: dict[str, float] = {f"loss/{name}": value for name, value in sums.sources.losses(of_sources).items()}
         by_source |= {f"tokens/{name}": count for name, count in state.tokens_by_source.items()}
-        yield Step(metrics, by_source, row_ids(batches), Wishes(*wished), measured.line)
+        yield Step(metrics, by_source, row_ids(batches) if engine.names_rows else [], Wishes(*wished), measured.line)
 
 
 class StepSums:
@@ -202,9 +202,8 @@ def not_finite(
     batches = [batch for batch, _ in losses]
     guilty = [batch for batch, nats in losses if not torch.isfinite(nats)] or batches
     rows = row_ids(guilty)
-    everyone = [
-        row for share in engine.gather(rows if what == "gradient" or guilty is not batches else []) for row in share
-    ]
+    shares = engine.gather(rows if what == "gradient" or guilty is not batches else [])
+    everyone = list(dict.fromkeys(row for share in shares for row in share))  # several ranks may have the same
     shown = ", ".join(everyone[:20]) + (f" and {len(everyone) - 20} more" if len(everyone) > 20 else "")
     become = "the weights in memory are spoiled, the last checkpoint is not" if stepped else "nothing was stepped"
     return (

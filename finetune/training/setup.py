@@ -21,6 +21,7 @@ from finetune.data.batch import Loader, OrderedRows, RunRows
 from finetune.data.dataset import Dataset, Stream
 from finetune.engine.base import Engine
 from finetune.engine.precision import autocast_forward
+from finetune.engine.shared_tokens import share_tokens
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
 from finetune.models.head import Formula, LossHead, attach_head
@@ -83,13 +84,14 @@ def set_up(
 ) -> Ready:
     """Load the model, hand it to the engine, and go on from the newest checkpoint. Collective."""
     say = partial(_say, engine, console)
-    attention = attention_for(recipe, config, engine.device.type)
+    within = attention_for(recipe, config, engine.device.type)
+    attention = share_tokens(within, engine.token_share, engine.parallelism, engine.rank)
     if not attention.isolates_documents:
         _check_isolated(recipe, attention, say)
         training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
     model, head = _load(recipe, engine, config, attention, say)
     counts = parameter_counts(model)
-    flops = model_flops(model, attention.implementation, recipe.train.activation_checkpointing)
+    flops = model_flops(model, within.implementation, recipe.train.activation_checkpointing)
     engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
     rows = _rows_per_device(recipe, engine, config, attention, head, training, say)
     plan = _plan(recipe, engine, training, counts, rows, micro_batches, attention, head)
@@ -216,6 +218,7 @@ def _peak(recipe: Recipe, engine: Engine, plan: Plan, say: Say) -> float | None:
 
 
 def _loader(recipe: Recipe, engine: Engine, found: FoundRows, rows: RunRows, total_rows: int) -> Loader:
+    budget = recipe.batch.tokens_per_device
     return Loader(
         rows,
         recipe.batch.rows,
@@ -223,8 +226,9 @@ def _loader(recipe: Recipe, engine: Engine, found: FoundRows, rows: RunRows, tot
         engine.data_rank,
         engine.parallelism.data,
         total_rows,
-        recipe.batch.tokens_per_device,
+        budget and budget * engine.parallelism.tokens,
         _forward_tokens(recipe, found),
+        engine.token_share,
     )
 
 

@@ -85,6 +85,9 @@ def refuse_extras(extras: dict[str, Any]) -> None:
             raise ValueError(f"this model's attention takes `{name}`: set model.attention: eager")
 
 
+WITHIN_DOCUMENTS: dict[str, Callable[..., Tensor]] = {}  # our own ways, by name
+
+
 def register(name: str, within_documents: Callable[..., Tensor]) -> None:
     """Under this name a model can be loaded with it (`attn_implementation`).
 
@@ -109,6 +112,7 @@ def register(name: str, within_documents: Callable[..., Tensor]) -> None:
             return masked_attention(module, query, key, value, attention_mask, dropout, scaling, softcap)
         return within_documents(query, key, value, dropout, scaling, sliding_window, softcap, documents), None
 
+    WITHIN_DOCUMENTS[name] = within_documents
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, _padding_mask)
 

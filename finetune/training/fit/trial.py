@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from finetune.data.batch import Batch, collate
 from finetune.data.chat.renderer import UNTRAINED
 from finetune.data.examples import Example
+from finetune.data.token_shard import WHOLE, TokenShare, token_shard
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
 from finetune.models.attention import AttentionChoice
@@ -33,7 +34,7 @@ class HeaviestRow:
     tokens: int
     supervised: int
 
-    def batch(self, rows: float) -> Batch:
+    def batch(self, rows: float, of: TokenShare = WHOLE) -> Batch:
         """Rows of one document each: attention within it costs no less than within several. HALF: of half a row."""
         share = min(rows, 1)
         length = max(1, int(self.tokens * share))
@@ -41,7 +42,8 @@ class HeaviestRow:
         labels = np.full_like(ids, UNTRAINED)
         trained = min(int(self.supervised * share), length - 1)
         labels[length - trained :] = ids[length - trained :]
-        return collate([Example(self.example.path, self.example.row, ids, labels)] * max(1, int(rows)))
+        examples = [Example(self.example.path, self.example.row, ids, labels)] * max(1, int(rows))
+        return token_shard(collate(examples, padded_to=of.padded(length * len(examples))), of)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Trials:
         return math.inf  # here the error, which holds the forward's tensors, is gone
 
     def _run(self, rows: float) -> None:
-        engine, batch = self.engine, self.row.batch(rows)
+        engine, batch = self.engine, self.row.batch(rows, self.engine.token_share)
         arguments = self.attention.forward_arguments(batch.document_lengths)
         engine.trial(lambda model: supervised_losses(model, batch, arguments, engine.device, self.head).total)
 

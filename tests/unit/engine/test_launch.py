@@ -19,6 +19,8 @@ from finetune.recipe import load_recipe
 CONFIGS = Path(__file__).resolve().parents[3] / "accelerate_configs"
 SHIPPED = {"single", "ddp", "fsdp2", "fsdp2_offload", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"}
 
+SHARING_ROWS = {"cp", "ulysses", "fsdp2_cp"}  # two ranks each
+
 
 def launch_of(tmp_path: Path, name: str, **changes: Any) -> Launch:
     """One of our configs with top-level changes; a dict is merged into its section."""
@@ -31,7 +33,17 @@ def launch_of(tmp_path: Path, name: str, **changes: Any) -> Launch:
 
 
 def test_the_shipped_configs_are_these() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == SHIPPED
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == SHIPPED | SHARING_ROWS
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("name", sorted(SHARING_ROWS))
+def test_ranks_that_share_rows_have_micro_batches_as_one(
+    recipe: dict[str, Any], write_recipe: Any, name: str, processes: int
+) -> None:
+    recipe["batch"]["rows"] = 8
+    launch = read_config_file(str(CONFIGS / f"{name}.yaml"), processes)
+    assert check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch) == 8 // processes
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])

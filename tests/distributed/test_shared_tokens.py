@@ -1,0 +1,73 @@
+"""Rows whose tokens several ranks share: attention on real processes, and runs that go on with and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import resume_matrix
+import shared_worker
+from resume_matrix import Pair, Place
+from torch import multiprocessing
+
+ALONE: Place = ("single", 1)
+SHARING: Place = ("cp", 2)
+CONTEXT = [{"context": 2, "exchange": exchange} for exchange in ("allgather", "alltoall", "ring")]
+DIVISIONS: dict[int, list[dict[str, Any]]] = {
+    2: [*CONTEXT, {"sequence": 2}],
+    4: [
+        *({**sizes, "context": 4} for sizes in CONTEXT),
+        {"sequence": 4},
+        *({**sizes, "sequence": 2} for sizes in CONTEXT),
+        {"replicate": 2, "context": 2, "exchange": "ring"},  # two groups, side by side
+        {"context": 2, "tensor": 2},  # whose ranks are not neighbours
+    ],
+}
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_attention_is_that_of_one_rank(tmp_path: Path, processes: int) -> None:
+    """Values, gradients, isolation of documents and generation."""
+    arguments = (processes, str(tmp_path / "meeting"), shared_worker.everything, DIVISIONS[processes])
+    multiprocessing.spawn(shared_worker.run, arguments, nprocs=processes)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs with a checkpoint on the way, on one process and on two that share every row."""
+    folder = tmp_path_factory.mktemp("shared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FINETUNE_CACHE", str(folder / "cache"))
+        resume_matrix.parity.prepare(folder)
+        for place in (ALONE, SHARING):
+            resume_matrix.save(folder, place)
+    return folder
+
+
+@pytest.mark.parametrize("pair", [(ALONE, SHARING), (SHARING, ALONE)], ids=["single to cp", "cp to single"])
+def test_goes_on_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[Place, Place]) -> None:
+    """Losses and weights are those of one process, so the run under context parallel that was saved is, too."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(saved / "cache"))
+    (case,) = resume_matrix.cases(*pair)
+    cell = Pair(*pair, case)
+    resume_matrix.resume(saved, [cell])
+    found = resume_matrix.compare(saved, cell)
+    assert found["passed"], found
+    assert found["same_rows"]  # each once, though two ranks train on it
+
+
+def test_what_is_counted_is_counted_once(saved: Path) -> None:
+    """Tokens and FLOPs of a step; padding is what the cut into four chunks needs."""
+    (case,) = resume_matrix.cases(ALONE, SHARING)
+    ours, theirs = (parity.train_lines(saved / "runs" / resume_matrix.run_name(p, case)) for p in (ALONE, SHARING))
+    padding = 0
+    for one, two in zip(ours, theirs, strict=True):
+        for name in ("tokens", "supervised_tokens", "epoch"):
+            assert one[name] == two[name]
+        flops = (line["tflops_per_device"] * line["step_s"] * ranks for line, ranks in ((one, 1), (two, 2)))
+        assert next(flops) == pytest.approx(next(flops))
+        assert 0 <= two["padding_tokens"] - padding <= 3 * parity.ROWS // 2
+        padding = two["padding_tokens"]
+    assert padding > 0
