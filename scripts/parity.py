@@ -49,6 +49,7 @@ LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
 # A fifth of LoRA's rate: gradients of the last layer's k_proj are 1e-6 of the whole here, so that AdamW, which divides
 # each by its own size, makes steps of their rounding; the bound on parameters is for the rate's size of step.
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}", "optimizer.lr=1e-3")
+DEEP = ("pp_interleaved", "pp_4")  # four stages
 DEEPSPEED = ("zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 CASES = (
     Case("full", ()),
@@ -69,7 +70,7 @@ CASES = (
     Case("full mistral window", (), model="mistral"),
     Case("lora mistral window", LORA, model="mistral"),
     Case("full checkpointing", ("train.activation_checkpointing=true",)),
-    Case("full compile", ("train.compile=true",), on=("ddp", "fsdp2")),
+    Case("full compile", ("train.compile=true",), on=("ddp", "fsdp2", "pp")),
     Case(
         "lora compile checkpointing",
         (*LORA, "train.compile=true", "train.activation_checkpointing=true"),
@@ -90,6 +91,8 @@ CASES = (
     Case("lora and whole head", (*LORA, "lora.modules_to_save=[lm_head]", "optimizer.lr=1e-3")),
     Case("full chunked head", ("model.cross_entropy=chunked", "objective.z_loss=1e-3")),
     Case("full plain head", ("model.cross_entropy=plain",)),
+    Case("lora plain head", (*LORA, "model.cross_entropy=plain"), on=("pp_zero_bubble",)),
+    Case("full deep plain head", ("model.cross_entropy=plain",), model="llama_deep", on=("pp_zero_bubble_2",)),
     Case("lora chunked head", (*LORA, "lora.targets=[lm_head, q_proj]", "optimizer.lr=1e-3")),
     Case(
         "lora tied chunked head",
@@ -99,6 +102,14 @@ CASES = (
     Case("full paged_adamw", ("optimizer.name=paged_adamw",)),
     Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
     Case("qlora", QLORA),
+    Case("full deep", (), model="llama_deep", on=DEEP),
+    Case("lora deep", LORA, model="llama_deep", on=DEEP),
+    Case(
+        "full deep token budget",  # numbers of micro-batches that these schedules do not take as they come
+        ("data.packing=false", "data.max_length=32", "batch.rows=9", "batch.tokens_per_device=40"),
+        model="llama_deep",
+        on=DEEP,
+    ),
     Case("full bf16", ("train.precision=bf16",), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
     Case("lora bf16", (*LORA, "train.precision=bf16"), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
 )
@@ -106,6 +117,11 @@ CASES = (
 SHARED_TOKENS = (
     *("full", "lora", "full accumulate 1", "full auto rows", "full unpacked", "full token budget", "full stream"),
     *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16"),
+)
+UNDER_PIPELINES = tuple(
+    case.name
+    for case in CASES
+    if not any(word in case.name for word in ("dropout", "auto rows", "qlora checkpointing"))
 )
 FEW_SHARED = ("full", "lora", "full tied", "lora tied")
 # Names of configs that have no file of their own: another's, with these sizes.
@@ -116,6 +132,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3_cp": ("zero3", {"cp_size": 2}),
     "ulysses_of_4": ("ulysses", {"sp_size": 4}),
     "cp_ulysses": ("cp", {"cp_size": 2, "sp_size": 2}),
+    "pp_gpipe": ("pp", {"pp_size": 2, "pp_schedule": "gpipe"}),
+    "pp_zero_bubble": ("pp", {"pp_size": 2, "pp_schedule": "zero_bubble"}),
+    "pp_zero_bubble_2": ("pp", {"pp_size": 2, "pp_schedule": "zero_bubble", "pp_stages_per_rank": 2}),
+    "pp_interleaved": ("pp", {"pp_size": 2, "pp_schedule": "interleaved", "pp_stages_per_rank": 2}),
+    "pp_4": ("pp", {"pp_size": 4}),
 }
 # (accelerate config, processes, words that select its cases). Four processes run a selection, for time.
 LAUNCHES = (
@@ -126,6 +147,13 @@ LAUNCHES = (
     ("zero2_offload", 2, ("full", "lora", "qlora")),
     ("zero3", 2, None),
     ("zero3_offload", 2, None),
+    ("pp", 2, UNDER_PIPELINES),
+    ("pp_gpipe", 2, ("full", "lora", "full tied", "full token budget")),
+    ("pp_zero_bubble", 2, ("full plain head", "lora plain head")),
+    ("pp_zero_bubble_2", 2, ("full deep plain head",)),
+    ("pp_interleaved", 2, ("full deep", "lora deep", "full deep token budget")),
+    ("pp_4", 4, ("full deep", "lora deep", "full deep token budget")),
+    ("pp_dp", 4, ("full", "lora", "full tied", "full unpacked")),
     ("ddp", 4, ("full", "lora", "full tied", "lora dropout rslora")),
     ("fsdp2", 4, ("full", "lora", "full tied", "lora dropout rslora")),
     ("zero3", 4, ("full", "lora")),

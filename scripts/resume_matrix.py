@@ -30,9 +30,8 @@ SHARDED = ("ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload")
 PLACES: tuple[Place, ...] = (
     ("single", 1),
     *((config, size) for size in (1, 2, 4) for config in SHARDED),
-    ("cp", 2),
-    ("ulysses", 2),
-    ("fsdp2_cp", 4),
+    *(("cp", 2), ("ulysses", 2), ("fsdp2_cp", 4)),
+    *(("pp", 2), ("pp_dp", 4)),
 )
 STOP, STEPS = 10, 30
 OVERRIDES = (
@@ -43,7 +42,7 @@ OVERRIDES = (
     "tracking.samples=true",
 )
 EVERYWHERE = tuple(case for case in parity.CASES if case.name in ("full", "lora dropout rslora"))
-NO_DROPOUT = ("cp", "ulysses", "fsdp2_cp")  # where ranks share rows, a rule refuses it
+NO_DROPOUT = ("cp", "ulysses", "fsdp2_cp", "pp", "pp_dp")  # where ranks share rows, a rule refuses it
 # State that is not fp32, on a place of each kind.
 FEW: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero3", 2))
 ON_FEW: tuple[parity.Case, ...] = (

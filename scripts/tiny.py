@@ -30,6 +30,7 @@ _SHAPE: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_SHAPE},
     "llama_tied": {"model_type": "llama", **_SHAPE, "tie_word_embeddings": True},
+    "llama_deep": {"model_type": "llama", **_SHAPE, "num_hidden_layers": 4},
     # The window is shorter than most documents, so that it matters.
     "mistral": {"model_type": "mistral", **_SHAPE, "sliding_window": 8},
 }

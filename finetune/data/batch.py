@@ -206,6 +206,7 @@ class Loader:
     tokens_per_device: int | None = None  # no less than the longest row has
     padded_to: int | None = None  # tokens of every forward, where they have to be equally many
     share: TokenShare = WHOLE  # of every row, where several ranks with the same `rank` have its tokens
+    alike: bool = False  # forwards are padded to the longest of their step
 
     def __post_init__(self) -> None:
         if self.tokens_per_device is None and self.rows_per_step % (self.rows_per_device * self.world_size):
@@ -232,11 +233,11 @@ class Loader:
 
     def _padding(self, dealing: _Dealing) -> int:
         forwards = [*dealing.micro_batch_tokens, *(dealing.shortest,) * dealing.fillers]
-        return sum(self._forward_tokens(tokens) for tokens in forwards) - dealing.tokens
+        return sum(self._forward_tokens(dealing, tokens) for tokens in forwards) - dealing.tokens
 
-    def _forward_tokens(self, tokens: int) -> int:
+    def _forward_tokens(self, dealing: _Dealing, tokens: int) -> int:
         """Of a forward for so many, over all ranks that share it."""
-        return self.share.padded(self.padded_to or tokens)
+        return self.share.padded(self.padded_to or (dealing.longest if self.alike else tokens))
 
     def _dealing(self, positions: range) -> _Dealing:
         lengths = [self.rows.lengths(position) for position in positions]
@@ -251,12 +252,12 @@ class Loader:
             if m < len(dealing.cut):
                 places = [dealing.positions[i] for i in dealing.cut[m]]
                 examples = [one for position in places for one in self.rows.documents(position)]
-                made = collate(examples, m, self._forward_tokens(dealing.micro_batch_tokens[m]))
+                made = collate(examples, m, self._forward_tokens(dealing, dealing.micro_batch_tokens[m]))
             else:
                 row = min(range(len(dealing.lengths)), key=lambda i: dealing.lengths[i].min())
                 documents = self.rows.documents(dealing.positions[row])
                 shortest = documents[int(dealing.lengths[row].argmin())]
-                made = _filler(shortest, m, self._forward_tokens(dealing.shortest))
+                made = _filler(shortest, m, self._forward_tokens(dealing, dealing.shortest))
             yield token_shard(made, self.share)
 
     def _cut(self, tokens: NDArray[np.int64]) -> list[NDArray[np.int64]]:
@@ -295,6 +296,11 @@ class _Dealing:
     @property
     def shortest(self) -> int:
         return min(int(found.min()) for found in self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest micro-batch."""
+        return max(sum(int(self.lengths[i].sum()) for i in places) for places in self.cut)
 
 
 def deal(work: Sequence[int], rank: int, world_size: int) -> list[int]:

@@ -11,7 +11,7 @@ import abc
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -48,12 +48,11 @@ class Engine(abc.ABC):
         self.world_size = accelerator.num_processes
         self.parallelism = launch.parallelism
         self.data_rank = self.parallelism.data_rank(self.rank)  # whose rows this rank works on
+        self.leads_rows = self.parallelism.leads_rows(self.rank)
         place = self.parallelism.place(self.rank)
         self.token_share = TokenShare(
             self.parallelism.context, self.parallelism.sequence, place["context"], place["sequence"]
         )
-        # One of the ranks that work on the same rows is the one to name them.
-        self.names_rows = not any(place[name] for name in ("pipeline", "context", "sequence", "tensor"))
         self.is_main = accelerator.is_main_process
         self.device = accelerator.device
         self.local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this machine
@@ -101,6 +100,25 @@ class Engine(abc.ABC):
                 loss = loss_of(self.model, batch)
                 with phase("backward"):
                     self.backward(loss)
+
+    def forwards(self, batches: Iterable[T], values_of: Callable[[Any, T], Tensor]) -> Iterator[tuple[T, Tensor]]:
+        """What `values_of` a model gives of each micro-batch, where this rank is to count them. Collective."""
+        for batch in batches:
+            yield batch, values_of(self.model, batch)
+
+    @property
+    def forwards_alike(self) -> bool:
+        """Whether all micro-batches of a step must have equally many tokens."""
+        return False
+
+    @property
+    def caches(self) -> bool:
+        """Whether a forward may be given a cache of keys and values."""
+        return True
+
+    def facts(self, micro_batches: int) -> dict[str, Any]:
+        """What a plan says of how this backend divides the model; micro_batches: of a step on each process."""
+        return {}
 
     @abc.abstractmethod
     def backward(self, loss: Tensor) -> None:
@@ -296,16 +314,23 @@ def norm_of_steps(stepper: StepInBackward, squared_norm: Callable[[Tensor], floa
     return norm
 
 
-def update_shards(engine: Engine, gradients: list[Tensor], squared_norm: Callable[[Tensor], float]) -> float | None:
+def update_shards(
+    engine: Engine,
+    gradients: list[Tensor],
+    squared_norm: Callable[[Tensor], float],
+    counted: list[Tensor] | None = None,
+) -> float | None:
     """Clip, check and step for backends whose gradients lie open as plain tensors on this rank.
 
-    gradients: this rank's part, each element once over all ranks after `squared_norm`'s reduction. The norm is that of
-    the true gradient (loss scale divided out), clipping is torch.nn.utils.clip_grad_norm_'s.
+    gradients: this rank's part. counted: those of them that the norm is made of, each element once over all ranks after
+    `squared_norm`'s reduction; None: all. The norm is that of the true gradient (loss scale divided out), clipping is
+    torch.nn.utils.clip_grad_norm_'s.
     """
+    counted = gradients if counted is None else counted
     scale = engine.loss_scale.value
     # In fp64, or the clip would depend on how the gradient is cut: fp32 norms of other pieces differ in the last bits,
     # and those multiply every element.
-    norms = torch._foreach_norm(gradients, 2, torch.float64) if gradients else []
+    norms = torch._foreach_norm(counted, 2, torch.float64) if counted else []
     local = torch.zeros((), dtype=torch.float64, device=engine.device)
     if norms:
         local += torch.stack(list(norms)).to(engine.device).square().sum()

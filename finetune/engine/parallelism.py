@@ -95,6 +95,11 @@ class Parallelism:
         place = self.place(rank)
         return place["replicate"] * self.shard + place["shard"]
 
+    def leads_rows(self, rank: int) -> bool:
+        """Whether a rank is the first of those that work on the same rows, and speaks for them."""
+        place = self.place(rank)
+        return not any(place[name] for name in DIMENSIONS if name not in ("replicate", "shard"))
+
     def summary(self) -> str:
         """For reports: `shard 2 x tensor 2`."""
         used = [f"{name} {size}" for name, size in zip(DIMENSIONS, self.sizes, strict=True) if size > 1]

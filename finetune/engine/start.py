@@ -53,7 +53,12 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
         raise UserError(f"train.precision: {torch.cuda.get_device_name()} has no bf16: use fp16 or fp32")
     kind = _KINDS.get(accelerator.distributed_type, "replicated")
     check_started(launch, accelerator.num_processes, kind)
-    engine = {"fsdp2": Fsdp2, "zero": Zero, "replicated": Replicated}[kind](accelerator, launch, recipe)
+    if launch.parallelism.pipeline > 1:
+        from finetune.engine.pipeline import Pipeline  # and torch's, a third of a second
+
+        engine = Pipeline(accelerator, launch, recipe)
+    else:
+        engine = {"fsdp2": Fsdp2, "zero": Zero, "replicated": Replicated}[kind](accelerator, launch, recipe)
     if isinstance(engine, Fsdp2):
         engine.configure(recipe)
     if is_rehearsal() and engine.is_main and launch.processes > 1:

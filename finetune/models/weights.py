@@ -36,11 +36,12 @@ class Placement:
     """How this rank gets its weights.
 
     meta: shapes only; the engine fills them in from rank 0. device: where quantised weights are packed; None where
-    ZeRO-3 places them itself.
+    ZeRO-3 places them itself. layers: the decoder layers that need weights, the others may be left on `meta`.
     """
 
     weights: Literal["load", "meta"]
     device: torch.device | None
+    layers: frozenset[int] | None = None
 
 
 def dtypes(recipe: Recipe) -> Dtypes:
@@ -95,8 +96,7 @@ def _base_model(
 ) -> Any:
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
     if placement.weights == "meta":
-        with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, **common)
+        model = without_weights(config, **common)
         _buffers_from_meta(model, config)
         model.tie_weights()  # no_init_weights leaves them apart
         return model
@@ -108,8 +108,11 @@ def _base_model(
             common["device_map"] = {"": placement.device}
     name = recipe.model.name
     assert name is not None  # the schema wants it where there is no config
+    load: Any = AutoModelForCausalLM
+    if placement.layers is not None and recipe.quantization is None:
+        load = _some_layers(AutoModelForCausalLM._model_mapping[type(config)], placement.layers)
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model = load.from_pretrained(
             name,
             config=config,
             revision=recipe.model.revision or "main",
@@ -118,6 +121,38 @@ def _base_model(
         )
     except (OSError, ValueError) as error:
         raise UserError(f"model.name: {recipe.model.name!r} cannot be loaded: {first_line(error)}") from error
+    if load is not AutoModelForCausalLM:
+        _complete(model, load.__mro__[1], without_weights(config, **common))
+    return model
+
+
+def without_weights(config: PretrainedConfig, **common: Any) -> Any:
+    """A model of shapes alone (device `meta`), not tied; common: arguments of transformers' `from_config`."""
+    with torch.device("meta"), no_init_weights():
+        return AutoModelForCausalLM.from_config(config, **common)
+
+
+def _some_layers(model_class: Any, layers: frozenset[int]) -> Any:
+    """The class of a model that lacks the other decoder layers before its weights are read, so that theirs are not."""
+
+    class SomeLayers(model_class):
+        _keys_to_ignore_on_load_unexpected = [r"\.layers\.\d+\."]  # noqa: RUF012 (transformers' name and type)
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            for i in range(len(self.base_model.layers)):
+                if i not in layers:
+                    self.base_model.layers[i] = torch.nn.Identity()
+
+    return SomeLayers
+
+
+def _complete(model: Any, model_class: Any, skeleton: Any) -> None:
+    """Make a model of `_some_layers` one of its own class, with the layers that it lacks on `meta`."""
+    model.__class__ = model_class
+    for i, layer in enumerate(model.base_model.layers):
+        if isinstance(layer, torch.nn.Identity):
+            model.base_model.layers[i] = skeleton.base_model.layers[i]
 
 
 def _buffers_from_meta(model: Any, config: PretrainedConfig) -> None:

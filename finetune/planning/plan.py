@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from finetune.recipe import Recipe
 
@@ -35,6 +36,7 @@ class Plan:
     attention: str  # and why
     cross_entropy: str  # and why
     precision: str
+    division: dict[str, Any]  # of the model, by backends that have more to say of it than where it runs
     versions: dict[str, str]
     git_commit: str | None
 

@@ -110,9 +110,10 @@ class Meters:
     def _work(self, batches: Sequence[Batch]) -> tuple[float, float]:
         if self._flops is None:
             return math.nan, math.nan
-        # Of a row that several ranks share, as if all of it were this rank's, divided: all have as much of it.
-        ranks = self._engine.parallelism.tokens
-        work = [self._flops.of(_counted(b), b.document_lengths, b.num_supervised * ranks) for b in batches]
+        # As if all of a row that several ranks work on were this rank's, divided: all have as much of it.
+        parallelism = self._engine.parallelism
+        work = [self._flops.of(_counted(b), b.document_lengths, b.num_supervised * parallelism.tokens) for b in batches]
+        ranks = parallelism.processes / parallelism.data
         return sum(model for model, _ in work) / ranks, sum(hardware for _, hardware in work) / ranks
 
     def _use(self, ranks: list[_Rank], seconds: float) -> Line:

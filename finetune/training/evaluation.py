@@ -69,8 +69,7 @@ class Evaluator:
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         items, sources = 0, SourceSums(self.source_names, self.engine.device)
         with fed_batches(self.loader.all_batches(), self.engine.device) as feed:
-            for batch in feed:
-                losses = self._token_losses(batch)
+            for batch, losses in self.engine.forwards(feed, self._token_losses):
                 total += losses.sum()
                 items += batch.num_supervised
                 sources.add(batch, losses)
@@ -78,10 +77,10 @@ class Evaluator:
         each = {f"eval_loss/{name}": value for name, value in sources.losses(of_sources).items()}
         return {"eval_loss": loss / count, **each}
 
-    def _token_losses(self, batch: Batch) -> torch.Tensor:
+    def _token_losses(self, model: Any, batch: Batch) -> torch.Tensor:
         arguments = self.attention.forward_arguments(batch.document_lengths)
         head = self.head.for_evaluation()
-        return supervised_losses(self.engine.model, batch, arguments, self.engine.device, head).each
+        return supervised_losses(model, batch, arguments, self.engine.device, head).each
 
     def _generations(self, wanted: int) -> list[Generation]:
         """The first `wanted` examples, dealt to ranks in turn, back in order on every rank."""

@@ -27,7 +27,7 @@ def greedy(
     input_ids, mask = _left_padded(prompts or [[pad_id]], pad_id, engine.device)  # (B, P), (B, P)
     ended = torch.tensor([i >= real for i in range(len(input_ids))], device=engine.device)
     ends = torch.tensor(sorted(end_ids), device=engine.device)
-    cache = DynamicCache(config=engine.unwrapped.config)
+    cache = DynamicCache(config=engine.unwrapped.config) if engine.caches else None
     new: list[Tensor] = []
     for _ in range(max_new_tokens):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
@@ -36,7 +36,7 @@ def greedy(
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
-            use_cache=True,
+            use_cache=cache is not None,
             logits_to_keep=1,
         )
         chosen = output.logits[:, -1].argmax(-1)  # (B,)
@@ -44,7 +44,7 @@ def greedy(
         ended = ended | torch.isin(chosen, ends)
         if engine.sum((~ended).sum())[0] == 0:
             break
-        input_ids = chosen[:, None]
+        input_ids = chosen[:, None] if cache is not None else torch.cat([input_ids, chosen[:, None]], dim=1)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
     rows = torch.stack(new, dim=1).tolist() if new else [[] for _ in range(real)]
     return [_until_end(row, end_ids) for row in rows[:real]]

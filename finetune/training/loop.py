@@ -138,7 +138,7 @@ def training_steps(
         )
         by_source: dict[str, float] = {f"loss/{name}": value for name, value in sums.sources.losses(of_sources).items()}
         by_source |= {f"tokens/{name}": count for name, count in state.tokens_by_source.items()}
-        yield Step(metrics, by_source, row_ids(batches) if engine.names_rows else [], Wishes(*wished), measured.line)
+        yield Step(metrics, by_source, row_ids(batches) if engine.leads_rows else [], Wishes(*wished), measured.line)
 
 
 class StepSums:

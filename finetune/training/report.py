@@ -29,6 +29,8 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
         **_data(recipe, plan),
         "steps": f"{plan.steps:,} of {recipe.batch.rows} rows: {forwards} on each of {plan.world_size}",
     }
+    if "bubble_share" in plan.division:
+        facts["pipeline"] = _pipeline(plan)
     if recipe.batch.rows_per_device == "auto":
         facts["rows per forward"] = f"{plan.rows_per_device} ({plan.rows_per_device_reason})"
     table = Table(title=recipe.run.name, show_header=False, title_justify="left")
@@ -45,6 +47,12 @@ def _data(recipe: Recipe, plan: Plan) -> dict[str, str]:
         "data": f"{plan.examples:,} examples, {plan.tokens_per_epoch:,} tokens, {supervised:.0%} supervised",
         "rows": f"{plan.rows_per_epoch:,} of {recipe.data.max_length:,} tokens, {full:.1%} full",
     }
+
+
+def _pipeline(plan: Plan) -> str:
+    layers = " + ".join(str(count) for count in plan.division["layers_of_stages"])
+    share = plan.division["bubble_share"]
+    return f"stages of {layers} layers, {plan.division['schedule']}: each stands still for {share:.1%} of a step"
 
 
 def show_evaluation(console: Console, step: int, metrics: dict[str, float], generations: list[Generation]) -> None:

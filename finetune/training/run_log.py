@@ -75,8 +75,9 @@ class RunLog:
                     log.close()
 
 
-def _samples(engine: Engine, folder: Path, first_step: int) -> StepLog:
+def _samples(engine: Engine, folder: Path, first_step: int) -> StepLog | None:
+    """One file for the rows of each share; none where other ranks train on the same."""
     if engine.is_main:
         prepare_samples(folder, first_step)
     engine.barrier()
-    return StepLog(sample_file(folder, engine.rank), first_step)
+    return StepLog(sample_file(folder, engine.rank), first_step) if engine.leads_rows else None

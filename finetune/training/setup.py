@@ -6,7 +6,7 @@ attention -> model -> engine -> rows per device -> plan -> loader -> evaluator -
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,7 @@ def set_up(
     profiler = Profiler(recipe.profile, engine, run_folder(recipe), plan.steps) if recipe.profile else None
     meters = Meters(engine, flops, _peak(recipe, engine, plan, say))
     loader = _loader(recipe, engine, rows, training.in_order(recipe), plan.total_rows)
+    loader = replace(loader, alike=engine.forwards_alike)
     evaluator = _evaluator(recipe, engine, rows, held_out, attention, head, tokenizer)
     state, trackers = _resume(recipe, engine, training, plan, say)
     return Ready(
@@ -202,6 +203,7 @@ def _plan(
         attention=f"{attention.implementation} ({attention.reason})",
         cross_entropy=f"{head.choice.implementation} ({head.choice.reason})",
         precision=recipe.train.precision,
+        division=engine.facts(micro_batches),
         versions=versions(),
         git_commit=git_commit(),
     )

@@ -20,6 +20,13 @@ CASE_BY_NAME = {case.name: case for case in parity.CASES}
 ALONE = (("fsdp2", 1, [CASE_BY_NAME["lora"]]),)
 # For time: every case on one config at least; the script runs all of its cases on every one.
 BY_SCRIPT = {"full compile", "lora compile checkpointing"}  # inductor takes a minute of each process
+BY_SCRIPT |= {
+    "full deep",
+    "lora deep",
+    "full deep token budget",
+    "full deep plain head",
+    "lora plain head",
+}  # schedules
 ON_DDP = {
     "full",
     "lora",
@@ -58,6 +65,16 @@ SELECTED = {
         "lora dropout offloaded",
     },
     ("zero3_offload", 2): {"full", "lora", "full tied", "qlora", "full bf16"},
+    ("pp", 2): {
+        *("full", "lora", "full unpacked", "full token budget", "full tied", "full checkpointing", "full bf16"),
+        *("lora and whole head", "lora tied chunked head", "qlora"),
+    },
+    ("pp_dp", 4): {"full", "full tied"},
+    ("pp_interleaved", 2): set(),  # in test_pipeline.py
+    ("pp_gpipe", 2): set(),
+    ("pp_zero_bubble", 2): set(),
+    ("pp_zero_bubble_2", 2): set(),
+    ("pp_4", 4): set(),
     ("ddp", 4): {"full", "lora dropout rslora"},
     ("fsdp2", 4): set(),
     ("zero3", 4): set(),
@@ -105,8 +122,9 @@ def test_every_case_is_run_on_several_processes() -> None:
 def test_the_matrix_has_every_config_and_size_that_is_promised() -> None:
     sizes = {(config, processes) for config, processes, _ in parity.LAUNCHES}
     configs = {"ddp", "fsdp2", "fsdp2_offload", "zero2", "zero2_offload", "zero3", "zero3_offload"}
-    sharing = {("cp", 2), ("cp_alltoall", 2), ("cp_ring", 2), ("ulysses", 2), ("ulysses_of_4", 4), ("fsdp2_cp", 4)}
-    assert sizes >= {(config, processes) for config in configs for processes in (2, 4)} | sharing
+    assert sizes >= {(config, processes) for config in configs for processes in (2, 4)}
+    shipped = {path.stem for path in (parity.ROOT / "accelerate_configs").glob("*.yaml")}
+    assert {config for config, _ in sizes} == (shipped - {"single", "zero3_nvme"}) | set(parity.VARIANTS)
     for config, processes, cases in parity.selected([]):
         assert {"full"} <= {case.name for case in cases}, config
         if processes == 2 and config in configs:

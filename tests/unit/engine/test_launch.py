@@ -17,6 +17,7 @@ from finetune.errors import UserError
 from finetune.recipe import load_recipe
 
 CONFIGS = Path(__file__).resolve().parents[3] / "accelerate_configs"
+PIPELINES = {"pp", "pp_dp"}  # in tests/unit/engine/test_pipeline_stages.py
 SHIPPED = {"single", "ddp", "fsdp2", "fsdp2_offload", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"}
 
 SHARING_ROWS = {"cp", "ulysses", "fsdp2_cp"}  # two ranks each
@@ -33,7 +34,7 @@ def launch_of(tmp_path: Path, name: str, **changes: Any) -> Launch:
 
 
 def test_the_shipped_configs_are_these() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == SHIPPED | SHARING_ROWS
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == SHIPPED | SHARING_ROWS | PIPELINES
 
 
 @pytest.mark.parametrize("processes", [2, 4])

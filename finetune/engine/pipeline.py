@@ -1,0 +1,346 @@
+"""Pipeline parallel: each rank holds some of the decoder layers and hands hidden states on (Huang et al. 2018,
+https://arxiv.org/abs/1811.06965). Beside it, replicas of the whole pipeline on other rows.
+
+    stage   0            1            2            3
+    rank    0            1            0            1          of a pipeline of two ranks with two stages each
+            embedding    layers 7-15  layers 16-24 layers 25-31
+            layers 0-6                             norm, head, loss
+
+Every rank of a pipeline has the same micro-batches from the loader, so only hidden states and their gradients travel:
+positions, documents and masks are made where they are used. The loss is the same function as everywhere, called on
+every rank; on all but the last stage it ends where it calls the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, Phase, T, saved_tensors, update_shards
+from finetune.engine.launch import Launch
+from finetune.engine.parts import Part
+from finetune.engine.schedule import bubble_share, fitting
+from finetune.engine.stage_model import HandedOn, StageModel, check_cuttable, holders, keep_only
+from finetune.engine.stages import Layout, lay_out
+from finetune.engine.torch_schedule import make_schedule, make_stage
+from finetune.models.config import model_config
+from finetune.models.weights import Placement, dtypes, without_weights
+from finetune.recipe.schema import Recipe
+
+BUCKET_BYTES = 25 * 2**20  # of gradients in one all-reduce, as DDP's buckets
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Of the step that the schedule is running."""
+
+    batches: Sequence[Any]
+    counted: int  # the batches after these only fill the schedule up
+    loss_of: Callable[[Any, Any], Tensor]
+    phase: Phase
+
+
+class Pipeline(Engine):
+    def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
+        super().__init__(accelerator, launch, recipe)
+        sizes, place = self.parallelism, self.parallelism.place(self.rank)
+        self.place, self.replica = place["pipeline"], place["replicate"]
+        self._along = [stage * sizes.replicate + self.replica for stage in range(sizes.pipeline)]  # ranks of a pipeline
+        self._layout = self._lay_out(recipe)
+        self._types = dtypes(recipe)
+        self._compute = self._types.compute
+        self._prepared: tuple[tuple[int, int], Any] | None = None  # a schedule, for (micro-batches, tokens of each)
+        self._stages: list[StageModel] = []
+        self._pipeline = self._replicas = self._ends = None  # groups
+
+    def _lay_out(self, recipe: Recipe) -> Layout:
+        """By the weights of the model alone, so that every mode is cut alike."""
+        sizes = self.parallelism
+        skeleton = without_weights(model_config(recipe.model))
+        return lay_out(skeleton, sizes.pipeline * sizes.stages_per_rank, sizes.pipeline)
+
+    def placement(self, recipe: Recipe) -> Placement:
+        return Placement("load", self.device, self._layout.layers_of(self.place))
+
+    def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
+        check_cuttable(model)
+        self.unwrapped, self.model = model, _Answering(self)
+        self._holders = holders(model, self._layout)
+        keep_only(model, lambda name: self.place in self._holders[name], self.device)
+        stages = self._layout.stages_of(self.place)
+        self._stages = [StageModel(model, self._layout, index, self._types, self.device) for index in stages]
+        self._width = model.config.get_text_config().hidden_size
+        self._make_groups()
+        self.optimizers = build(trained) if (trained := self._trained()) else []
+
+    def _make_groups(self) -> None:
+        """Collective: every rank makes all of them, in one order."""
+        sizes = self.parallelism
+        columns = [range(first, sizes.processes, sizes.replicate) for first in range(sizes.replicate)]
+        rows = [range(i * sizes.replicate, (i + 1) * sizes.replicate) for i in range(sizes.pipeline)]
+        self._pipeline = self._mine(columns)
+        self._replicas = self._mine(rows) if sizes.replicate > 1 else None
+        ends = [[column[0], column[-1]] for column in columns]
+        self._ends = self._mine(ends) if any(len(ranks) > 1 for ranks in self._holders.values()) else None
+
+    def _mine(self, groups: Sequence[Sequence[int]]) -> Any:
+        made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
+        return next((group for ranks, group in made if self.rank in ranks), None)
+
+    def _trained(self) -> NamedTensors:
+        """Of this rank."""
+        return [(name, p) for name, p in self.unwrapped.named_parameters() if p.requires_grad and not p.is_meta]
+
+    # --- a step
+
+    def accumulate(self, batches: Sequence[T], loss_of: Callable[[Any, T], Tensor], phase: Phase) -> None:
+        count = fitting(self.parallelism.schedule, self.parallelism.pipeline, len(batches))
+        filled = [*batches, *[batches[-1]] * (count - len(batches))]
+        self._work = _Work(filled, len(batches), loss_of, phase)
+        schedule = self._schedule_of(count, _tokens(batches[0]))
+        numbers = torch.arange(count)  # which micro-batch: torch deals one to each forward
+        with self.stopwatch.waiting():
+            schedule.step(*[numbers] * (self.place == 0), number=numbers, target=numbers, return_outputs=False)
+            self._add_up()
+
+    def _schedule_of(self, count: int, tokens: int) -> Any:
+        """Kept until a step of another shape comes."""
+        if self._prepared is None or self._prepared[0] != (count, tokens):
+            hidden = torch.empty(1, tokens, self._width, dtype=self._compute, device="meta", requires_grad=True)
+            stages = [
+                make_stage(
+                    _InSchedule(self, stage),
+                    stage.index,
+                    self._layout.stages,
+                    self._pipeline,
+                    hidden,
+                    self.device,
+                    self._computing_backward,
+                )
+                for stage in self._stages
+            ]
+            self._prepared = (count, tokens), make_schedule(self.parallelism.schedule, stages, count)
+        return self._prepared[1]
+
+    def run_scheduled(self, stage: StageModel, received: Tensor | None, number: int) -> Tensor:
+        """A forward of the schedule: hidden states, or in the last stage the loss."""
+        work, batch = self._work, self._work.batches[number]
+        counts = number < work.counted
+        with self._computing():
+            try:
+                loss = work.loss_of(_Forward(stage, received, ends=not counts), batch)
+            except HandedOn as handed:
+                return handed.hidden.sum() * 0.0 if stage.is_last else handed.hidden
+            return loss * self.loss_scale.value
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Within a schedule, where all else is waiting: for other stages, and in the bubble."""
+        self.stopwatch.end_wait()
+        try:
+            yield
+        finally:
+            self.stopwatch.begin_wait()
+
+    @contextlib.contextmanager
+    def _computing_backward(self) -> Iterator[None]:
+        with self._computing(), self._work.phase("backward"):
+            yield
+
+    def _add_up(self) -> None:
+        """Gradients over the replicas; of a matrix that two stages hold, over these as well."""
+        trained = self._trained()
+        if self._replicas is not None:
+            _all_reduce([_gradient(p) for _, p in trained], self._replicas)
+        if self._ends is not None:
+            _all_reduce([_gradient(p) for name, p in trained if len(self._holders[name]) > 1], self._ends)
+
+    def backward(self, loss: Tensor) -> None:
+        raise NotImplementedError("a pipeline's backwards are its schedule's: see accumulate")
+
+    def drop_gradients(self) -> None:
+        for _, parameter in self._trained():
+            parameter.grad = None
+
+    def step(self) -> float | None:
+        trained = [(name, p.grad) for name, p in self._trained() if p.grad is not None]
+        counted = [gradient for name, gradient in trained if self._holders[name][0] == self.place]
+        copies = self.parallelism.replicate
+        norm = update_shards(self, [g for _, g in trained], lambda local: self.sum(local)[0] / copies, counted)
+        self.drop_gradients()
+        return norm
+
+    def knows_waits(self, recipe: Recipe) -> bool:
+        """All that its schedule does besides computing: also the bubble."""
+        return True
+
+    # --- forwards alone
+
+    def forwards(self, batches: Iterable[T], values_of: Callable[[Any, T], Tensor]) -> Iterator[tuple[T, Tensor]]:
+        """One after another, each stage on its rank; only the last one's rank has any to give."""
+        for batch in batches:
+            values = self._relay(lambda model, batch=batch: values_of(model, batch))
+            if values is not None:
+                yield batch, values
+
+    def _relay(self, call: Callable[[Any], T]) -> T | None:
+        for stage in self._stages:
+            try:
+                return call(_Forward(stage, None, receive=self._receive if stage.index else None))
+            except HandedOn as handed:
+                dist.send(handed.hidden.contiguous(), self._rank_of(stage.index + 1), group=self._pipeline)
+        return None
+
+    def _receive(self, stage: int, rows: int, tokens: int) -> Tensor:
+        hidden = torch.empty(rows, tokens, self._width, dtype=self._compute, device=self.device)
+        dist.recv(hidden, self._rank_of(stage - 1), group=self._pipeline)
+        return hidden
+
+    def _rank_of(self, stage: int) -> int:
+        return self._along[self._layout.rank_of(stage)]
+
+    def answer(self, arguments: dict[str, Any]) -> Any:
+        """The logits of the last stage, on every rank of its pipeline."""
+        output = self._relay(lambda model: model(**arguments))
+        shape = (arguments["input_ids"].shape[0], arguments["logits_to_keep"], self._vocabulary)
+        logits = torch.empty(shape, device=self.device) if output is None else output.logits.float().contiguous()
+        dist.broadcast(logits, self._rank_of(self._layout.stages - 1), group=self._pipeline)
+        return SimpleNamespace(logits=logits)
+
+    @property
+    def _vocabulary(self) -> int:
+        return self.unwrapped.config.get_text_config().vocab_size
+
+    @property
+    def caches(self) -> bool:
+        """A cache of keys and values begins with layer 0, which most stages do not have."""
+        return False
+
+    # --- what a person is told
+
+    @property
+    def forwards_alike(self) -> bool:
+        return True
+
+    def facts(self, micro_batches: int) -> dict[str, Any]:
+        sizes, layout = self.parallelism, self._layout
+        share = bubble_share(sizes.schedule, sizes.pipeline, sizes.stages_per_rank, micro_batches)
+        layers = [len(layout.layers(stage)) for stage in range(layout.stages)]
+        return {"schedule": sizes.schedule, "layers_of_stages": layers, "bubble_share": share}
+
+    # --- checkpoints and the result
+
+    def parts(self, reading: bool) -> list[Part]:
+        """Each replica of a stage writes its share of what the stage holds, the first stage's of what two hold."""
+        found, copies = [], self.parallelism.replicate
+        for name, p in self._trained():
+            share = -(-p.numel() // copies)
+            start = 0 if reading else min(self.replica * share, p.numel())
+            numel = p.numel() if reading else min(share, p.numel() - start)
+            if numel and (reading or self._holders[name][0] == self.place):
+                found.append(Part(name, tuple(p.shape), start, numel, p, start))
+        return found
+
+    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+        for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
+            yield name, self._on_main(tensor.detach(), self._holders.get(name, [0])[0])
+
+    def _on_main(self, tensor: Tensor, place: int) -> Tensor | None:
+        """Sent by the first replica of the stage that holds it. Between these two only, and in one order."""
+        source = place * self.parallelism.replicate
+        if self.is_main and source != 0:
+            tensor = torch.empty_like(tensor, device=self.device)
+            dist.recv(tensor, source)
+        elif self.rank == source != 0:
+            dist.send(tensor.contiguous(), 0)
+        return tensor.cpu() if self.is_main else None
+
+    def close(self) -> None:
+        for group in (self._pipeline, self._replicas, self._ends):
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._prepared, self._stages = None, []
+        self._pipeline = self._replicas = self._ends = None
+        super().close()
+
+
+class _Forward:
+    """What a loss calls as its model: a stage."""
+
+    def __init__(
+        self,
+        stage: StageModel,
+        received: Tensor | None,
+        ends: bool = False,
+        receive: Callable[[int, int, int], Tensor] | None = None,
+    ):
+        """ends: whether the hidden states are all that is wanted, in the last stage, too."""
+        self._stage, self._received, self._ends, self._receive = stage, received, ends, receive
+
+    def __call__(self, **arguments: Any) -> Any:
+        if self._receive is not None:
+            self._received = self._receive(self._stage.index, *arguments["input_ids"].shape)
+        if self._ends and self._received is not None and self._stage.is_last:
+            raise HandedOn(self._received)
+        return self._stage.run(arguments, self._received)
+
+
+class _InSchedule(nn.Module):
+    """A stage as torch's schedule calls it: with hidden states (or nothing new, in the first), and a micro-batch."""
+
+    def __init__(self, engine: Pipeline, stage: StageModel):
+        super().__init__()
+        self.stage, self._engine = stage, engine
+
+    def forward(self, received: Tensor, number: Tensor) -> Tensor:
+        return self._engine.run_scheduled(self.stage, received if self.stage.index else None, int(number))
+
+
+class _Answering:
+    """What evaluation takes for the model: the pipeline as one, forwards only."""
+
+    def __init__(self, engine: Pipeline):
+        self._engine = engine
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self._engine.answer(arguments)
+
+    def train(self, mode: bool = True) -> None:
+        self._engine.unwrapped.train(mode)
+
+    def eval(self) -> None:
+        self.train(False)
+
+
+def _tokens(batch: Any) -> int:
+    """Of a micro-batch; the loader makes all of a step alike."""
+    return batch.input_ids.shape[1]
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _all_reduce(gradients: list[Tensor], group: Any) -> None:
+    """In place, in flat buckets."""
+    bucket: list[Tensor] = []
+    size = 0
+    for i, gradient in enumerate(gradients):
+        bucket.append(gradient)
+        size += gradient.nbytes
+        if size >= BUCKET_BYTES or i == len(gradients) - 1 or gradients[i + 1].dtype != gradient.dtype:
+            flat = torch.cat([one.reshape(-1) for one in bucket])
+            dist.all_reduce(flat, group=group)
+            pieces = flat.split([one.numel() for one in bucket])
+            torch._foreach_copy_(bucket, [piece.view(one.shape) for piece, one in zip(pieces, bucket, strict=True)])
+            bucket, size = [], 0

@@ -1,0 +1,158 @@
+"""One stage of a model that is whole in name only: what other stages hold is on `meta`, without memory.
+
+So parameters have the names that they have on every other backend. While a stage runs, the base model has that stage's
+layers, and in the place of the others modules that pass the hidden states on; embeddings, masks and rotations are what
+transformers makes of `inputs_embeds` and `position_ids`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.engine.stages import PLAN, Layout
+from finetune.errors import UserError
+from finetune.models.weights import Dtypes
+
+_OF_THE_HEAD = ("logits_to_keep", "targets", "formula")  # arguments that a stage without it has no use for
+
+
+class HandedOn(Exception):
+    """Ends a loss at the model's forward: hidden states go to the next stage, which makes the loss."""
+
+    def __init__(self, hidden: Tensor):
+        super().__init__("hidden states for the next stage")
+        self.hidden = hidden
+
+
+class _PassOn(nn.Module):
+    def forward(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return hidden
+
+
+def causal(model: Any) -> Any:
+    """transformers' model, out of peft's if it is in one."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+class StageModel(nn.Module):
+    """Its parameters are the stage's own; called with the hidden states of the stage before it."""
+
+    def __init__(self, model: Any, layout: Layout, index: int, types: Dtypes, device: torch.device):
+        super().__init__()
+        self.index, self.is_last = index, index == layout.stages - 1
+        self._model = [model]  # in a list: no submodule of ours
+        self._compute, self._autocasts, self._device = types.compute, types.compute != types.trained, device.type
+        base = causal(model).base_model
+        mine = layout.layers(index)
+        self._shown = {
+            "layers": nn.ModuleList(layer if i in mine else _PassOn() for i, layer in enumerate(base.layers)),
+            "norm": base.norm if self.is_last else _PassOn(),
+        }
+        self.held = nn.ModuleList(parts_of(model, layout, index))
+
+    def run(self, arguments: dict[str, Any], received: Tensor | None) -> Any:
+        """arguments: of the whole model's forward. received: (B, T, D), None in the first stage.
+
+        Gives what the model gives, in the last stage; raises HandedOn in the others.
+        """
+        (model,) = self._model
+        if received is not None:
+            arguments = {**arguments, "inputs_embeds": received}
+            del arguments["input_ids"]
+        base = causal(model).base_model
+        with _showing(base, self._shown):
+            if self.is_last:
+                return model(**arguments)
+            given = {name: value for name, value in arguments.items() if name not in _OF_THE_HEAD}
+            with torch.autocast(self._device, dtype=self._compute, enabled=self._autocasts):
+                raise HandedOn(self._checked(base(**given)[0]))
+
+    def _checked(self, hidden: Tensor) -> Tensor:
+        if hidden.dtype != self._compute:
+            raise UserError(
+                f"pipeline: hidden states between the layers of {type(causal(self._model[0])).__name__} are "
+                f"{hidden.dtype}, not {self._compute}: use train.precision: fp32, or another accelerate config"
+            )
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()  # nothing up to here trains; the schedule sends a gradient all the same
+        return hidden
+
+
+@contextlib.contextmanager
+def _showing(base: Any, modules: dict[str, nn.Module]) -> Iterator[None]:
+    before = {name: base._modules[name] for name in modules}
+    base._modules.update(modules)
+    try:
+        yield
+    finally:
+        base._modules.update(before)
+
+
+def parts_of(model: Any, layout: Layout, stage: int) -> list[nn.Module]:
+    whole = causal(model)
+    base = whole.base_model
+    parts = [base.layers[i] for i in layout.layers(stage)]
+    if stage == 0:
+        parts.append(whole.get_input_embeddings())
+    if stage == layout.stages - 1:
+        parts += [base.norm, whole.get_output_embeddings()]
+    return parts
+
+
+def holders(model: Any, layout: Layout) -> dict[str, list[int]]:
+    """Pipeline ranks that hold each parameter, by all of its names; the matrix that is embedding and head has two."""
+    of: dict[int, set[int]] = {}
+    for stage in range(layout.stages):
+        for part in parts_of(model, layout, stage):
+            for parameter in part.parameters():
+                of.setdefault(id(parameter), set()).add(layout.rank_of(stage))
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: sorted(of[id(parameter)]) for name, parameter in named}
+
+
+def keep_only(model: nn.Module, keeps: Callable[[str], bool], device: torch.device) -> None:
+    """By names: what is kept goes to the device, the rest to `meta`; one tensor with two names stays one."""
+    named = list(model.named_parameters(remove_duplicate=False))  # and alive, so that no two have one id
+    elsewhere: dict[int, nn.Parameter] = {}
+    for name, parameter in named:
+        if keeps(name):
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
+            continue
+        if id(parameter) not in elsewhere:
+            without = torch.empty_like(parameter.data, device="meta")
+            elsewhere[id(parameter)] = nn.Parameter(without, parameter.requires_grad)
+        module, _, own = name.rpartition(".")
+        model.get_submodule(module)._parameters[own] = elsewhere[id(parameter)]
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def check_cuttable(model: Any) -> None:
+    """Raises UserError where a base model does more between embedding, layers and norm than to run them in turn.
+
+    Found by running it with every layer and the norm passing on what they get.
+    """
+    whole = causal(model)
+    base, name = whole.base_model, type(whole).__name__
+    others = [
+        key for key, part in base.named_children() if key not in PLAN and next(part.parameters(), None) is not None
+    ]
+    if others:
+        raise UserError(f"pipeline: {name} has weights outside its layers ({', '.join(others)}): use another config")
+    device = next(base.buffers(), torch.empty(0)).device  # of the rotary frequencies
+    hidden = torch.linspace(-1, 1, 2 * base.config.hidden_size, device=device).reshape(1, 2, -1)
+    shown = {"layers": nn.ModuleList(_PassOn() for _ in base.layers), "norm": _PassOn()}
+    with torch.no_grad(), _showing(base, shown):
+        passed = base(inputs_embeds=hidden, position_ids=torch.arange(2, device=device)[None], use_cache=False)[0]
+    if not torch.equal(passed, hidden):
+        raise UserError(
+            f"pipeline: {name} changes hidden states outside its layers, once for each stage: use another config"
+        )

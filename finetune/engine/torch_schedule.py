@@ -1,0 +1,70 @@
+"""Schedules as torch.distributed.pipelining runs them, with stages that say when they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+from finetune.engine.parallelism import Schedule
+from finetune.engine.schedule import ONE_STAGE
+
+_CLASSES: dict[Schedule, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+
+
+class TimedStage(PipelineStage):
+    """Says when it computes backwards. Forwards are in the stage's own module, which says so itself."""
+
+    computing: Callable[[], AbstractContextManager[None]]
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.computing():
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.computing():
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+
+def make_schedule(schedule: Schedule, stages: list[PipelineStage], micro_batches: int) -> Any:
+    """Of one step. The last stage gives losses itself, already as shares of the step's: nothing is scaled here."""
+    which = stages[0] if schedule in ONE_STAGE else stages
+    return _CLASSES[schedule](which, micro_batches, loss_fn=_itself, scale_grads=False)
+
+
+def _itself(loss: Tensor, _target: Tensor) -> Tensor:
+    return loss
+
+
+def make_stage(
+    module: torch.nn.Module,
+    index: int,
+    count: int,
+    group: Any,
+    hidden: Tensor,  # (1, T, D) without values (device `meta`): what stages hand on
+    device: torch.device,
+    computing: Callable[[], AbstractContextManager[None]],
+) -> PipelineStage:
+    """Every shape is known, so torch has nothing to find out by a trial."""
+    number, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty((), device="meta", requires_grad=True)
+    stage = TimedStage(
+        module,
+        index,
+        count,
+        device,
+        input_args=number if index == 0 else hidden,
+        output_args=loss if index == count - 1 else hidden,
+        group=group,
+    )
+    stage.computing = computing
+    return stage

@@ -1,0 +1,175 @@
+"""Where a model is cut, what a stage holds, and which pipelines are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import yaml
+from transformers import AutoConfig
+
+from finetune.engine.launch import Launch, check_launch
+from finetune.engine.stage_model import HandedOn, StageModel, check_cuttable, holders, keep_only
+from finetune.engine.stages import Layout, cut, lay_out
+from finetune.errors import UserError
+from finetune.models.weights import Dtypes, without_weights
+from finetune.recipe import load_recipe
+
+LLAMA_8B = {  # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("stages", "layers"), [(2, [16, 16]), (4, [7, 9, 9, 7]), (8, [2, 4, 4, 5, 5, 5, 5, 2]), (32, [1] * 32)]
+)
+def test_ends_of_an_8b_llama_have_fewer_layers(stages: int, layers: list[int]) -> None:
+    """Embedding and head weigh 2.4 layers each."""
+    layout = lay_out(without_weights(AutoConfig.for_model("llama", **LLAMA_8B)), stages, stages)
+    assert [len(layout.layers(stage)) for stage in range(stages)] == layers
+
+
+def test_a_cut_is_the_best_of_all_cuts() -> None:
+    layers, first, last = [3, 1, 4, 1, 5, 9, 2], 4, 6
+
+    def costs(bounds: tuple[int, ...]) -> list[int]:
+        found = [sum(layers[a:b]) for a, b in pairwise(bounds)]
+        return [found[0] + first, *found[1:-1], found[-1] + last]
+
+    for stages in range(2, 8):
+        every = [(0, *inner, 7) for inner in combinations(range(1, 7), stages - 1)]
+        best = min((max(costs(bounds)), sum(cost**2 for cost in costs(bounds))) for bounds in every)
+        found = costs(cut(layers, stages, first, last))
+        assert (max(found), sum(cost**2 for cost in found)) == best
+
+
+def test_stages_go_round_the_ranks() -> None:
+    layout = Layout((0, 1, 3, 4, 6), ranks=2)
+    assert [list(layout.stages_of(rank)) for rank in range(2)] == [[0, 2], [1, 3]]
+    assert [layout.layers_of(rank) for rank in range(2)] == [{0, 3}, {1, 2, 4, 5}]
+
+
+def model_of(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", sorted(tiny.MODELS))
+def test_stages_one_after_another_are_the_model(made: Path, name: str) -> None:
+    whole = model_of(made / name).eval()
+    layout, ids = lay_out(whole, 2, 2), torch.arange(3, 12)[None]
+    arguments = {"input_ids": ids, "position_ids": torch.arange(9)[None], "use_cache": False}
+    hidden, names = None, set()
+    for rank in range(2):
+        model = model_of(made / name).eval()
+        check_cuttable(model)
+        held = holders(model, layout)
+        keep_only(model, lambda one, rank=rank, held=held: rank in held[one], torch.device("cpu"))
+        assert list(model.state_dict()) == list(whole.state_dict())
+        names |= {one for one, parameter in model.named_parameters(remove_duplicate=False) if not parameter.is_meta}
+        stage = StageModel(model, layout, rank, Dtypes(*[torch.float32] * 3), torch.device("cpu"))
+        with torch.no_grad():
+            try:
+                logits = stage.run(arguments, hidden).logits
+            except HandedOn as handed:
+                hidden = handed.hidden
+    assert hidden is not None
+    assert torch.equal(logits, whole(**arguments).logits)
+    assert names == {one for one, _ in whole.named_parameters(remove_duplicate=False)}
+
+
+def test_a_model_that_does_more_between_its_layers_is_refused() -> None:
+    """Granite multiplies what comes in, which would be done once for each stage."""
+    shape = {**tiny.MODELS["llama"], "model_type": "granite", "embedding_multiplier": 2.0}
+    model = without_weights(AutoConfig.for_model(**shape))
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    with pytest.raises(UserError, match="GraniteForCausalLM changes hidden states outside its layers"):
+        check_cuttable(model)
+
+
+# --- rules
+
+
+def refused(
+    write_recipe: Callable[..., Path], recipe: dict[str, Any], processes: int, kind: Any = "replicated", **keys: Any
+) -> str:
+    block = {f"parallelism_config_{key}": value for key, value in keys.items()}
+    launch = Launch(kind, processes, "it.yaml", {"parallelism_config": block})
+    config = AutoConfig.for_model(**tiny.MODELS["llama"])
+    with pytest.raises(UserError) as error:
+        check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch, config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "processes", "says"),
+    [
+        ({"pp_size": 4}, 4, "4 stages of 2 layers, and each needs one: `parallelism_config_pp_size: 2` at most"),
+        (
+            {"pp_size": 2, "pp_schedule": "interleaved", "pp_stages_per_rank": 2},
+            2,
+            "4 stages of 2 layers, and each needs one: `parallelism_config_pp_size: 1` at most",
+        ),
+        ({"pp_size": 2, "pp_schedule": "interleaved"}, 2, "needs `parallelism_config_pp_stages_per_rank: 2` or more"),
+        ({"pp_size": 2, "pp_stages_per_rank": 2}, 2, "`interleaved` or `zero_bubble` only: remove it"),
+        ({"pp_stages_per_rank": 2}, 2, "has an effect with a pipeline and"),
+        (
+            {"pp_size": 2, "tp_size": 2},
+            4,
+            "`parallelism_config_pp_size: 2` with `parallelism_config_tp_size: 2`: they do not go together",
+        ),
+        ({"pp_size": 2, "dp_shard_size": 2}, 4, "does not go with shards inside its stages"),
+        (
+            {"pp_size": 2, "dp_replicate_size": 2},
+            4,
+            "`parallelism_config_pp_schedule: 1f1b` on 2 ranks does not take 1 micro-batches a step: "
+            "set `batch.rows_per_device: 1` or `batch.rows: 8` or `parallelism_config_pp_schedule: gpipe`",
+        ),
+    ],
+)
+def test_pipelines_that_cannot_be_are_refused(
+    recipe: dict[str, Any], write_recipe: Any, keys: dict[str, Any], processes: int, says: str
+) -> None:
+    assert says in refused(write_recipe, recipe, processes, **keys)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "says"),
+    [
+        ("batch", {"rows_per_device": "auto"}, "a stage holds those of several micro-batches: give a number"),
+        ("optimizer", {"in_backward": True, "max_grad_norm": None}, "a pipeline lives from several"),
+        ("lora", {"rank": 4, "alpha": 8, "dropout": 0.1}, "a stage does not know those of the layers before it"),
+        ("train", {"compile": True}, "torch cannot take a compiled backward apart"),
+        ("train", {"activation_checkpointing": True}, "what is computed again for it is there once"),
+        ("model", {"cross_entropy": "auto"}, "has its gradients once: use `1f1b`, or `cross_entropy: plain`"),
+    ],
+)
+def test_recipes_that_no_pipeline_can_keep_are_refused(
+    recipe: dict[str, Any], write_recipe: Any, section: str, values: dict[str, Any], says: str
+) -> None:
+    recipe[section] = {**recipe.get(section, {}), **values}
+    recipe["mode"] = "lora" if section == "lora" else "full"
+    assert says in refused(write_recipe, recipe, 2, pp_size=2, pp_schedule="zero_bubble")
+
+
+def test_shards_and_pipelines_are_refused_together(recipe: dict[str, Any], write_recipe: Any) -> None:
+    assert "use `distributed_type: MULTI_GPU`" in refused(write_recipe, recipe, 2, kind="fsdp2", pp_size=2)
+
+
+@pytest.mark.parametrize("name", ["pp", "pp_dp"])
+def test_shipped_configs_say_a_pipeline(name: str) -> None:
+    config = yaml.safe_load((Path(__file__).parents[3] / "accelerate_configs" / f"{name}.yaml").read_text())
+    launch = Launch("replicated", config["num_processes"], name, config)
+    assert launch.parallelism.summary() == {"pp": "pipeline 2", "pp_dp": "pipeline 2 x replicate 2"}[name]
