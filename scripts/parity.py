@@ -69,6 +69,8 @@ CASES = (
     Case("full from scratch", (), model="llama_tied", from_scratch=True),
     Case("full mistral window", (), model="mistral"),
     Case("lora mistral window", LORA, model="mistral"),
+    Case("full qwen3", (), model="qwen3"),
+    Case("lora qwen3", LORA, model="qwen3"),
     Case("full checkpointing", ("train.activation_checkpointing=true",)),
     Case("full compile", ("train.compile=true",), on=("ddp", "fsdp2", "pp")),
     Case(
@@ -84,7 +86,7 @@ CASES = (
         "full in backward",
         ("optimizer.in_backward=true", "optimizer.max_grad_norm=null"),
         one_forward=True,
-        on=("fsdp2", "fsdp2_offload"),
+        on=("fsdp2", "fsdp2_offload", "hsdp"),
     ),
     Case("lora dropout rslora", (*LORA, "lora.dropout=0.1", "lora.rslora=true", "optimizer.lr=1e-3")),
     Case("lora dora", (*LORA, "lora.dora=true")),
@@ -138,6 +140,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pp_interleaved": ("pp", {"pp_size": 2, "pp_schedule": "interleaved", "pp_stages_per_rank": 2}),
     "pp_4": ("pp", {"pp_size": 4}),
 }
+# What tensor parallelism cuts: matrices in pairs, with adapters on each, norms between them, and none of the rest.
+TENSOR = (
+    *("full", "lora", "full unpacked", "lora unpacked", "full tied", "lora tied", "full mistral window"),
+    *("full checkpointing selective", "lora dropout rslora", "lora and whole head", "lora tied chunked head"),
+    *("full plain head", "full bf16", "lora bf16", "full qwen3", "lora qwen3"),
+)
 # (accelerate config, processes, words that select its cases). Four processes run a selection, for time.
 LAUNCHES = (
     ("ddp", 2, None),
@@ -171,6 +179,10 @@ LAUNCHES = (
     ("ulysses", 2, (*SHARED_TOKENS, "full mistral window")),
     ("ulysses_of_4", 4, FEW_SHARED),
     ("cp_ulysses", 4, ("full", "lora")),
+    ("hsdp", 4, ("full", "lora", "full tied", "full unpacked", "full in backward", "lora dropout rslora")),
+    ("tp", 2, TENSOR),
+    ("tp", 4, ("full",)),
+    ("fsdp2_tp", 4, ("full", "lora", "full tied", "lora tied", "full qwen3", "full accumulate 1", "lora bf16")),
 )
 
 

@@ -30,6 +30,7 @@ SHARDED = ("ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload")
 PLACES: tuple[Place, ...] = (
     ("single", 1),
     *((config, size) for size in (1, 2, 4) for config in SHARDED),
+    *(("hsdp", 4), ("tp", 2), ("fsdp2_tp", 4)),
     *(("cp", 2), ("ulysses", 2), ("fsdp2_cp", 4)),
     *(("pp", 2), ("pp_dp", 4)),
 )
@@ -44,7 +45,7 @@ OVERRIDES = (
 EVERYWHERE = tuple(case for case in parity.CASES if case.name in ("full", "lora dropout rslora"))
 NO_DROPOUT = ("cp", "ulysses", "fsdp2_cp", "pp", "pp_dp")  # where ranks share rows, a rule refuses it
 # State that is not fp32, on a place of each kind.
-FEW: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero3", 2))
+FEW: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero3", 2), ("tp", 2))
 ON_FEW: tuple[parity.Case, ...] = (
     next(case for case in parity.CASES if case.name == "full bf16"),
     # Its blocks are others under other shards (measured: 2.2e-5); on the same place it is bitwise all the same.

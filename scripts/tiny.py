@@ -33,6 +33,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_deep": {"model_type": "llama", **_SHAPE, "num_hidden_layers": 4},
     # The window is shorter than most documents, so that it matters.
     "mistral": {"model_type": "mistral", **_SHAPE, "sliding_window": 8},
+    # Norms of each head, between the matrices that tensor parallelism cuts.
+    "qwen3": {"model_type": "qwen3", **_SHAPE, "head_dim": 16},
 }
 
 

@@ -1,15 +1,16 @@
 """Ranges of flattened parameters in safetensors files: written by any number of ranks, read by any other.
 
 A tensor's name in a file is `field|start|parameter`: elements from `start` on of that field of the parameter,
-flattened. No rank ever holds more than what it trains, and a reader takes from each file only the ranges it needs.
-State in 8 bits is stored as it is: codes under the field's name, and beside them `field:scales`, `field:book` and
-`field:phase` (`finetune/engine/blockwise.py`).
+flattened; `field|start:run:stride|parameter` where they are runs of so many elements, so far apart. No rank ever holds
+more than what it trains, and a reader takes from each file only the ranges it needs. State in 8 bits is stored as it
+is: codes under the field's name, and beside them `field:scales`, `field:book` and `field:phase`
+(`finetune/engine/blockwise.py`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,31 @@ from torch.optim import Optimizer
 
 from finetune.engine.blockwise import Blocks, Piece, fill_coded, is_coded
 from finetune.engine.parts import WEIGHT, MakeRoom, Part, by_stepped, fields, make_room, make_state
+from finetune.engine.ranges import Range, overlaps
 from finetune.errors import UserError
 
 
 def part_tensors(parts: list[Part], optimizers: list[Optimizer]) -> dict[str, Tensor]:
     """What a rank writes, by its name in the file: flat views of what the optimizer steps and keeps."""
-    return {f"{field}|{part.start}|{part.name}": tensor for part in parts for field, tensor in fields(part, optimizers)}
+    return {
+        f"{field}|{_place(part.range)}|{part.name}": tensor
+        for part in parts
+        for field, tensor in fields(part, optimizers)
+    }
+
+
+def _place(elements: Range) -> str:
+    if elements.is_contiguous:
+        return str(elements.start)
+    return f"{elements.start}:{elements.run}:{elements.stride}"
+
+
+def _range(place: str, numel: int) -> Range:
+    start, *runs = map(int, place.split(":"))
+    if not runs:
+        return Range(start, numel)
+    run, stride = runs
+    return Range(start, run, stride, numel // run)
 
 
 def shape_metadata(parts: list[Part]) -> dict[str, str]:
@@ -34,8 +54,8 @@ def shape_metadata(parts: list[Part]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Range:
-    start: int
+class _Stored:
+    elements: Range
     file: Path
     key: str
 
@@ -45,19 +65,20 @@ class PartReader:
 
     def __init__(self, files: list[Path]):
         # parameter -> field -> in order; what only explains a field (`state1:scales`) is found beside it
-        self._ranges: dict[str, dict[str, list[_Range]]] = defaultdict(lambda: defaultdict(list))
+        self._ranges: dict[str, dict[str, list[_Stored]]] = defaultdict(lambda: defaultdict(list))
         self.shapes: dict[str, str] = {}
         self._open = {file: safe_open(file, framework="pt") for file in files}
         for file, handle in self._open.items():
             for key in handle.keys():  # noqa: SIM118 (safe_open is no dict)
-                field, start, name = key.split("|", 2)
+                field, place, name = key.split("|", 2)
                 if ":" not in field:
-                    self._ranges[name][field].append(_Range(int(start), file, key))
+                    elements = _range(place, handle.get_slice(key).get_shape()[0])
+                    self._ranges[name][field].append(_Stored(elements, file, key))
             metadata = handle.metadata() or {}
             self.shapes.update({k.removeprefix("shape "): v for k, v in metadata.items() if k.startswith("shape ")})
         for fields_of in self._ranges.values():
             for ranges in fields_of.values():
-                ranges.sort(key=lambda r: r.start)
+                ranges.sort(key=lambda r: r.elements.start)
 
     def restore(
         self,
@@ -105,19 +126,18 @@ class PartReader:
 
     def _pieces(self, part: Part, field: str) -> list[Piece]:
         """What overlaps a part, to be read when it is asked for. Raises UserError where elements are missing."""
-        pieces, end = [], part.start + part.numel
+        pieces = []
         for stored in self._ranges[part.name][field]:
             values = self._open[stored.file].get_slice(stored.key)
-            low, high = max(stored.start, part.start), min(stored.start + values.get_shape()[0], end)
-            if low < high:
-                source = self._source(stored, field, values)
-                pieces.append(Piece(source, low - stored.start, high - stored.start, part.offset + low - part.start))
-        filled = sum(piece.high - piece.low for piece in pieces)
+            for overlap in overlaps(stored.elements, part.range):
+                placed = replace(overlap, at=overlap.at + part.offset)
+                pieces.append(Piece(self._source(stored, field, values), placed))
+        filled = sum(piece.overlap.numel for piece in pieces)
         if filled != part.numel:
             raise UserError(f"the checkpoint holds {filled} of {part.numel} elements of {field} of {part.name}")
         return pieces
 
-    def _source(self, stored: _Range, field: str, values: Any) -> Any:
+    def _source(self, stored: _Stored, field: str, values: Any) -> Any:
         """A stored range, with its scales and book where it is in 8 bits."""
         if values.get_dtype() != "U8":
             return values

@@ -322,7 +322,7 @@ def update_shards(
 ) -> float | None:
     """Clip, check and step for backends whose gradients lie open as plain tensors on this rank.
 
-    gradients: this rank's part. counted: those of them that the norm is made of, each element once over all ranks after
+    gradients: this rank's part. counted: those of them whose elements are there once over all ranks after
     `squared_norm`'s reduction; None: all. The norm is that of the true gradient (loss scale divided out), clipping is
     torch.nn.utils.clip_grad_norm_'s.
     """

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from finetune.engine.ranges import Overlap
+
 BLOCK = 256  # elements; bitsandbytes' Optimizer2State.init_state
 RUN = 2**16  # blocks rounded at a time, 64 MB in fp32
 
@@ -55,29 +57,36 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [low, high) of a stored range, which belong at `at` in a stepped tensor, flattened."""
+    """Elements of a stored range, and where they belong in a stepped tensor, flattened."""
 
     source: Any  # Blocks, or whatever gives a tensor when sliced
-    low: int
-    high: int
-    at: int
+    overlap: Overlap  # of the stored range with the stepped tensor
 
-    def values(self) -> Tensor:  # (high - low,)
-        blocks = isinstance(self.source, Blocks)
-        return self.source.values(self.low, self.high) if blocks else self.source[self.low : self.high]
+    @property
+    def is_contiguous(self) -> bool:
+        return self.overlap.count == 1
+
+    @property
+    def end(self) -> int:
+        """Behind its last element in the stored range."""
+        return self.overlap.low + (self.overlap.count - 1) * self.overlap.from_pitch + self.overlap.run
+
+    def values(self) -> Tensor:  # (count, run)
+        low = self.overlap.low
+        found = self.source.values(low, self.end) if isinstance(self.source, Blocks) else self.source[low : self.end]
+        return found.as_strided((self.overlap.count, self.overlap.run), (self.overlap.from_pitch, 1))
 
     def at_full_scale(self) -> Piece:
         return replace(self, source=self.source.at_full_scale()) if isinstance(self.source, Blocks) else self
 
-    def within(self, start: int, end: int) -> Piece | None:
+    def within(self, start: int, end: int) -> Iterator[Piece]:
         """What of it belongs to elements [start, end) of the stepped tensor, for a tensor of these alone."""
-        first, last = max(self.at, start), min(self.at + self.high - self.low, end)
-        if first >= last:
-            return None
-        return Piece(self.source, self.low + first - self.at, self.low + last - self.at, first - start)
+        for overlap in self.overlap.within(start, end):
+            yield Piece(self.source, overlap)
 
-    def place(self, flat: Tensor) -> Tensor:  # (high - low,)
-        return flat[self.at : self.at + self.high - self.low]
+    def place(self, flat: Tensor) -> Tensor:  # (count, run)
+        shape, offset = (self.overlap.count, self.overlap.run), flat.storage_offset() + self.overlap.at
+        return flat.as_strided(shape, (self.overlap.to_pitch, 1), offset)
 
 
 def is_coded(value: Any) -> bool:
@@ -118,8 +127,8 @@ def fill_coded(state: dict[str, Any], field: str, pieces: list[Piece]) -> None:
     whole.scales.copy_(scales)
     whole.codes.fill_(int(whole.book.abs().argmin()))
     for piece in pieces:
-        if isinstance(piece.source, Blocks):
-            piece.place(whole.codes).copy_(piece.source.codes[piece.low : piece.high])
+        if isinstance(piece.source, Blocks) and piece.is_contiguous:
+            piece.place(whole.codes).copy_(piece.source.codes[piece.overlap.low : piece.end])
     for first, last in _runs(scales.isnan()):
         _round_anew(whole, pieces, first, last)
 
@@ -129,10 +138,12 @@ def _common_scales(whole: Blocks, pieces: list[Piece]) -> Tensor:  # (blocks,) f
     book, unknown = whole.book.cpu(), -1.0
     found = torch.full(whole.scales.shape, unknown)
     for piece in pieces:
-        stored, ours = piece.source, found[_touched(piece.at, piece.at + piece.high - piece.low)]
-        alike = isinstance(stored, Blocks) and torch.equal(stored.book, book)
-        if alike and (stored.phase + piece.low - piece.at) % BLOCK == 0:
-            scales = stored.scales_of(piece.low, piece.high)
+        stored, low, at = piece.source, piece.overlap.low, piece.overlap.at
+        last = at + (piece.overlap.count - 1) * piece.overlap.to_pitch + piece.overlap.run
+        ours = found[_touched(at, last)]  # of runs, blocks between them as well: rounded anew they say the same
+        alike = isinstance(stored, Blocks) and torch.equal(stored.book, book) and piece.is_contiguous
+        if alike and (stored.phase + low - at) % BLOCK == 0:
+            scales = stored.scales_of(low, piece.end)
             ours.copy_(torch.where((ours == unknown) | (ours == scales), scales, torch.nan))
         else:
             ours.fill_(torch.nan)
@@ -156,7 +167,7 @@ def _round_anew(whole: Blocks, pieces: list[Piece], first: int, last: int) -> No
     start, end = first * BLOCK, min(last * BLOCK, whole.codes.numel())
     values = torch.zeros((last - first) * BLOCK, device=whole.scales.device)
     for piece in pieces:
-        if (inside := piece.within(start, end)) is not None:
+        for inside in piece.within(start, end):
             inside.place(values).copy_(inside.at_full_scale().values())
     blocks = values.view(-1, BLOCK)
     scales = blocks.abs().amax(dim=1)

@@ -7,6 +7,7 @@ merely slow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,9 +32,11 @@ class Shape:
     kv_heads: int
     experts: int
     attention: tuple[str, ...]  # other than full causal attention: "sliding_attention", "chunked_attention"
-    parts: tuple[str, ...]  # of the base model, where transformers says that it can be cut between them
+    parts: tuple[str, ...] = ()  # of the base model, where transformers says that it can be cut between them
     soft_capped: bool = False  # attention's logits
     drops: tuple[str, ...] = ()  # names of its settings by which it drops at random
+    attention_dropout: float = 0.0
+    tensor_styles: frozenset[str] = frozenset()  # of the plan to cut its matrices; empty: it has none
 
     @classmethod
     def of(cls, config: Any) -> Shape:
@@ -53,6 +56,8 @@ class Shape:
             parts=tuple(sorted(getattr(text, "base_model_pp_plan", None) or ())),
             soft_capped=getattr(text, "attn_logit_softcapping", None) is not None,
             drops=tuple(name for name, _ in drops(text)),
+            attention_dropout=getattr(text, "attention_dropout", 0.0) or 0.0,
+            tensor_styles=frozenset(tensor_plan(config).values()),
         )
 
 
@@ -83,6 +88,11 @@ def check_combination(recipe: Recipe, recipe_file: str, launch: Launch, config: 
         raise UserError(f"{launch.name} cannot run {recipe_file}:\n{lines}")
 
 
+def tensor_plan(config: Any) -> dict[str, str]:
+    """Of a model's config, transformers': how to cut its matrices, a style by pattern; empty where nothing is said."""
+    return dict(getattr(config.get_text_config(), "base_model_tp_plan", None) or {})
+
+
 def nearest(wanted: int, number: int) -> str:
     """Divisors of `number` around `wanted`, for messages.
 
@@ -96,11 +106,9 @@ def nearest(wanted: int, number: int) -> str:
 
 
 def not_yet(asked: Asked) -> Iterator[str]:
-    for field in ("tensor", "expert"):
+    for field in ("expert",):
         if getattr(asked.parallelism, field) > 1:
             yield f"{asked.key(field)}: not supported yet: remove it"
-    if asked.parallelism.replicate > 1 and asked.parallelism.shard > 1:
-        yield f"{asked.key('replicate')} with {asked.key('shard')}: not supported yet: remove one"
 
 
 def shared_tokens(asked: Asked) -> Iterator[str]:
@@ -263,3 +271,55 @@ RULES: list[Rule] = [
     pipeline_micro_batches,
     pipeline_recipe,
 ]
+
+
+def shards_and_replicas(asked: Asked) -> Iterator[str]:
+    """HSDP is FSDP2's; plain replicas have no shards."""
+    replicate, shard, kind = asked.parallelism.replicate, asked.parallelism.shard, asked.launch.kind
+    if kind == "zero" and replicate > 1:
+        yield f"{asked.key('replicate')}: DeepSpeed shards over all ranks here: use hsdp, or remove it"
+    if kind == "replicated" and shard > 1:
+        yield f"{asked.key('shard')}: `distributed_type: MULTI_GPU` shards nothing: use fsdp2 or hsdp, or remove it"
+
+
+def tensor_backends(asked: Asked) -> Iterator[str]:
+    """What is cut is cut before torch's fully_shard, which knows of it no more than the sizes."""
+    if asked.parallelism.tensor == 1:
+        return
+    key, recipe = asked.key("tensor"), asked.recipe
+    if asked.launch.kind == "zero":
+        yield f"{key}: DeepSpeed takes whole matrices: use fsdp2_tp or tp"
+    if recipe.mode == "qlora":
+        yield f"{key} with `mode: qlora`: 4-bit blocks run along the rows, and columns would be cut through: use fsdp2"
+    if recipe.lora is not None and recipe.lora.dora:
+        yield f"{key} with `lora.dora: true`: DoRA divides by the norms of whole rows, and ranks hold parts: use fsdp2"
+    if recipe.optimizer.in_backward:
+        yield (
+            f"{key} with `optimizer.in_backward: true`: a norm between cut matrices has its gradient only when all "
+            "ranks have added up theirs: use fsdp2, or `in_backward: false`"
+        )
+    if recipe.optimizer.name == "muon":
+        yield f"{key}: Muon needs whole matrices: use ddp, or another optimizer"
+
+
+def tensor_shape(asked: Asked) -> Iterator[str]:
+    """Each rank works on whole heads, and draws no random number that another rank does not draw."""
+    size, shape = asked.parallelism.tensor, asked.shape
+    if size == 1 or shape is None:
+        return
+    if not shape.tensor_styles:
+        yield f"{asked.key('tensor')}: transformers has no plan to cut this model: use fsdp2"
+    if "colwise" in shape.tensor_styles and (shape.heads % size or shape.kv_heads % size):
+        common = math.gcd(shape.heads, shape.kv_heads)
+        yield (
+            f"{asked.key('tensor')}: {size} ranks cannot share {shape.heads} attention heads and {shape.kv_heads} "
+            f"key-value heads: make it {nearest(size, common)}"
+        )
+    if shape.attention_dropout:
+        yield (
+            f"{asked.key('tensor')}: the model drops attention at random (`attention_dropout: "
+            f"{shape.attention_dropout}`), and ranks would draw for other heads than one process does: use fsdp2"
+        )
+
+
+RULES: list[Rule] = [not_yet, shards_and_replicas, tensor_backends, tensor_shape]

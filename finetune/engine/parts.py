@@ -1,9 +1,9 @@
 """What of a run's state lies on this rank, said in a way that no backend owns.
 
-Every backend's shard is a contiguous range of a flattened parameter: whole (replicas), some rows (FSDP2), a range of a
-flat group (ZeRO). A `Part` says which range of which parameter, and where in the tensor that the optimizer steps it
-lies; the optimizer's own tensors have that tensor's shape, so the same range of them belongs to the same part. State
-in 8 bits has blocks of its own (`blockwise.py`).
+Every backend's shard is a range of a flattened parameter: whole (replicas), some rows (FSDP2), a range of a flat group
+(ZeRO), some columns of some rows (tensor parallel). A `Part` says which range of which parameter, and where in the
+tensor that the optimizer steps it lies; the optimizer's own tensors have that tensor's shape, so the same place in them
+belongs to the same part. State in 8 bits has blocks of its own (`blockwise.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.engine.blockwise import coded_fields, init_state, is_coded
+from finetune.engine.ranges import Range
 
 WEIGHT = "weight"  # the field that is the parameter itself
 Types = dict[str, torch.dtype]  # of the optimizer's tensors as they were stored, by field
@@ -25,14 +26,22 @@ MakeRoom = Callable[[Optimizer, Tensor, Types], None]  # for the state of a step
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [start, start + numel) of the flattened parameter `name`."""
+    """numel elements of the flattened parameter `name`: from `start` on, or runs of `run` each `stride` apart."""
 
     name: str
     shape: tuple[int, ...]  # of the whole parameter
     start: int
     numel: int
     stepped: Tensor  # what the optimizer steps
-    offset: int  # of this part in it, flattened
+    offset: int  # of this part in it, flattened and in one piece
+    run: int = 0  # 0: all in one
+    stride: int = 0
+
+    @property
+    def range(self) -> Range:
+        if not self.run:
+            return Range(self.start, self.numel)
+        return Range(self.start, self.run, self.stride, self.numel // self.run)
 
     def view(self, tensor: Tensor) -> Tensor:  # (numel,)
         """This part of `stepped`, or of a tensor of its shape; writing to it writes there."""

@@ -58,7 +58,8 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
 
         engine = Pipeline(accelerator, launch, recipe)
     else:
-        engine = {"fsdp2": Fsdp2, "zero": Zero, "replicated": Replicated}[kind](accelerator, launch, recipe)
+        wrapped = "fsdp2" if launch.parallelism.tensor > 1 else kind  # replicas of cut matrices: shards of one
+        engine = {"fsdp2": Fsdp2, "zero": Zero, "replicated": Replicated}[wrapped](accelerator, launch, recipe)
     if isinstance(engine, Fsdp2):
         engine.configure(recipe)
     if is_rehearsal() and engine.is_main and launch.processes > 1:

@@ -47,7 +47,8 @@ BY_SCRIPT_ALONE = (
 SELECTED = {
     ("ddp", 2): {*ON_DDP, "full unpacked", "lora tied", "lora bf16"},
     ("fsdp2", 2): ON_FSDP2
-    - {"full from scratch", "full checkpointing", "lora dora", "lora mistral window", "lora dropout offloaded"},
+    - {"full from scratch", "full checkpointing", "lora dora", "lora mistral window", "lora dropout offloaded"}
+    - {"full qwen3", "lora qwen3"},
     ("zero2", 2): {"full", "lora", "full accumulate 1", "lora unpacked", "full tied", "qlora", "full bf16"},
     ("zero3", 2): {
         *(
@@ -87,6 +88,10 @@ SELECTED = {
     ("fsdp2_cp", 4): {"full tied"},
     ("ulysses", 2): {"full unpacked", "lora tied", "full auto rows", "full mistral window"},
     **{launch: set() for launch in BY_SCRIPT_ALONE},
+    ("hsdp", 4): {"full", "full in backward"},
+    ("tp", 2): {"full tied", "lora dropout rslora", "lora qwen3"},
+    ("tp", 4): set(),
+    ("fsdp2_tp", 4): {"full qwen3", "lora tied"},
 }
 LAUNCHES = (
     *(

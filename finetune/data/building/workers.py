@@ -108,8 +108,8 @@ def _begin(pickled: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us as well; our parent ends us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every core has a process already
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _work = pickle.loads(pickled)  # noqa: S301 - from our parent, through a pipe
-    remember_words(_work.made.tokenizer)
+    _work = work = pickle.loads(pickled)  # noqa: S301 - from our parent, through a pipe
+    remember_words(work.made.tokenizer)
     gc.freeze()  # or each collection walks through all that the libraries made: a tenth of the time
 
 

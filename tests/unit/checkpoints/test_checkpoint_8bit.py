@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -46,12 +47,14 @@ def in_ranges(parameter: Tensor, optimizer: AdamW8bit, folder: Path, *bounds: in
     return numbers
 
 
-def shard(folder: Path, start: int, end: int, numbers: dict[str, dict[str, float]]) -> tuple[Tensor, AdamW8bit]:
+def shard(
+    folder: Path, start: int, end: int, numbers: dict[str, dict[str, float]], shape: tuple[int, ...] = (N,)
+) -> tuple[Tensor, AdamW8bit]:
     """Elements [start, end) restored into a tensor of their own, as FSDP2 steps them."""
     parameter = torch.nn.Parameter(torch.zeros(end - start))
     optimizer = AdamW8bit([parameter], lr=0.01)
     PartReader(sorted(folder.iterdir())).restore(
-        [Part("w", (N,), start, end - start, parameter, 0)], [optimizer], numbers
+        [Part("w", shape, start, end - start, parameter, 0)], [optimizer], numbers
     )
     return parameter, optimizer
 
@@ -237,3 +240,59 @@ def test_room_is_what_bitsandbytes_makes(tmp_path: Path) -> None:
         k: (v.dtype, v.shape) for k, v in theirs.items() if k != "step"
     }
     assert type(theirs["step"]) is int
+
+
+def lowest(parameter: Tensor, optimizer: AdamW8bit, field: str) -> Tensor:
+    """(numel,) bool: at the lowest code, -0.993 of its scale, which is taken for -1 of it: half a gap more."""
+    return (optimizer.state[parameter][field] == 0) & (values(parameter, optimizer, field) < 0)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_columns_are_read_as_a_matrix_within_a_rounding(tmp_path: Path, field: str) -> None:
+    """Two ranks' columns, as tensor parallel steps them, read as the whole of ZeRO or replicas."""
+    shape, halves = (90, 100), [trained(N // 2) for _ in range(2)]
+    for rank, (half, optimizer) in enumerate(halves):
+        part = Part("w", shape, 50 * rank, N // 2, half, 0, 50, 100)
+        numbers = write(tmp_path / f"{rank}", [part], optimizer)
+    whole, fresh = shard(tmp_path, 0, N, numbers, shape)
+
+    def side_by_side(of: Callable[[Tensor, AdamW8bit, str], Tensor]) -> Tensor:
+        return torch.cat([of(*half, field).view(90, 50) for half in halves], 1).flatten()
+
+    assert torch.equal(whole, side_by_side(lambda half, _optimizer, _field: half.detach()))
+    bound, error = rounding(whole, fresh, field), (values(whole, fresh, field) - side_by_side(values)).abs()
+    assert error.max() > 0
+    assert torch.all(error <= torch.where(side_by_side(lowest), 2 * bound, bound))
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_columns_of_a_stored_matrix_are_within_a_rounding(tmp_path: Path, field: str) -> None:
+    parameter, optimizer = trained(N)
+    numbers = write(tmp_path / "0", [Part("w", (90, 100), 0, N, parameter, 0)], optimizer)
+    right = torch.nn.Parameter(torch.zeros(N // 2))
+    fresh = AdamW8bit([right], lr=0.01)
+    part = Part("w", (90, 100), 50, N // 2, right, 0, 50, 100)
+    PartReader([tmp_path / "0"]).restore([part], [fresh], numbers)
+
+    def columns(whole: Tensor) -> Tensor:
+        return whole.view(90, 100)[:, 50:].flatten()
+
+    assert torch.equal(right, columns(parameter.detach()))
+    bound, stored = rounding(right, fresh, field), columns(values(parameter, optimizer, field))
+    error = values(right, fresh, field) - stored
+    wide = columns(lowest(parameter, optimizer, field))
+    assert torch.all(error.abs() <= torch.where(wide, 2 * bound, bound))
+
+
+def test_the_same_columns_of_other_shards_are_bitwise(tmp_path: Path) -> None:
+    """Rows of columns whose blocks fall as they did."""
+    parameter, optimizer = trained(10_240)
+    shape, together = (160, 128), Part("w", (160, 128), 64, 10_240, parameter, 0, 64, 128)
+    numbers = write(tmp_path / "0", [together], optimizer)
+    lower = torch.nn.Parameter(torch.zeros(6144))
+    fresh = AdamW8bit([lower], lr=0.01)
+    PartReader([tmp_path / "0"]).restore([Part("w", shape, 64 * 128 + 64, 6144, lower, 0, 64, 128)], [fresh], numbers)
+    assert torch.equal(lower, parameter[4096:])
+    for field in FIELDS:
+        assert torch.equal(fresh.state[lower][field], optimizer.state[parameter][field][4096:])
+        assert torch.equal(values(lower, fresh, field), values(parameter, optimizer, field)[4096:])

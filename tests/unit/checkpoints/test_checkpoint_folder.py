@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,54 @@ def test_any_ranges_read_what_any_ranges_wrote(
         for field in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(fresh.state[shard][field], optimizer.state[parameter][field].view(-1)[start:end])
         assert fresh.state[shard]["step"].item() == 1.0
+
+
+Cut = Callable[[torch.Tensor], list[tuple[torch.Tensor, Part]]]
+
+
+def columns(weight: torch.Tensor) -> list[tuple[torch.Tensor, Part]]:
+    """(8, 6) in four: two rows of columns for two shards, of three ranks' columns each."""
+    found = []
+    for top, left in product((0, 5), (0, 2, 4)):
+        rows = slice(top, 5 if top == 0 else 8)
+        shard = torch.nn.Parameter(weight[rows, left : left + 2].clone())
+        found.append((shard, Part("w", (8, 6), top * 6 + left, shard.numel(), shard, 0, 2, 6)))
+    return found
+
+
+def rows(weight: torch.Tensor) -> list[tuple[torch.Tensor, Part]]:
+    """In pieces that begin and end in the middle of rows."""
+    found = []
+    for start, end in pairwise((0, 7, 8, 31, 48)):
+        shard = torch.nn.Parameter(weight.flatten()[start:end].clone())
+        found.append((shard, Part("w", (8, 6), start, end - start, shard, 0)))
+    return found
+
+
+def halves(weight: torch.Tensor) -> list[tuple[torch.Tensor, Part]]:
+    found = []
+    for left in (0, 3):
+        shard = torch.nn.Parameter(weight[:, left : left + 3].clone())
+        found.append((shard, Part("w", (8, 6), left, 24, shard, 0, 3, 6)))
+    return found
+
+
+@pytest.mark.parametrize("writers", [columns, rows, halves])
+@pytest.mark.parametrize("readers", [columns, rows, halves])
+def test_any_cut_reads_what_any_cut_wrote(tmp_path: Path, writers: Cut, readers: Cut) -> None:
+    weight = torch.arange(48.0).view(8, 6)
+    for rank, (shard, part) in enumerate(writers(weight)):
+        optimizer = torch.optim.AdamW([shard], lr=0.0, weight_decay=0.0)
+        shard.grad = shard.detach().clone()  # so that the state tells the elements apart
+        optimizer.step()
+        write(tmp_path / f"rank-{rank}.safetensors", part, optimizer)
+    reader = PartReader(sorted(tmp_path.glob("*.safetensors")))
+    for wanted, part in readers(weight):
+        read = torch.nn.Parameter(torch.full_like(wanted, -1.0))
+        optimizer = torch.optim.AdamW([read], lr=0.0)
+        reader.restore([replace(part, stepped=read)], [optimizer], {"w": {"step": 1.0}})
+        assert torch.equal(read, wanted)
+        assert torch.allclose(optimizer.state[read]["exp_avg"], wanted * 0.1)
 
 
 def test_a_gap_and_another_model_are_errors(tmp_path: Path) -> None:

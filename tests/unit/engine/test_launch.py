@@ -14,6 +14,7 @@ from finetune.engine import launch as launch_module
 from finetune.engine.launch import Launch, _option, check_launch, check_started, read_config_file, read_launch
 from finetune.engine.rehearsal import _leave_out_shared_memory, _replace_prepare_backend
 from finetune.errors import UserError
+from finetune.models.config import model_config
 from finetune.recipe import load_recipe
 
 CONFIGS = Path(__file__).resolve().parents[3] / "accelerate_configs"
@@ -21,6 +22,7 @@ PIPELINES = {"pp", "pp_dp"}  # in tests/unit/engine/test_pipeline_stages.py
 SHIPPED = {"single", "ddp", "fsdp2", "fsdp2_offload", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"}
 
 SHARING_ROWS = {"cp", "ulysses", "fsdp2_cp"}  # two ranks each
+DIVIDED = {"hsdp": 4, "tp": 2, "fsdp2_tp": 2}  # for some processes only; how many shares of the rows four have
 
 
 def launch_of(tmp_path: Path, name: str, **changes: Any) -> Launch:
@@ -34,7 +36,7 @@ def launch_of(tmp_path: Path, name: str, **changes: Any) -> Launch:
 
 
 def test_the_shipped_configs_are_these() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == SHIPPED | SHARING_ROWS | PIPELINES
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == SHIPPED | SHARING_ROWS | PIPELINES | set(DIVIDED)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -45,6 +47,17 @@ def test_ranks_that_share_rows_have_micro_batches_as_one(
     recipe["batch"]["rows"] = 8
     launch = read_config_file(str(CONFIGS / f"{name}.yaml"), processes)
     assert check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch) == 8 // processes
+
+
+@pytest.mark.parametrize(("name", "shares"), DIVIDED.items())
+def test_divided_configs_agree_with_any_recipe(
+    recipe: dict[str, Any], write_recipe: Any, name: str, shares: int
+) -> None:
+    recipe["batch"]["rows"] = 8
+    loaded = load_recipe(write_recipe(recipe))
+    config = model_config(loaded.model)
+    launch = read_config_file(str(CONFIGS / f"{name}.yaml"), 4)
+    assert check_launch(loaded, "recipe.yaml", launch, config) == 8 // (2 * shares)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])

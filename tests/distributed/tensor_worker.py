@@ -1,0 +1,113 @@
+"""Inside a group of four, 2 shards x 2 tensor ranks: models cut and sharded, against the same models whole.
+
+    torchrun --nproc_per_node 4 tests/distributed/tensor_worker.py out
+
+out/<rank>.json   by model: {"loss": relative difference, "gradient": largest relative difference of any parameter's,
+                  "copies": whether whole parameters of a layer have bitwise the same gradients on both tensor ranks,
+                  "held": this rank's share of all elements}
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.engine.cut_linear import Group
+from finetune.engine.fsdp2 import part_of_shard
+from finetune.engine.parallelism import Parallelism
+from finetune.engine.sharding import Meshes, Sharding, device_meshes, fill, shard, take_weights
+from finetune.engine.tensor_parallel import Divided, divide
+from finetune.models.adapters import add_adapters
+from finetune.recipe.schema import Lora
+
+PHI3 = {**tiny.MODELS["llama"], "model_type": "phi3"}
+QWEN2 = {**tiny.MODELS["llama"], "model_type": "qwen2"}  # with biases
+CASES: dict[str, tuple[dict[str, Any], Lora | None]] = {
+    "llama": (tiny.MODELS["llama"], None),
+    "llama_tied lora": (tiny.MODELS["llama_tied"], Lora(rank=4)),
+    "qwen3": (tiny.MODELS["qwen3"], None),
+    "qwen2": (QWEN2, None),
+    "phi3": (PHI3, None),
+    "phi3 lora": (PHI3, Lora(rank=4, targets=["qkv_proj", "down_proj"])),
+}
+
+
+def main(out: Path) -> None:
+    dist.init_process_group("gloo")
+    meshes = device_meshes(Parallelism(shard=2, tensor=2), "cpu")
+    found = {name: compared(*case, meshes) for name, case in CASES.items()}
+    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def compared(shape: dict[str, Any], lora: Lora | None, meshes: Meshes) -> dict[str, Any]:
+    assert meshes.tensor is not None
+    ours = made(shape, lora)
+    theirs, ids = copy.deepcopy(ours), torch.arange(48).remainder(41)[None]
+    layers = [m for m in theirs.modules() if type(m).__name__ in theirs._no_split_modules]
+    weights = take_weights(theirs, dist.get_rank() == 0)
+    group = meshes.tensor.get_group()
+    divided = divide(theirs, Group(group, meshes.tensor.get_local_rank(), 2))
+    shard(theirs, layers, Sharding(meshes, MixedPrecisionPolicy(), OffloadPolicy(), True))
+    fill(theirs, weights, divided.cuts, torch.device("cpu"))
+    losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for model in (ours, theirs)]
+    for loss in losses:
+        loss.backward()
+    gradients = {name: p.grad.flatten() for name, p in ours.named_parameters() if p.requires_grad}
+    worst, copies, held = 0.0, True, 0
+    for name, parameter in theirs.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        local = own_gradient(parameter, name, divided, group)
+        part = part_of_shard(name, parameter, local, divided.cuts.get(name))
+        elements = part.range.start + part.range.stride * torch.arange(part.range.count)[:, None]
+        wanted = gradients[name][(elements + torch.arange(part.range.run)).flatten()]
+        worst = max(worst, ((local.flatten() - wanted).abs().max() / gradients[name].abs().max()).item())
+        held += local.numel()
+        if name not in divided.cuts and parameter.device_mesh != meshes.ends:
+            both = [torch.empty_like(local) for _ in range(2)]
+            dist.all_gather(both, local, group=group)
+            copies &= torch.equal(*both)
+    return {
+        "loss": abs(losses[1].item() / losses[0].item() - 1),
+        "gradient": worst,
+        "copies": copies,
+        "held": held / sum(g.numel() for g in gradients.values()),
+    }
+
+
+def own_gradient(parameter: Tensor, name: str, divided: Divided, group: Any) -> Tensor:
+    assert isinstance(parameter.grad, DTensor)
+    local = parameter.grad.to_local().contiguous()
+    if name in divided.partial:
+        dist.all_reduce(local, group=group)
+    return local
+
+
+def made(shape: dict[str, Any], lora: Lora | None) -> Any:
+    """The same on every rank; B of an adapter begins as 0, and then A has no gradient."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), attn_implementation="eager")
+    if lora is not None:
+        model = add_adapters(model, lora, torch.float32)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model.train()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(Path(sys.argv[1]))

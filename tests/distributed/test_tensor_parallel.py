@@ -1,0 +1,51 @@
+"""Matrices shared by ranks and sharded over others: the loss and every gradient of the whole model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+WORKER = Path(__file__).with_name("tensor_worker.py")
+CASES = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("tensor")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
+    paths = os.pathsep.join([str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*command, str(WORKER), str(out)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads((out / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(4)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_the_whole_model(ranks: list[dict[str, Any]], case: str) -> None:
+    for rank in ranks:
+        assert rank[case]["loss"] < 1e-6
+        assert rank[case]["gradient"] < 1e-5  # of the parameter's largest
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_tensor_ranks_hold_alike_gets_the_same_gradient(ranks: list[dict[str, Any]], case: str) -> None:
+    """Bit by bit, or the copies would drift apart."""
+    assert all(rank[case]["copies"] for rank in ranks)
+
+
+def test_each_rank_holds_its_share(ranks: list[dict[str, Any]]) -> None:
+    """A quarter of all that is trained, but for the vectors between the matrices."""
+    for rank in ranks:
+        assert 0.25 <= rank["llama"]["held"] < 0.26
