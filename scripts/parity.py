@@ -50,6 +50,8 @@ LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
 # each by its own size, makes steps of their rounding; the bound on parameters is for the rate's size of step.
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}", "optimizer.lr=1e-3")
 DEEP = ("pp_interleaved", "pp_4")  # four stages
+ATTENTION = "lora.targets=[q_proj, k_proj, v_proj, o_proj]"
+BALANCE = "objective.router_aux_loss_coef=0.02"
 DEEPSPEED = ("zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 CASES = (
     Case("full", ()),
@@ -101,6 +103,19 @@ CASES = (
         (*LORA, "lora.targets=[lm_head, q_proj]", "optimizer.lr=1e-3"),
         model="llama_tied",
     ),
+    Case("full mixtral", (), model="mixtral"),
+    Case("lora mixtral", (*LORA, ATTENTION), model="mixtral"),
+    Case("lora mixtral experts", (*LORA, "optimizer.lr=1e-3"), model="mixtral", on=("ddp", "fsdp2", "zero2", "zero3")),
+    Case("full mixtral balance", (BALANCE, "batch.rows_per_device=2"), model="mixtral"),
+    Case("full qwen3_moe", (), model="qwen3_moe"),
+    Case("lora qwen3_moe balance", (*LORA, ATTENTION, BALANCE), model="qwen3_moe"),
+    Case(
+        "full qwen3_moe balance checkpointing",
+        (BALANCE, "train.activation_checkpointing=true"),
+        model="qwen3_moe",
+    ),
+    Case("full qwen3_moe balance unpacked", (BALANCE, "data.packing=false"), model="qwen3_moe"),
+    Case("full mixtral bf16", ("train.precision=bf16",), "mixtral", BF16_LOSS_RELATIVE, float("inf")),
     Case("full paged_adamw", ("optimizer.name=paged_adamw",)),
     Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
     Case("qlora", QLORA),
@@ -123,7 +138,7 @@ SHARED_TOKENS = (
 UNDER_PIPELINES = tuple(
     case.name
     for case in CASES
-    if not any(word in case.name for word in ("dropout", "auto rows", "qlora checkpointing"))
+    if not any(word in case.name for word in ("dropout", "auto rows", "qlora checkpointing", "balance"))
 )
 FEW_SHARED = ("full", "lora", "full tied", "lora tied")
 # Names of configs that have no file of their own: another's, with these sizes.
@@ -146,6 +161,9 @@ TENSOR = (
     *("full checkpointing selective", "lora dropout rslora", "lora and whole head", "lora tied chunked head"),
     *("full plain head", "full bf16", "lora bf16", "full qwen3", "lora qwen3"),
 )
+EXPERTS = tuple(
+    case.name for case in CASES if case.model in ("mixtral", "qwen3_moe") and (case.on is None or "ep" in case.on)
+)
 # (accelerate config, processes, words that select its cases). Four processes run a selection, for time.
 LAUNCHES = (
     ("ddp", 2, None),
@@ -162,6 +180,8 @@ LAUNCHES = (
     ("pp_interleaved", 2, ("full deep", "lora deep", "full deep token budget")),
     ("pp_4", 4, ("full deep", "lora deep", "full deep token budget")),
     ("pp_dp", 4, ("full", "lora", "full tied", "full unpacked")),
+    ("ep", 2, EXPERTS),
+    ("ep", 4, EXPERTS),
     ("ddp", 4, ("full", "lora", "full tied", "lora dropout rslora")),
     ("fsdp2", 4, ("full", "lora", "full tied", "lora dropout rslora")),
     ("zero3", 4, ("full", "lora")),

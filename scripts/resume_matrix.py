@@ -27,12 +27,14 @@ from finetune.tracking import read_steps
 Place = tuple[str, int]  # accelerate config, processes
 
 SHARDED = ("ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload")
+DIVIDED: tuple[Place, ...] = (("ep", 2), ("ep", 4))  # only for models with experts
 PLACES: tuple[Place, ...] = (
     ("single", 1),
     *((config, size) for size in (1, 2, 4) for config in SHARDED),
     *(("hsdp", 4), ("tp", 2), ("fsdp2_tp", 4)),
     *(("cp", 2), ("ulysses", 2), ("fsdp2_cp", 4)),
     *(("pp", 2), ("pp_dp", 4)),
+    *DIVIDED,
 )
 STOP, STEPS = 10, 30
 OVERRIDES = (
@@ -51,6 +53,9 @@ ON_FEW: tuple[parity.Case, ...] = (
     # Its blocks are others under other shards (measured: 2.2e-5); on the same place it is bitwise all the same.
     parity.Case("full adamw_8bit", ("optimizer.name=adamw_8bit",), loss=1e-4, parameter=float("inf")),
 )
+# Experts that are divided, and the same ones where each rank has them all.
+WITH_EXPERTS: tuple[Place, ...] = (("single", 1), ("ddp", 2), ("fsdp2", 4), ("zero3", 4), *DIVIDED)
+OF_EXPERTS = tuple(case for case in parity.CASES if case.name in ("full mixtral balance", "lora mixtral"))
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,11 @@ class Pair:
 
 
 def cases(*places: Place) -> tuple[parity.Case, ...]:
+    plain = () if any(place in DIVIDED for place in places) else EVERYWHERE
     if any(config in NO_DROPOUT for config, _ in places):
-        return tuple(case for case in EVERYWHERE if "dropout" not in case.name)
-    return (*EVERYWHERE, *ON_FEW) if all(place in FEW for place in places) else EVERYWHERE
+        plain = tuple(case for case in plain if "dropout" not in case.name)
+    few = ON_FEW if all(place in FEW for place in places) else ()
+    return (*plain, *few, *(OF_EXPERTS if all(place in WITH_EXPERTS for place in places) else ()))
 
 
 def run_name(place: Place, case: parity.Case) -> str:

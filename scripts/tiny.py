@@ -27,6 +27,7 @@ _SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "initializer_range": 0.1}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_SHAPE},
     "llama_tied": {"model_type": "llama", **_SHAPE, "tie_word_embeddings": True},
@@ -35,6 +36,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", **_SHAPE, "sliding_window": 8},
     # Norms of each head, between the matrices that tensor parallelism cuts.
     "qwen3": {"model_type": "qwen3", **_SHAPE, "head_dim": 16},
+    # Mixtures of experts. Routers that are sure of themselves: else rounding decides between experts.
+    "mixtral": {"model_type": "mixtral", **_SHAPE, **_EXPERTS, "num_local_experts": 8, "intermediate_size": 32},
+    "qwen3_moe": {"model_type": "qwen3_moe", **_SHAPE, **_EXPERTS, "num_experts": 8, "moe_intermediate_size": 32}
+    | {"head_dim": 16, "norm_topk_prob": True},
 }
 
 

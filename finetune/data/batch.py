@@ -43,6 +43,7 @@ class Batch:
     num_supervised: int  # targets: labels that are not -100
     num_tokens: int  # tokens of documents that count; a filler (`Loader`) has T and none of these
     index: int = 0  # number of this micro-batch within its step, over all processes; seeds dropout
+    row_lengths: tuple[int, ...] = ()  # tokens of each row of the recipe in it; none in a filler
 
     @property
     def num_padding(self) -> int:
@@ -253,6 +254,7 @@ class Loader:
                 places = [dealing.positions[i] for i in dealing.cut[m]]
                 examples = [one for position in places for one in self.rows.documents(position)]
                 made = collate(examples, m, self._forward_tokens(dealing, dealing.micro_batch_tokens[m]))
+                made = replace(made, row_lengths=tuple(int(dealing.lengths[i].sum()) for i in dealing.cut[m]))
             else:
                 row = min(range(len(dealing.lengths)), key=lambda i: dealing.lengths[i].min())
                 documents = self.rows.documents(dealing.positions[row])

@@ -196,6 +196,14 @@ class Engine(abc.ABC):
         """Each value summed over all ranks, where ranks that compute the very same (tensor parallel) count as one."""
         return self.sum(*(value / self.parallelism.tensor for value in values))
 
+    def sum_table(self, counts: Tensor) -> Tensor:
+        """Whole numbers, each added up over all ranks as `total` does; on the CPU. Collective."""
+        summed = counts.clone()
+        if self.world_size > 1:
+            with self.stopwatch.waiting():
+                torch.distributed.all_reduce(summed)
+        return summed.cpu() // self.parallelism.tensor
+
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
         """Equally many numbers of every rank, in rank order, in fp64. One collective, one synchronisation."""
         if self.world_size == 1:

@@ -23,10 +23,11 @@ from finetune.engine.base import (
     update_shards,
 )
 from finetune.engine.cut_linear import Group
+from finetune.engine.expert_parallel import divide_experts
 from finetune.engine.in_backward import StepInBackward
 from finetune.engine.parts import Part
 from finetune.engine.shard_waits import ShardWaits
-from finetune.engine.sharding import Sharding, device_meshes, fill, first_row, shard, take_weights, units_of
+from finetune.engine.sharding import Sharding, device_meshes, fill, first_row, gathered, shard, take_weights, units_of
 from finetune.engine.tensor_parallel import Cut, Divided, divide
 from finetune.models.weights import Placement, dtypes
 from finetune.recipe.schema import Recipe
@@ -53,7 +54,8 @@ class Fsdp2(Engine):
         weights = take_weights(model, self.is_main) if from_rank_0 else {}
         if self._meshes.tensor is not None:
             self._divided = divide(model, _group(self._meshes.tensor))
-        shard(model, units_of(model, self._plugin()), self._sharding())
+        experts = divide_experts(model, self.parallelism, self.device.type, self.stopwatch)
+        shard(model, units_of(model, self._plugin()), self._sharding(), experts)
         if from_rank_0:
             fill(model, weights, self._divided.cuts, self.device)
         self.model = self.unwrapped = model
@@ -148,8 +150,7 @@ class Fsdp2(Engine):
 
     def _whole(self, tensor: Tensor, cut: Cut | None) -> Tensor | None:
         """Collective. The ranks that do not want it let go of it at once."""
-        whole = tensor.to(self.device)
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        whole = gathered(tensor.to(self.device))
         if cut is not None and self._meshes.tensor is not None:
             parts = [torch.empty_like(whole) for _ in range(cut.count)]
             torch.distributed.all_gather(parts, whole, group=self._meshes.tensor.get_group())

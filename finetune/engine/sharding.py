@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.engine.parallelism import Parallelism
@@ -178,6 +178,18 @@ def _share(whole: Tensor, held: Tensor, cut: Cut | None) -> Tensor:
     return DTensor.from_local(
         local, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
     )
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a shard. Collective. One dimension of ranks after the other: `full_tensor` warns where shards lie
+    in shards, as those of divided experts do."""
+    while isinstance(tensor, DTensor):
+        left = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+        if not left:
+            return tensor.to_local()
+        placements = [Replicate() if dim == left[0] else p for dim, p in enumerate(tensor.placements)]
+        tensor = tensor.redistribute(placements=placements)
+    return tensor
 
 
 def first_row(parameter: Tensor) -> int:

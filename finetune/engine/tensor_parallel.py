@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.engine.combinations import nearest, tensor_plan
 from finetune.engine.cut_linear import Entry, Group, drop_as_if_whole, make_colwise, make_rowwise
+from finetune.engine.rules.asked import nearest, tensor_plan
 from finetune.errors import UserError
 
 

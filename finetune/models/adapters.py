@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -31,7 +32,10 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
         task_type="CAUSAL_LM",
     )
     try:
-        adapted = get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # Of patterns that peft 0.21 itself adds for stacked experts, and that do match: it looks for modules only.
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+            adapted = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"lora: {first_line(error)}") from error
     _rename_tied(adapted.get_base_model())

@@ -159,7 +159,7 @@ class Data(Section):
 
 
 class Objective(Section):
-    """What `loss` is: both terms below are part of it, and not of `eval_loss`."""
+    """What `loss` is: all terms below are part of it, and not of `eval_loss`."""
 
     name: Literal["sft"] = "sft"
     # assistant: every answer and its end-of-turn; last_assistant: the last answer of a conversation; all: every token
@@ -170,6 +170,10 @@ class Objective(Section):
     # Share of the target's probability spread evenly over the vocabulary (Szegedy et al. 2015,
     # https://arxiv.org/abs/1512.00567, section 7).
     label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    # Mixtures of experts: times the loss that keeps experts equally busy (Fedus et al. 2021,
+    # https://arxiv.org/abs/2101.03961, section 2.2), which is `num_experts_per_tok` where they are. null: what the
+    # model's config says, its `router_aux_loss_coef` where `output_router_logits` is true, else 0.
+    router_aux_loss_coef: NonNegative | None = None
 
 
 class Batch(Section):

@@ -25,6 +25,7 @@ from finetune.tracking import Meters
 from finetune.tracking.clock import StepClock
 from finetune.training.by_source import SourceSums
 from finetune.training.feed import Feed
+from finetune.training.routing import Routing, RoutingSums, routing_line
 from finetune.training.schedules import lr_factor
 
 
@@ -45,7 +46,7 @@ class StepMetrics:
 
     step: int
     epoch: float
-    loss: float  # nats per supervised token of the global batch; what is optimised, z_loss and smoothing included
+    loss: float  # nats per supervised token of the global batch; what is optimised, all terms of `objective` included
     grad_norm: float | None  # before clipping; None where fp16 skipped the step
     lr: float
     tokens: int
@@ -73,6 +74,8 @@ class Step:
     rows: list[str]  # path:row of what this rank trained on; where several did, of the first
     wishes: Wishes  # of all ranks
     measured: dict[str, float]  # by key of metrics.jsonl; see `tracking.meters`
+    routing: dict[str, float] = field(default_factory=dict)  # by key as well; of a mixture of experts
+    expert_load: torch.Tensor | None = None  # (layers, experts) int64, over all ranks
 
 
 def training_steps(
@@ -86,6 +89,7 @@ def training_steps(
     source_names: Sequence[str] = (),
     wishes: Callable[[], Wishes] = Wishes,
     meters: Meters | None = None,
+    routing: Routing | None = None,
 ) -> Iterator[Step]:
     """Train from `state.step` to the plan's end; yields after every optimizer step, with `state` up to date.
 
@@ -95,7 +99,7 @@ def training_steps(
     """
     if state.step < plan.steps:
         warm_up(engine, feed.peek().batches[0], attention, head)
-    meters = meters or Meters(engine)
+    meters, routing = meters or Meters(engine), routing or Routing()
     clock = meters.clock
     clock.restart()
     while state.step < plan.steps:
@@ -104,10 +108,11 @@ def training_steps(
         batches, items, tokens = made.batches, made.supervised_tokens, made.tokens
         factor = lr_factor(recipe.schedule, state.step, plan.steps)
         engine.set_lr(factor)
-        sums = StepSums(engine, attention, head, recipe.run.seed, clock, state.step, made, source_names)
+        sums = StepSums(engine, attention, head, recipe.run.seed, clock, state.step, made, source_names, routing)
         engine.accumulate(batches, sums.share, clock.phase)
         wished = astuple(wishes())
-        loss, *others = engine.total(sums.nats(), *wished, *sums.sources.values())
+        nats, balance, *others = engine.total(sums.nats(), sums.routing.loss, *wished, *sums.sources.values())
+        loss, balance = nats / items + routing.coefficient * balance / tokens, balance / tokens
         wished, of_sources = others[: len(wished)], others[len(wished) :]
         if not math.isfinite(loss):
             raise RunFailure(not_finite("loss", engine, state.step, sums.losses))
@@ -122,12 +127,13 @@ def training_steps(
         state.supervised_tokens += items
         for name, count in sums.sources.tokens(of_sources).items():
             state.tokens_by_source[name] = state.tokens_by_source.get(name, 0) + count
+        load = sums.routing.load(engine)
         measured = meters.step(batches, tokens, items)
         state.padding_tokens += made.padding
         metrics = StepMetrics(
             step=state.step,
             epoch=made.epoch,
-            loss=loss / items,
+            loss=loss,
             grad_norm=grad_norm,
             lr=recipe.optimizer.lr * factor,
             tokens=state.tokens,
@@ -138,7 +144,9 @@ def training_steps(
         )
         by_source: dict[str, float] = {f"loss/{name}": value for name, value in sums.sources.losses(of_sources).items()}
         by_source |= {f"tokens/{name}": count for name, count in state.tokens_by_source.items()}
-        yield Step(metrics, by_source, row_ids(batches) if engine.leads_rows else [], Wishes(*wished), measured.line)
+        rows = row_ids(batches) if engine.leads_rows else []
+        about_experts = routing_line(balance, load)
+        yield Step(metrics, by_source, rows, Wishes(*wished), measured.line, about_experts, load)
 
 
 class StepSums:
@@ -154,23 +162,27 @@ class StepSums:
         step: int,
         made: StepBatches,
         source_names: Sequence[str],
+        routing: Routing,
     ):
         self._engine, self._attention, self._head, self._seed, self._clock = engine, attention, head, seed, clock
         self._step, self._items = step, made.supervised_tokens
         self.losses: list[tuple[Batch, torch.Tensor]] = []  # (): nats of each micro-batch, fp64
         self.sources = SourceSums(source_names, engine.device)
+        self.routing = RoutingSums(routing, made.tokens, engine.device)
 
     def share(self, model: Any, batch: Batch) -> torch.Tensor:  # ()
-        """A micro-batch's share of the step's loss: its nats over the supervised tokens of the whole step."""
+        """A micro-batch's share of the step's loss: its nats over the supervised tokens of the whole step, and its
+        rows' part of the balance of experts."""
         seed_micro_batch(self._seed, self._step, batch.index)
-        with self._clock.phase("forward"):
+        with self._clock.phase("forward"), self.routing.listening() as logits:
             arguments = self._attention.forward_arguments(batch.document_lengths)
             nats, of_tokens = supervised_losses(model, batch, arguments, self._engine.device, self._head)
             self.sources.add(batch, of_tokens)
+            balance = self.routing.share(logits, batch)
         self.losses.append((batch, nats.detach().double()))
         if self._engine.steps_in_backward and not math.isfinite(*self._engine.total(self.losses[-1][1])):
             raise RunFailure(not_finite("loss", self._engine, self._step, self.losses))
-        return nats / self._items
+        return nats / self._items + balance
 
     def nats(self) -> torch.Tensor:  # ()
         nothing = torch.zeros((), dtype=torch.float64, device=self._engine.device)

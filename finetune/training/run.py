@@ -42,6 +42,7 @@ from finetune.training.feed import fed_steps
 from finetune.training.loop import Step, StepMetrics, Wishes, training_steps
 from finetune.training.profile_summary import show_profile
 from finetune.training.report import show_evaluation, show_plan, show_totals
+from finetune.training.routing import ExpertLoad
 from finetune.training.run_folder import in_use, make_run_folder, run_folder
 from finetune.training.run_log import RunLog
 from finetune.training.setup import Ready, set_up
@@ -91,7 +92,7 @@ class Run:
         # what nearly every line below speaks of
         self.recipe, self.engine, self.plan, self.state = ready.recipe, ready.engine, ready.plan, ready.state
         self.folder, self.say, self.console = ready.folder, ready.say, ready.console
-        self.totals = Totals()
+        self.totals, self._expert_load = Totals(), ExpertLoad()
         self.evaluation: dict[str, float] = {}
         self.last: StepMetrics | None = None
 
@@ -107,6 +108,7 @@ class Run:
         self._saved_at, self._saved_before = time.monotonic(), False
         try:
             self._train()
+            self._write_expert_load()
             self._saver.settle()
             if self.engine.is_main:
                 show_totals(self.console, self.totals)
@@ -153,6 +155,7 @@ class Run:
                 names,
                 self._wishes,
                 self.ready.meters,
+                self.ready.routing,
             ):
                 self._record(step)
                 progress.update(
@@ -177,7 +180,8 @@ class Run:
             compiled["compilations"] = compilations()
             if (warning := self._compilations.step_done()) is not None:
                 self.say(f"[yellow]{escape(warning)}[/yellow]")
-        line = {**asdict(step.metrics), **step.measured, **step.by_source, **compiled}
+        self._expert_load.add(step.metrics.step, step.expert_load)
+        line = {**asdict(step.metrics), **step.measured, **step.by_source, **step.routing, **compiled}
         self._run_log.write(line, step.metrics.step)
         self.totals.add(line)
         self._run_log.rows(step.metrics.step, step.rows)
@@ -256,6 +260,7 @@ class Run:
         assert self.ready.evaluator is not None  # what is due has data
         self.evaluation, generations = self.ready.evaluator.run()
         self._compilations.evaluated()
+        self._write_expert_load()
         self._run_log.write({"step": self.state.step, **self.evaluation}, self.state.step)
         if self.engine.is_main:
             show_evaluation(self.console, self.state.step, self.evaluation, generations)
@@ -263,6 +268,10 @@ class Run:
             rows = [[g.prompt, g.output, g.reference] for g in generations]
             self._run_log.table("generations", ["prompt", "output", "reference"], rows, self.state.step)
         return self.evaluation
+
+    def _write_expert_load(self) -> None:
+        if self.engine.is_main:
+            self._expert_load.write(self.folder)
 
     def _save_result(self) -> None:
         tokenizer, frozen = self.ready.tokenizer, dtypes(self.recipe).frozen

@@ -37,6 +37,7 @@ from finetune.training.fit import FoundRows, find_rows, memory_of
 from finetune.training.loop import State
 from finetune.training.optimizers import build_optimizers
 from finetune.training.profile import Profiler
+from finetune.training.routing import Routing
 from finetune.training.run_folder import run_folder
 
 Say = Callable[[str], None]  # a line to the console, from the main rank alone
@@ -55,6 +56,7 @@ class Ready:
     training: Dataset | Stream
     attention: AttentionChoice
     head: LossHead
+    routing: Routing
     plan: Plan
     profiler: Profiler | None
     meters: Meters
@@ -90,7 +92,7 @@ def set_up(
         _check_isolated(recipe, attention, say)
         training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
     model, head = _load(recipe, engine, config, attention, say)
-    counts = parameter_counts(model)
+    routing, counts = Routing.of(model, recipe.objective, engine.parallelism), parameter_counts(model)
     flops = model_flops(model, within.implementation, recipe.train.activation_checkpointing)
     engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
     rows = _rows_per_device(recipe, engine, config, attention, head, training, say)
@@ -111,6 +113,7 @@ def set_up(
         training,
         attention,
         head,
+        routing,
         plan,
         profiler,
         meters,

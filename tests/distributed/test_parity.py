@@ -37,15 +37,20 @@ ON_DDP = {
     "qlora",
     "full bf16",
 }
+ON_EP = {"full mixtral", "full mixtral bf16", "lora mixtral", "lora qwen3_moe balance", "full qwen3_moe"}
+ON_EP |= {"full mixtral balance", "full qwen3_moe balance checkpointing"}
 ON_FSDP2 = (
-    {case.name for case in parity.CASES} - BY_SCRIPT - {"full accumulate 1", "full unpacked", "lora tied", "lora bf16"}
+    {case.name for case in parity.CASES}
+    - BY_SCRIPT
+    - (ON_EP - {"full qwen3_moe balance checkpointing"})
+    - {"full accumulate 1", "full unpacked", "lora tied", "lora bf16"}
 )
 BY_SCRIPT_ALONE = (
     *(("cp", 2), ("cp", 4), ("cp_alltoall", 2), ("cp_ring", 2), ("cp_ring_of_4", 4)),
     *(("zero3_cp", 2), ("ulysses_of_4", 4), ("cp_ulysses", 4)),
 )
 SELECTED = {
-    ("ddp", 2): {*ON_DDP, "full unpacked", "lora tied", "lora bf16"},
+    ("ddp", 2): {*ON_DDP, "full unpacked", "lora tied", "lora bf16", "full qwen3_moe balance unpacked"},
     ("fsdp2", 2): ON_FSDP2
     - {"full from scratch", "full checkpointing", "lora dora", "lora mistral window", "lora dropout offloaded"}
     - {"full qwen3", "lora qwen3"},
@@ -64,6 +69,7 @@ SELECTED = {
         "full stream",
         *("full checkpointing", "lora dropout rslora", "lora dora", "lora chunked head", "qlora", "full bf16"),
         "lora dropout offloaded",
+        "full mixtral balance",
     },
     ("zero3_offload", 2): {"full", "lora", "full tied", "qlora", "full bf16"},
     ("pp", 2): {
@@ -76,6 +82,8 @@ SELECTED = {
     ("pp_zero_bubble", 2): set(),
     ("pp_zero_bubble_2", 2): set(),
     ("pp_4", 4): set(),
+    ("ep", 2): ON_EP,
+    ("ep", 4): set(),  # one that is resumed from is in test_resume_elsewhere.py
     ("ddp", 4): {"full", "lora dropout rslora"},
     ("fsdp2", 4): set(),
     ("zero3", 4): set(),
@@ -131,9 +139,12 @@ def test_the_matrix_has_every_config_and_size_that_is_promised() -> None:
     shipped = {path.stem for path in (parity.ROOT / "accelerate_configs").glob("*.yaml")}
     assert {config for config, _ in sizes} == (shipped - {"single", "zero3_nvme"}) | set(parity.VARIANTS)
     for config, processes, cases in parity.selected([]):
-        assert {"full"} <= {case.name for case in cases}, config
+        names = {case.name for case in cases}
+        assert any(name.startswith("full") for name in names), config
+        if config == "ep":
+            assert {"full mixtral", "lora mixtral", "full qwen3_moe"} <= names
         if processes == 2 and config in configs:
-            assert {"full", "lora", "qlora"} <= {case.name for case in cases}, config
+            assert {"full", "lora", "qlora"} <= names, config
 
 
 @pytest.mark.parametrize(

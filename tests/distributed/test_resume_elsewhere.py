@@ -36,6 +36,17 @@ def test_goes_on_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatc
     assert all(cell["same_rows"] for cell in cells)
 
 
+def test_divided_experts_go_on_undivided(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(saved / "cache"))
+    divided: Place = ("ep", 4)
+    resume_matrix.save(saved, divided)
+    pairs = [Pair(divided, ("single", 1), case) for case in resume_matrix.cases(divided)]
+    resume_matrix.resume(saved, pairs)
+    cells = [resume_matrix.compare(saved, pair) for pair in pairs]
+    assert [cell["case"] for cell in cells] == ["lora mixtral", "full mixtral balance"]
+    assert [cell for cell in cells if not cell["passed"]] == []
+
+
 def test_state_in_8_bits_is_stored_as_such(saved: Path) -> None:
     (case,) = (case for case in resume_matrix.ON_FEW if "8bit" in case.name)
     for place in SAVED:

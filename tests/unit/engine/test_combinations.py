@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from finetune.engine.combinations import Shape, check_combination
+from finetune.engine.combinations import check_combination
 from finetune.engine.launch import Kind, Launch
+from finetune.engine.rules.asked import Shape
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 

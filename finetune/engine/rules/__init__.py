@@ -1,0 +1,1 @@
+"""Rules for `combinations.py`, a file for each way of dividing the work."""

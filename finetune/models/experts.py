@@ -1,0 +1,122 @@
+"""Expert parallel: each rank of a group holds some experts of every layer, and tokens travel to the experts they chose.
+
+    tokens of this rank, K experts chosen for each      0: a c    1: b c    2: a d      (a, b on rank 0; c, d on rank 1)
+    rows in the order of experts, sent to their ranks   a: 0 2  b: 1  |  c: 0 1  d: 2
+    what arrives, computed by transformers' own forward, goes back the same way and is added up as in one process
+
+Letters: T tokens of this rank, K experts chosen for each, E experts of a layer, P ranks of the group, R rows that
+arrive on this one, D hidden. GShard (Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668), without capacity: no
+token is dropped.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from finetune.errors import UserError
+
+_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of transformers' experts, >= 5.17
+
+
+class Exchange(Protocol):
+    """Between the P ranks of a group that holds every expert once. All of them call it, equally often."""
+
+    size: int  # P
+
+    def weight(self, stacked: Tensor) -> Tensor:
+        """(E, ...) -> (E/P, ...): the rows of a parameter that are here, as a plain tensor."""
+        ...
+
+    def counts(self, counts: Tensor) -> Tensor:
+        """(P, E/P) rows for every expert of every rank -> (P, E/P) rows from every rank for every expert held here."""
+        ...
+
+    def rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """(sum(sent), D), in the order of ranks -> (sum(received), D). Gradients take the way back."""
+        ...
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """By name: the modules that hold all experts of a layer, stacked along the first dimension of each parameter.
+
+    Raises UserError where there are none, as transformers keeps this architecture's experts in another way, and where
+    they have adapters: those are made for all experts of a layer at once.
+    """
+    found = {name: module for name, module in model.named_modules() if _holds_experts(module)}
+    if not found:
+        raise UserError(
+            f"{type(model).__name__} has no experts that can be divided over ranks: remove `parallelism_config_ep_size`"
+        )
+    if adapted := [name for name in found if name.endswith(".base_layer")]:
+        raise UserError(
+            f"lora.targets: {adapted[0].removesuffix('.base_layer')} has adapters, and experts that are divided over "
+            "ranks cannot have any: name attention's layers only, or remove `parallelism_config_ep_size`"
+        )
+    return found
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    number = getattr(module, "num_experts", None)
+    weights = list(module.parameters(recurse=False))
+    takes = tuple(inspect.signature(module.forward).parameters)
+    return bool(weights) and takes == _ARGUMENTS and all(w.ndim > 1 and w.shape[0] == number for w in weights)
+
+
+def dispatch_tokens(experts: Any, exchange: Exchange) -> None:
+    """From now on the module computes its own experts for the tokens of the whole group.
+
+    Its parameters are still said to be (E, ...); `Exchange.weight` knows which of their rows are here.
+    """
+    experts.forward = partial(_forward, experts, type(experts).forward, exchange)
+
+
+def _forward(
+    experts: Any,
+    forward: Any,
+    exchange: Exchange,
+    hidden_states: Tensor,  # (T, D)
+    top_k_index: Tensor,  # (T, K)
+    top_k_weights: Tensor,  # (T, K)
+) -> Tensor:  # (T, D)
+    chosen = top_k_index.reshape(-1)  # (T*K,)
+    held = experts.num_experts // exchange.size
+    order = chosen.argsort(stable=True)  # by expert, and with it by rank
+    counts = chosen.new_zeros(experts.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+    arriving = exchange.counts(counts.view(exchange.size, held))
+    sent, received = torch.stack([counts.view(exchange.size, held).sum(1), arriving.sum(1)]).tolist()  # waits, once
+    rows = exchange.rows(hidden_states[order // top_k_index.shape[1]], sent, received)  # (R, D)
+    expert = torch.arange(held, device=chosen.device).repeat(exchange.size)
+    expert = expert.repeat_interleave(arriving.flatten(), output_size=len(rows))  # (R,)
+    made = exchange.rows(_compute(experts, forward, exchange, rows, expert), received, sent)  # (T*K, D), in `order`
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    weighted = made[place].view(*top_k_index.shape, -1) * top_k_weights[..., None]  # (T, K, D)
+    return weighted.sum(1).to(hidden_states.dtype)
+
+
+def _compute(experts: Any, forward: Any, exchange: Exchange, rows: Tensor, expert: Tensor) -> Tensor:  # (R, D)
+    """By the module's own forward, as if each row had chosen one expert with weight 1.
+
+    Where none arrives a row of zeros does: weights without a gradient would leave out a reduction that others wait in.
+    """
+    number = len(rows)
+    if number == 0:
+        rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
+    return forward(_Held(experts, exchange), rows, expert[:, None], rows.new_ones(len(rows), 1))[:number]
+
+
+class _Held:
+    """What the forward of a module of experts sees as `self`: the experts that are here, as plain tensors."""
+
+    def __init__(self, experts: Any, exchange: Exchange):
+        self._experts, self.num_experts = experts, experts.num_experts // exchange.size
+        for name, weight in experts.named_parameters(recurse=False):
+            setattr(self, name, exchange.weight(weight))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)

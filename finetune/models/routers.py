@@ -1,0 +1,51 @@
+"""What the routers of a mixture of experts decide in a forward: caught by hooks where transformers says they are.
+
+The logits alone are kept, and what is made of them is made outside of the layers: a layer that is recomputed in the
+backward calls its router again, but nothing listens then, so nothing counts twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Routers:
+    """Of a model, in the order of its layers. To be made before an engine wraps it."""
+
+    def __init__(self, modules: list[nn.Module], index: int, experts: int, top_k: int):
+        """index: of the logits in what a router returns."""
+        self.layers, self.experts, self.top_k, self._index = len(modules), experts, top_k, index
+        self._heard: list[Tensor] | None = None
+        for module in modules:
+            module.register_forward_hook(self._hear)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[list[Tensor]]:
+        """The logits (T, E) of every router that is called within, with their graph."""
+        self._heard = heard = []
+        try:
+            yield heard
+        finally:
+            self._heard = None
+
+    def _hear(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._heard is not None:
+            self._heard.append(output[self._index])
+
+
+def find_routers(model: Any) -> Routers | None:
+    """None where there are none whose choice is the `top_k` of a softmax, for which the balance loss is defined: where
+    transformers records no router logits, or has no such loss of its own (`router_aux_loss_coef`)."""
+    causal = model.get_base_model() if hasattr(model, "peft_config") else model
+    config = causal.config.get_text_config()
+    recorder = (getattr(causal, "_can_record_outputs", None) or {}).get("router_logits")
+    kind, top_k = getattr(recorder, "target_class", None), getattr(config, "num_experts_per_tok", None)
+    if kind is None or top_k is None or not hasattr(config, "router_aux_loss_coef"):
+        return None
+    modules = [module for module in causal.modules() if isinstance(module, kind)]
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    return Routers(modules, recorder.index, experts, top_k) if modules and experts else None

@@ -1,0 +1,39 @@
+"""Divided experts compute what the whole layer does: outputs, and the gradients of inputs, routing and weights."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import expert_ranks
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "implementation", "choices"),
+    [
+        (2, "mixtral", "grouped_mm", "uneven"),
+        (2, "mixtral", "eager", "uneven"),
+        (2, "qwen3_moe", "grouped_mm", "one rank"),
+        (4, "qwen3_moe", "grouped_mm", "uneven"),
+        (4, "mixtral", "eager", "one rank"),
+    ],
+)
+def test_same_as_the_whole_layer(tmp_path: Path, size: int, kind: str, implementation: str, choices: str) -> None:
+    context = multiprocessing.get_context("forkserver")  # one import for all ranks, and no threads that are forked
+    context.set_forkserver_preload(["expert_ranks"])
+    ranks = partial(
+        expert_ranks.differences,
+        size=size,
+        store=tmp_path / "store",
+        kind=kind,
+        implementation=implementation,
+        choices=choices,
+    )
+    with ProcessPoolExecutor(size, mp_context=context) as pool:
+        found = list(pool.map(ranks, range(size)))
+    for of_rank in found:
+        assert {"output", "hidden", "weights", "gate_up_proj", "down_proj"} <= of_rank.keys()
+        assert max(of_rank.values()) < (1e-13 if implementation == "eager" else 1e-6), of_rank
