@@ -48,4 +48,5 @@ def find_routers(model: Any) -> Routers | None:
         return None
     modules = [module for module in causal.modules() if isinstance(module, kind)]
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    return Routers(modules, recorder.index, experts, top_k) if modules and experts else None
+    index = getattr(recorder, "index", 0)
+    return Routers(modules, index, experts, top_k) if modules and experts else None
