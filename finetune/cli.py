@@ -60,7 +60,11 @@ def _complain(message: str) -> None:
 
 
 @app.command()
-def train(recipe: RecipePath, overrides: Overrides = None) -> None:
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    config_file: Annotated[Path | None, typer.Option(help="An accelerate config, where torchrun launched.")] = None,
+) -> None:
     """Train a recipe where this process was launched.
 
     Example: [bold]accelerate launch --config_file accelerate_configs/ddp.yaml -m finetune train
@@ -74,10 +78,11 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
         loaded = load_recipe(recipe, overrides or ())
         quiet_libraries()
         with few_collections():
-            from finetune.engine.start import leave_group
+            from finetune.engine.start import leave_group, left_when_broken
             from finetune.training.run import train as run
 
-        run(loaded, str(recipe), stop, Console())
+        with left_when_broken():
+            run(loaded, str(recipe), stop, Console(), str(config_file) if config_file else None)
         leave_group()
 
 

@@ -15,6 +15,7 @@ import logging
 import shutil
 import socket
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -30,6 +31,7 @@ from finetune.checkpoints.staging import Staging
 from finetune.checkpoints.tensor_file import write_tensors
 from finetune.engine.base import Engine
 from finetune.engine.parts import scalars
+from finetune.engine.timeout import collective_timeout
 from finetune.errors import RunFailure
 from finetune.recipe import Recipe, dump_recipe
 
@@ -115,7 +117,15 @@ class Saver:
             self._prune()
 
     def close(self) -> None:
-        """Let the save under way come to its end, whatever it is, and give its memory back."""
+        """Let the save under way come to its end, whatever it is, and give its memory back.
+
+        It is waited for no longer than ranks wait for each other: one may be gone, and the thread wait for it.
+        """
+        running = [self._pending] if self._pending else []
+        if futures.wait(running, collective_timeout().total_seconds()).not_done:
+            log.error("the checkpoint that was being written is given up: another rank does not answer")
+            self._thread.shutdown(wait=False)
+            return
         self._thread.shutdown()
         self._staging.release()
 

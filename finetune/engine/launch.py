@@ -1,7 +1,7 @@
-"""What `accelerate launch` was told, and whether the recipe agrees.
+"""What `accelerate launch` or `torchrun` was told, and whether the recipe agrees.
 
-The launcher passes its choices on through environment variables, but not the name of the config file nor how many
-processes were asked for; both are read from the launching process itself, so that an error can name the file and a
+accelerate's launcher passes its choices on through environment variables, but not the name of the config file nor how
+many processes were asked for; both are read from the launching process itself, so that an error can name the file and a
 launch that came out smaller than asked (accelerate starts one process, without a word, for some configs on a machine
 without GPUs) is noticed.
 """
@@ -21,6 +21,7 @@ import yaml
 
 from finetune.engine.combinations import check_combination
 from finetune.engine.parallelism import Parallelism, read_parallelism
+from finetune.engine.torchrun import apply_config, is_torchrun
 from finetune.errors import UserError
 from finetune.recipe import Recipe, divisibility_message
 
@@ -65,9 +66,14 @@ class Launch:
         return "single" if self.processes == 1 and self.kind == "replicated" else self.kind
 
 
-def read_launch() -> Launch:
-    """From the environment, and the `accelerate launch` above this process if there is one."""
+def read_launch(config_file: str | None = None) -> Launch:
+    """From the environment, and the `accelerate launch` above this process if there is one.
+
+    config_file: an accelerate config for what torchrun started. Raises UserError where nothing can come of it.
+    """
     arguments = _launcher_arguments()
+    if config_file is not None:
+        return _torchrun_launch(config_file, arguments)
     config_file, config = _config(arguments)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     asked = _number(arguments, "num_processes") or config.get("num_processes") or started
@@ -77,7 +83,16 @@ def read_launch() -> Launch:
             kind = sharded
     if kind == "fsdp2" and not config:
         config = {"fsdp_config": {"fsdp_version": os.environ.get("FSDP_VERSION", "1")}}  # its default, too
-    return Launch(kind, int(asked), config_file, config, launched=arguments is not None)
+    return Launch(kind, int(asked), config_file, config, launched=arguments is not None or is_torchrun())
+
+
+def _torchrun_launch(config_file: str, arguments: list[str] | None) -> Launch:
+    """torchrun decides how many processes there are, also when their number changes; the file decides all else."""
+    if arguments is not None:
+        raise UserError(f"--config-file {config_file}: accelerate launch has an option of its own, --config_file")
+    config = _load_config(config_file)
+    apply_config(config_file, str(config["distributed_type"]))
+    return Launch(_kind(config), int(os.environ["WORLD_SIZE"]), config_file, config, launched=True)
 
 
 def read_config_file(path: str, processes: int | None = None) -> Launch:

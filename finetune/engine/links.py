@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from finetune.engine.timeout import collective_timeout
+
 _SMALL = 4 * 2**10  # bytes: what a message costs that carries nothing
 _LARGE = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # bytes: what a long one carries
 _TRIES = 5
@@ -76,7 +78,7 @@ def join_group() -> Group:
         torch.cuda.set_device(device)
     if world_size > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo for clocks and objects
-        dist.init_process_group(backend, timeout=timedelta(minutes=5))
+        dist.init_process_group(backend, timeout=min(collective_timeout(), timedelta(minutes=5)))
     return Group(rank, world_size, rank // per_node, device)
 
 
@@ -117,17 +119,19 @@ def _all_reduce(group: Group, size: int) -> Collective:
 
 def _all_gather(group: Group, size: int) -> Collective:
     n = group.world_size
+    share = size // n // 4 * 4  # bytes of each rank, in fp32
+    room = {bytes: torch.zeros(n, bytes // 4, device=group.device) for bytes in (_SMALL, share)}  # not timed
 
     def run(tensor: Tensor) -> None:
-        dist.all_gather([torch.empty_like(tensor) for _ in range(n)], tensor)
+        dist.all_gather(list(room[tensor.nbytes]), tensor)
 
-    latency, seconds = _slowest(group, run, _SMALL), _slowest(group, run, size // n)
-    return Collective("all-gather", latency, size // n * n, seconds, size * (n - 1) / n / seconds)
+    latency, seconds = _slowest(group, run, _SMALL), _slowest(group, run, share)
+    return Collective("all-gather", latency, share * n, seconds, share * (n - 1) / seconds)
 
 
 def _slowest(group: Group, run: Callable[[Tensor], None], size: int) -> float:
     """Median seconds of a collective on the rank that took longest."""
-    tensor = torch.zeros(size // 4, device=group.device)
+    tensor = torch.zeros(size // 4, device=group.device)  # fp32
     seconds = [_seconds(group, lambda: run(tensor)) for _ in range(_TRIES + 2)][2:]  # the first ones connect
     return max(group.gather(statistics.median(seconds)))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from datetime import timedelta
+import sys
+import traceback
+from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
@@ -15,8 +18,9 @@ from finetune.engine.fsdp2 import Fsdp2
 from finetune.engine.launch import Launch, check_started
 from finetune.engine.rehearsal import is_rehearsal, prepare_rehearsal
 from finetune.engine.replicated import Replicated
+from finetune.engine.timeout import collective_timeout
 from finetune.engine.zero import Zero, require_deepspeed
-from finetune.errors import UserError
+from finetune.errors import RunFailure, Stopped, UserError
 from finetune.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -28,6 +32,25 @@ def leave_group() -> None:
     """At the end of a process that trained: without it, communicators complain at exit."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def left_when_broken() -> Iterator[None]:
+    """Around a run: what fails here without the other ranks' knowing ends the process at once, with its traceback.
+
+    Python would wait for threads at its exit, and the one that writes a checkpoint may wait for a rank that is gone.
+    """
+    try:
+        yield
+    except (UserError, RunFailure, Stopped):
+        raise
+    except BaseException:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        raise
 
 
 def start_engine(recipe: Recipe, launch: Launch) -> Engine:
@@ -46,7 +69,7 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
         gradient_accumulation_steps=1,  # so is accumulation: the loop's
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=timedelta(minutes=30)),
+            InitProcessGroupKwargs(timeout=collective_timeout()),
         ],
     )
     if accelerator.device.type == "cuda" and "bf16" in recipe.train.precision and not torch.cuda.is_bf16_supported():

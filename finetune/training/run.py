@@ -49,13 +49,15 @@ from finetune.training.setup import Ready, set_up
 from finetune.training.stop import StopRequest
 
 
-def train(recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console | None = None) -> Path:
+def train(
+    recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console | None = None, config_file: str | None = None
+) -> Path:
     """Run a recipe where this process was launched; returns the run directory.
 
-    Raises UserError for what the user can mend, RunFailure for a run that had to stop, Stopped for one that was asked
-    to and saved.
+    config_file: an accelerate config, where torchrun launched. Raises UserError for what the user can mend, RunFailure
+    for a run that had to stop, Stopped for one that was asked to and saved.
     """
-    launch = read_launch()
+    launch = read_launch(config_file)
     if launch.launched:
         stop.watch_launcher()
     config = model_config(recipe.model)

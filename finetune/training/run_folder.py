@@ -11,6 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from finetune.engine.base import Engine
+from finetune.engine.shared_folder import blind_hosts
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 
@@ -38,11 +39,17 @@ def make_run_folder(recipe: Recipe) -> None:
 def in_use(engine: Engine, folder: Path) -> Iterator[None]:
     """Hold the run's lock, which ends with the process that holds it, however that ends. Collective.
 
-    Raises UserError on all ranks where another launch of the same run is going on.
+    Raises UserError on all ranks where another launch of the same run is going on, or where machines mean different
+    folders by this name.
     """
     lock = FileLock(folder / ".lock")
     if engine.gather(_held_by_another(lock) if engine.is_main else False)[0]:
         raise UserError(f"another launch is training in {folder}: stop it, or use another `run.name`")
+    if engine.local_processes < engine.world_size and (blind := blind_hosts(engine.gather, engine.rank, folder)):
+        raise UserError(
+            f"run.dir: {folder.resolve()} is another folder on {', '.join(blind)} than on rank 0's machine, and a "
+            "checkpoint has a file of every rank: choose a `run.dir` on a file system that all machines share"
+        )
     try:
         yield
     finally:

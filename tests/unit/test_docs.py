@@ -16,11 +16,11 @@ from finetune.recipe import Recipe, load_recipe
 from finetune.recipe.load import key_is_known
 
 ROOT = Path(__file__).parents[2]
-README, CONTRIBUTING, CHANGELOG, DATA = (
+README, CONTRIBUTING, CHANGELOG, DATA, CLUSTER = (
     (ROOT / name).read_text(encoding="utf-8")
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/data.md")
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/data.md", "docs/cluster.md")
 )
-PAGES = {"README": README, "CONTRIBUTING": CONTRIBUTING, "CHANGELOG": CHANGELOG, "data": DATA}
+PAGES = {"README": README, "CONTRIBUTING": CONTRIBUTING, "CHANGELOG": CHANGELOG, "data": DATA, "cluster": CLUSTER}
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]  (typer says Command, it is a group)
 OURS = "finetune|recipes|scripts|tests|accelerate_configs|docs|benchmarks"  # folders of the repository
 PLACEHOLDERS = ("recipes/mine/",)  # what a reader would make

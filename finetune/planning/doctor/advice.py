@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
+from finetune.engine.timeout import VARIABLE, collective_timeout
 from finetune.planning.doctor.diagnosis import Diagnosis
 from finetune.planning.doctor.host import Host
 
@@ -80,14 +81,30 @@ def interface_unclear(found: Diagnosis) -> Iterator[str]:
 
 
 def mtu_differs(found: Diagnosis) -> Iterator[str]:
-    sizes = defaultdict[int, list[str]](list)
+    """Within one network: other networks may well have other sizes."""
+    networks = defaultdict[str, dict[int, list[str]]](lambda: defaultdict(list))
     for host in _first_of_nodes(found):
         for interface in host.interfaces:
-            if interface.address:
-                sizes[interface.mtu].append(f"{host.name}/{interface.name}")
-    if found.nodes > 1 and len(sizes) > 1:
-        each = "; ".join(f"{mtu} on {', '.join(names)}" for mtu, names in sorted(sizes.items()))
-        yield f"packets differ in size between networks (MTU {each}): large messages may hang where they meet"
+            if interface.network:
+                networks[interface.network][interface.mtu].append(f"{host.name}/{interface.name}")
+    for network, sizes in networks.items():
+        if len(sizes) > 1:
+            each = "; ".join(f"{mtu} on {', '.join(names)}" for mtu, names in sorted(sizes.items()))
+            yield f"packets in {network} differ in size (MTU {each}): large messages may never arrive; set one MTU"
+
+
+def long_timeout(found: Diagnosis) -> Iterator[str]:
+    if found.nodes > 1 and VARIABLE not in found.hosts[0].variables:
+        minutes = collective_timeout().total_seconds() / 60
+        yield (
+            f"a link that is cut shows after {minutes:.0f} minutes: set {VARIABLE}=600, or somewhat more than the "
+            "longest wait of one rank for another"
+        )
+
+
+def folders_not_shared(found: Diagnosis) -> Iterator[str]:
+    for folder, hosts in found.not_shared.items():
+        yield f"{folder} is another folder on {', '.join(hosts)}: runs need one that all machines share"
 
 
 def no_direct_reach(found: Diagnosis) -> Iterator[str]:
@@ -140,6 +157,8 @@ RULES: tuple[Callable[[Diagnosis], Iterator[str]], ...] = (
     rdma_down,
     interface_unclear,
     mtu_differs,
+    long_timeout,
+    folders_not_shared,
     no_direct_reach,
     clocks_differ,
     slow_links,

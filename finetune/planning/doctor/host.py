@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
+import shutil
 import socket
+import subprocess
 from dataclasses import dataclass
+from ipaddress import ip_network
 from pathlib import Path
 
 import psutil
@@ -14,7 +18,17 @@ import torch
 from finetune.planning.plan import versions
 
 # Variables that change how ranks find and reach each other, by the beginnings of their names.
-_TELLING = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "UCX_", "FI_")
+_TELLING = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_NCCL_",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+    "FINETUNE_TIMEOUT_S",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "UCX_",
+    "FI_",
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +37,7 @@ class Interface:
 
     name: str
     address: str | None  # IPv4
+    network: str | None  # that the address is in, such as 10.0.0.0/24
     megabits: int  # 0: the driver does not say
     mtu: int
 
@@ -51,6 +66,7 @@ class Host:
     device: str
     device_memory: int | None
     reaches: list[bool]  # whether this device reads each other one of its machine directly
+    topology: str | None  # how the devices and network adapters of the machine hang together, as nvidia-smi draws it
     interfaces: list[Interface]
     rdma: list[Rdma]
     variables: dict[str, str]
@@ -71,6 +87,7 @@ def look_around(rank: int, node: int, device: torch.device) -> Host:
         device=torch.cuda.get_device_name(device) if cuda else "cpu",
         device_memory=torch.cuda.get_device_properties(device).total_memory if cuda else None,
         reaches=_reaches(device) if cuda else [],
+        topology=_topology() if cuda else None,
         interfaces=_interfaces(),
         rdma=_rdma(Path("/sys/class/infiniband")),
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(_TELLING)},
@@ -83,14 +100,23 @@ def _reaches(device: torch.device) -> list[bool]:
     return [torch.cuda.can_device_access_peer(device, other) for other in others]
 
 
+def _topology() -> str | None:
+    """NV#: NVLink; PIX, PXB: PCIe switches; PHB, NODE, SYS: through the CPU (legend of `nvidia-smi topo -m`)."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    asked = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False)
+    return re.sub("\x1b\\[[0-9;]*m", "", asked.stdout) if asked.returncode == 0 else None
+
+
 def _interfaces() -> list[Interface]:
     addresses = psutil.net_if_addrs()
     found = []
     for name, stats in psutil.net_if_stats().items():
         if not stats.isup or "loopback" in (stats.flags or "") or name == "lo":
             continue
-        address = next((a.address for a in addresses.get(name, []) if a.family == socket.AF_INET), None)
-        found.append(Interface(name, address, stats.speed, stats.mtu))
+        address = next((a for a in addresses.get(name, []) if a.family == socket.AF_INET), None)
+        network = str(ip_network(f"{address.address}/{address.netmask}", strict=False)) if address else None
+        found.append(Interface(name, address.address if address else None, network, stats.speed, stats.mtu))
     return found
 
 

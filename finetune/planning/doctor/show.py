@@ -14,6 +14,8 @@ from finetune.planning.doctor.disk import Disk
 
 def show_diagnosis(console: Console, found: Diagnosis, advice: list[str]) -> None:
     console.print(_ranks(found))
+    for topology in dict.fromkeys(host.topology for host in found.hosts if host.topology):  # alike on most machines
+        console.print(topology, markup=False, highlight=False)
     console.print(_networks(found))
     if found.links:
         console.print(_collectives(found.links))

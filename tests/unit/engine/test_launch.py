@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from accelerate.state import PartialState
 from finetune.engine import launch as launch_module
 from finetune.engine.launch import Launch, _option, check_launch, check_started, read_config_file, read_launch
 from finetune.engine.rehearsal import _leave_out_shared_memory, _replace_prepare_backend
+from finetune.engine.timeout import collective_timeout
 from finetune.errors import UserError
 from finetune.models.config import model_config
 from finetune.recipe import load_recipe
@@ -277,3 +281,67 @@ def test_a_rehearsal_compiles_nothing_of_deepspeed(monkeypatch: pytest.MonkeyPat
 
     _leave_out_shared_memory()
     assert build_shm_op() is None
+
+
+# --- torchrun
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "6"}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "told"),
+    [
+        ("ddp", "replicated", {}),
+        ("fsdp2", "fsdp2", {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "false"}),
+        ("zero3", "zero", {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}),
+    ],
+)
+def test_torchrun_s_processes_are_told_what_accelerate_tells_its_own(
+    monkeypatch: pytest.MonkeyPatch, config: str, kind: str, told: dict[str, str]
+) -> None:
+    """The size is what torchrun started, whatever the file says."""
+    monkeypatch.setattr(os, "environ", {**os.environ, **TORCHRUN})
+    launch = read_launch(str(CONFIGS / f"{config}.yaml"))
+    assert (launch.kind, launch.processes, launch.where, launch.launched) == (kind, 6, config, True)
+    assert {name: os.environ.get(name) for name in told} == told
+    assert os.environ["WORLD_SIZE"] == "6"
+
+
+def test_torchrun_without_a_config_is_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert read_launch() == Launch("replicated", 6, launched=True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "config", "fragment"),
+    [
+        ({}, "ddp", "is for processes that torchrun started; under accelerate, `accelerate launch --config_file"),
+        (TORCHRUN, "single", "is for one process, and torchrun started 6: use accelerate_configs/ddp.yaml"),
+        (TORCHRUN, "absent", "cannot be read"),
+    ],
+)
+def test_configs_that_torchrun_cannot_have(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], config: str, fragment: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(fragment)):
+        read_launch(str(CONFIGS / f"{config}.yaml"))
+
+
+def test_a_config_is_not_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "_launcher_arguments", lambda: ["--num_processes", "2"])
+    with pytest.raises(UserError, match="accelerate launch has an option of its own, --config_file"):
+        read_launch("ddp.yaml")
+
+
+def test_how_long_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FINETUNE_TIMEOUT_S", raising=False)
+    assert collective_timeout() == timedelta(minutes=30)
+    monkeypatch.setenv("FINETUNE_TIMEOUT_S", "90")
+    assert collective_timeout() == timedelta(seconds=90)
+    for wrong in ("soon", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv("FINETUNE_TIMEOUT_S", wrong)
+        with pytest.raises(UserError, match=f"FINETUNE_TIMEOUT_S={wrong}: seconds that ranks wait for each other"):
+            collective_timeout()
