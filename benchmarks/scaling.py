@@ -206,9 +206,14 @@ def measured(folder: Path, work: Work, command: list[str] | None = None) -> Poin
 
 
 def slopes(points: list[Point]) -> dict[str, float]:
-    """Least squares of log(cost) over log(size): of all points, and of the larger half, where constants weigh less."""
+    """Least squares of log(cost) over log(size): of all points, and of the larger half, where constants weigh less.
+
+    Processor time besides, where it was taken: other work on the machine moves it less.
+    """
     found = {}
-    for cost, name in (("step_s", "time"), ("memory_bytes", "memory")):
+    for cost, name in (("step_s", "time"), ("step_cpu_s", "processor time"), ("memory_bytes", "memory")):
+        if cost not in points[0]:
+            continue
         for part, label in ((points, name), (points[len(points) // 2 :], f"{name}, larger half")):
             if len(part) > 1:
                 x, y = (np.log([max(point[key], 1e-9) for point in part]) for key in ("size", cost))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,25 @@ class Stopwatch:
         self.first_step_s = 0.0  # from the launch of the process to the end of the first optimizer step
         self.imported = resident()
         self.loaded = self.peak = self.device_loaded = self.device_peak = 0  # bytes
+        self._weights = self._gradients = self._state = 0  # bytes
         self._before = register_module_forward_pre_hook(self._first_forward)
         self._after = register_optimizer_step_post_hook(self._stepped)
 
-    def _first_forward(self, _module: Any, _inputs: Any) -> None:
-        """The model and the data are there, no activation yet."""
+    def _first_forward(self, module: torch.nn.Module, _inputs: Any) -> None:
+        """The model and the data are there, no activation yet. Ours looks at a head without weights before."""
+        weights = [*module.parameters(), *module.buffers()]
+        if not weights or any(one.is_meta for one in weights):
+            return
         self._before.remove()
+        self._weights = bytes_of(weights)
+        if not self._cuda:
+            for one in weights:  # mapped from their file, they are resident once they were read
+                one.detach().sum()
         self.loaded = resident()
         if self._cuda:
             self.device_loaded = torch.cuda.memory_allocated()
 
-    def _stepped(self, _optimizer: Any, _arguments: Any, _named: Any) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
         first = not self._ends
         if self._cuda:
             if first:
@@ -57,6 +66,7 @@ class Stopwatch:
             self.first_step_s = time.time() - self._launched
         if first or len(self._ends) == self._steps:
             self._read_memory()
+            self._weigh(optimizer)
 
     def _read_memory(self) -> None:
         """Workers count as well: those that live at the first and the last step."""
@@ -65,6 +75,13 @@ class Stopwatch:
         self.peak = peak_resident(os.getpid()) + self._children
         if self._cuda:
             self.device_peak = torch.cuda.max_memory_allocated()
+
+    def _weigh(self, optimizer: torch.optim.Optimizer) -> None:
+        """What the step needs and nobody can leave out; torch's own state dict names the state alike for all."""
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        state = [value for kept in optimizer.state.values() for value in kept.values()]
+        self._gradients = bytes_of([p.grad for p in stepped if p.grad is not None])
+        self._state = bytes_of([value for value in state if isinstance(value, torch.Tensor)])
 
     def result(self) -> dict[str, Any]:
         """step_s: periods between the ends of steps, one fewer than steps; step_cpu_s: the same in seconds of all its
@@ -85,9 +102,17 @@ class Stopwatch:
             "imported_rss": self.imported,
             "loaded_rss": self.loaded,
             "peak_rss": self.peak,
+            "weights_bytes": self._weights,
+            "gradient_bytes": self._gradients,
+            "state_bytes": self._state,
             "loaded_device": self.device_loaded,
             "peak_device": self.device_peak,
         }
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the memory behind them; what two share counts once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def differences(values: list[float]) -> list[float]:

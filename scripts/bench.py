@@ -13,6 +13,9 @@ and the lowest and highest.
     supervised          the same of the tokens that are trained: assistant turns
     peak                highest memory of the process up to the last step: resident, or allocated on the GPU
     above loaded        the same less what it held before its first forward
+    where it goes       the same in parts: libraries and data (resident before the first forward, less the weights),
+                        weights, gradients, optimizer state, and the rest: activations, logits, what is made on the way
+                        and what the allocator keeps of it
     first step          from the launch of the process, its imports and the load of the model included; the rows are
                         tokens already for the peers and the bare loop, prepared and cached for ours
 
@@ -47,7 +50,8 @@ from workload import SHAPES, Work
 
 Cell = dict[str, Any]
 WARM_UP = 2  # steps that are not measured: optimizer state, allocator and caches grow in them
-DEFAULT = ("ours", "bare", "trl", "trl_default", "trainer")
+DEFAULT = ("ours", "ours_frugal", "bare", "trl", "trl_default", "trainer")
+EVERY_STEP = ("ours", "ours_frugal", "bare")  # their losses are compared in each
 # Relative differences of a loss. fp32: sums in another order; 16 bit: one rounding of it.
 SAME_LOSS = {"fp32": 1e-5, "bf16": 2.0**-8, "bf16_true": 2.0**-7}
 SAME_FIRST_LOSS = {"fp32": 1e-4, "bf16": 2.0**-7, "bf16_true": 2.0**-6}
@@ -61,7 +65,7 @@ def main() -> None:
         result = measure(arguments, Path(name))
     problems = [problem for mode in result["modes"] for problem in mode["problems"]]
     for mode in result["modes"]:
-        Console(width=150).print(table(mode, result))
+        Console(width=190).print(table(mode, result))
         print(markdown(mode))
     for absent in result["not_installed"]:
         print(f"not installed: {absent}")
@@ -150,7 +154,7 @@ def compare(folder: Path, work: Work, names: list[str], arguments: argparse.Name
     cells: list[Cell] = []
     for number in range(arguments.rounds):
         for name in turns(names, number):
-            measured = arguments.steps if name in ("ours", "bare") else arguments.peer_steps
+            measured = arguments.steps if name in EVERY_STEP else arguments.peer_steps
             result = contenders.run(name, folder, replace(work, steps=WARM_UP + measured))
             cells.append({"round": number, "contender": name, **result, **speed(result, rows)})
             print(
@@ -196,17 +200,16 @@ def peak(cell: Cell) -> int:
 
 
 def above_loaded(cell: Cell) -> int:
-    return cell["peak_device"] - cell["loaded_device"] if cell["peak_device"] else cell["peak_rss"] - cell["loaded_rss"]
+    return peak(cell) - loaded(cell)
 
 
 def summary(name: str, cells: list[Cell]) -> dict[str, Any]:
-    """Medians over rounds, and ours beside it in the same round."""
-    mine = {cell["round"]: cell for cell in cells if cell["contender"] == name}
-    ours = {cell["round"]: cell for cell in cells if cell["contender"] == "ours"}
+    """Medians over rounds, and ours beside it in the same round, as it comes and recomputing."""
+    mine, ours, frugal = (by_round(who, cells) for who in (name, "ours", "ours_frugal"))
 
-    def ratio(of: Callable[[Cell], float]) -> dict[str, float] | None:
-        found = [of(ours[number]) / of(mine[number]) for number in mine if number in ours]
-        return spread(found) if found and name != "ours" else None
+    def ratio(of: Callable[[Cell], float], one: dict[int, Cell] = ours) -> dict[str, float] | None:
+        found = [of(one[number]) / of(mine[number]) for number in mine if number in one]
+        return spread(found) if found and one != mine else None
 
     def middle(of: Callable[[Cell], float]) -> float:
         return statistics.median(map(of, mine.values()))
@@ -224,7 +227,30 @@ def summary(name: str, cells: list[Cell]) -> dict[str, Any]:
             "above_loaded": ratio(above_loaded),
             "first_step": ratio(lambda cell: cell["first_step_s"]),
         },
+        "recomputing_over_it": {
+            "speed": ratio(lambda cell: cell["supervised_tokens_per_s"], frugal),
+            "peak": ratio(peak, frugal),
+        },
+        "memory_gb": {part: middle(lambda cell, of=of: of(cell) / GB) for part, of in PARTS.items()},
     }
+
+
+def by_round(name: str, cells: list[Cell]) -> dict[int, Cell]:
+    return {cell["round"]: cell for cell in cells if cell["contender"] == name}
+
+
+def loaded(cell: Cell) -> int:
+    return cell["loaded_device"] if cell["peak_device"] else cell["loaded_rss"]
+
+
+# Of the peak; they add up to it.
+PARTS: dict[str, Callable[[Cell], int]] = {
+    "libraries and data": lambda cell: loaded(cell) - cell["weights_bytes"],
+    "weights": lambda cell: cell["weights_bytes"],
+    "gradients": lambda cell: cell["gradient_bytes"],
+    "optimizer state": lambda cell: cell["state_bytes"],
+    "the rest": lambda cell: above_loaded(cell) - cell["gradient_bytes"] - cell["state_bytes"],
+}
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -242,7 +268,7 @@ def problems(work: Work, rows: list[workload.StepRows], cells: list[Cell]) -> li
         if cell["supervised"] != expected[: len(cell["supervised"])]:
             found.append(f"{who}: {cell['supervised']} supervised tokens, expected {expected}")
         losses = reference.get(cell["round"], [])
-        every = cell["contender"] in ("ours", "bare")
+        every = cell["contender"] in EVERY_STEP
         if every and losses and len(cell["losses"]) != len(losses):
             found.append(f"{who}: {len(cell['losses'])} losses, expected {len(losses)}")
         allowed = (SAME_LOSS if every else SAME_FIRST_LOSS)[work.precision]
@@ -296,13 +322,15 @@ HEADINGS = (
     "peak",
     "above loaded",
     "first step",
+    "recomputing/it: speed",
+    "peak",
 )
 
 
 def lines(mode: dict[str, Any]) -> list[list[str]]:
     found = []
     for name, one in mode["contenders"].items():
-        ratios = one["ours_over_it"]
+        ratios, recomputing = one["ours_over_it"], one["recomputing_over_it"]
         found.append(
             [
                 contenders.LABELS[name],
@@ -312,6 +340,7 @@ def lines(mode: dict[str, Any]) -> list[list[str]]:
                 f"{one['above_loaded_gb']:.2f}",
                 f"{one['first_step_s']:.1f}",
                 *(with_spread(ratios[key]) for key in ("speed", "peak", "above_loaded", "first_step")),
+                *(with_spread(recomputing[key]) for key in ("speed", "peak")),
             ]
         )
     return found
@@ -323,11 +352,17 @@ def with_spread(ratio: dict[str, float] | None) -> str:
 
 def markdown(mode: dict[str, Any]) -> str:
     """For the README."""
-    rows = [
-        f"| {mode['mode']} |" + "".join(f" {heading} |" for heading in HEADINGS[1:]),
-        "| --- " * len(HEADINGS) + "|",
+    speeds = markdown_table([mode["mode"], *HEADINGS[1:]], lines(mode))
+    memory = [
+        [contenders.LABELS[name], *(f"{gb:.2f}" for gb in one["memory_gb"].values()), f"{one['peak_gb']:.2f}"]
+        for name, one in mode["contenders"].items()
     ]
-    return "\n".join([*rows, *("| " + " | ".join(line) + " |" for line in lines(mode))]) + "\n"
+    return speeds + "\n" + markdown_table([f"{mode['mode']}: where GB go", *PARTS, "peak"], memory)
+
+
+def markdown_table(headings: list[str], rows: list[list[str]]) -> str:
+    shown = [headings, ["---"] * len(headings), *rows]
+    return "".join("| " + " | ".join(row) + " |\n" for row in shown)
 
 
 if __name__ == "__main__":

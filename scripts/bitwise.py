@@ -51,7 +51,7 @@ def _content(path: Path) -> Content:
 
 def _timeless(line: str) -> dict[str, Any]:
     """A line of metrics.jsonl without what is read from meters."""
-    from finetune.tracking import is_measured
+    from finetune.tracking.meters import is_measured
 
     return {name: value for name, value in json.loads(line).items() if not is_measured(name)}
 

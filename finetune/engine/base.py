@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from finetune.data.token_shard import TokenShare
 from finetune.engine.in_backward import StepInBackward
 from finetune.engine.launch import Launch
+from finetune.engine.norms import squared_norm
 from finetune.engine.parts import Part, Types, make_room
 from finetune.engine.precision import LossScale, NonFinite
 from finetune.engine.stopwatch import Stopwatch
@@ -314,9 +315,9 @@ def saved_tensors(model: Any, trainable_only: bool) -> dict[str, Tensor]:
     }
 
 
-def norm_of_steps(stepper: StepInBackward, squared_norm: Callable[[Tensor], float]) -> float:
+def norm_of_steps(stepper: StepInBackward, over_ranks: Callable[[Tensor], float]) -> float:
     """What `update_shards` gives, where the backward has stepped. Raises NonFinite too late to prevent it."""
-    norm = math.sqrt(squared_norm(stepper.take_squared_norm()))
+    norm = math.sqrt(over_ranks(stepper.take_squared_norm()))
     if not math.isfinite(norm):
         raise NonFinite("the gradient is not finite", stepped=True)
     return norm
@@ -325,24 +326,18 @@ def norm_of_steps(stepper: StepInBackward, squared_norm: Callable[[Tensor], floa
 def update_shards(
     engine: Engine,
     gradients: list[Tensor],
-    squared_norm: Callable[[Tensor], float],
+    over_ranks: Callable[[Tensor], float],
     counted: list[Tensor] | None = None,
 ) -> float | None:
     """Clip, check and step for backends whose gradients lie open as plain tensors on this rank.
 
-    gradients: this rank's part. counted: those of them whose elements are there once over all ranks after
-    `squared_norm`'s reduction; None: all. The norm is that of the true gradient (loss scale divided out), clipping is
-    torch.nn.utils.clip_grad_norm_'s.
+    gradients: this rank's part. counted: those of them that the norm is made of, where not all; each element once over
+    all ranks after `over_ranks`, which adds up the squared norms. The norm is that of the true gradient (loss scale
+    divided out), clipping is torch.nn.utils.clip_grad_norm_'s.
     """
-    counted = gradients if counted is None else counted
     scale = engine.loss_scale.value
-    # In fp64, or the clip would depend on how the gradient is cut: fp32 norms of other pieces differ in the last bits,
-    # and those multiply every element.
-    norms = torch._foreach_norm(counted, 2, torch.float64) if counted else []
-    local = torch.zeros((), dtype=torch.float64, device=engine.device)
-    if norms:
-        local += torch.stack(list(norms)).to(engine.device).square().sum()
-    norm = math.sqrt(squared_norm(local)) / scale if scale else math.nan
+    local = squared_norm(gradients if counted is None else counted, engine.device)
+    norm = math.sqrt(over_ranks(local)) / scale if scale else math.nan
     if not engine.loss_scale.enabled and not math.isfinite(norm):
         raise NonFinite("the gradient is not finite")
     if not engine.loss_scale.update(norm):

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from finetune.engine.norms import squared_norm
+
 
 class StepInBackward:
     """Hooks on parameters, and one optimizer for each. FSDP2 calls them behind its reduce-scatter (torch's
@@ -36,7 +38,7 @@ class StepInBackward:
         gradient = parameter.grad
         part.grad = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         assert part.grad is not None  # it has just been accumulated
-        self._squares.append(torch.linalg.vector_norm(part.grad, dtype=torch.float64).square().to(self._device))
+        self._squares.append(squared_norm([part.grad], self._device))
         optimizer.step()
         part.grad = parameter.grad = None
 

@@ -37,9 +37,7 @@ class Device:
 # Regular expressions for torch.cuda.get_device_name(); the first that is found in it counts.
 DEVICES: tuple[tuple[str, Device], ...] = (
     (r"\bB200\b", Device("B200", 75, 1100, 2250, 2250, 180, 7700, f"{_NVIDIA}/en-us/data-center/hgx/")),
-    (r"\bH200 NVL\b", Device("H200 NVL", 60, 417.5, 835.5, 835.5, 141, 4800, f"{_NVIDIA}/en-us/data-center/h200/")),
-    (r"\bH200\b", Device("H200 SXM", 67, 494.5, 989.5, 989.5, 141, 4800, f"{_NVIDIA}/en-us/data-center/h200/")),
-    (r"\bH100 NVL\b", Device("H100 NVL", 60, 417.5, 835.5, 835.5, 94, 3900, _H100)),
+    (r"\bH200\b(?! NVL)", Device("H200 SXM", 67, 494.5, 989.5, 989.5, 141, 4800, f"{_NVIDIA}/en-us/data-center/h200/")),
     (r"\bH100 PCIe\b", Device("H100 PCIe", 51, 378, 756, 756, 80, 2000, _H100)),
     (r"\bH100 80GB HBM3\b|\bH100 SXM", Device("H100 SXM", 67, 494.5, 989.5, 989.5, 80, 3350, _H100)),
     (r"\bA100[- ]SXM\d?-80GB\b", Device("A100 SXM 80GB", 19.5, 156, 312, 312, 80, 2039, _A100)),

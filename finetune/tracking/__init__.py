@@ -1,7 +1,9 @@
-"""metrics.jsonl, trackers, progress, meters."""
+"""metrics.jsonl, trackers, progress, meters.
+
+`meters.py` is imported from its file: it needs the engine, which commands that do not train do without.
+"""
 
 from finetune.tracking.clock import StepClock
-from finetune.tracking.meters import Meters, is_measured
 from finetune.tracking.progress import TrainingProgress
 from finetune.tracking.status import Status, read_status, write_status
 from finetune.tracking.step_log import StepLog, prepare_samples, read_steps, sample_file
@@ -9,7 +11,6 @@ from finetune.tracking.totals import Totals
 from finetune.tracking.trackers import Trackers, check_trackers
 
 __all__ = [
-    "Meters",
     "Status",
     "StepClock",
     "StepLog",
@@ -17,7 +18,6 @@ __all__ = [
     "Trackers",
     "TrainingProgress",
     "check_trackers",
-    "is_measured",
     "prepare_samples",
     "read_status",
     "read_steps",

@@ -19,9 +19,9 @@ from finetune.engine.stopwatch import COMMUNICATION
 from finetune.tracking.clock import PHASES, STALLS, Lap, StepClock
 from finetune.tracking.device import DeviceMeter, DeviceReading
 from finetune.tracking.memory import peak_bytes
+from finetune.tracking.totals import Line
 
 GIB = 2**30
-Line = dict[str, float]  # by key of metrics.jsonl
 
 _HELD = ("weights", "gradients", "optimizer_state")
 _MEASURED = {"step_s", "tokens_per_s", "supervised_tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "straggler"}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 
-from finetune.tracking.meters import Line
-
+Line = dict[str, float]  # by key of metrics.jsonl
 RATES = ("tokens_per_s", "supervised_tokens_per_s", "tflops_per_device", "mfu", "hfu")
 
 

@@ -21,8 +21,8 @@ from finetune.models.head import LossHead
 from finetune.objectives import supervised_losses
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe
-from finetune.tracking import Meters
 from finetune.tracking.clock import StepClock
+from finetune.tracking.meters import Meters
 from finetune.training.by_source import SourceSums
 from finetune.training.feed import Feed
 from finetune.training.routing import Routing, RoutingSums, routing_line

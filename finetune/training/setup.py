@@ -31,7 +31,7 @@ from finetune.planning.flops import model_flops
 from finetune.planning.hardware import peak_tflops
 from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe
-from finetune.tracking import Meters
+from finetune.tracking.meters import Meters
 from finetune.training.evaluation import Evaluator
 from finetune.training.fit import FoundRows, find_rows, memory_of
 from finetune.training.loop import State

@@ -5,7 +5,6 @@ Each contender is a process of its own, so few are started here.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -14,30 +13,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, script
 
 sys.path.append(str(ROOT / "benchmarks"))
 
 import workload
 
 
-def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    return module(ROOT / "scripts" / "bench.py")
+    return script("scripts/bench.py")
 
 
 @pytest.fixture(scope="module")
 def scaling() -> ModuleType:
-    return module(ROOT / "benchmarks" / "scaling.py")
+    return script("benchmarks/scaling.py")
 
 
 @pytest.fixture
@@ -70,6 +60,8 @@ def test_ours_trains_what_the_bare_loop_trains(
     assert ours["supervised"] == bare["supervised"] == mode["supervised_per_step"]
     assert len(ours["losses"]) == 2 + bench.WARM_UP
     assert len(set(ours["losses"])) > 1  # it was trained
+    assert ours["weights_bytes"] == bare["weights_bytes"] >= 4 * result["parameters"] > 0
+    assert ours["state_bytes"] >= 2 * ours["gradient_bytes"] > 0
     for cell in (ours, bare):
         assert 0 < cell["imported_rss"] < cell["loaded_rss"] <= cell["peak_rss"]
         assert len(cell["step_s"]) == len(cell["step_cpu_s"]) == 1 + bench.WARM_UP
@@ -97,6 +89,7 @@ def test_ratios_are_taken_within_a_round(bench: ModuleType) -> None:
     def cell(number: int, who: str, speed: float, peak: int) -> dict[str, Any]:
         speeds = dict.fromkeys(("tokens_per_s", "supervised_tokens_per_s", "supervised_tokens_per_cpu_s"), speed)
         memory = {"peak_rss": peak, "loaded_rss": 0, "peak_device": 0, "loaded_device": 0}
+        memory |= {"weights_bytes": 0, "gradient_bytes": 0, "state_bytes": 0}
         return {"round": number, "contender": who, **speeds, **memory, "first_step_s": 1.0}
 
     cells = [
@@ -117,7 +110,7 @@ def test_turns_go_back_and_forth(bench: ModuleType) -> None:
 
 def test_a_gpu_cell_on_the_cpu(run: Any, tmp_path: Path) -> None:
     """The device's peak was measured before, as by a run that was cut off; what is there is not measured again."""
-    gpu = module(ROOT / "benchmarks" / "gpu.py")
+    gpu = script("benchmarks/gpu.py")
     found = {"device": "CPU", "versions": {}, "matmul_tflops": gpu.matmul_tflops("cpu"), "cells": []}
     (tmp_path / "gpu.json").write_text(json.dumps(found))
     arguments = ["--shape", "tiny", "--device", "cpu", "--only", "8b-lora", "--contenders", "ours", "--steps", "2"]

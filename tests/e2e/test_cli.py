@@ -87,6 +87,15 @@ def test_a_run_imports_no_library_that_it_does_not_use() -> None:
     assert not modules & unused
 
 
+def test_check_imports_no_engine(recipe: dict[str, Any], write_recipe: Any) -> None:
+    """A third of its time, when it did."""
+    code = "import sys; from finetune.planning.check import check_recipe; "
+    code += "assert check_recipe(sys.argv[1], ()).error is None; print(*sys.modules)"
+    command = [sys.executable, "-c", code, str(write_recipe(recipe))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert not {"finetune.engine.base", "finetune.models.weights"} & set(done.stdout.split())
+
+
 def test_the_commands_are_these() -> None:
     assert {"train", "check", "inspect", "prepare", "generate", "merge", "schema"} <= set(COMMANDS)
 

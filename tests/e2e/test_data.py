@@ -13,7 +13,7 @@ from conftest import metrics, train_here
 
 from finetune.errors import UserError
 from finetune.planning.check import check_recipe
-from finetune.tracking import is_measured
+from finetune.tracking.meters import is_measured
 
 
 @pytest.fixture

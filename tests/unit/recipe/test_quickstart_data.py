@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from datetime import date, timedelta
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conftest import script
 from transformers import AutoTokenizer
 
 from finetune.recipe import load_recipe
@@ -19,19 +19,14 @@ WORDS = load_recipe(ROOT / "recipes/quickstart/lora.yaml")
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_quickstart", ROOT / "scripts/make_quickstart.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def quickstart() -> ModuleType:
+    return script("scripts/make_quickstart.py")
 
 
 @pytest.fixture(scope="module")
-def data(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(quickstart: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("quickstart")
-    script.make(out)
+    quickstart.make(out)
     return out
 
 
@@ -54,14 +49,14 @@ def test_the_second_stage_asks_the_same_and_wants_another_answer(data: Path):
     assert all(one != other for (_, one), (_, other) in zip(first, second, strict=True))
 
 
-def test_no_two_dates_are_written_alike(script: ModuleType):
+def test_no_two_dates_are_written_alike(quickstart: ModuleType):
     """Whatever the format, what is written has one reading among all dates and formats."""
     read: dict[str, date] = {}
-    days = [script.FIRST + timedelta(days=n) for n in range((script.LAST - script.FIRST).days + 1)]
+    days = [quickstart.FIRST + timedelta(days=n) for n in range((quickstart.LAST - quickstart.FIRST).days + 1)]
     for day in days:
-        for write in script.FORMATS:
+        for write in quickstart.FORMATS:
             assert read.setdefault(write(day), day) == day
-    assert len(read) == len(days) * len(script.FORMATS)
+    assert len(read) == len(days) * len(quickstart.FORMATS)
 
 
 def test_tokenizer_fits_the_model_and_the_rows(data: Path):
@@ -88,7 +83,7 @@ def test_template_marks_the_answer_and_the_end_of_turn(data: Path):
     assert tokenizer.apply_chat_template(messages, tokenize=False) == prompt + "2021-03-03<|im_end|>\n"
 
 
-def test_every_run_writes_the_same_bytes(script: ModuleType, data: Path, tmp_path: Path):
-    script.make(tmp_path)
+def test_every_run_writes_the_same_bytes(quickstart: ModuleType, data: Path, tmp_path: Path):
+    quickstart.make(tmp_path)
     files = sorted(path.relative_to(data) for path in data.rglob("*") if path.is_file())
     assert [(data / file).read_bytes() == (tmp_path / file).read_bytes() for file in files] == [True] * 7

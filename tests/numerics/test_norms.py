@@ -1,0 +1,49 @@
+"""The gradient norm that clips: in fp64, whatever pieces the gradients come in.
+
+The bound is fp64's own: the rounding of 50,000 partial sums adds up to some 1e-14.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from finetune.engine import norms
+from finetune.engine.norms import squared_norm
+
+CPU = torch.device("cpu")
+
+
+def test_it_is_the_fp64_norm_however_gradients_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(700, 500) * torch.logspace(-6, 3, 500)
+    expected = math.fsum(whole.double().square().flatten().tolist())  # squares of fp32 are exact in fp64, so is fsum
+    for piece in (norms._PIECE, 1000, 7):
+        monkeypatch.setattr(norms, "_PIECE", piece)
+        for gradients in ([whole], list(whole.split(33)), list(whole.split(33, dim=1))):
+            assert squared_norm(gradients, CPU).item() == pytest.approx(expected, rel=1e-13)
+
+
+def test_fp32_would_not_do() -> None:
+    """One large value, and many small ones that fp32 sums lose."""
+    gradient = torch.full((2**20,), 1e-3)
+    gradient[0] = 1e4
+    expected = gradient.double().square().sum().item()
+    assert squared_norm([gradient], CPU).item() == pytest.approx(expected, rel=1e-14)
+    assert gradient.square().cumsum(0)[-1].item() != pytest.approx(expected, rel=1e-9)
+
+
+def test_what_there_is_to_sum() -> None:
+    assert squared_norm([], CPU).item() == 0.0
+    assert squared_norm([torch.empty(0), torch.tensor(3.0), torch.tensor([[4.0]])], CPU).item() == 25.0
+    assert squared_norm([torch.full((3,), 1e30)], CPU).item() == pytest.approx(3e60)  # its square is none in fp32
+    assert squared_norm([torch.full((2,), 3e4, dtype=torch.float16)], CPU).item() == pytest.approx(1.8e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    gradient = torch.zeros(norms._PIECE + 5)
+    gradient[-1] = value
+    assert not torch.isfinite(squared_norm([torch.ones(3), gradient], CPU))
