@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from finetune.errors import UserError
 
-_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of transformers' experts, >= 5.17
+_ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")  # of transformers' experts, >= 5.17
 
 
 class Exchange(Protocol):
@@ -41,13 +41,13 @@ class Exchange(Protocol):
         ...
 
 
-def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+def experts_of(model: nn.Module) -> dict[str, Any]:
     """By name: the modules that hold all experts of a layer, stacked along the first dimension of each parameter.
 
     Raises UserError where there are none, as transformers keeps this architecture's experts in another way, and where
     they have adapters: those are made for all experts of a layer at once.
     """
-    found = {name: module for name, module in model.named_modules() if _holds_experts(module)}
+    found = _stacked(model)
     if not found:
         raise UserError(
             f"{type(model).__name__} has no experts that can be divided over ranks: remove `parallelism_config_ep_size`"
@@ -60,11 +60,32 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def _stacked(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if _holds_experts(module)}
+
+
 def _holds_experts(module: nn.Module) -> bool:
     number = getattr(module, "num_experts", None)
     weights = list(module.parameters(recurse=False))
-    takes = tuple(inspect.signature(module.forward).parameters)
-    return bool(weights) and takes == _ARGUMENTS and all(w.ndim > 1 and w.shape[0] == number for w in weights)
+    takes = tuple(inspect.signature(type(module).forward).parameters)
+    return bool(weights) and takes == _ARGUMENTS and all(_shape(w)[0] == number for w in weights)
+
+
+def _shape(weight: Any) -> torch.Size:
+    return getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 has cut it already
+
+
+def compute_experts_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let stacked experts compute in the type that autocast has for other matrices: grouped products do not know of it
+    (https://github.com/pytorch/pytorch/issues/174763) and would be made in the type that the weights are held in."""
+    for experts in _stacked(model).values():
+        names = [name for name, _ in experts.named_parameters(recurse=False)]
+        experts.forward = partial(_forward_in, experts, type(experts).forward, names, dtype)
+
+
+def _forward_in(experts: Any, forward: Any, names: list[str], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
+    weights = {name: getattr(experts, name).to(dtype) for name in names}  # with adapters, if they have any
+    return forward(_Self(experts, weights), *args, **kwargs)
 
 
 def dispatch_tokens(experts: Any, exchange: Exchange) -> None:
@@ -107,16 +128,16 @@ def _compute(experts: Any, forward: Any, exchange: Exchange, rows: Tensor, exper
     number = len(rows)
     if number == 0:
         rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
-    return forward(_Held(experts, exchange), rows, expert[:, None], rows.new_ones(len(rows), 1))[:number]
+    weights = {name: exchange.weight(weight) for name, weight in experts.named_parameters(recurse=False)}
+    return forward(_Self(experts, weights), rows, expert[:, None], rows.new_ones(len(rows), 1))[:number]
 
 
-class _Held:
-    """What the forward of a module of experts sees as `self`: the experts that are here, as plain tensors."""
+class _Self:
+    """What the forward of a module of experts sees as `self`: other weights, and as many experts as these have."""
 
-    def __init__(self, experts: Any, exchange: Exchange):
-        self._experts, self.num_experts = experts, experts.num_experts // exchange.size
-        for name, weight in experts.named_parameters(recurse=False):
-            setattr(self, name, exchange.weight(weight))
+    def __init__(self, experts: nn.Module, weights: dict[str, Tensor]):
+        self.__dict__.update(weights)
+        self._experts, self.num_experts = experts, len(next(iter(weights.values())))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._experts, name)

@@ -24,6 +24,7 @@ from finetune.engine.precision import autocast_forward
 from finetune.engine.shared_tokens import share_tokens
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
+from finetune.models.experts import compute_experts_in
 from finetune.models.head import Formula, LossHead, attach_head
 from finetune.models.offload import offload_activations
 from finetune.models.weights import attention_for, dtypes, load_model, parameter_counts
@@ -147,6 +148,7 @@ def _load(
     types = dtypes(recipe)
     if types.compute != types.trained:
         autocast_forward(model, types.compute, engine.device.type)
+        compute_experts_in(model, types.compute)
     if recipe.train.activation_offload:
         offload_activations(model, engine.device)
         if engine.device.type == "cpu":

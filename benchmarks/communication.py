@@ -1,0 +1,241 @@
+"""Bytes that each process sends in a step, and the state it holds, beside the formulas that predict them.
+
+    python benchmarks/communication.py                     # every config, 1 to 4 processes, two small models
+    python benchmarks/communication.py --only fsdp2 tp     # some
+
+A launch has a network of its own (a namespace: Linux, root or unprivileged namespaces), in which everything that ranks
+say to each other crosses one loopback device that counts. Two launches of different length; what a step sends is their
+difference over the steps, so that start and end do not count. Predictions: `finetune/planning/communication.py` and
+`memory.py`. Writes benchmarks/results/communication.json and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+import contenders
+from workload import llama, random_documents, save_padded_tokenizer, save_weights, write_rows
+
+from finetune.engine.launch import read_config_file
+from finetune.models.config import model_config
+from finetune.planning.communication import Traffic, Work, traffic, work_of
+from finetune.planning.memory import Held, Parameters, held
+from finetune.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "accelerate_configs"
+STEPS = (3, 7)  # of the two launches
+ROWS, TOKENS = 4, 512  # of a step, of a row
+DENSE = llama(256, 4, 8, 4, 768, 2048, tied=False)
+MOE = {
+    **DENSE,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 384,
+    "sliding_window": None,
+}
+MODELS = {"dense": DENSE, "moe": MOE}
+# (model, config, processes)
+RUNS = (
+    ("dense", "single", 1),
+    *(
+        ("dense", config, n)
+        for config in ("ddp", "zero2", "fsdp2", "zero3", "tp", "cp", "ulysses", "pp")
+        for n in (2, 4)
+    ),
+    *(("dense", config, 4) for config in ("hsdp", "fsdp2_tp", "fsdp2_cp", "pp_dp")),
+    ("moe", "single", 1),
+    *(("moe", config, n) for config in ("fsdp2", "ep") for n in (2, 4)),
+)
+_SIZED = {"tp": "tp_size", "cp": "cp_size", "ulysses": "sp_size", "pp": "pp_size", "ep": "ep_size"}
+BACKENDS = {"replicated": "ddp", "fsdp2": "fsdp2"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    model: str
+    config: str
+    processes: int
+    divided: str  # over the processes
+    sent: float  # bytes, a process and step
+    predicted: float
+    lines: list[Traffic]  # of the prediction
+    held: Held  # bytes, of the process that needs most memory
+    predicted_held: Held  # of the average process
+    peak: float  # bytes, libraries included
+
+    @property
+    def ratio(self) -> float:
+        return self.sent / self.predicted if self.predicted else float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], help="names of configs")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "communication.json")
+    arguments = parser.parse_args()
+    require_namespaces()
+    cells = []
+    with tempfile.TemporaryDirectory(prefix="finetune-communication-") as name:
+        folder = Path(name)
+        os.environ.update(HF_HUB_OFFLINE="1", FINETUNE_CACHE=str(folder / "cache"))
+        prepare(folder)
+        for model, config, processes in RUNS:
+            if not arguments.only or config in arguments.only:
+                cells.append(measure(folder, model, config, processes))
+                print(line_of(cells[-1]), flush=True)
+    result = {
+        "command": "python benchmarks/communication.py" + "".join(f" {word}" for word in sys.argv[1:]),
+        "hardware": "CPU processes on one machine, gloo over TCP",
+        "versions": contenders.versions(),
+        "rows": ROWS,
+        "tokens": TOKENS,
+        "models": MODELS,
+        "cells": [asdict(cell) for cell in cells],
+    }
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    plot(cells, arguments.json.with_suffix(".png"))
+
+
+def line_of(cell: Cell) -> str:
+    held_mb, predicted_mb = cell.held.total / 1e6, cell.predicted_held.total / 1e6
+    return (
+        f"{cell.model:6}{cell.config:10} x{cell.processes}  sent {cell.sent / 1e6:7.2f} MB, predicted "
+        f"{cell.predicted / 1e6:7.2f}  ({cell.ratio:5.3f})   held {held_mb:6.1f} MB, predicted {predicted_mb:6.1f}   "
+        f"peak {cell.peak / 1e6:5.0f} MB   {cell.divided}"
+    )
+
+
+def prepare(folder: Path) -> None:
+    write_rows(folder / "rows.jsonl", random_documents(600, DENSE["vocab_size"], TOKENS))
+    for name, shape in MODELS.items():
+        save_weights(shape, folder / name)
+        save_padded_tokenizer(folder / name, DENSE["vocab_size"])
+        recipe = {
+            "run": {"name": name, "dir": str(folder / "runs")},
+            "model": {"name": str(folder / name)},
+            "mode": "full",
+            "data": {"train": [{"path": str(folder / "rows.jsonl"), "format": "tokens"}], "max_length": TOKENS},
+            "batch": {"rows": ROWS, "rows_per_device": 1},
+            "optimizer": {"lr": 1e-4},
+            "train": {"max_steps": STEPS[0], "precision": "fp32", "activation_checkpointing": False},
+            "checkpoint": {"resume": "never"},
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+
+
+def measure(folder: Path, model: str, config: str, processes: int) -> Cell:
+    file = config_of(folder, config, processes)
+    sent = [launched(folder, model, file, processes, steps) for steps in STEPS]
+    a_step = (sent[1] - sent[0]) / (STEPS[1] - STEPS[0]) / processes
+    launch = read_config_file(str(file), processes)
+    work, parameters = sizes(folder, model, ROWS // launch.parallelism.data)
+    lines = traffic(backend(config, launch), launch.parallelism, work)
+    last = [json.loads(line) for line in (folder / "runs" / model / "metrics.jsonl").read_text().splitlines()][-1]
+    gib = [last[f"memory/{name}_gib"] * 2**30 for name in ("weights", "gradients", "optimizer_state")]
+    return Cell(
+        model=model,
+        config=config,
+        processes=processes,
+        divided=launch.parallelism.summary(),
+        sent=a_step,
+        predicted=sum(line.sent for line in lines),
+        lines=lines,
+        held=Held(*gib),
+        predicted_held=held(backend(config, launch), launch.parallelism, parameters),
+        peak=last["memory_peak_gib"] * 2**30,
+    )
+
+
+def config_of(folder: Path, config: str, processes: int) -> Path:
+    """A file of accelerate_configs; those for one way of dividing the work are scaled to all processes."""
+    content = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text(encoding="utf-8"))
+    if config in _SIZED and config != "ep":
+        content["parallelism_config"][f"parallelism_config_{_SIZED[config]}"] = processes
+    file = folder / f"{config}.yaml"
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return file
+
+
+def backend(config: str, launch: Any) -> str:
+    return BACKENDS.get(launch.kind) or config
+
+
+def sizes(folder: Path, model: str, micro_batches: int) -> tuple[Work, Parameters]:
+    from transformers import AutoModelForCausalLM
+
+    config = model_config(load_recipe(folder / f"{model}.yaml", []).model)
+    found = AutoModelForCausalLM.from_pretrained(folder / model)
+    numels = {name: (p.numel(), True) for name, p in found.named_parameters()}
+    experts = sum(numel for name, (numel, _) in numels.items() if ".experts." in name)
+    layers = sum(numel for name, (numel, _) in numels.items() if ".layers." in name)
+    others = sum(numel for numel, _ in numels.values()) - layers
+    return work_of(config, numels, micro_batches, TOKENS, recomputes=False), Parameters(layers, experts, others, 1.0)
+
+
+# --- a launch in a network of its own
+
+
+def launched(folder: Path, model: str, config: Path, processes: int, steps: int) -> int:
+    """Bytes that crossed the loopback device. Raises CalledProcessError with the output shown."""
+    train = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    train += ["--num_processes", str(processes), "-m", "finetune", "train", str(folder / f"{model}.yaml")]
+    train += [f"train.max_steps={steps}"]
+    counted = f'ip link set lo up && "$@" > {folder / "log"} 2>&1 && cat /proc/net/dev'
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    command = [*own_network(), "sh", "-c", counted, "sh", *train]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=folder)
+    if done.returncode:
+        print((folder / "log").read_text(encoding="utf-8")[-5000:], file=sys.stderr)
+        raise subprocess.CalledProcessError(done.returncode, command)
+    loopback = next(line for line in done.stdout.splitlines() if line.strip().startswith("lo:"))
+    return int(loopback.split(":")[1].split()[8])  # sent
+
+
+def own_network() -> list[str]:
+    return ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--net", "--map-root-user"]
+
+
+def require_namespaces() -> None:
+    if subprocess.run([*own_network(), "ip", "link", "set", "lo", "up"], capture_output=True).returncode:
+        sys.exit("this machine gives out no network namespaces: run as root on Linux, with `ip` and `unshare`")
+
+
+def plot(cells: list[Cell], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 0.32 * len(cells) + 1.2), sharey=True)
+    names = [f"{cell.model} {cell.config} x{cell.processes}" for cell in cells]
+    bars(left, names, [c.sent / 1e6 for c in cells], [c.predicted / 1e6 for c in cells], "MB sent, a process and step")
+    totals = [cell.held.total / 1e6 for cell in cells], [cell.predicted_held.total / 1e6 for cell in cells]
+    bars(right, names, *totals, "MB of weights, gradients and optimizer state")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def bars(axes: Any, names: list[str], measured: list[float], predicted: list[float], title: str) -> None:
+    places = range(len(names))
+    axes.barh(places, measured, color="#4c78a8", label="measured")
+    axes.plot(predicted, places, "|", color="#e45756", markersize=13, markeredgewidth=2.5, label="predicted")
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_title(title)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", frameon=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Bytes that a process sends in an optimizer step, from the architecture and how the work is divided.
+
+Every line is a collective, by the algorithm that moves the least: an all-reduce of b bytes over n ranks sends
+2 (n-1)/n b from each (ring: https://andrew.gibiansky.com/blog/machine-learning/baidu-allreduce/), an all-gather or a
+reduce-scatter that ends or begins with b bytes (n-1)/n b, an all-to-all of b bytes on each (n-1)/n b. What libraries
+send besides (headers, sizes, small reductions of the loss and the norm) is left out. Measured beside it:
+benchmarks/communication.py.
+
+Letters, each of one process: M micro-batches of a step, T tokens of a row's forward, D hidden size, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from finetune.engine.parallelism import Parallelism
+
+
+class Traffic(NamedTuple):
+    what: str
+    collective: str
+    sent: float  # bytes, by one process on average, in an optimizer step
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model and its step, as far as they are communicated. Sizes of whole tensors in bytes, times in a step."""
+
+    layer_weights: float  # of all decoder layers, in the type they are gathered in
+    other_weights: float  # embedding, final norm, head
+    gradients: float  # of all that trains, fp32
+    layers: int
+    hidden: int
+    query: int  # heads x head size
+    keys: int  # key/value heads x head size
+    element: int  # bytes of an activation
+    micro_batches: int
+    tokens: int  # of one forward's rows, over all ranks that share them
+    recomputes: bool  # activation checkpointing of whole layers: a layer's forward runs twice
+    expert_weights: float = 0.0  # of `layer_weights`, with their gradients' share of `gradients`
+    experts_per_token: int = 0
+    moe_layers: int = 0
+
+
+def all_reduce(ranks: int, size: float) -> float:
+    return 2 * (ranks - 1) / ranks * size
+
+
+def one_way(ranks: int, size: float) -> float:
+    """All-gather to `size`, reduce-scatter from `size`, all-to-all of `size` on each rank."""
+    return (ranks - 1) / ranks * size
+
+
+def traffic(backend: str, parallelism: Parallelism, work: Work) -> list[Traffic]:
+    """backend: ddp, fsdp2, zero2 or zero3. Lines that send nothing are left out."""
+    lines = [*_WEIGHTS[backend](parallelism, work), *_activations(parallelism, work)]
+    return [line for line in lines if line.sent > 0]
+
+
+def _share(parallelism: Parallelism, work: Work) -> tuple[float, float]:
+    """(weights, gradients) of the matrices that a rank's data-parallel group works on."""
+    cut = parallelism.tensor * parallelism.pipeline
+    weights, gradients = work.layer_weights / cut, work.gradients
+    layers = work.layer_weights + work.other_weights
+    of_layers = work.gradients * work.layer_weights / layers
+    others = parallelism.pipeline  # embedding and head stay whole under tensor parallel, on one stage each
+    return weights + work.other_weights / others, of_layers / cut + (gradients - of_layers) / others
+
+
+def _ddp(parallelism: Parallelism, work: Work) -> Iterator[Traffic]:
+    _, gradients = _share(parallelism, work)
+    yield Traffic("gradients", "all-reduce", all_reduce(parallelism.data * parallelism.tokens, gradients))
+
+
+def _fsdp2(parallelism: Parallelism, work: Work) -> Iterator[Traffic]:
+    """A micro-batch gathers for the forward, again for the backward, and scatters its gradients."""
+    weights, gradients = _share(parallelism, work)
+    group, forwards = parallelism.shard * parallelism.tokens, 2
+    experts = 0.0
+    if parallelism.expert > 1:
+        experts = work.expert_weights / parallelism.expert
+        same = group // parallelism.expert
+        ratio = work.gradients / (work.layer_weights + work.other_weights)
+        weights, gradients = weights - work.expert_weights, gradients - work.expert_weights * ratio
+        yield Traffic("experts", "all-gather", work.micro_batches * forwards * one_way(same, experts))
+        yield Traffic("experts' gradients", "reduce-scatter", work.micro_batches * one_way(same, experts * ratio))
+    yield Traffic("weights", "all-gather", work.micro_batches * forwards * one_way(group, weights))
+    yield Traffic("gradients", "reduce-scatter", work.micro_batches * one_way(group, gradients))
+    if parallelism.replicate > 1:
+        sent = all_reduce(parallelism.replicate, gradients / group)
+        yield Traffic("gradients of a shard", "all-reduce", work.micro_batches * sent)
+
+
+def _zero2(parallelism: Parallelism, work: Work) -> Iterator[Traffic]:
+    group = parallelism.data * parallelism.tokens
+    yield Traffic("gradients", "reduce-scatter", work.micro_batches * one_way(group, work.gradients))
+    yield Traffic("stepped weights", "all-gather", one_way(group, work.gradients))
+
+
+def _zero3(parallelism: Parallelism, work: Work) -> Iterator[Traffic]:
+    group, weights = parallelism.data * parallelism.tokens, work.layer_weights + work.other_weights
+    forwards = 3 if work.recomputes else 2  # a recomputed layer is gathered for it, and for its backward
+    yield Traffic("weights", "all-gather", work.micro_batches * forwards * one_way(group, weights))
+    yield Traffic("gradients", "reduce-scatter", work.micro_batches * one_way(group, work.gradients))
+
+
+_WEIGHTS = {"ddp": _ddp, "fsdp2": _fsdp2, "zero2": _zero2, "zero3": _zero3}
+
+
+def _activations(parallelism: Parallelism, work: Work) -> Iterator[Traffic]:
+    passes = 3 if work.recomputes else 2  # forward, again, backward
+    here = work.tokens / parallelism.tokens  # tokens of this rank
+    times = work.micro_batches * work.layers / parallelism.pipeline
+    hidden = here * work.hidden * work.element
+    keys = 2 * work.keys * work.element  # keys and values of a token
+    if (n := parallelism.tensor) > 1:
+        yield Traffic("hidden states", "all-reduce", times * passes * 2 * all_reduce(n, hidden))
+    if (n := parallelism.context) > 1:
+        row = here * n * keys
+        around = passes if parallelism.exchange == "allgather" else passes + 1  # the backward's keys travel again
+        yield Traffic("keys and values", parallelism.exchange, times * around * one_way(n, row))
+    if (n := parallelism.sequence) > 1:
+        exchanged = here * (2 * work.query * work.element + keys)
+        yield Traffic("queries, keys, values and outputs", "all-to-all", times * passes * one_way(n, exchanged))
+    if (n := parallelism.pipeline) > 1:
+        borders = (n * parallelism.stages_per_rank - 1) / n  # for each rank, on average
+        yield Traffic("hidden states to the next stage and back", "send", work.micro_batches * 2 * borders * hidden)
+    if (n := parallelism.expert) > 1:
+        routed = hidden * work.experts_per_token
+        moe = work.micro_batches * work.moe_layers
+        yield Traffic("tokens to their experts and back", "all-to-all", moe * passes * 2 * one_way(n, routed))
+
+
+def work_of(
+    config: Any, parameters: dict[str, tuple[int, bool]], micro_batches: int, tokens: int, recomputes: bool
+) -> Work:
+    """config: transformers'. parameters: (numel, trained) by name, of the whole model, in fp32."""
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    in_layers = {name: numel for name, (numel, _) in parameters.items() if ".layers." in name}
+    experts = {name: numel for name, numel in in_layers.items() if ".experts." in name}
+    return Work(
+        layer_weights=4.0 * sum(in_layers.values()),
+        other_weights=4.0 * sum(numel for name, (numel, _) in parameters.items() if name not in in_layers),
+        gradients=4.0 * sum(numel for numel, trained in parameters.values() if trained),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        query=text.num_attention_heads * size,
+        keys=(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * size,
+        element=4,
+        micro_batches=micro_batches,
+        tokens=tokens,
+        recomputes=recomputes,
+        expert_weights=4.0 * sum(experts.values()),
+        experts_per_token=getattr(text, "num_experts_per_tok", 0) or 0,
+        moe_layers=len({name.split(".experts.")[0] for name in experts}),
+    )
