@@ -37,8 +37,8 @@ ON_DDP = {
     "qlora",
     "full bf16",
 }
-ON_EP = {"full mixtral", "full mixtral bf16", "lora mixtral", "lora qwen3_moe balance", "full qwen3_moe"}
-ON_EP |= {"full mixtral balance", "full qwen3_moe balance checkpointing"}
+BY_SCRIPT |= {"full mixtral bf16", "full qwen3_moe", "lora qwen3_moe balance"}
+ON_EP = {"full mixtral", "lora mixtral", "full mixtral balance", "full qwen3_moe balance checkpointing"}
 ON_FSDP2 = (
     {case.name for case in parity.CASES}
     - BY_SCRIPT
@@ -53,25 +53,15 @@ SELECTED = {
     ("ddp", 2): {*ON_DDP, "full unpacked", "lora tied", "lora bf16", "full qwen3_moe balance unpacked"},
     ("fsdp2", 2): ON_FSDP2
     - {"full from scratch", "full checkpointing", "lora dora", "lora mistral window", "lora dropout offloaded"}
-    - {"full qwen3", "lora qwen3"},
+    - {"full qwen3", "lora qwen3", "full auto rows", "full token budget", "full mistral window", "lora unpacked"}
+    - {"lora tied chunked head", "lora and whole head"},
+    ("fsdp2_offload", 2): {"full", "lora"},
     ("zero2", 2): {"full", "lora", "full accumulate 1", "lora unpacked", "full tied", "qlora", "full bf16"},
     ("zero3", 2): {
-        *(
-            "full",
-            "lora",
-            "full accumulate 1",
-            "full auto rows",
-            "lora unpacked",
-            "full tied",
-            "full from scratch",
-            "lora mistral window",
-        ),
-        "full stream",
-        *("full checkpointing", "lora dropout rslora", "lora dora", "lora chunked head", "qlora", "full bf16"),
-        "lora dropout offloaded",
-        "full mixtral balance",
+        *("full", "lora", "full tied", "full from scratch", "lora mistral window", "lora dora", "qlora", "full bf16"),
+        *("lora dropout offloaded", "full mixtral balance"),
     },
-    ("zero3_offload", 2): {"full", "lora", "full tied", "qlora", "full bf16"},
+    ("zero3_offload", 2): {"full", "qlora"},
     ("pp", 2): {
         *("full", "lora", "full unpacked", "full token budget", "full tied", "full checkpointing", "full bf16"),
         *("lora and whole head", "lora tied chunked head", "qlora"),
