@@ -15,7 +15,7 @@ def shared_tokens(asked: Asked) -> Iterator[str]:
         return
     keys = " and ".join(asked.key(field) for field in ("context", "sequence") if getattr(sizes, field) > 1)
     if recipe.train.compile:
-        yield f"{keys}: each row has other pieces of attention, and layers are compiled once: set `train.compile: false`"
+        yield f"{keys}: compiled layers would be traced anew for each row: set `train.compile: false`"
     for name in dropouts(asked):
         yield f"{keys}: each rank would draw dropout for its own tokens, so losses would depend on it: set {name} to 0"
     if recipe.model.attention in ("eager", "sdpa", "flash_attention_2"):
