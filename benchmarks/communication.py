@@ -61,7 +61,9 @@ RUNS = (
     *(("moe", config, n) for config in ("fsdp2", "ep") for n in (2, 4)),
 )
 _SIZED = {"tp": "tp_size", "cp": "cp_size", "ulysses": "sp_size", "pp": "pp_size", "ep": "ep_size"}
-BACKENDS = {"replicated": "ddp", "fsdp2": "fsdp2"}
+# gloo has no reduce-scatter of its own: it reduces everything on every rank and keeps a part (torch's
+# ProcessGroupGloo::_reduce_scatter_base), which sends twice as much.
+GLOO = {"reduce-scatter": 2.0}
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Cell:
     processes: int
     divided: str  # over the processes
     sent: float  # bytes, a process and step
-    predicted: float
+    predicted: float  # by the formula, of a library that has every collective
+    gloo: float  # by the formula, of gloo
     lines: list[Traffic]  # of the prediction
     held: Held  # bytes, of the process that needs most memory
     predicted_held: Held  # of the average process
@@ -79,7 +82,7 @@ class Cell:
 
     @property
     def ratio(self) -> float:
-        return self.sent / self.predicted if self.predicted else float("nan")
+        return self.sent / self.gloo if self.gloo else float("nan")
 
 
 def main() -> None:
@@ -114,8 +117,8 @@ def line_of(cell: Cell) -> str:
     held_mb, predicted_mb = cell.held.total / 1e6, cell.predicted_held.total / 1e6
     return (
         f"{cell.model:6}{cell.config:10} x{cell.processes}  sent {cell.sent / 1e6:7.2f} MB, predicted "
-        f"{cell.predicted / 1e6:7.2f}  ({cell.ratio:5.3f})   held {held_mb:6.1f} MB, predicted {predicted_mb:6.1f}   "
-        f"peak {cell.peak / 1e6:5.0f} MB   {cell.divided}"
+        f"{cell.predicted / 1e6:7.2f}, for gloo {cell.gloo / 1e6:7.2f} ({cell.ratio:5.3f})   held {held_mb:6.1f} MB, "
+        f"predicted {predicted_mb:6.1f}   peak {cell.peak / 1e6:5.0f} MB   {cell.divided}"
     )
 
 
@@ -153,6 +156,7 @@ def measure(folder: Path, model: str, config: str, processes: int) -> Cell:
         divided=launch.parallelism.summary(),
         sent=a_step,
         predicted=sum(line.sent for line in lines),
+        gloo=sum(line.sent * GLOO.get(line.collective, 1.0) for line in lines),
         lines=lines,
         held=Held(*gib),
         predicted_held=held(backend(config, launch), launch.parallelism, parameters),
@@ -171,7 +175,10 @@ def config_of(folder: Path, config: str, processes: int) -> Path:
 
 
 def backend(config: str, launch: Any) -> str:
-    return BACKENDS.get(launch.kind) or config
+    """As the formulas call it. Cut matrices are replicated as FSDP2 does it, over shards of one."""
+    if launch.kind == "zero":
+        return config
+    return "fsdp2" if launch.kind == "fsdp2" or launch.parallelism.tensor > 1 else "ddp"
 
 
 def sizes(folder: Path, model: str, micro_batches: int) -> tuple[Work, Parameters]:
@@ -180,10 +187,9 @@ def sizes(folder: Path, model: str, micro_batches: int) -> tuple[Work, Parameter
     config = model_config(load_recipe(folder / f"{model}.yaml", []).model)
     found = AutoModelForCausalLM.from_pretrained(folder / model)
     numels = {name: (p.numel(), True) for name, p in found.named_parameters()}
-    experts = sum(numel for name, (numel, _) in numels.items() if ".experts." in name)
     layers = sum(numel for name, (numel, _) in numels.items() if ".layers." in name)
     others = sum(numel for numel, _ in numels.values()) - layers
-    return work_of(config, numels, micro_batches, TOKENS, recomputes=False), Parameters(layers, experts, others, 1.0)
+    return work_of(config, numels, micro_batches, TOKENS, recomputes=False), Parameters(layers, others, 1.0)
 
 
 # --- a launch in a network of its own
@@ -219,7 +225,7 @@ def plot(cells: list[Cell], path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 0.32 * len(cells) + 1.2), sharey=True)
     names = [f"{cell.model} {cell.config} x{cell.processes}" for cell in cells]
-    bars(left, names, [c.sent / 1e6 for c in cells], [c.predicted / 1e6 for c in cells], "MB sent, a process and step")
+    bars(left, names, [c.sent / 1e6 for c in cells], [c.gloo / 1e6 for c in cells], "MB sent, a process and step")
     totals = [cell.held.total / 1e6 for cell in cells], [cell.predicted_held.total / 1e6 for cell in cells]
     bars(right, names, *totals, "MB of weights, gradients and optimizer state")
     figure.tight_layout()

@@ -30,6 +30,7 @@ class Work:
 
     layer_weights: float  # of all decoder layers, in the type they are gathered in
     other_weights: float  # embedding, final norm, head
+    tail_weights: float  # of these norm and head, which FSDP2 keeps between forward and backward
     gradients: float  # of all that trains, fp32
     layers: int
     hidden: int
@@ -59,38 +60,33 @@ def traffic(backend: str, parallelism: Parallelism, work: Work) -> list[Traffic]
     return [line for line in lines if line.sent > 0]
 
 
-def _share(parallelism: Parallelism, work: Work) -> tuple[float, float]:
-    """(weights, gradients) of the matrices that a rank's data-parallel group works on."""
-    cut = parallelism.tensor * parallelism.pipeline
-    weights, gradients = work.layer_weights / cut, work.gradients
-    layers = work.layer_weights + work.other_weights
-    of_layers = work.gradients * work.layer_weights / layers
-    others = parallelism.pipeline  # embedding and head stay whole under tensor parallel, on one stage each
-    return weights + work.other_weights / others, of_layers / cut + (gradients - of_layers) / others
-
-
 def _ddp(parallelism: Parallelism, work: Work) -> Iterator[Traffic]:
-    _, gradients = _share(parallelism, work)
+    """Of a pipeline's stages on average."""
+    gradients = work.gradients / parallelism.pipeline
     yield Traffic("gradients", "all-reduce", all_reduce(parallelism.data * parallelism.tokens, gradients))
 
 
 def _fsdp2(parallelism: Parallelism, work: Work) -> Iterator[Traffic]:
-    """A micro-batch gathers for the forward, again for the backward, and scatters its gradients."""
-    weights, gradients = _share(parallelism, work)
+    """A micro-batch gathers for the forward, again for the backward, and scatters its gradients. Tensor ranks share
+    embedding and head as shards."""
     group, forwards = parallelism.shard * parallelism.tokens, 2
-    experts = 0.0
+    everyone = group * parallelism.tensor
+    ratio = work.gradients / (work.layer_weights + work.other_weights)  # of what trains
+    layers = (work.layer_weights - (work.expert_weights if parallelism.expert > 1 else 0.0)) / parallelism.tensor
     if parallelism.expert > 1:
-        experts = work.expert_weights / parallelism.expert
-        same = group // parallelism.expert
-        ratio = work.gradients / (work.layer_weights + work.other_weights)
-        weights, gradients = weights - work.expert_weights, gradients - work.expert_weights * ratio
-        yield Traffic("experts", "all-gather", work.micro_batches * forwards * one_way(same, experts))
-        yield Traffic("experts' gradients", "reduce-scatter", work.micro_batches * one_way(same, experts * ratio))
-    yield Traffic("weights", "all-gather", work.micro_batches * forwards * one_way(group, weights))
-    yield Traffic("gradients", "reduce-scatter", work.micro_batches * one_way(group, gradients))
+        held, same = work.expert_weights / parallelism.expert, group // parallelism.expert
+        yield Traffic("experts", "all-gather", work.micro_batches * forwards * one_way(same, held))
+        yield Traffic("experts' gradients", "reduce-scatter", work.micro_batches * one_way(same, held * ratio))
+    ends = forwards * (work.other_weights - work.tail_weights) + work.tail_weights
+    gathered = forwards * one_way(group, layers) + one_way(everyone, ends)
+    yield Traffic("weights", "all-gather", work.micro_batches * gathered)
+    scattered = one_way(group, layers * ratio) + one_way(everyone, work.other_weights * ratio)
+    yield Traffic("gradients", "reduce-scatter", work.micro_batches * scattered)
     if parallelism.replicate > 1:
-        sent = all_reduce(parallelism.replicate, gradients / group)
-        yield Traffic("gradients of a shard", "all-reduce", work.micro_batches * sent)
+        shard = layers * ratio / group + work.other_weights * ratio / everyone
+        yield Traffic(
+            "gradients of a shard", "all-reduce", work.micro_batches * all_reduce(parallelism.replicate, shard)
+        )
 
 
 def _zero2(parallelism: Parallelism, work: Work) -> Iterator[Traffic]:
@@ -141,9 +137,12 @@ def work_of(
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     in_layers = {name: numel for name, (numel, _) in parameters.items() if ".layers." in name}
     experts = {name: numel for name, numel in in_layers.items() if ".experts." in name}
+    others = {name: numel for name, (numel, _) in parameters.items() if name not in in_layers}
     return Work(
         layer_weights=4.0 * sum(in_layers.values()),
-        other_weights=4.0 * sum(numel for name, (numel, _) in parameters.items() if name not in in_layers),
+        other_weights=4.0 * sum(others.values()),
+        tail_weights=4.0
+        * sum(numel for name, numel in others.items() if "embed" not in name or config.tie_word_embeddings),
         gradients=4.0 * sum(numel for numel, trained in parameters.values() if trained),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,

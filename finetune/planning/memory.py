@@ -30,7 +30,6 @@ class Parameters:
     """Numbers of them."""
 
     layers: int  # in decoder layers, experts among them
-    experts: int
     others: int  # embedding, final norm, head
     trained: float  # of all, a share
 
@@ -48,7 +47,6 @@ def held(backend: str, parallelism: Parallelism, parameters: Parameters) -> Held
 
 
 def _on_each(parallelism: Parallelism, parameters: Parameters) -> float:
-    """Parameters before any sharding over data-parallel ranks; embedding and head stay whole under tensor parallel."""
-    dense = parameters.layers - parameters.experts
-    layers = (dense / parallelism.tensor + parameters.experts) / parallelism.pipeline
-    return layers + parameters.others / parallelism.pipeline
+    """Parameters before any sharding over data-parallel ranks. Tensor ranks cut layers and share the rest as shards;
+    experts that are divided are shards, too."""
+    return (parameters.layers + parameters.others) / parallelism.tensor / parallelism.pipeline
