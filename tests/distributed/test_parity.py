@@ -37,7 +37,9 @@ ON_DDP = {
     "qlora",
     "full bf16",
 }
-BY_SCRIPT |= {"full mixtral bf16", "full qwen3_moe", "lora qwen3_moe balance"}
+BY_SCRIPT |= {"full mixtral bf16", "full qwen3_moe", "lora qwen3_moe balance", "full qwen3", "lora plain head"}
+BY_SCRIPT |= {"full plain head", "full paged_adamw", "full sgd no clip", "full checkpointing offloaded"}
+BY_SCRIPT |= {"lora mixtral experts", "full qwen3_moe balance unpacked"}
 ON_EP = {"full mixtral", "lora mixtral", "full mixtral balance", "full qwen3_moe balance checkpointing"}
 ON_FSDP2 = (
     {case.name for case in parity.CASES}
@@ -47,13 +49,13 @@ ON_FSDP2 = (
 )
 BY_SCRIPT_ALONE = (
     *(("cp", 2), ("cp", 4), ("cp_alltoall", 2), ("cp_ring", 2), ("cp_ring_of_4", 4)),
-    *(("zero3_cp", 2), ("ulysses_of_4", 4), ("cp_ulysses", 4)),
+    *(("zero3_cp", 2), ("ulysses_of_4", 4), ("cp_ulysses", 4), ("fsdp2_cp", 4)),
 )
 SELECTED = {
-    ("ddp", 2): {*ON_DDP, "full unpacked", "lora tied", "lora bf16", "full qwen3_moe balance unpacked"},
+    ("ddp", 2): {*ON_DDP, "full unpacked", "lora tied", "lora bf16"},
     ("fsdp2", 2): ON_FSDP2
     - {"full from scratch", "full checkpointing", "lora dora", "lora mistral window", "lora dropout offloaded"}
-    - {"full qwen3", "lora qwen3", "full auto rows", "full token budget", "full mistral window", "lora unpacked"}
+    - {"lora qwen3", "full auto rows", "full token budget", "full mistral window", "lora unpacked"}
     - {"lora tied chunked head", "lora and whole head"},
     ("fsdp2_offload", 2): {"full", "lora"},
     ("zero2", 2): {"full", "lora", "full accumulate 1", "lora unpacked", "full tied", "qlora", "full bf16"},
@@ -83,13 +85,12 @@ SELECTED = {
     ("zero2_offload", 4): set(),
     ("zero3_offload", 4): set(),
     # More of them is in test_shared_tokens.py; the script runs them all.
-    ("fsdp2_cp", 4): {"full tied"},
     ("ulysses", 2): {"full unpacked", "lora tied", "full auto rows", "full mistral window"},
     **{launch: set() for launch in BY_SCRIPT_ALONE},
     ("hsdp", 4): {"full", "full in backward"},
     ("tp", 2): {"full tied", "lora dropout rslora", "lora qwen3"},
     ("tp", 4): set(),
-    ("fsdp2_tp", 4): {"full qwen3", "lora tied"},
+    ("fsdp2_tp", 4): set(),  # in test_tensor_parallel.py and test_resume_elsewhere.py
 }
 LAUNCHES = (
     *(
