@@ -57,16 +57,16 @@ SELECTED = {
     - {"full from scratch", "full checkpointing", "lora dora", "lora mistral window", "lora dropout offloaded"}
     - {"lora qwen3", "full auto rows", "full token budget", "full mistral window", "lora unpacked"}
     - {"lora tied chunked head", "lora and whole head"},
-    ("fsdp2_offload", 2): {"full", "lora"},
-    ("zero2", 2): {"full", "lora", "full accumulate 1", "lora unpacked", "full tied", "qlora", "full bf16"},
+    ("fsdp2_offload", 2): {"full"},
+    ("zero2", 2): {"full", "full accumulate 1", "full tied", "qlora"},
     ("zero3", 2): {
         *("full", "lora", "full tied", "full from scratch", "lora mistral window", "lora dora", "qlora", "full bf16"),
         *("lora dropout offloaded", "full mixtral balance"),
     },
-    ("zero3_offload", 2): {"full", "qlora"},
+    ("zero3_offload", 2): {"full"},
     ("pp", 2): {
-        *("full", "lora", "full unpacked", "full token budget", "full tied", "full checkpointing", "full bf16"),
-        *("lora and whole head", "lora tied chunked head", "qlora"),
+        *("full", "lora", "full token budget", "full tied", "full checkpointing", "full bf16"),
+        *("lora and whole head", "lora tied chunked head"),
     },
     ("pp_dp", 4): {"full", "full tied"},
     ("pp_interleaved", 2): set(),  # in test_pipeline.py
