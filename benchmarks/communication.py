@@ -63,6 +63,7 @@ RUNS = (
 _SIZED = {"tp": "tp_size", "cp": "cp_size", "ulysses": "sp_size", "pp": "pp_size", "ep": "ep_size"}
 # gloo has no reduce-scatter of its own: it reduces everything on every rank and keeps a part (torch's
 # ProcessGroupGloo::_reduce_scatter_base), which sends twice as much.
+# DeepSpeed does without it.
 GLOO = {"reduce-scatter": 2.0}
 
 
@@ -88,6 +89,7 @@ class Cell:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names of configs")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[], help="numbers of processes")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "communication.json")
     arguments = parser.parse_args()
     require_namespaces()
@@ -97,7 +99,8 @@ def main() -> None:
         os.environ.update(HF_HUB_OFFLINE="1", FINETUNE_CACHE=str(folder / "cache"))
         prepare(folder)
         for model, config, processes in RUNS:
-            if not arguments.only or config in arguments.only:
+            wanted = not arguments.only or config in arguments.only
+            if wanted and (not arguments.sizes or processes in arguments.sizes):
                 cells.append(measure(folder, model, config, processes))
                 print(line_of(cells[-1]), flush=True)
     result = {
@@ -156,7 +159,7 @@ def measure(folder: Path, model: str, config: str, processes: int) -> Cell:
         divided=launch.parallelism.summary(),
         sent=a_step,
         predicted=sum(line.sent for line in lines),
-        gloo=sum(line.sent * GLOO.get(line.collective, 1.0) for line in lines),
+        gloo=sum(line.sent * (1.0 if launch.kind == "zero" else GLOO.get(line.collective, 1.0)) for line in lines),
         lines=lines,
         held=Held(*gib),
         predicted_held=held(backend(config, launch), launch.parallelism, parameters),

@@ -115,8 +115,13 @@ def _activations(parallelism: Parallelism, work: Work) -> Iterator[Traffic]:
         yield Traffic("hidden states", "all-reduce", times * passes * 2 * all_reduce(n, hidden))
     if (n := parallelism.context) > 1:
         row = here * n * keys
-        around = passes if parallelism.exchange == "allgather" else passes + 1  # the backward's keys travel again
-        yield Traffic("keys and values", parallelism.exchange, times * around * one_way(n, row))
+        if parallelism.exchange == "allgather":
+            yield Traffic("keys and values", "all-gather", times * passes * one_way(n, row))
+            yield Traffic("gradients of keys and values", "reduce-scatter", times * one_way(n, row))
+        else:
+            yield Traffic(
+                "keys, values and their gradients", parallelism.exchange, times * (passes + 1) * one_way(n, row)
+            )
     if (n := parallelism.sequence) > 1:
         exchanged = here * (2 * work.query * work.element + keys)
         yield Traffic("queries, keys, values and outputs", "all-to-all", times * passes * one_way(n, exchanged))
