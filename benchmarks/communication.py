@@ -231,6 +231,7 @@ def plot(cells: list[Cell], path: Path) -> None:
     bars(left, names, [c.sent / 1e6 for c in cells], [c.gloo / 1e6 for c in cells], "MB sent, a process and step")
     totals = [cell.held.total / 1e6 for cell in cells], [cell.predicted_held.total / 1e6 for cell in cells]
     bars(right, names, *totals, "MB of weights, gradients and optimizer state")
+    left.legend(loc="lower right", frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -243,7 +244,6 @@ def bars(axes: Any, names: list[str], measured: list[float], predicted: list[flo
     axes.invert_yaxis()
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
 
 
 if __name__ == "__main__":
