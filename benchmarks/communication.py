@@ -178,10 +178,8 @@ def config_of(folder: Path, config: str, processes: int) -> Path:
 
 
 def backend(config: str, launch: Any) -> str:
-    """As the formulas call it. Cut matrices are replicated as FSDP2 does it, over shards of one."""
-    if launch.kind == "zero":
-        return config
-    return "fsdp2" if launch.kind == "fsdp2" or launch.parallelism.tensor > 1 else "ddp"
+    """As the formulas call it."""
+    return {"replicated": "ddp", "fsdp2": "fsdp2"}.get(launch.kind, config)
 
 
 def sizes(folder: Path, model: str, micro_batches: int) -> tuple[Work, Parameters]:

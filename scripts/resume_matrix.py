@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,14 @@ def run_name(place: Place, case: parity.Case) -> str:
 
 def job(folder: Path, place: Place, case: parity.Case, name: str) -> list[str]:
     return [*parity.job(folder, *place, case), *OVERRIDES, f"run.name={name}"]
+
+
+def prepare(folder: Path, places: Sequence[Place]) -> None:
+    """Models and rows, and a checkpoint of every case under each place."""
+    parity.prepare(folder)
+    for place in places:
+        print(f"saving under {place[0]} x{place[1]}", file=sys.stderr, flush=True)
+        save(folder, place)
 
 
 def save(folder: Path, place: Place) -> None:
@@ -198,11 +207,8 @@ def main() -> int:
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="finetune-resume-"))
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(FINETUNE_CACHE=str(folder / "cache"), HF_HUB_OFFLINE="1")
-    parity.prepare(folder)
     places = selected(arguments.only, arguments.sizes)
-    for place in places:
-        print(f"saving under {place[0]} x{place[1]}", file=sys.stderr, flush=True)
-        save(folder, place)
+    prepare(folder, places)
     cells = []
     for place in places:
         print(f"resuming under {place[0]} x{place[1]}", file=sys.stderr, flush=True)

@@ -61,24 +61,27 @@ def traffic(backend: str, parallelism: Parallelism, work: Work) -> list[Traffic]
 
 
 def _ddp(parallelism: Parallelism, work: Work) -> Iterator[Traffic]:
-    """Of a pipeline's stages on average."""
+    """Of a pipeline's stages on average. Tensor ranks share embedding and head, which they keep, as FSDP2 does it."""
+    if parallelism.tensor > 1:
+        yield from _fsdp2(parallelism, work, gathers=1)
+        return
     gradients = work.gradients / parallelism.pipeline
     yield Traffic("gradients", "all-reduce", all_reduce(parallelism.data * parallelism.tokens, gradients))
 
 
-def _fsdp2(parallelism: Parallelism, work: Work) -> Iterator[Traffic]:
+def _fsdp2(parallelism: Parallelism, work: Work, gathers: int = 2) -> Iterator[Traffic]:
     """A micro-batch gathers for the forward, again for the backward, and scatters its gradients. Tensor ranks share
     embedding and head as shards."""
-    group, forwards = parallelism.shard * parallelism.tokens, 2
+    group = parallelism.shard * parallelism.tokens
     everyone = group * parallelism.tensor
     ratio = work.gradients / (work.layer_weights + work.other_weights)  # of what trains
     layers = (work.layer_weights - (work.expert_weights if parallelism.expert > 1 else 0.0)) / parallelism.tensor
     if parallelism.expert > 1:
         held, same = work.expert_weights / parallelism.expert, group // parallelism.expert
-        yield Traffic("experts", "all-gather", work.micro_batches * forwards * one_way(same, held))
+        yield Traffic("experts", "all-gather", work.micro_batches * gathers * one_way(same, held))
         yield Traffic("experts' gradients", "reduce-scatter", work.micro_batches * one_way(same, held * ratio))
-    ends = forwards * (work.other_weights - work.tail_weights) + work.tail_weights
-    gathered = forwards * one_way(group, layers) + one_way(everyone, ends)
+    ends = gathers * (work.other_weights - work.tail_weights) + work.tail_weights
+    gathered = gathers * one_way(group, layers) + one_way(everyone, ends)
     yield Traffic("weights", "all-gather", work.micro_batches * gathered)
     scattered = one_way(group, layers * ratio) + one_way(everyone, work.other_weights * ratio)
     yield Traffic("gradients", "reduce-scatter", work.micro_batches * scattered)

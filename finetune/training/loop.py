@@ -71,7 +71,7 @@ class Step:
 
     metrics: StepMetrics
     by_source: dict[str, float]  # `loss/<source>` of the step and `tokens/<source>` of the run, where there are several
-    rows: list[str]  # path:row of what this rank trained on; where several did, of the first
+    rows: list[str]  # path:row of what this rank trained on
     wishes: Wishes  # of all ranks
     measured: dict[str, float]  # by key of metrics.jsonl; see `tracking.meters`
     routing: dict[str, float] = field(default_factory=dict)  # by key as well; of a mixture of experts
@@ -144,9 +144,8 @@ def training_steps(
         )
         by_source: dict[str, float] = {f"loss/{name}": value for name, value in sums.sources.losses(of_sources).items()}
         by_source |= {f"tokens/{name}": count for name, count in state.tokens_by_source.items()}
-        rows = row_ids(batches) if engine.leads_rows else []
         about_experts = routing_line(balance, load)
-        yield Step(metrics, by_source, rows, Wishes(*wished), measured.line, about_experts, load)
+        yield Step(metrics, by_source, row_ids(batches), Wishes(*wished), measured.line, about_experts, load)
 
 
 class StepSums:

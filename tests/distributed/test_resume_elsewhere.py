@@ -19,9 +19,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FINETUNE_CACHE", str(folder / "cache"))
-        resume_matrix.parity.prepare(folder)
-        for place in SAVED:
-            resume_matrix.save(folder, place)
+        resume_matrix.prepare(folder, SAVED)
     return folder
 
 

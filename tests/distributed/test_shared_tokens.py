@@ -40,9 +40,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shared")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FINETUNE_CACHE", str(folder / "cache"))
-        resume_matrix.parity.prepare(folder)
-        for place in (ALONE, SHARING):
-            resume_matrix.save(folder, place)
+        resume_matrix.prepare(folder, (ALONE, SHARING))
     return folder
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from finetune.engine.parallelism import Parallelism, dimension_key
@@ -25,8 +25,7 @@ class Shape:
     attention: tuple[str, ...]  # other than full causal attention: "sliding_attention", "chunked_attention"
     parts: tuple[str, ...] = ()  # of the base model, where transformers says that it can be cut between them
     soft_capped: bool = False  # attention's logits
-    drops: tuple[str, ...] = ()  # names of its settings by which it drops at random
-    attention_dropout: float = 0.0
+    drops: dict[str, float] = field(default_factory=dict)  # settings by which it drops at random
     tensor_styles: frozenset[str] = frozenset()  # of the plan to cut its matrices; empty: it has none
 
     @classmethod
@@ -46,8 +45,7 @@ class Shape:
             attention=tuple(sorted(kinds - {"full_attention"})),
             parts=tuple(sorted(getattr(text, "base_model_pp_plan", None) or ())),
             soft_capped=getattr(text, "attn_logit_softcapping", None) is not None,
-            drops=tuple(name for name, _ in drops(text)),
-            attention_dropout=getattr(text, "attention_dropout", 0.0) or 0.0,
+            drops=dict(drops(text)),
             tensor_styles=frozenset(tensor_plan(config).values()),
         )
 
@@ -90,5 +88,5 @@ def dropouts(asked: Asked) -> Iterator[str]:
     lora = asked.recipe.lora
     if lora is not None and lora.dropout:
         yield f"`lora.dropout` (now {lora.dropout})"
-    for name in asked.shape.drops if asked.shape else ():
+    for name in asked.shape.drops if asked.shape else {}:
         yield f"the model's `{name}`"

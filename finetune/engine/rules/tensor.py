@@ -41,8 +41,8 @@ def tensor_shape(asked: Asked) -> Iterator[str]:
             f"{asked.key('tensor')}: {size} ranks cannot share {shape.heads} attention heads and {shape.kv_heads} "
             f"key-value heads: make it {nearest(size, common)}"
         )
-    if shape.attention_dropout:
+    if dropped := shape.drops.get("attention_dropout"):
         yield (
             f"{asked.key('tensor')}: the model drops attention at random (`attention_dropout: "
-            f"{shape.attention_dropout}`), and ranks would draw for other heads than one process does: use fsdp2"
+            f"{dropped}`), and ranks would draw for other heads than one process does: use fsdp2"
         )

@@ -72,5 +72,5 @@ def test_what_can_be_is_not_refused(recipe: dict[str, Any], write_recipe: Any, w
 
 def test_a_plan_and_dropout_are_read_from_the_config() -> None:
     shape = Shape.of(AutoConfig.for_model(**{**LLAMA, "attention_dropout": 0.1}))
-    assert (shape.heads, shape.kv_heads, shape.attention_dropout) == (12, 6, 0.1)
+    assert (shape.heads, shape.kv_heads, shape.drops) == (12, 6, {"attention_dropout": 0.1})
     assert shape.tensor_styles == {"colwise", "rowwise"}
