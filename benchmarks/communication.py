@@ -1,4 +1,4 @@
-"""Bytes that each process sends in a step, and the state it holds, beside the formulas that predict them.
+"""What each process sends in a step and holds, beside the formulas that predict it, and how the time of a step scales.
 
     python benchmarks/communication.py                     # every config, 1 to 4 processes, two small models
     python benchmarks/communication.py --only fsdp2 tp     # some
@@ -6,7 +6,9 @@
 A launch has a network of its own (a namespace: Linux, root or unprivileged namespaces), in which everything that ranks
 say to each other crosses one loopback device that counts. Two launches of different length; what a step sends is their
 difference over the steps, so that start and end do not count. Predictions: `finetune/planning/communication.py` and
-`memory.py`. Writes benchmarks/results/communication.json and .png.
+`memory.py`; of the peak, what one process needs besides its state (libraries, activations) and the state predicted.
+A process has one thread. `time` is that of a step over the time that one process takes for it: with more processes than
+cores it cannot fall. Writes benchmarks/results/communication.json and .png.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +83,18 @@ class Cell:
     held: Held  # bytes, of the process that needs most memory
     predicted_held: Held  # of the average process
     peak: float  # bytes, libraries included
+    step_s: float  # median, but for the first two
+    predicted_peak: float = 0.0  # bytes
+    time: float = 0.0  # of a step, over that of one process
 
     @property
     def ratio(self) -> float:
         return self.sent / self.gloo if self.gloo else float("nan")
+
+    def beside(self, alone: Cell) -> Cell:
+        """With what is known by the same model in one process."""
+        besides = alone.peak - alone.held.total
+        return replace(self, predicted_peak=besides + self.predicted_held.total, time=self.step_s / alone.step_s)
 
 
 def main() -> None:
@@ -93,15 +104,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "communication.json")
     arguments = parser.parse_args()
     require_namespaces()
-    cells = []
+    cells: list[Cell] = []
     with tempfile.TemporaryDirectory(prefix="finetune-communication-") as name:
         folder = Path(name)
         os.environ.update(HF_HUB_OFFLINE="1", FINETUNE_CACHE=str(folder / "cache"))
         prepare(folder)
         for model, config, processes in RUNS:
             wanted = not arguments.only or config in arguments.only
-            if wanted and (not arguments.sizes or processes in arguments.sizes):
-                cells.append(measure(folder, model, config, processes))
+            if config == "single" or (wanted and (not arguments.sizes or processes in arguments.sizes)):
+                cell = measure(folder, model, config, processes)
+                cells.append(cell.beside(next((one for one in cells if one.model == model), cell)))
                 print(line_of(cells[-1]), flush=True)
     result = {
         "command": "python benchmarks/communication.py" + "".join(f" {word}" for word in sys.argv[1:]),
@@ -121,7 +133,8 @@ def line_of(cell: Cell) -> str:
     return (
         f"{cell.model:6}{cell.config:10} x{cell.processes}  sent {cell.sent / 1e6:7.2f} MB, predicted "
         f"{cell.predicted / 1e6:7.2f}, for gloo {cell.gloo / 1e6:7.2f} ({cell.ratio:5.3f})   held {held_mb:6.1f} MB, "
-        f"predicted {predicted_mb:6.1f}   peak {cell.peak / 1e6:5.0f} MB   {cell.divided}"
+        f"predicted {predicted_mb:6.1f}   peak {cell.peak / 1e6:5.0f} MB, predicted {cell.predicted_peak / 1e6:5.0f}   "
+        f"time {cell.time:4.2f}   {cell.divided}"
     )
 
 
@@ -150,7 +163,8 @@ def measure(folder: Path, model: str, config: str, processes: int) -> Cell:
     launch = read_config_file(str(file), processes)
     work, parameters = sizes(folder, model, ROWS // launch.parallelism.data)
     lines = traffic(backend(config, launch), launch.parallelism, work)
-    last = [json.loads(line) for line in (folder / "runs" / model / "metrics.jsonl").read_text().splitlines()][-1]
+    logged = [json.loads(line) for line in (folder / "runs" / model / "metrics.jsonl").read_text().splitlines()]
+    last = logged[-1]
     gib = [last[f"memory/{name}_gib"] * 2**30 for name in ("weights", "gradients", "optimizer_state")]
     return Cell(
         model=model,
@@ -164,6 +178,7 @@ def measure(folder: Path, model: str, config: str, processes: int) -> Cell:
         held=Held(*gib),
         predicted_held=held(backend(config, launch), launch.parallelism, parameters),
         peak=last["memory_peak_gib"] * 2**30,
+        step_s=statistics.median(line["step_s"] for line in logged[2:]),
     )
 
 

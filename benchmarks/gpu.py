@@ -34,6 +34,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import contenders
+import products
 import workload
 from workload import SHAPES, Work
 
@@ -63,9 +64,6 @@ SAME_FIRST_LOSS = 2.0**-6  # relative; roundings of bf16, in other places for ea
 
 def main() -> None:
     arguments = parse_arguments()
-    if arguments.matmul:
-        print(matmul_tflops(arguments.matmul))
-        return
     os.environ["HF_HUB_OFFLINE"] = "1"
     started = time.monotonic()
     result = measured_before(arguments.json) or about(arguments.device)
@@ -103,7 +101,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1))
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "gpu-benchmark", help="for models and rows")
     parser.add_argument("--json", type=Path, help="where the figures are and go")
-    parser.add_argument("--matmul", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.json is None:
         arguments.json = ROOT / "benchmarks" / "results" / f"gpu_{short_name(arguments.device)}.json"
@@ -162,44 +159,11 @@ def prepare(folder: Path, work: Work) -> None:
     workload.write_steps(folder, work)
 
 
-def matmul_tflops(device: str) -> float:
-    """The best of a few bf16 products of square matrices, TFLOP/s."""
-    import torch
-
-    size = 8192 if device == "cuda" else 512
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
-    best = 0.0
-    for _ in range(10):
-        seconds = _timed(lambda: a @ b, device, repeats=20)
-        best = max(best, 20 * 2 * size**3 / seconds / 1e12)
-    return best
-
-
-def _timed(call: Any, device: str, repeats: int) -> float:
-    import torch
-
-    if device == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
 def about(device: str) -> dict[str, Any]:
-    command = [
-        sys.executable,
-        str(Path(__file__).resolve()),
-        "--matmul",
-        device,
-    ]  # a process: it leaves no memory taken
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
     return {
         "device": device_name(device),
         "versions": contenders.versions(),
-        "matmul_tflops": float(found.stdout.splitlines()[-1]),
+        "matmul_tflops": products.measured_apart(device, "bf16"),
         "cells": [],
     }
 
@@ -249,21 +213,12 @@ def table(result: dict[str, Any]) -> Table:
             cell["cell"],
             contenders.LABELS[cell["contender"]],
             f"{cell['tokens_per_s']:,.0f}",
-            _percent(mfu(cell, ours, result["matmul_tflops"])),
+            _percent(products.share(cell, ours, result["matmul_tflops"])),
             f"{peak(cell) / 2**30:.2f}",
             f"{ours['tokens_per_s'] / cell['tokens_per_s']:.2f}" if ours else "-",
             f"{peak(ours) / peak(cell):.2f}" if ours else "-",
         )
     return shown
-
-
-def mfu(cell: Cell, ours: Cell | None, matmul: float) -> float | None:
-    """By the FLOPs that ours counted for the same tokens; None where it counted none."""
-    counted = (ours or {}).get("metrics", {})
-    if "tflops_per_device" not in counted:
-        return None
-    tflop_per_token = counted["tflops_per_device"] / counted["tokens_per_s"]
-    return tflop_per_token * cell["tokens_per_s"] / matmul
 
 
 def peak(cell: Cell) -> int:

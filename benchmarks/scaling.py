@@ -62,7 +62,7 @@ def main() -> None:
         parts[name] = {"points": points, "slopes": slopes(points)}
         print(f"{name}: " + ", ".join(f"{key} {value:.2f}" for key, value in parts[name]["slopes"].items()), flush=True)
     result = {
-        "command": "python benchmarks/scaling.py " + shlex.join(sys.argv[1:]),
+        "command": shlex.join(["python", "benchmarks/scaling.py", *sys.argv[1:]]),
         "cores": os.cpu_count(),
         "versions": contenders.versions(),
         "threads": arguments.threads,
@@ -241,6 +241,7 @@ def plot(parts: dict[str, Any], path: Path) -> None:
         for row, (cost, label, unit) in enumerate((("step_s", "time", 1.0), ("memory_bytes", "memory", 1e9))):
             axis = axes[row][column]
             axis.loglog(sizes, [point[cost] / unit for point in part["points"]], "o-")
+            axis.set_ylim(at_least_a_decade(*axis.get_ylim()))
             slope = part["slopes"].get(label)
             if slope is not None:
                 axis.set_title(f"{label}: slope {slope:.2f}", fontsize=10)
@@ -253,6 +254,12 @@ def plot(parts: dict[str, Any], path: Path) -> None:
     axes[1][0].set_ylabel("GB above the start")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+
+
+def at_least_a_decade(low: float, high: float) -> tuple[float, float]:
+    """Or what hardly changes looks as steep as the rest."""
+    middle, half = (low * high) ** 0.5, max(high / low, 10.0) ** 0.5
+    return middle / half, middle * half
 
 
 if __name__ == "__main__":

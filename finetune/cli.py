@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -35,6 +36,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")
 def main() -> None:
     """Exit status: 0 success, 2 a mistake the user can mend, 1 a failure of the run or of ours, 75 stopped by a signal
     and saved."""
+    atexit.register(gc.freeze)  # the interpreter would look for cycles in all of torch: 0.7 s at every exit
     try:
         app()
     except Stopped as stopped:
@@ -77,6 +79,7 @@ def train(
 
         loaded = load_recipe(recipe, overrides or ())
         quiet_libraries()
+        large_pages()
         with few_collections():
             from finetune.engine.start import leave_group, left_when_broken
             from finetune.training.run import train as run
@@ -349,6 +352,12 @@ def few_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*usual)
+
+
+def large_pages() -> None:
+    """For torch's large blocks of host memory, on Linux; before it is imported. Fewer page faults, and freed blocks fit
+    the next ones: a sixth less memory where activations are recomputed on the CPU (benchmarks/README.md)."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def quiet_libraries() -> None:

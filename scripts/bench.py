@@ -11,6 +11,8 @@ and the lowest and highest.
 
     tokens/s            median over the steps after the first two, from the end of one optimizer step to the next
     supervised          the same of the tokens that are trained: assistant turns
+    of products         the share of what matrix products alone reach on this device (products.py) that its steps make
+                        use of, by the FLOPs that ours counts for the same tokens: nothing can be over 100 %
     peak                highest memory of the process up to the last step: resident, or allocated on the GPU
     above loaded        the same less what it held before its first forward
     where it goes       the same in parts: libraries and data (resident before the first forward, less the weights),
@@ -45,6 +47,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import contenders
+import products
 import workload
 from workload import SHAPES, Work
 
@@ -123,6 +126,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     parameters = prepare(folder, work, arguments.rows, arguments.limit)
     names = [name for name in wanted if name not in absent]
+    tflops = products.measured_apart(device, work.precision, work.threads)
     return {
         "command": "python scripts/bench.py " + shlex.join(sys.argv[1:]),
         "device": device_name(device),
@@ -133,7 +137,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "work": asdict(work),
         "warm_up_steps": WARM_UP,
         "not_installed": [f"{contenders.LABELS[name]} ({package})" for name, package in absent.items()],
-        "modes": [compare(folder, replace(work, mode=mode), names, arguments) for mode in arguments.modes],
+        "products_tflops": tflops,
+        "modes": [compare(folder, replace(work, mode=mode), names, arguments, tflops) for mode in arguments.modes],
     }
 
 
@@ -146,7 +151,7 @@ def prepare(folder: Path, work: Work, rows: Path | None, limit: int) -> int:
     return workload.save_weights(work.shape, folder / "model", device=work.device)
 
 
-def compare(folder: Path, work: Work, names: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+def compare(folder: Path, work: Work, names: list[str], arguments: argparse.Namespace, tflops: float) -> dict[str, Any]:
     """All rounds of a mode."""
     workload.write_recipe(folder, work, "messages")
     workload.write_steps(folder, work)
@@ -168,7 +173,7 @@ def compare(folder: Path, work: Work, names: list[str], arguments: argparse.Name
         "supervised_per_step": [step.supervised for step in rows],
         "tokens_per_step": [step.tokens for step in rows],
         "problems": problems(work, rows, cells),
-        "contenders": {name: summary(name, cells) for name in names},
+        "contenders": {name: summary(name, cells, tflops) for name in names},
         "cells": cells,
     }
 
@@ -203,8 +208,8 @@ def above_loaded(cell: Cell) -> int:
     return peak(cell) - loaded(cell)
 
 
-def summary(name: str, cells: list[Cell]) -> dict[str, Any]:
-    """Medians over rounds, and ours beside it in the same round, as it comes and recomputing."""
+def summary(name: str, cells: list[Cell], tflops: float) -> dict[str, Any]:
+    """Medians over rounds, and ours beside it in the same round, as it comes and recomputing. tflops: of products."""
     mine, ours, frugal = (by_round(who, cells) for who in (name, "ours", "ours_frugal"))
 
     def ratio(of: Callable[[Cell], float], one: dict[int, Cell] = ours) -> dict[str, float] | None:
@@ -214,9 +219,11 @@ def summary(name: str, cells: list[Cell]) -> dict[str, Any]:
     def middle(of: Callable[[Cell], float]) -> float:
         return statistics.median(map(of, mine.values()))
 
+    shares = [products.share(cell, ours.get(number), tflops) for number, cell in mine.items()]
     return {
         "tokens_per_s": middle(lambda cell: cell["tokens_per_s"]),
         "supervised_tokens_per_s": middle(lambda cell: cell["supervised_tokens_per_s"]),
+        "of_products": spread(found) if (found := list(filter(None, shares))) else None,
         "peak_gb": middle(lambda cell: peak(cell) / GB),
         "above_loaded_gb": middle(lambda cell: above_loaded(cell) / GB),
         "first_step_s": middle(lambda cell: cell["first_step_s"]),
@@ -302,7 +309,7 @@ def table(mode: dict[str, Any], result: dict[str, Any]) -> Table:
     shown = Table(
         title=f"{mode['mode']}: Llama of {result['parameters'] / 1e6:,.1f} M parameters, {work['precision']}, "
         f"{tokens:,.0f} tokens a step, {supervised:,.0f} of them supervised; {result['device']}, "
-        f"{work['threads']} threads"
+        f"{work['threads']} threads; products alone reach {result['products_tflops']:.3f} TFLOP/s"
     )
     for i, heading in enumerate(HEADINGS):
         shown.add_column(heading, justify="right" if i else "left")
@@ -315,6 +322,7 @@ HEADINGS = (
     "",
     "tokens/s",
     "supervised",
+    "of products",
     "peak GB",
     "above loaded",
     "first step s",
@@ -336,6 +344,7 @@ def lines(mode: dict[str, Any]) -> list[list[str]]:
                 contenders.LABELS[name],
                 f"{one['tokens_per_s']:,.0f}",
                 f"{one['supervised_tokens_per_s']:,.0f}",
+                f"{one['of_products']['median']:.0%}" if one["of_products"] else "-",
                 f"{one['peak_gb']:.2f}",
                 f"{one['above_loaded_gb']:.2f}",
                 f"{one['first_step_s']:.1f}",

@@ -1,7 +1,7 @@
 """Stop on one backend, go on on any other: every pair (saved under, resumed under), against the run never stopped.
 
-    python scripts/resume_matrix.py                           # every config with 1, 2 and 4 processes; about an hour
-    python scripts/resume_matrix.py --only ddp zero3 --sizes 2
+    python scripts/resume_matrix.py                           # every config with 1, 2 and 4 processes: hours
+    python scripts/resume_matrix.py --only ddp:2 zero3:2 tp   # each of these with each; tp at every size it has
 
 Each config is launched twice: once to run through 30 steps with a checkpoint at step 10, once to go on from
 everybody's checkpoint. The 20 losses after the stop and the final weights must be those of one process that ran
@@ -188,26 +188,27 @@ def mark(cell: dict[str, Any]) -> str:
     return "[green]bitwise[/green]" if cell["bitwise"] else f"{cell['loss']:.0e}"
 
 
-def selected(only: list[str], sizes: list[int]) -> list[Place]:
-    """`single` is the reference, and always among them."""
+def selected(only: list[str]) -> list[Place]:
+    """only: `config` or `config:processes`; all, where none. `single` is the reference, and always among them."""
     return [
-        place
-        for place in PLACES
-        if place[0] == "single" or ((not only or place[0] in only) and (not sizes or place[1] in sizes))
+        (config, size)
+        for config, size in PLACES
+        if config == "single" or not only or {config, f"{config}:{size}"} & set(only)
     ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="names of configs; single is always saved under")
-    parser.add_argument("--sizes", nargs="+", type=int, default=[], help="numbers of processes")
+    parser.add_argument("--only", nargs="+", default=[], help="configs, as `ddp` or `ddp:2`; single is always one")
     parser.add_argument("--json", type=Path, help="write the matrix there")
     parser.add_argument("--folder", type=Path, help="work there, keep everything, do not repeat what is there")
     arguments = parser.parse_args()
+    if unknown := set(arguments.only) - {name for place in PLACES for name in (place[0], "{}:{}".format(*place))}:
+        parser.error(f"--only {' '.join(sorted(unknown))}: configs are {' '.join(dict(PLACES))}")
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="finetune-resume-"))
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(FINETUNE_CACHE=str(folder / "cache"), HF_HUB_OFFLINE="1")
-    places = selected(arguments.only, arguments.sizes)
+    places = selected(arguments.only)
     prepare(folder, places)
     cells = []
     for place in places:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
+from torch.distributed import distributed_c10d
+
 from finetune.errors import UserError
 
 VARIABLE = "FINETUNE_TIMEOUT_S"
@@ -24,3 +26,12 @@ def collective_timeout() -> timedelta:
     if not 0 < seconds < 1e7:
         raise UserError(f"{VARIABLE}={text}: seconds that ranks wait for each other, a number above 0, such as 300")
     return timedelta(seconds=seconds)
+
+
+def limit_groups(timeout: timedelta) -> None:
+    """Of every process group that this rank is in.
+
+    Device meshes and DeepSpeed make groups of their own and pass on no timeout, so these have torch's default.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timeout, group)

@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 TOP = 15
 MUCH_DATA, MUCH_COMMUNICATION, MUCH_IDLE, FEW_PRODUCTS = 0.1, 0.2, 0.2, 0.5  # shares; see `advice`
 _COMMUNICATION = re.compile(r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.IGNORECASE)
-_PRODUCT = re.compile(r"::(addmm|mm|bmm|baddbmm|_grouped_mm|linear|.*attention.*|.*flash.*|.*gemm.*|.*4bit.*)$")
+_PRODUCT = re.compile(r"::(addmm_?|mm|bmm|baddbmm_?|_grouped_mm|linear|.*attention.*|.*flash.*|.*gemm.*|.*4bit.*)$")
 _NO_OPERATOR = ("finetune/", "FSDP::", "autograd::", "ProfilerStep", "DistributedDataParallel", "Optimizer.")
 
 Interval = tuple[float, float]  # microseconds

@@ -22,6 +22,7 @@ from finetune.data.dataset import Dataset, Stream
 from finetune.engine.base import Engine
 from finetune.engine.precision import autocast_forward
 from finetune.engine.shared_tokens import share_tokens
+from finetune.engine.timeout import collective_timeout, limit_groups
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
 from finetune.models.experts import compute_experts_in
@@ -96,6 +97,7 @@ def set_up(
     routing, counts = Routing.of(model, recipe.objective, engine.parallelism), parameter_counts(model)
     flops = model_flops(model, within.implementation, recipe.train.activation_checkpointing)
     engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
+    limit_groups(collective_timeout())
     rows = _rows_per_device(recipe, engine, config, attention, head, training, say)
     plan = _plan(recipe, engine, training, counts, rows, micro_batches, attention, head)
     profiler = Profiler(recipe.profile, engine, run_folder(recipe), plan.steps) if recipe.profile else None

@@ -4,11 +4,12 @@
     python tests/distributed/held_worker.py plan.json
 
 plan.json   {"recipe": file, "out": folder, "cases": [{"name", "overrides", "fits"}, ...]}
-out/        <name>-<rank>.json: {"rows", "micro_batches", "trained", "frozen", "live", "bucket"}
+out/        <name>-<rank>.json: {"rows", "micro_batches", "trained", "frozen", "live", "bucket", "waits"}
 
 `fits`: rows that the device holds in one forward, for `batch.rows_per_device: auto`. `trained`: parameters of the whole
 model; `frozen`: bytes by type of what a rank keeps of frozen weights; `live`: bytes of all tensors that it has;
-`bucket`: gradients that DeepSpeed reduces at a time.
+`bucket`: gradients that DeepSpeed reduces at a time; `waits`: seconds that each process group made before training
+waits.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def run_case(recipe_file: str, out: Path, name: str, overrides: list[str], fits:
     if fits is not None:
         setup.memory_of = lambda _engine: SmallDevice(fits, recipe.data.max_length)
     ready = setup.set_up(recipe, engine, tokenizer, config, training, None, micro_batches, Console(quiet=True))
+    waits = group_timeouts()
     Run(ready, StopRequest()).execute()
     plan, zero = ready.plan, getattr(engine, "zero", None)
     found = {
@@ -59,6 +61,7 @@ def run_case(recipe_file: str, out: Path, name: str, overrides: list[str], fits:
         "frozen": frozen_bytes(engine.unwrapped),
         "live": live_bytes(),
         "bucket": zero and zero.reduce_bucket_size,
+        "waits": waits,
     }
     engine.close()
     return found
@@ -101,6 +104,14 @@ def frozen_bytes(model: Any) -> dict[str, int]:
             part = part.to_local() if hasattr(part, "to_local") else part
             found[str(part.dtype)] += part.numel() * part.element_size()
     return dict(found)
+
+
+def group_timeouts() -> list[float]:
+    import torch
+    from torch.distributed import distributed_c10d
+
+    backends = [group._get_backend(torch.device("cpu")) for group in distributed_c10d._world.pg_map]
+    return [backend.options._timeout.total_seconds() for backend in backends]
 
 
 def live_bytes() -> int:

@@ -17,6 +17,7 @@ from test_modes import CONFIGS, accelerate_launch, became, lines_of
 WORKER = Path(__file__).with_name("held_worker.py")
 LAUNCHES = [("single", 1), ("fsdp2", 2), ("zero3", 2)]
 SHARDS_FROZEN = ("fsdp2", "zero3")
+WAIT_S = 777
 # Matrices above the 1e5 elements that ZeRO-3 leaves whole on every rank.
 WIDE = {"hidden_size": 512, "intermediate_size": 1536}
 CASES: list[dict[str, Any]] = [
@@ -52,7 +53,9 @@ def launched(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
         ]
         plan = {"recipe": str(folder / "recipe.yaml"), "out": str(out), "cases": cases}
         (out / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-        done = accelerate_launch(CONFIGS / f"{config}.yaml", processes, WORKER, out / "plan.json")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FINETUNE_TIMEOUT_S", str(WAIT_S))
+            done = accelerate_launch(CONFIGS / f"{config}.yaml", processes, WORKER, out / "plan.json")
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         return out
 
@@ -77,6 +80,13 @@ def test_deepspeed_makes_room_for_the_gradients_that_there_are(launched: Launche
     """Its default is half a billion of them: 2 GB in fp32, for adapters too (Zero._fit_buckets)."""
     for rank in became(launched(config, processes), "frozen"):
         assert rank["bucket"] == rank["trained"]
+
+
+@pytest.mark.parametrize(("config", "processes"), [("fsdp2", 2), ("zero3", 2)])
+def test_every_process_group_waits_as_long_as_was_asked(launched: Launched, config: str, processes: int) -> None:
+    """Those that meshes and DeepSpeed make too: half an hour is their default."""
+    for rank in became(launched(config, processes), "frozen"):
+        assert set(rank["waits"]) == {WAIT_S}
 
 
 def wide_parameters() -> int:

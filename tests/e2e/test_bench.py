@@ -17,6 +17,7 @@ from conftest import ROOT, script
 
 sys.path.append(str(ROOT / "benchmarks"))
 
+import products
 import workload
 
 
@@ -60,6 +61,9 @@ def test_ours_trains_what_the_bare_loop_trains(
     assert ours["supervised"] == bare["supervised"] == mode["supervised_per_step"]
     assert len(ours["losses"]) == 2 + bench.WARM_UP
     assert len(set(ours["losses"])) > 1  # it was trained
+    shares = [mode["contenders"][name]["of_products"]["median"] for name in ("ours", "bare")]
+    assert all(0 < share < 1 for share in shares)
+    assert shares[0] / shares[1] == pytest.approx(ours["tokens_per_s"] / bare["tokens_per_s"])
     assert ours["weights_bytes"] == bare["weights_bytes"] >= 4 * result["parameters"] > 0
     assert ours["state_bytes"] >= 2 * ours["gradient_bytes"] > 0
     for cell in (ours, bare):
@@ -97,10 +101,10 @@ def test_ratios_are_taken_within_a_round(bench: ModuleType) -> None:
         for number, load in enumerate((1.0, 0.1, 0.5))
         for who, speed, peak in (("ours", 300.0, 1), ("trl", 100.0 + 20 * number, 4))
     ]
-    found = bench.summary("trl", cells)["ours_over_it"]
+    found = bench.summary("trl", cells, 1.0)["ours_over_it"]
     assert found["speed"] == pytest.approx({"median": 2.5, "lowest": 300 / 140, "highest": 3.0})
     assert found["peak"]["median"] == 0.25
-    assert bench.summary("ours", cells)["ours_over_it"]["speed"] is None
+    assert bench.summary("ours", cells, 1.0)["ours_over_it"]["speed"] is None
 
 
 def test_turns_go_back_and_forth(bench: ModuleType) -> None:
@@ -111,7 +115,7 @@ def test_turns_go_back_and_forth(bench: ModuleType) -> None:
 def test_a_gpu_cell_on_the_cpu(run: Any, tmp_path: Path) -> None:
     """The device's peak was measured before, as by a run that was cut off; what is there is not measured again."""
     gpu = script("benchmarks/gpu.py")
-    found = {"device": "CPU", "versions": {}, "matmul_tflops": gpu.matmul_tflops("cpu"), "cells": []}
+    found = {"device": "CPU", "versions": {}, "matmul_tflops": products.best_tflops("cpu", "bfloat16"), "cells": []}
     (tmp_path / "gpu.json").write_text(json.dumps(found))
     arguments = ["--shape", "tiny", "--device", "cpu", "--only", "8b-lora", "--contenders", "ours", "--steps", "2"]
     arguments += ["--json", tmp_path / "gpu.json", "--folder", tmp_path / "work", "--threads", "1"]

@@ -132,14 +132,14 @@ def _linear_chunks(
     held = torch.promote_types(compute, torch.float32)
     matrix, offset = weight.to(compute), None if bias is None else bias.to(compute)
     of_hidden = torch.empty_like(hidden) if needs[0] else None
-    of_weight = torch.zeros_like(weight, dtype=held) if needs[1] else None
+    of_weight = torch.empty_like(weight, dtype=held) if needs[1] else None
     of_bias = torch.zeros_like(bias, dtype=held) if bias is not None and needs[2] else None
     each = hidden.new_empty(len(hidden), dtype=held)
     shape = (min(work.rows, len(hidden)), len(weight))
     # Made once: fresh memory for every chunk costs the CPU as much as the softmax.
     product, gradient = hidden.new_empty(shape, dtype=compute), hidden.new_empty(shape, dtype=held)
     logits = product if held == compute else torch.empty_like(gradient)
-    for rows in work.chunks():
+    for i, rows in enumerate(work.chunks()):
         x = hidden[rows].to(compute)
         raw, out = product[: len(x)], gradient[: len(x)]
         torch.mm(x, matrix.t(), out=raw)
@@ -153,16 +153,19 @@ def _linear_chunks(
         if of_hidden is not None:
             of_hidden[rows] = back @ matrix
         if of_weight is not None:
-            _add_product(of_weight, back.t(), x)
+            _add_product(of_weight, back.t(), x, first=i == 0)
     return each, [of_hidden, of_weight, of_bias]
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, added up in the type of `total`."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """total += left @ right, added up in the type of `total`. first: it holds nothing yet, and is not read."""
+    before = 0 if first else 1
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, beta=before)
     elif total.device.type == "cuda":
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        torch.addmm(total, left, right, beta=before, out_dtype=total.dtype, out=total)
+    elif first:
+        total.copy_(left @ right)
     else:
         total.add_(left @ right)
 
