@@ -127,7 +127,7 @@ def test_a_gpu_cell_on_the_cpu(run: Any, tmp_path: Path) -> None:
     assert run(gpu, *arguments) == 0
     assert json.loads((tmp_path / "gpu.json").read_text())["cells"] == [cell]
     counted = {**cell, "metrics": {"tflops_per_device": 2.0, "tokens_per_s": 100.0}}
-    assert gpu.mfu({"tokens_per_s": 50.0}, counted, 4.0) == pytest.approx(0.25)
+    assert products.share({"tokens_per_s": 50.0}, counted, 4.0) == pytest.approx(0.25)
 
 
 def test_slopes_and_their_plot(scaling: ModuleType, tmp_path: Path) -> None:
