@@ -29,12 +29,14 @@ Place = tuple[str, int]  # accelerate config, processes
 
 SHARDED = ("ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload")
 DIVIDED: tuple[Place, ...] = (("ep", 2), ("ep", 4))  # only for models with experts
+FOUR_STAGES: tuple[Place, ...] = (("pp_interleaved", 2), ("pp_4", 4))  # only for models with as many layers
 PLACES: tuple[Place, ...] = (
     ("single", 1),
     *((config, size) for size in (1, 2, 4) for config in SHARDED),
     *(("hsdp", 4), ("tp", 2), ("fsdp2_tp", 4)),
     *(("cp", 2), ("ulysses", 2), ("fsdp2_cp", 4)),
     *(("pp", 2), ("pp_dp", 4)),
+    *FOUR_STAGES,
     *DIVIDED,
 )
 STOP, STEPS = 10, 30
@@ -45,7 +47,7 @@ OVERRIDES = (
     f"checkpoint={{every_steps: {STOP}, keep: 3}}",
     "tracking.samples=true",
 )
-EVERYWHERE = tuple(case for case in parity.CASES if case.name in ("full", "lora dropout rslora"))
+EVERYWHERE = tuple(case for case in parity.CASES if case.name in ("full", "lora", "lora dropout rslora"))
 NO_DROPOUT = ("cp", "ulysses", "fsdp2_cp", "pp", "pp_dp")  # where ranks share rows, a rule refuses it
 # State that is not fp32, on a place of each kind.
 FEW: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero3", 2), ("tp", 2))
@@ -57,6 +59,9 @@ ON_FEW: tuple[parity.Case, ...] = (
 # Experts that are divided, and the same ones where each rank has them all.
 WITH_EXPERTS: tuple[Place, ...] = (("single", 1), ("ddp", 2), ("fsdp2", 4), ("zero3", 4), *DIVIDED)
 OF_EXPERTS = tuple(case for case in parity.CASES if case.name in ("full mixtral balance", "lora mixtral"))
+# Four layers, as two stages, as four, and whole.
+WITH_STAGES: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("pp", 2), *FOUR_STAGES)
+OF_STAGES = tuple(case for case in parity.CASES if case.name in ("full deep", "lora deep"))
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,16 @@ class Pair:
 
 
 def cases(*places: Place) -> tuple[parity.Case, ...]:
-    plain = () if any(place in DIVIDED for place in places) else EVERYWHERE
+    """Of a pair; of one place, all that it is saved under."""
+    plain = () if any(place in (*DIVIDED, *FOUR_STAGES) for place in places) else EVERYWHERE
     if any(config in NO_DROPOUT for config, _ in places):
         plain = tuple(case for case in plain if "dropout" not in case.name)
+    elif len(places) > 1:  # the harder one says it all
+        plain = tuple(case for case in plain if case.name != "lora")
     few = ON_FEW if all(place in FEW for place in places) else ()
-    return (*plain, *few, *(OF_EXPERTS if all(place in WITH_EXPERTS for place in places) else ()))
+    experts = OF_EXPERTS if all(place in WITH_EXPERTS for place in places) else ()
+    stages = OF_STAGES if all(place in WITH_STAGES for place in places) else ()
+    return (*plain, *few, *experts, *stages)
 
 
 def run_name(place: Place, case: parity.Case) -> str:
@@ -88,20 +98,20 @@ def job(folder: Path, place: Place, case: parity.Case, name: str) -> list[str]:
     return [*parity.job(folder, *place, case), *OVERRIDES, f"run.name={name}"]
 
 
-def prepare(folder: Path, places: Sequence[Place]) -> None:
-    """Models and rows, and a checkpoint of every case under each place."""
+def prepare(folder: Path, places: Sequence[Place], names: Sequence[str] = ()) -> None:
+    """Models and rows, and a checkpoint of every case under each place, or of those named."""
     parity.prepare(folder)
     for place in places:
         print(f"saving under {place[0]} x{place[1]}", file=sys.stderr, flush=True)
-        save(folder, place)
+        save(folder, place, names)
 
 
-def save(folder: Path, place: Place) -> None:
-    """Run through, with a checkpoint on the way."""
+def save(folder: Path, place: Place, names: Sequence[str] = ()) -> None:
+    """Run through, with a checkpoint on the way. names: of cases, where not all of them are wanted."""
     jobs = [
         job(folder, place, case, run_name(place, case))
         for case in cases(place)
-        if not finished(folder / "runs" / run_name(place, case))
+        if (not names or case.name in names) and not finished(folder / "runs" / run_name(place, case))
     ]
     if jobs:
         parity.launch_jobs(folder, *place, jobs)
