@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +31,7 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="section.key=value, typed by the recipe's schema.", metavar="[KEY=VALUE]...")
 ]
 RunDir = Annotated[Path, typer.Argument(help="Run directory, such as runs/quickstart-full.", metavar="RUN_DIR")]
+_RANK_0_S = 30.0  # that it may take longer than another rank for its imports
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
@@ -52,13 +54,15 @@ def main() -> None:
 
 
 def _complain(message: str) -> None:
-    """On one rank only, as long as every rank must have found the same; with the rank where one may be alone."""
+    """Once, where every rank must have found the same: rank 0 says it, and its launcher ends the others, who wait for
+    that. Would they leave first, the launcher would end rank 0 before it could speak."""
     rank = int(os.environ.get("RANK", "0"))
     torch = sys.modules.get("torch")
     in_group = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
-    if rank == 0 or in_group:
-        where = f"[rank {rank}] " if rank else ""
-        print(f"{where}error: {message}", file=sys.stderr, flush=True)
+    if rank and not in_group:
+        time.sleep(_RANK_0_S)
+    where = f"[rank {rank}] " if rank else ""
+    print(f"{where}error: {message}", file=sys.stderr, flush=True)
 
 
 @app.command()

@@ -567,3 +567,13 @@ def test_schema_is_the_shipped_one(here: Callable[..., Outcome]) -> None:
     code, out, _ = here("schema")
     assert code == 0
     assert json.loads(out) == json.loads((ROOT / "recipes" / "recipe.schema.json").read_text(encoding="utf-8"))
+
+
+def test_a_mistake_is_told_once_however_slow_rank_0_is(tmp_path: Path) -> None:
+    """A launcher ends all ranks as soon as one has left."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [str(Path(__file__).with_name("late_rank.py")), "train", "nowhere.yaml"]
+    done = subprocess.run([*launch, *program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("no such file") == 1
+    assert done.stderr.startswith("error: nowhere.yaml")
