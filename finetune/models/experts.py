@@ -76,16 +76,25 @@ def _shape(weight: Any) -> torch.Size:
 
 
 def compute_experts_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let stacked experts compute in the type that autocast has for other matrices: grouped products do not know of it
-    (https://github.com/pytorch/pytorch/issues/174763) and would be made in the type that the weights are held in."""
+    """Let stacked experts compute in the type that autocast has for other matrices, and give it back as those do:
+    grouped products do not know of it (https://github.com/pytorch/pytorch/issues/174763), would be made in the type that
+    the weights are held in, and from there on hidden states would be in that type."""
     for experts in _stacked(model).values():
         names = [name for name, _ in experts.named_parameters(recurse=False)]
         experts.forward = partial(_forward_in, experts, type(experts).forward, names, dtype)
 
 
-def _forward_in(experts: Any, forward: Any, names: list[str], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
+def _forward_in(
+    experts: Any,
+    forward: Any,
+    names: list[str],
+    dtype: torch.dtype,
+    hidden_states: Tensor,  # (T, D)
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:  # (T, D)
     weights = {name: getattr(experts, name).to(dtype) for name in names}  # with adapters, if they have any
-    return forward(_Self(experts, weights), *args, **kwargs)
+    return forward(_Self(experts, weights), hidden_states.to(dtype), *args, **kwargs)
 
 
 def dispatch_tokens(experts: Any, exchange: Exchange) -> None:

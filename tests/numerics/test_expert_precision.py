@@ -19,6 +19,7 @@ def test_experts_follow_autocast() -> None:
     compute_experts_in(model, torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         half = experts(hidden, index, weights)
+    assert half.dtype == torch.bfloat16  # as any other layer's, or hidden states would be fp32 from here on
     half.sum().backward()
     gradient = experts.get_parameter("down_proj").grad
     assert gradient is not None
