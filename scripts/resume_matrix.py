@@ -188,7 +188,7 @@ def show(cells: list[dict[str, Any]]) -> None:
         for column in shown:
             table.add_column(column)
         for saved in dict.fromkeys(saved for saved, _ in marks):
-            table.add_row(saved, *(marks[saved, column] for column in shown))
+            table.add_row(saved, *(marks.get((saved, column), "") for column in shown))
         Console(width=220).print(table)
 
 
