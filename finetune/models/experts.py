@@ -76,9 +76,11 @@ def _shape(weight: Any) -> torch.Size:
 
 
 def compute_experts_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let stacked experts compute in the type that autocast has for other matrices, and give it back as those do:
-    grouped products do not know of it (https://github.com/pytorch/pytorch/issues/174763), would be made in the type that
-    the weights are held in, and from there on hidden states would be in that type."""
+    """Let stacked experts compute in the type that autocast has for other matrices, and give it back as those do.
+
+    Grouped products do not know of autocast (https://github.com/pytorch/pytorch/issues/174763): they would be made in
+    the type that the weights are held in, and from there on hidden states would be in that type.
+    """
     for experts in _stacked(model).values():
         names = [name for name, _ in experts.named_parameters(recurse=False)]
         experts.forward = partial(_forward_in, experts, type(experts).forward, names, dtype)
