@@ -76,7 +76,7 @@ SELECTED = {
     ("pp_4", 4): set(),
     ("ep", 2): ON_EP,
     ("ep", 4): set(),  # one that is resumed from is in test_resume_elsewhere.py
-    ("ddp", 4): {"full", "lora dropout rslora"},
+    ("ddp", 4): set(),
     ("fsdp2", 4): set(),
     ("zero3", 4): set(),
     ("fsdp2_offload", 4): set(),
@@ -87,7 +87,7 @@ SELECTED = {
     # More of them is in test_shared_tokens.py; the script runs them all.
     ("ulysses", 2): {"full unpacked", "lora tied", "full auto rows", "full mistral window"},
     **{launch: set() for launch in BY_SCRIPT_ALONE},
-    ("hsdp", 4): {"full", "full in backward"},
+    ("hsdp", 4): {"full"},
     ("tp", 2): {"full tied", "lora dropout rslora", "lora qwen3"},
     ("tp", 4): set(),
     ("fsdp2_tp", 4): set(),  # in test_tensor_parallel.py and test_resume_elsewhere.py
