@@ -93,8 +93,10 @@ def _fsdp2(parallelism: Parallelism, work: Work, gathers: int = 2) -> Iterator[T
 
 
 def _zero2(parallelism: Parallelism, work: Work) -> Iterator[Traffic]:
+    """DeepSpeed reduces on every rank and keeps a part (deepspeed/runtime/zero/stage_1_and_2.py,
+    allreduce_and_scatter), at each micro-batch."""
     group = parallelism.data * parallelism.tokens
-    yield Traffic("gradients", "reduce-scatter", work.micro_batches * one_way(group, work.gradients))
+    yield Traffic("gradients", "all-reduce", work.micro_batches * all_reduce(group, work.gradients))
     yield Traffic("stepped weights", "all-gather", one_way(group, work.gradients))
 
 

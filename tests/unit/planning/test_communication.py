@@ -34,7 +34,7 @@ def test_collectives() -> None:
     [
         ("ddp", Parallelism(), 0.0),
         ("ddp", Parallelism(replicate=2), 60.0),
-        ("zero2", Parallelism(shard=2), 3 * 30.0 + 30.0),
+        ("zero2", Parallelism(shard=2), 3 * 60.0 + 30.0),
         ("zero3", Parallelism(shard=2), 3 * (2 * 30.0 + 30.0)),
         ("fsdp2", Parallelism(shard=2), 3 * ((2 * 40 + 2 * 12 + 8) / 2 + 30.0)),
         ("fsdp2", Parallelism(replicate=2, shard=2), 3 * ((2 * 40 + 2 * 12 + 8) / 2 + 30.0 + 30.0)),
@@ -67,13 +67,14 @@ def benchmark() -> Iterator[Any]:
         yield importlib.import_module("communication")
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=[f"{cell['model']} {cell['config']}" for cell in CELLS])
+@pytest.mark.parametrize("cell", CELLS, ids=[f"{c['model']} {c['config']} x{c['processes']}" for c in CELLS])
 def test_what_was_counted(cell: dict[str, Any], benchmark: Any, tmp_path: Path) -> None:
     config = AutoConfig.for_model(**MEASURED["models"][cell["model"]])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     numels = {name: (p.numel(), True) for name, p in model.named_parameters()}
-    launch = read_config_file(str(benchmark.config_of(tmp_path, cell["config"], 2)), 2)
+    processes = cell["processes"]
+    launch = read_config_file(str(benchmark.config_of(tmp_path, cell["config"], processes)), processes)
     work = work_of(config, numels, MEASURED["rows"] // launch.parallelism.data, MEASURED["tokens"], recomputes=False)
     lines = traffic(benchmark.backend(cell["config"], launch), launch.parallelism, work)
     factors = {} if launch.kind == "zero" else benchmark.GLOO
