@@ -32,6 +32,7 @@ class AllToAll:
         return received
 
     def rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        # torch's stubs do not know what `apply` gives.
         return _Exchanged.apply(rows, sent, received, self._group, self._stopwatch)  # pyright: ignore[reportReturnType]
 
 

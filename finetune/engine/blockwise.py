@@ -111,7 +111,7 @@ def init_state(optimizer: Optimizer, stepped: Tensor) -> None:
     held = group["params"]
     group["params"] = [stepped]  # it looks the tensor up there; DeepSpeed's groups are empty between steps
     try:
-        optimizer.init_state(group, stepped, 0, 0)  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.init_state(group, stepped, 0, 0)  # pyright: ignore[reportAttributeAccessIssue]  (bnb's)
     finally:
         group["params"] = held
 

@@ -19,14 +19,13 @@ CASE_BY_NAME = {case.name: case for case in parity.CASES}
 # Sharding code paths with nothing to share: a group of one must be the one process.
 ALONE = (("fsdp2", 1, [CASE_BY_NAME["lora"]]),)
 # For time: every case on one config at least; the script runs all of its cases on every one.
-BY_SCRIPT = {"full compile", "lora compile checkpointing"}  # inductor takes a minute of each process
-BY_SCRIPT |= {
-    "full deep",
-    "lora deep",
-    "full deep token budget",
-    "full deep plain head",
-    "lora plain head",
-}  # schedules
+BY_SCRIPT = {
+    *("full compile", "lora compile checkpointing"),  # inductor takes a minute of each process
+    *("full deep", "lora deep", "full deep token budget", "full deep plain head", "lora plain head"),  # schedules
+    *("full qwen3", "full qwen3_moe", "lora qwen3_moe balance", "full qwen3_moe balance unpacked"),
+    *("full mixtral bf16", "lora mixtral experts"),
+    *("full plain head", "full paged_adamw", "full sgd no clip", "full checkpointing offloaded"),
+}
 ON_DDP = {
     "full",
     "lora",
@@ -37,9 +36,6 @@ ON_DDP = {
     "qlora",
     "full bf16",
 }
-BY_SCRIPT |= {"full mixtral bf16", "full qwen3_moe", "lora qwen3_moe balance", "full qwen3", "lora plain head"}
-BY_SCRIPT |= {"full plain head", "full paged_adamw", "full sgd no clip", "full checkpointing offloaded"}
-BY_SCRIPT |= {"lora mixtral experts", "full qwen3_moe balance unpacked"}
 ON_EP = {"full mixtral", "lora mixtral", "full mixtral balance", "full qwen3_moe balance checkpointing"}
 ON_FSDP2 = (
     {case.name for case in parity.CASES}

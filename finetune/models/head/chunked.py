@@ -132,14 +132,14 @@ def _linear_chunks(
     held = torch.promote_types(compute, torch.float32)
     matrix, offset = weight.to(compute), None if bias is None else bias.to(compute)
     of_hidden = torch.empty_like(hidden) if needs[0] else None
-    of_weight = torch.empty_like(weight, dtype=held) if needs[1] else None
+    of_weight = torch.zeros_like(weight, dtype=held) if needs[1] else None
     of_bias = torch.zeros_like(bias, dtype=held) if bias is not None and needs[2] else None
     each = hidden.new_empty(len(hidden), dtype=held)
     shape = (min(work.rows, len(hidden)), len(weight))
     # Made once: fresh memory for every chunk costs the CPU as much as the softmax.
     product, gradient = hidden.new_empty(shape, dtype=compute), hidden.new_empty(shape, dtype=held)
     logits = product if held == compute else torch.empty_like(gradient)
-    for i, rows in enumerate(work.chunks()):
+    for rows in work.chunks():
         x = hidden[rows].to(compute)
         raw, out = product[: len(x)], gradient[: len(x)]
         torch.mm(x, matrix.t(), out=raw)
@@ -153,19 +153,16 @@ def _linear_chunks(
         if of_hidden is not None:
             of_hidden[rows] = back @ matrix
         if of_weight is not None:
-            _add_product(of_weight, back.t(), x, first=i == 0)
+            _add_product(of_weight, back.t(), x)
     return each, [of_hidden, of_weight, of_bias]
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """total += left @ right, added up in the type of `total`. first: it holds nothing yet, and is not read."""
-    before = 0 if first else 1
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, added up in the type of `total`."""
     if total.dtype == left.dtype:
-        total.addmm_(left, right, beta=before)
+        total.addmm_(left, right)
     elif total.device.type == "cuda":
-        torch.addmm(total, left, right, beta=before, out_dtype=total.dtype, out=total)
-    elif first:
-        total.copy_(left @ right)
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.add_(left @ right)
 

@@ -31,6 +31,7 @@ _WITHOUT = {
 
 def dependencies(recipe: Recipe, **others: Any) -> dict[str, Any]:
     """All that a result depends on, as plain values."""
+    # pydantic's stubs do not take nested names where they are held in a variable.
     return {"recipe": recipe.model_dump(mode="json", exclude=_WITHOUT), **others}  # pyright: ignore[reportArgumentType]
 
 
