@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +15,7 @@ import typer
 from rich.console import Console
 
 from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError
+from finetune.startup import few_collections, import_transformers, large_pages, quiet_libraries
 
 app = typer.Typer(
     help="Fine-tune language models: the recipe fixes the maths, the accelerate config only decides where it runs.",
@@ -85,6 +84,7 @@ def train(
         quiet_libraries()
         large_pages()
         with few_collections():
+            import_transformers()
             from finetune.engine.start import leave_group, left_when_broken
             from finetune.training.run import train as run
 
@@ -159,6 +159,7 @@ def inspect(
     loaded = load_recipe(recipe, overrides or ())
     quiet_libraries()
     with few_collections():
+        import_transformers()
         from finetune.planning.inspect import Asked, inspect
 
     asked = Asked(rows, tuple(row or ()), packed, on_eval, totals, tokens, full, html, as_json)
@@ -178,6 +179,7 @@ def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = F
     loaded = load_recipe(recipe, overrides or ())
     quiet_libraries()
     with few_collections():
+        import_transformers()
         from finetune.planning.prepare import prepare as run
         from finetune.planning.prepare import show_prepared
 
@@ -262,6 +264,7 @@ def generate(
     """
     quiet_libraries()
     with few_collections():
+        import_transformers()
         from finetune.export.generate import answer_prompts
 
     answer_prompts(run_dir, prompt or [], max_new_tokens, temperature, as_json)
@@ -278,6 +281,7 @@ def merge(
     """
     quiet_libraries()
     with few_collections():
+        import_transformers()
         from finetune.export.merge import merge_adapter
 
     print(f"merged into {merge_adapter(run_dir, out or run_dir / 'merged')}")
@@ -344,42 +348,3 @@ def schema() -> None:
     from finetune.recipe import recipe_json_schema
 
     print(recipe_json_schema(), end="")
-
-
-@contextlib.contextmanager
-def few_collections() -> Iterator[None]:
-    """Around imports: what the libraries make there stays, and to look through it for garbage again and again is a
-    fifth of their time. Nor is it looked through afterwards."""
-    usual = gc.get_threshold()
-    gc.set_threshold(1_000_000, *usual[1:])
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.set_threshold(*usual)
-
-
-def large_pages() -> None:
-    """For torch's large blocks of host memory, on Linux; before it is imported. Fewer page faults, and freed blocks fit
-    the next ones: a sixth less memory where activations are recomputed on the CPU (benchmarks/README.md)."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-def quiet_libraries() -> None:
-    """Warnings of the libraries on the main process, errors only on the others; before they are imported."""
-    import logging
-    import warnings
-
-    main_process = int(os.environ.get("RANK", "0")) == 0
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forks after threads; the tokenizer warns on every one
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if main_process else "error")
-    if not (main_process and sys.stderr.isatty()):
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # DeepSpeed (peft imports it, too) sets its own level and warns on standard output, which programs may read.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
-    # torch 2.13 deprecates collectives that its own FSDP2 and DeepSpeed call at every layer.
-    warnings.filterwarnings("ignore", message="`torch.distributed.*is deprecated", category=FutureWarning)
-    # peft 0.21 reads transformers' old name of activation checkpointing.
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of an optional kernel at every import
-    logging.basicConfig(level=logging.WARNING if main_process else logging.ERROR, format="%(message)s")

@@ -150,7 +150,7 @@ def _is_dead(process: psutil.Process) -> bool:
 def import_everything() -> None:
     """What a run imports. Raises RuntimeError where that started a thread: a fork would not have it."""
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's allocator would start one
-    from finetune.cli import quiet_libraries
+    from finetune.startup import quiet_libraries
 
     quiet_libraries()
     import bitsandbytes  # noqa: F401 (for the forks)

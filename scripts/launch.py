@@ -24,9 +24,9 @@ from pathlib import Path
 
 import psutil
 
-from finetune.cli import quiet_libraries
 from finetune.errors import STOPPED_STATUS, UserError
 from finetune.recipe import load_recipe
+from finetune.startup import quiet_libraries
 from finetune.tracking.status import read_status
 from finetune.training.stop import SIGNALS
 

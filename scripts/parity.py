@@ -256,7 +256,7 @@ def run_name(config: str, processes: int, case: str) -> str:
 
 def work(folder: Path, jobs: Path) -> None:
     """Inside a launch: train recipes one after another in this process group. jobs: a JSON list of override lists."""
-    from finetune.cli import quiet_libraries
+    from finetune.startup import quiet_libraries
 
     quiet_libraries()
     from rich.console import Console

@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.errors import UserError
 from finetune.recipe import Recipe, load_recipe
+from finetune.startup import import_transformers
 
 
 @dataclass
@@ -52,6 +53,8 @@ def check_recipe(
     report = Report(str(path))
     try:
         recipe = load_recipe(path, overrides)
+        if not recipe_only:
+            import_transformers()
         if config_file or num_processes:
             _check_launch(recipe, path, config_file, num_processes, recipe_only, report)
         if not recipe_only:

@@ -25,7 +25,7 @@ from typing import Any
 
 def main(plan: dict[str, Any], run_case: Callable[..., dict[str, Any]]) -> None:
     """Run every case of a plan in this process group; what became of each goes to <name>-<rank>.json."""
-    from finetune.cli import quiet_libraries
+    from finetune.startup import quiet_libraries
 
     quiet_libraries()
     from finetune.engine.start import leave_group

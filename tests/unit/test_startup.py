@@ -1,0 +1,59 @@
+"""What a process sets for the large libraries, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LARGE_PAGES = """
+from finetune.startup import large_pages
+large_pages()
+import torch
+block = torch.zeros(2**22)
+address = block.data_ptr()
+inside = False
+for line in open("/proc/self/smaps"):
+    first = line.split()[0]
+    if "-" in first and not first.endswith(":"):
+        begin, end = (int(one, 16) for one in first.split("-"))
+        inside = begin <= address < end
+    elif inside and first == "VmFlags:":
+        print("advised" if "hg" in line.split() else "usual")
+"""
+
+
+OPENED = """
+import collections, os, sys
+opened = collections.Counter()
+sys.addaudithook(lambda event, found: opened.update([found[0]] if event == "open" else []))
+from finetune.startup import import_transformers
+import_transformers()
+from transformers import AutoConfig
+print(AutoConfig.for_model("llama").model_type)
+models = {str(path): times for path, times in opened.items() if os.path.basename(str(path)).startswith("modeling_")}
+print(len(models), sum(times > 1 for times in models.values()))
+"""
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no large pages")
+@pytest.mark.parametrize(("said", "expected"), [(None, "advised"), ("0", "usual")])
+def test_blocks_of_torch(said: str | None, expected: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
+    if said is not None:
+        environment["THP_MEM_ALLOC_ENABLE"] = said
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE_PAGES], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [expected]
+
+
+def test_transformers_reads_its_models_once() -> None:
+    done = subprocess.run([sys.executable, "-c", OPENED], capture_output=True, text=True, check=True)
+    model, files, again = done.stdout.split()
+    assert model == "llama"
+    assert int(files) > 100
+    assert int(again) < 10  # the packages in use look through their own folder
