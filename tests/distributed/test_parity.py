@@ -36,7 +36,10 @@ ON_DDP = {
     "qlora",
     "full bf16",
 }
-ON_EP = {"full mixtral", "lora mixtral", "full mixtral balance", "full qwen3_moe balance checkpointing"}
+ON_EP = {
+    *("full mixtral", "lora mixtral", "full mixtral balance", "full qwen3_moe balance checkpointing"),
+    "full mixtral offloaded",
+}
 ON_FSDP2 = (
     {case.name for case in parity.CASES}
     - BY_SCRIPT

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.engine.in_backward import StepInBackward
 from finetune.errors import RunFailure, UserError
 from finetune.models.config import model_config
-from finetune.models.offload import HostMemory
+from finetune.models.offload import HostMemory, View
 from finetune.models.weights import Placement, attention_for, load_model
 from finetune.recipe import load_recipe
 
@@ -179,12 +179,26 @@ def test_what_is_offloaded(recipe: dict[str, Any], write_recipe: Any) -> None:
     model, choice = loaded(recipe, write_recipe, {}, activation_checkpointing=True)
     inputs: list[int] = []
     for layer in model.model.layers:
-        layer.register_forward_pre_hook(lambda _m, given: inputs.append(given[0].untyped_storage().data_ptr()))
+        layer.register_forward_pre_hook(lambda _m, given: inputs.append(given[0].untyped_storage()._cdata))
     host = HostMemory(CPU, smallest=1, ahead=2**40)
     with saved_tensors_hooks(host.keep, host.bring):
         loss = forward(model, choice)
-    assert set(inputs) <= {address for address, _ in host.here}
+    assert set(inputs) <= {storage for storage, _ in host.here}
     loss.backward()
+
+
+def test_an_address_that_another_storage_had_before() -> None:
+    """As where FSDP has emptied the first one, while the graph still holds it."""
+    memory, host = bytearray(4096), HostMemory(CPU, smallest=1, ahead=2**40)
+    first = torch.frombuffer(memory, dtype=torch.float32)
+    before = host.keep(first)
+    memory[:] = torch.ones(1024).numpy().tobytes()
+    second = torch.frombuffer(memory, dtype=torch.float32)
+    assert second.data_ptr() == first.data_ptr()
+    after = host.keep(second)
+    assert isinstance(before, View)
+    assert isinstance(after, View)
+    assert [view.of(view.kept.host).unique().item() for view in (before, after)] == [0, 1]
 
 
 def test_a_device_s_copy_goes_before_all_is_kept(recipe: dict[str, Any], write_recipe: Any) -> None:

@@ -14,8 +14,6 @@ def shared_tokens(asked: Asked) -> Iterator[str]:
     if sizes.tokens == 1:
         return
     keys = " and ".join(asked.key(field) for field in ("context", "sequence") if getattr(sizes, field) > 1)
-    if recipe.train.compile:
-        yield f"{keys}: compiled layers would be traced anew for each row: set `train.compile: false`"
     for name in dropouts(asked):
         yield f"{keys}: each rank would draw dropout for its own tokens, so losses would depend on it: set {name} to 0"
     if recipe.model.attention in ("eager", "sdpa", "flash_attention_2"):
@@ -34,9 +32,14 @@ def context(asked: Asked) -> Iterator[str]:
             f"{asked.key('context')}: attention over several ranks is a way of its own, not `model.attention: "
             f"{asked.recipe.model.attention}`: set `auto`"
         )
+    by_heads = f"use `{dimension_key('sequence')}`, whose ranks attend to whole rows"
+    if asked.recipe.train.compile:
+        yield (
+            f"{asked.key('context')}: compiled layers would be traced anew for each row: set `train.compile: false`, "
+            f"or {by_heads}"
+        )
     if asked.shape is None:
         return
-    by_heads = f"use `{dimension_key('sequence')}`, whose ranks attend to whole rows"
     for kind in asked.shape.attention:
         instead = by_heads if kind == "sliding_attention" else "remove it"
         yield f"{asked.key('context')}: this model has {_words(kind)}, which is not cut over ranks: {instead}"

@@ -44,7 +44,7 @@ REFUSED = [
     (CONTEXT, Gemma2Config(**SMALL, head_dim=8), (), "has sliding attention.*caps attention's logits.*sp_size"),
     (CONTEXT, Qwen3NextConfig(**SMALL), (), "has linear attention, which is not cut over ranks: remove it"),
     (SEQUENCE, Qwen3NextConfig(**SMALL), (), "has linear attention, which keeps no documents apart: remove it"),
-    (CONTEXT, LlamaConfig(**SMALL), ("train.compile=true",), "compiled layers .*set `train.compile: false`"),
+    (CONTEXT, LlamaConfig(**SMALL), ("train.compile=true",), "compiled layers .*set `train.compile: false`, or use"),
     (SEQUENCE, LlamaConfig(**SMALL), ("model.attention=sdpa",), "`model.attention: sdpa`.*set `model.attention: auto`"),
     (CONTEXT, LlamaConfig(**SMALL), ("model.attention=documents",), "a way of its own.*set `auto`"),
     (CONTEXT, LlamaConfig(**SMALL), ("mode=lora", "lora.dropout=0.1"), r"set `lora.dropout` \(now 0.1\) to 0"),
