@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finetune.data import RowOrder, group_rows, pack, row_work
-from finetune.data.batch import deal
+from finetune.data.loader import deal
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SEED = 42

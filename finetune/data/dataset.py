@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.batch import OrderedRows
 from finetune.data.building.build import open_source
 from finetune.data.chat.check import check_template
 from finetune.data.chat.template import resolve_template
 from finetune.data.examples import Example, Examples, prepare_examples
+from finetune.data.loader import OrderedRows
 from finetune.data.mixture import check_caps
 from finetune.data.order import RowOrder, group_rows
 from finetune.data.packing import Rows, one_per_row, pack, row_work

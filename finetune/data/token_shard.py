@@ -6,15 +6,13 @@ Letters: `T` tokens of the row, `t` of them on one rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from finetune.data.batch import Batch
+from finetune.data.batch import Batch
 
 Stretches = tuple[tuple[int, int], ...]  # (first place, place behind the last) in the row, each
 

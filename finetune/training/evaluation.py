@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data import Example, Examples
-from finetune.data.batch import Batch, Loader
+from finetune.data.batch import Batch
+from finetune.data.loader import Loader
 from finetune.engine.base import Engine
 from finetune.models.attention import AttentionChoice
 from finetune.models.compiled import uncompiled

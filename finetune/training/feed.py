@@ -14,7 +14,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from finetune.data.batch import Batch, Loader, StepBatches
+from finetune.data.batch import Batch
+from finetune.data.loader import Loader, StepBatches
 from finetune.data.prefetch import Prefetched
 
 STEPS_AHEAD = 2

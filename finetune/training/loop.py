@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from finetune.data.batch import Batch, StepBatches
+from finetune.data.batch import Batch
+from finetune.data.loader import StepBatches
 from finetune.engine.base import Engine
 from finetune.engine.precision import NonFinite
 from finetune.errors import RunFailure

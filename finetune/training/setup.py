@@ -17,8 +17,8 @@ from rich.markup import escape
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.checkpoints.resume import newest_good, resume, start_anew
-from finetune.data.batch import Loader, OrderedRows, RunRows
 from finetune.data.dataset import Dataset, Stream
+from finetune.data.loader import Loader, OrderedRows, RunRows
 from finetune.engine.base import Engine
 from finetune.engine.precision import autocast_forward
 from finetune.engine.shared_tokens import share_tokens

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from finetune.data.batch import Loader
 from finetune.data.dataset import build_training
+from finetune.data.loader import Loader
 from finetune.models.config import model_config
 from finetune.models.head import Formula, attach_head
 from finetune.models.tokenizer import load_tokenizer

@@ -10,8 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from finetune.data.batch import Batch, Loader
+from finetune.data.batch import Batch
 from finetune.data.dataset import build_dataset
+from finetune.data.loader import Loader
 from finetune.models.config import model_config
 from finetune.models.head import Formula, LossHead, attach_head
 from finetune.models.tokenizer import load_tokenizer

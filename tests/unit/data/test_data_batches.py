@@ -11,8 +11,9 @@ import torch
 from data_helpers import document, prepare, recipe, text_tokenizer, write_jsonl
 
 from finetune.data import UNTRAINED, Example, RowOrder, group_rows, one_per_row, pack, row_work
-from finetune.data.batch import Batch, Loader, OrderedRows, collate, deal, shifted_targets
+from finetune.data.batch import Batch, collate, shifted_targets
 from finetune.data.dataset import build_dataset
+from finetune.data.loader import Loader, OrderedRows, deal
 from finetune.errors import UserError
 
 # --- packing

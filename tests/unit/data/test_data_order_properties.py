@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data import Examples, RowOrder, group_rows, pack, row_work
-from finetune.data.batch import Loader, OrderedRows, deal
+from finetune.data.loader import Loader, OrderedRows, deal
 
 quick = settings(derandomize=True, deadline=None, max_examples=60)
 

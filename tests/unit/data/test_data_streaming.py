@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from data_helpers import text_tokenizer, write_jsonl
 
-from finetune.data.batch import Loader
 from finetune.data.dataset import build_training
+from finetune.data.loader import Loader
 from finetune.data.streaming import StreamedRows, open_stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.batch import Batch, Loader, collate
+from finetune.data.batch import Batch, collate
 from finetune.data.examples import Example
+from finetune.data.loader import Loader
 from finetune.data.token_shard import TokenShare, token_shard
 
 CUTS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 4))
