@@ -112,7 +112,8 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
 
     from finetune.checkpoints.saver import Saver
     from finetune.data.dataset import build_dataset
-    from finetune.engine.launch import check_launch, read_launch
+    from finetune.engine.agreement import check_launch
+    from finetune.engine.launch import read_launch
     from finetune.engine.start import start_engine
     from finetune.models.config import model_config
     from finetune.models.tokenizer import load_tokenizer

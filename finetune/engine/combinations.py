@@ -7,15 +7,13 @@ merely slow.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finetune.engine.launch import Launch
 from finetune.engine.rules import experts, pipeline, shards, shared_tokens, tensor
 from finetune.engine.rules.asked import Asked, Rule, Shape
 from finetune.errors import UserError
 from finetune.recipe.schema import Recipe
-
-if TYPE_CHECKING:
-    from finetune.engine.launch import Launch
 
 RULES: tuple[Rule, ...] = (
     shards.shards_and_replicas,

@@ -68,7 +68,8 @@ def _check_launch(
     recipe: Recipe, path: Path, config_file: Path | None, processes: int | None, recipe_only: bool, report: Report
 ) -> None:
     """recipe_only: what the model's own config forbids is not looked at."""
-    from finetune.engine.launch import Launch, check_launch, read_config_file
+    from finetune.engine.agreement import check_launch
+    from finetune.engine.launch import Launch, read_config_file
     from finetune.models.config import model_config
 
     launch = read_config_file(str(config_file), processes) if config_file else Launch("replicated", processes or 1)

@@ -21,7 +21,8 @@ from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from finetune.engine.launch import check_launch, read_config_file
+from finetune.engine.agreement import check_launch
+from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 

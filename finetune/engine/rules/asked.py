@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism, dimension_key
 from finetune.models.dropout import drops
 from finetune.recipe.schema import Recipe
-
-if TYPE_CHECKING:
-    from finetune.engine.launch import Launch
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import yaml
 from accelerate.state import PartialState
 
 from finetune.engine import launch as launch_module
-from finetune.engine.launch import Launch, _option, check_launch, check_started, read_config_file, read_launch
+from finetune.engine.agreement import check_launch
+from finetune.engine.launch import Launch, _option, check_started, read_config_file, read_launch
 from finetune.engine.rehearsal import _leave_out_shared_memory, _replace_prepare_backend
 from finetune.engine.timeout import collective_timeout
 from finetune.errors import UserError

@@ -13,7 +13,8 @@ import torch
 import yaml
 from transformers import AutoConfig
 
-from finetune.engine.launch import Launch, check_launch
+from finetune.engine.agreement import check_launch
+from finetune.engine.launch import Launch
 from finetune.engine.stage_model import HandedOn, StageModel, check_cuttable, holders, keep_only
 from finetune.engine.stages import Layout, cut, lay_out
 from finetune.errors import UserError
