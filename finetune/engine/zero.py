@@ -46,6 +46,12 @@ class Zero(Engine):
         """
         from transformers.integrations import unset_hf_deepspeed_config
 
+        stage_3, dora = self.plugin.zero_stage == 3, recipe.lora is not None and recipe.lora.dora
+        if stage_3 and dora and recipe.mode == "qlora" and self.device.type == "cpu":
+            raise UserError(
+                "`lora.dora` with `mode: qlora` cannot be rehearsed under ZeRO-3: on CPUs peft puts new 4-bit weights "
+                "in place in every forward, which DeepSpeed does not know: use fsdp2, or set `lora.dora: false`"
+            )
         half = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtypes(recipe).frozen)
         if recipe.mode == "lora" and half:
             self.plugin.deepspeed_config[half] = {"enabled": True}  # until `wrap`

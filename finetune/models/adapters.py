@@ -15,7 +15,8 @@ from finetune.recipe.schema import Lora
 def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
     """The model with its weights frozen and adapters that train, held in `dtype`.
 
-    Raises UserError where `lora.targets` or `lora.modules_to_save` name nothing of the model.
+    Raises UserError where `lora.targets` or `lora.modules_to_save` name nothing of the model, and where DoRA would
+    divide by zero.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -39,6 +40,7 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
     except ValueError as error:
         raise UserError(f"lora: {first_line(error)}") from error
     _rename_tied(adapted.get_base_model())
+    _check_magnitudes(adapted.get_base_model())
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
@@ -57,6 +59,21 @@ def _rename_tied(model: Any) -> None:
     tied = model._tied_weights_keys
     if isinstance(tied, dict):  # a model's own code may have the list of older versions
         model._tied_weights_keys = {renamed(target): renamed(source) for target, source in tied.items()}
+
+
+def _check_magnitudes(model: Any) -> None:
+    """DoRA divides by the length of what each output is made of: with tied weights the head has a padding token's
+    embedding, which is zero, and every loss would be no number."""
+    for name, module in model.named_modules():
+        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
+            if magnitude.weight.is_meta:  # rank 0 has the values, and says it
+                continue
+            if zeros := (magnitude.weight.flatten() == 0).nonzero().flatten().tolist():
+                which = ", ".join(map(str, zeros[:5])) + (", ..." if len(zeros) > 5 else "")
+                raise UserError(
+                    f"lora.dora: all weights of {len(zeros):,} outputs of {name} are zero ({which}), and DoRA divides "
+                    f"by their length: leave {name.rpartition('.')[2]!r} out of lora.targets, or set `lora.dora: false`"
+                )
 
 
 def _check_names(model: Any, lora: Lora) -> None:

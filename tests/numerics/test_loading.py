@@ -82,6 +82,15 @@ def test_what_cannot_be_loaded_is_named(
     assert fragment in str(error.value)
 
 
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True")  # peft's, of merging
+def test_dora_on_a_head_with_a_row_of_zeros_is_refused(recipe: dict[str, Any], write_recipe: Any, made: Path) -> None:
+    """That of the padding token, in the embedding which the head is tied to."""
+    recipe |= {"model": {"name": str(made / "llama_tied")}, "mode": "lora"}
+    load(recipe | {"lora": {"rank": 4, "dora": True}}, write_recipe)
+    with pytest.raises(UserError, match=r"1 outputs of lm_head are zero \(0\).*leave 'lm_head' out of lora.targets"):
+        load(recipe | {"lora": {"rank": 4, "dora": True, "targets": ["lm_head", "q_proj"]}}, write_recipe)
+
+
 def test_parameters_are_counted_whole_also_in_4_bit(recipe: dict[str, Any], write_recipe: Any) -> None:
     whole, trained = parameter_counts(load(recipe, write_recipe))
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64  # q and o, k and v, the MLP, two norms
