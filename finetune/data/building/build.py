@@ -19,8 +19,8 @@ from finetune.data.chat.renderer import Renderer
 from finetune.data.formats import check_columns, detect_format
 from finetune.data.report import SourceReport
 from finetune.data.samples import BadRow
-from finetune.data.show import plain_text
 from finetune.data.sources import Opened, without_credentials
+from finetune.data.token_text import plain_text
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Data, Source

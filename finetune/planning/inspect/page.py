@@ -25,7 +25,8 @@ import jinja2
 from markupsafe import Markup
 
 from finetune.data import Example
-from finetune.data.show import INVISIBLE, Token, left_out_note, shortened, tokens_of, visible
+from finetune.data.show import left_out_note, shortened, tokens_of
+from finetune.data.token_text import INVISIBLE, Token, visible
 from finetune.errors import UserError
 from finetune.planning.inspect.terminal import COUNTS, epoch_facts, overlong, source_name, source_share
 from finetune.planning.inspect.totals import LOSSES, Histogram, Totals

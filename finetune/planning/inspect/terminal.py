@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.data import SourceReport, render_rich
-from finetune.data.show import Look, visible
+from finetune.data.show import Look
+from finetune.data.token_text import visible
 from finetune.planning.inspect.totals import LOSSES, Histogram, Totals
 from finetune.planning.inspect.view import View, num_trained
 

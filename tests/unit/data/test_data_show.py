@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data import UNTRAINED, Example, render_rich, to_json_lines
-from finetune.data.show import Look, plain_text, shortened, tokens_of, visible
+from finetune.data.show import Look, shortened, tokens_of
+from finetune.data.token_text import plain_text, visible
 
 CHATML = ("<|im_start|>", "<|im_end|>")
 TOKENIZER = byte_level(CHATML)
