@@ -6,12 +6,16 @@ The matrix of scripts/parity.py, and proof that its comparison can fail.
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import parity
+import parity_random
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -232,3 +236,14 @@ def test_the_comparison_finds_a_difference(
     found = parity.compare(tmp_path, "ddp", 2, CASE_BY_NAME["full"])
     assert not found.passed
     assert any(problem in text for text in found.problems), found.problems
+
+
+def test_what_is_drawn_runs_there_and_on_one_process(tmp_path: Path) -> None:
+    """scripts/parity_random.py, as it is started; among these is what a rule refuses."""
+    command = [sys.executable, parity_random.__file__, "--cases", "2", "--seed", "116", "--only", "ddp"]
+    done = subprocess.run([*command, "--json", str(tmp_path / "drawn.json")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = json.loads((tmp_path / "drawn.json").read_text(encoding="utf-8"))["cells"]
+    refused = sum(int(times) for times in re.findall(r"^refused (\d+): ", done.stdout, re.MULTILINE))
+    assert (len(cells), refused) == (1, 1)
+    assert {cell["config"] for cell in cells} == {"ddp"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from finetune.engine.parallelism import dimension_key
 from finetune.engine.rules.asked import Asked, nearest
 
 
@@ -33,7 +34,10 @@ def tensor_shape(asked: Asked) -> Iterator[str]:
     size, shape = asked.parallelism.tensor, asked.shape
     if size == 1 or shape is None:
         return
-    if not shape.tensor_styles:
+    if shape.experts:
+        instead = f"divide them with `{dimension_key('expert')}`, or use fsdp2"
+        yield f"{asked.key('tensor')}: the model's {shape.experts} experts are not cut by columns here: {instead}"
+    elif not shape.tensor_styles:
         yield f"{asked.key('tensor')}: transformers has no plan to cut this model: use fsdp2"
     if "colwise" in shape.tensor_styles and (shape.heads % size or shape.kv_heads % size):
         common = math.gcd(shape.heads, shape.kv_heads)

@@ -14,6 +14,7 @@ from finetune.errors import UserError
 from finetune.recipe import load_recipe
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
 GPT2 = {"model_type": "gpt2"}
 
 
@@ -30,6 +31,7 @@ def launch(kind: Kind, processes: int, **sizes: int) -> Launch:
         (launch("zero", 2, tp=2), LLAMA, {}, "DeepSpeed takes whole matrices: use fsdp2_tp or tp"),
         (launch("fsdp2", 4, tp=4), LLAMA, {}, "4 ranks cannot share 12 attention heads and 6 key-value heads.*3 or 6"),
         (launch("fsdp2", 2, tp=2), {**LLAMA, "attention_dropout": 0.1}, {}, "`attention_dropout: 0.1`.*use fsdp2"),
+        (launch("fsdp2", 2, tp=2), MIXTRAL, {}, "4 experts are not cut by columns here: .*ep_size`, or use fsdp2"),
         (launch("fsdp2", 2, tp=2), GPT2, {}, "transformers has no plan to cut this model: use fsdp2"),
         (launch("replicated", 2, tp=2), LLAMA, {"optimizer": {"name": "muon"}}, "Muon needs whole matrices"),
         (
