@@ -32,6 +32,7 @@ PLACES: tuple[Place, ...] = (
 )
 DENSE, EXPERTS = ("llama", "llama_tied", "mistral", "qwen3", "llama_deep"), ("mixtral", "qwen3_moe")
 STEPS_IN_BACKWARD = ("fsdp2", "fsdp2_offload", "hsdp", "ep")
+WITHOUT_DROPOUT = ("cp", "cp_ring", "fsdp2_cp", "zero3_cp", "ulysses", "pp", "pp_gpipe", "pp_interleaved", "pp_dp")
 ROWS: dict[str, tuple[str, ...]] = {
     "packed": (),
     "unpacked": ("data.packing=false",),
@@ -55,16 +56,13 @@ def draw(random: Random, place: Place, number: int) -> Case:
 
     if mode != "full":
         sometimes(0.2, "lora.rslora=true")
-        sometimes(0.2, "lora.dora=true")
         if model in EXPERTS:
             overrides.append(ATTENTION)
-        else:
+        elif model != "llama_tied":  # whose head has a row of zeros, which DoRA refuses
             sometimes(0.25, "lora.targets=[lm_head, q_proj]")
-        if not in_backward and config not in (
-            "cp",
-            "ulysses",
-            "pp",
-        ):  # drawn by forward: one of another size is another
+        if mode == "lora" or not config.startswith("zero3"):  # no rehearsal of that
+            sometimes(0.2, "lora.dora=true")
+        if not in_backward and config not in WITHOUT_DROPOUT:  # drawn by forward: of another size, others
             sometimes(0.3, "lora.dropout=0.1")
     recomputed = random.choice(("false", "false", "true", "selective"))
     overrides.append(f"train.activation_checkpointing={recomputed}")
