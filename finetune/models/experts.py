@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import UserError
+from finetune.models.offload import part_of_parameter
 
 _ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")  # of transformers' experts, >= 5.17
 
@@ -139,7 +140,8 @@ def _compute(experts: Any, forward: Any, exchange: Exchange, rows: Tensor, exper
     number = len(rows)
     if number == 0:
         rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
-    weights = {name: exchange.weight(weight) for name, weight in experts.named_parameters(recurse=False)}
+    held = experts.named_parameters(recurse=False)
+    weights = {name: part_of_parameter(exchange.weight(weight)) for name, weight in held}
     return forward(_Self(experts, weights), rows, expert[:, None], rows.new_ones(len(rows), 1))[:number]
 
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 SMALLEST = 2**20  # bytes; the copy of a smaller one costs its start, not its size
 AHEAD = 2**28  # bytes under way: some milliseconds of a PCIe bus, a layer's input or a few
@@ -30,17 +29,11 @@ def offload_activations(model: Any, device: torch.device) -> None:
     moves them."""
     # On the CPU small ones as well: a rehearsal of a small model takes the same way.
     forward, host = model.forward, HostMemory(device, SMALLEST if device.type != "cpu" else 1)
-    watched = False
 
     @functools.wraps(forward)  # peft and generate look at the signature
     def with_offload(*args: Any, **kwargs: Any) -> Any:
         if not (model.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        nonlocal watched
-        if not watched:  # now the engine has wrapped the model
-            watched = True
-            for module in filter(_stays_divided, model.modules()):
-                module.register_forward_pre_hook(host.leave_parts)
         host.begin()
         with saved_tensors_hooks(host.keep, host.bring):
             return forward(*args, **kwargs)
@@ -88,7 +81,6 @@ class HostMemory:
         self.away = weakref.WeakValueDictionary[int, Kept]()  # all that a backward may still ask for
         self.leaving = deque[tuple[tuple[int, int], Kept]]()  # copies out that were not waited for, oldest first
         self.here: dict[tuple[int, int], Kept] = {}  # the same, by identity of the storage and version
-        self.parts: dict[int, UntypedStorage] = {}  # of parameters; held, so that no other has their identity
         self.returning: dict[int, Kept] = {}  # copies back that were not waited for
         self.count = self.next = 0
         self.copies = None if device.type == "cpu" else torch.Stream(device=device)
@@ -102,16 +94,6 @@ class HostMemory:
         if not self.away:
             self.count = 0
         self.next = -1
-        self.parts.clear()
-
-    def leave_parts(self, module: Any, _: Any) -> None:
-        """Of parameters that FSDP has just gathered: the forward uses this rank's part of them, a plain tensor, whose
-        storage FSDP empties afterwards."""
-        for parameter in module.parameters(recurse=False):
-            if isinstance(parameter, DTensor):
-                local: Any = parameter.to_local()
-                storage = local.untyped_storage()
-                self.parts[storage._cdata] = storage
 
     # --- out
 
@@ -119,10 +101,9 @@ class HostMemory:
         if type(tensor) is not Tensor or tensor.device.type != self.device.type or _of_parameter(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self.smallest or storage._cdata in self.parts:
+        if storage.nbytes() < self.smallest:
             return tensor
-        # Not its address: one that is emptied gives that to another.
-        key = (storage._cdata, tensor._version)
+        key = (storage._cdata, tensor._version)  # not its address: one that is emptied gives that to another
         kept = self.here.get(key) or self._send(key, tensor)
         self.next = self.count - 1
         return View(kept, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
@@ -192,12 +173,15 @@ class HostMemory:
             kept.copied = None
 
 
+def part_of_parameter(tensor: Tensor) -> Tensor:
+    """Mark what a forward takes of a parameter as a plain tensor: its memory is the engine's, too, which may empty it
+    before the backward and fill it again for that."""
+    tensor.untyped_storage().of_parameter = True  # pyright: ignore[reportAttributeAccessIssue]  (kept with the storage)
+    return tensor
+
+
 def _of_parameter(tensor: Tensor) -> bool:
-    """A parameter or a view of one; an engine that shards moves these itself."""
-    return isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter)
-
-
-def _stays_divided(module: torch.nn.Module) -> bool:
-    """With parameters that are divided over more ranks than FSDP gathers, as experts are."""
-    divided = (one for one in module.parameters(recurse=False) if isinstance(one, DTensor))
-    return any(sum(place.is_shard() for place in one.placements) > 1 for one in divided)
+    """A parameter, a view of one or a part; an engine that shards moves these itself."""
+    if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
+        return True
+    return getattr(tensor.untyped_storage(), "of_parameter", False)
