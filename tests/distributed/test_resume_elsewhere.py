@@ -11,7 +11,7 @@ from resume_matrix import Pair, Place
 from safetensors.torch import load_file
 
 SAVED: list[Place] = [("single", 1), ("tp", 2)]
-RESUMED: list[Place] = [("zero3", 2), ("fsdp2_tp", 4)]  # for time; the script goes on everywhere
+RESUMED: list[Place] = [("zero3", 2)]  # for time; the script goes on everywhere
 
 
 @pytest.fixture(scope="module")

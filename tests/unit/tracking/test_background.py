@@ -26,9 +26,10 @@ def test_calls_are_made_in_order_by_another_thread_and_flush_waits_for_them():
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's disk that is always full")
 def test_a_full_disk_is_said_once_and_nothing_is_written_behind_the_gap():
-    background, later = Background("test"), []
-    background.do(Path("/dev/full").write_text, "line\n", "utf-8")
+    background, later, go = Background("test"), [], threading.Event()
+    background.do(lambda: go.wait() and Path("/dev/full").write_text("line\n", "utf-8"))
     background.do(later.append, 1)
+    go.set()
     with pytest.raises(OSError, match="No space left"):
         background.flush()
     background.do(later.append, 2)
