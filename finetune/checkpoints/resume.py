@@ -33,7 +33,7 @@ def newest_good(engine: Engine, root: Path) -> Path | None:
     Raises UserError where there are checkpoints and none of them verifies: starting anew is for the user to say.
     """
     found, skipped = _look(root) if engine.is_main else (None, [])
-    found, skipped = engine.gather((found, skipped))[0]
+    found, skipped = engine.ranks.gather((found, skipped))[0]
     if found is None and skipped:
         reasons = "\n  ".join(f"{folder}: {reason}" for folder, reason in skipped)
         raise UserError(

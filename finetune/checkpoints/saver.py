@@ -64,12 +64,12 @@ class Saver:
         """about: used on the main process. Collective."""
         self._engine, self._recipe, self._root, self._about = engine, recipe, root, about
         self.asynchronous = recipe.checkpoint.asynchronous and engine.copies_state
-        self._gather = engine.side_gather()
+        self._gather = engine.ranks.side_gather()
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
         self._retention = Retention(root, recipe.checkpoint)
-        self._best = engine.gather(self._retention.best_score() if engine.is_main else None)[0]
+        self._best = engine.ranks.gather(self._retention.best_score() if engine.is_main else None)[0]
 
     def improves(self, metrics: Metrics) -> bool:
         """Whether these are better than any that were saved, by `checkpoint.best`."""

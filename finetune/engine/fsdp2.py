@@ -29,6 +29,7 @@ from finetune.engine.parts import Part
 from finetune.engine.shard_waits import ShardWaits
 from finetune.engine.sharding import Sharding, device_meshes, fill, first_row, gathered, shard, take_weights, units_of
 from finetune.engine.tensor_parallel import Cut, Divided, divide
+from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import Placement, dtypes
 from finetune.recipe.schema import Recipe
 
@@ -47,18 +48,18 @@ class Fsdp2(Engine):
         from_meta = recipe.mode != "qlora" and self.rank > 0
         return Placement("meta" if from_meta else "load", self.device)
 
-    def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
+    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+        self.model, self.unwrapped = model, model.causal_lm
         self._meshes = device_meshes(self.parallelism, self.device.type)
         self._divided = Divided({}, frozenset())
-        from_rank_0 = not getattr(model, "is_quantized", False)
-        weights = take_weights(model, self.is_main) if from_rank_0 else {}
+        from_rank_0 = not getattr(self.unwrapped, "is_quantized", False)
+        weights = take_weights(self.unwrapped, self.is_main) if from_rank_0 else {}
         if self._meshes.tensor is not None:
-            self._divided = divide(model, _group(self._meshes.tensor))
-        experts = divide_experts(model, self.parallelism, self.device.type, self.stopwatch)
-        shard(model, units_of(model, self._plugin()), self._sharding(), experts)
+            self._divided = divide(self.unwrapped, _group(self._meshes.tensor))
+        experts = divide_experts(self.unwrapped, self.parallelism, self.device.type, self.stopwatch)
+        shard(model, units_of(self.unwrapped, self._plugin()), self._sharding(), experts)
         if from_rank_0:
-            fill(model, weights, self._divided.cuts, self.device)
-        self.model = self.unwrapped = model
+            fill(self.unwrapped, weights, self._divided.cuts, self.device)
         self._waits = ShardWaits(self.model, self.stopwatch)
         trained = self._local_shards()
         if self.steps_in_backward:
@@ -96,13 +97,13 @@ class Fsdp2(Engine):
 
     def step(self) -> float | None:
         if self.steps_in_backward:
-            return norm_of_steps(self.stepper, lambda local: self.sum(local / self.parallelism.replicate)[0])
+            return norm_of_steps(self.stepper, lambda local: self.ranks.sum(local / self.parallelism.replicate)[0])
         for _, parameter, local in self._shards:
             local.grad = _local(parameter.grad) if parameter.grad is not None and local.numel() else None
         self._complete_partial()
         gradients = [local.grad for _, _, local in self._shards if local.grad is not None]
         counted = [local.grad for name, p, local in self._shards if local.grad is not None and self._counts(name, p)]
-        norm = update_shards(self, gradients, lambda local: self.sum(local)[0], counted)
+        norm = update_shards(self, gradients, lambda local: self.ranks.sum(local)[0], counted)
         self.drop_gradients()
         return norm
 

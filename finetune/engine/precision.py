@@ -7,24 +7,8 @@ path, FSDP2 is given an explicit policy. bf16_true holds and computes everything
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-
-
-def autocast_forward(model: Any, compute: torch.dtype, device_type: str) -> None:
-    """Run the model's forward under autocast to `compute`, wherever it is called from."""
-    forward = model.forward
-
-    @functools.wraps(forward)  # peft and generate look at the signature
-    def with_autocast(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, dtype=compute):
-            return forward(*args, **kwargs)
-
-    model.forward = with_autocast
 
 
 class NonFinite(Exception):

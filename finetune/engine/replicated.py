@@ -21,6 +21,7 @@ from finetune.engine.base import (
 )
 from finetune.engine.in_backward import StepInBackward
 from finetune.engine.parts import Part
+from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 
@@ -36,15 +37,16 @@ class Replicated(Engine):
     def placement(self, recipe: Recipe) -> Placement:
         return Placement("load", self.device)
 
-    def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
-        self.unwrapped = model
+    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+        self.unwrapped = model.causal_lm
         self.model = self.accelerator.prepare_model(model)
         self.accumulates = micro_batches > 1
+        trained = named_trainables(self.unwrapped)
         if self.steps_in_backward:
-            self.stepper = StepInBackward(((name, p, p) for name, p in named_trainables(model)), build, self.device)
+            self.stepper = StepInBackward(((name, p, p) for name, p in trained), build, self.device)
             self.optimizers = self.stepper.optimizers
         else:
-            self.optimizers = build(named_trainables(model))
+            self.optimizers = build(trained)
 
     @property
     def _communicates(self) -> bool:
@@ -89,7 +91,7 @@ class Replicated(Engine):
 
     def trial(self, loss: Callable[[Any], Tensor]) -> None:
         """Past DDP, which would reduce: a rank that runs out of memory leaves no other waiting."""
-        (loss(self.unwrapped) * (self.world_size * self.loss_scale.value)).backward()
+        (loss(getattr(self.model, "module", self.model)) * (self.world_size * self.loss_scale.value)).backward()
 
     def drop_gradients(self) -> None:
         gradients = [p.grad for _, p in named_trainables(self.unwrapped) if p.grad is not None]

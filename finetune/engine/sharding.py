@@ -24,6 +24,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.tensor_parallel import Cut
+from finetune.models.adapters import unwrap_adapters
+from finetune.models.loss_model import CausalLMWithLoss
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,10 @@ class Sharding:
 
 
 def shard(
-    model: Any, units: list[nn.Module], how: Sharding, elsewhere: Mapping[nn.Module, DeviceMesh] | None = None
+    model: CausalLMWithLoss,
+    units: list[nn.Module],
+    how: Sharding,
+    elsewhere: Mapping[nn.Module, DeviceMesh] | None = None,
 ) -> None:
     """Cut every parameter of a model, in place; its forward gathers them.
 
@@ -82,8 +87,9 @@ def shard(
         fully_shard(module, **how.options(mesh), reshard_after_forward=how.reshard)
     for module in units:
         fully_shard(module, **how.options(how.meshes.layers), reshard_after_forward=how.reshard)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tail = [final_norm(model), head]
+    causal_lm = model.causal_lm
+    embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    tail = [final_norm(causal_lm), head]
     if _shares_weight(embedding, head):
         tail.insert(0, embedding)  # the first of them to run gathers all
     else:
@@ -101,8 +107,9 @@ def _shares_weight(embedding: Any, head: Any) -> bool:
 
 def final_norm(model: Any) -> nn.Module | None:
     """The norm before the head: the last one that the base model holds directly."""
-    causal = model.get_base_model() if hasattr(model, "peft_config") else model
-    norms = [module for _, module in causal.base_model.named_children() if "Norm" in type(module).__name__]
+    norms = [
+        module for _, module in unwrap_adapters(model).base_model.named_children() if "Norm" in type(module).__name__
+    ]
     return norms[-1] if norms else None
 
 

@@ -16,7 +16,7 @@ from finetune.engine.nvme import is_swapped, make_files, map_groups
 from finetune.engine.parts import Part, Types
 from finetune.engine.precision import NonFinite
 from finetune.errors import UserError
-from finetune.models.head import loss_module
+from finetune.models.loss_model import CausalLMWithLoss, loss_head
 from finetune.models.weights import Placement, dtypes
 from finetune.recipe.schema import Recipe
 
@@ -65,9 +65,9 @@ class Zero(Engine):
                 self.plugin.deepspeed_config[kind] = {"enabled": False}
             self.plugin.set_deepspeed_weakref()
 
-    def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
-        self.unwrapped = model
-        self._gather_head_whole(model)
+    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+        self.unwrapped = model.causal_lm
+        self._gather_head_whole(self.unwrapped)
         config = self.plugin.deepspeed_config
         config.update(
             train_micro_batch_size_per_gpu=1,  # rows are ours; DeepSpeed only checks that the product fits
@@ -78,8 +78,8 @@ class Zero(Engine):
             zero_allow_untested_optimizer=True,
             steps_per_print=2**62,
         )
-        self._fit_buckets(config, model)
-        (optimizer,) = build(named_trainables(model))
+        self._fit_buckets(config, self.unwrapped)
+        (optimizer,) = build(named_trainables(self.unwrapped))
         self.accelerator.gradient_accumulation_steps = micro_batches
         self.model, wrapped = self.accelerator.prepare(model, optimizer)
         self.optimizers = [optimizer]
@@ -90,7 +90,7 @@ class Zero(Engine):
         once for all of them."""
         from deepspeed.utils import set_z3_leaf_module
 
-        head = loss_module(model)
+        head = loss_head(model)
         if next(head.children(), None) is not None:
             set_z3_leaf_module(head, True)
 

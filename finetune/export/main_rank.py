@@ -33,7 +33,7 @@ class MainRank:
 
     def settle(self) -> None:
         """Collective. Raises RunFailure on every rank if rank 0 failed since the beginning."""
-        failure = self._engine.gather(self._failure)[0]
+        failure = self._engine.ranks.gather(self._failure)[0]
         if failure is not None:
             raise RunFailure(failure)
 

@@ -100,9 +100,9 @@ def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:
 
 def _verify(engine: Engine, main: MainRank, expected: State, folder: Path) -> None:
     check = Verification(folder, expected)
-    for file in engine.gather(weight_files(folder) if engine.is_main else None)[0]:
+    for file in engine.ranks.gather(weight_files(folder) if engine.is_main else None)[0]:
         main.do(check.read, file)
-        engine.barrier()  # the others' patience ends after a time: it must last for one file only
+        engine.ranks.barrier()  # the others' patience ends after a time: it must last for one file only
     main.do(check.finish)
     main.settle()
 

@@ -161,7 +161,9 @@ class Data(Section):
 class Objective(Section):
     """What `loss` is: all terms below are part of it, and not of `eval_loss`."""
 
-    name: Literal["sft"] = "sft"
+    # sft: every target token alike; focal: tokens that the model predicts well already count less
+    name: Literal["sft", "focal"] = "sft"
+    gamma: NonNegative = 2.0  # focal: how much less, (1 - probability)^gamma (https://arxiv.org/abs/1708.02002)
     # assistant: every answer and its end-of-turn; last_assistant: the last answer of a conversation; all: every token
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     # Added to each token's loss: z_loss * log(sum(exp(logits)))^2 (Chowdhery et al. 2022,

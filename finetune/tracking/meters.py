@@ -68,7 +68,7 @@ class Meters:
         self._state: tuple[int, int] | None = None
         self._tokens = 0.0
 
-    def weigh_gradients(self) -> None:
+    def measure_gradients(self) -> None:
         """Once, at a moment when they are all there."""
         if self._gradients is None:
             self._gradients = held_gradients(self._engine)
@@ -76,7 +76,7 @@ class Meters:
     def step(self, batches: Sequence[Batch], tokens: float, supervised: float) -> Measured:
         """tokens, supervised: of the step, over all ranks. Collective."""
         mine = self._rank(batches)
-        everyone = self._engine.gather_numbers([mine[name] for name in _SAID])
+        everyone = self._engine.ranks.gather_numbers([mine[name] for name in _SAID])
         ranks: list[_Rank] = [dict(zip(_SAID, numbers, strict=True)) for numbers in everyone]
         seconds = _mean(ranks, "step")
         self._tokens += tokens

@@ -43,9 +43,9 @@ def in_use(engine: Engine, folder: Path) -> Iterator[None]:
     folders by this name.
     """
     lock = FileLock(folder / ".lock")
-    if engine.gather(_held_by_another(lock) if engine.is_main else False)[0]:
+    if engine.ranks.gather(_held_by_another(lock) if engine.is_main else False)[0]:
         raise UserError(f"another launch is training in {folder}: stop it, or use another `run.name`")
-    if engine.local_processes < engine.world_size and (blind := blind_hosts(engine.gather, engine.rank, folder)):
+    if engine.local_processes < engine.world_size and (blind := blind_hosts(engine.ranks.gather, engine.rank, folder)):
         raise UserError(
             f"run.dir: {folder.resolve()} is another folder on {', '.join(blind)} than on rank 0's machine, and a "
             "checkpoint has a file of every rank: choose a `run.dir` on a file system that all machines share"

@@ -18,20 +18,27 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 
-class TokenLosses(NamedTuple):
-    """What a forward gives the loop. `each` has no graph: the gradient of `total` may exist already, for all tokens."""
+class HeadLosses(NamedTuple):
+    """Losses of the targets, and their weighted sum. `each` has a graph only where the task is differentiable."""
 
-    total: Tensor  # (), the sum over the tokens, fp32
-    each: Tensor  # (S,), fp32
+    total: Tensor  # (), fp32
+    each: Tensor  # (S,), fp32, not weighted
 
 
 @dataclass(frozen=True)
-class Formula:
-    """z_loss: Chowdhery et al. 2022 (https://arxiv.org/abs/2204.02311, section 5); label_smoothing: Szegedy et al. 2015
+class TokenLoss:
+    """The loss of one target: its negative log-likelihood, plus what an objective adds to it.
+
+    z_loss: Chowdhery et al. 2022 (https://arxiv.org/abs/2204.02311, section 5); label_smoothing: Szegedy et al. 2015
     (https://arxiv.org/abs/1512.00567, section 7), as torch.nn.functional.cross_entropy has it."""
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
+
+    @property
+    def is_log_prob(self) -> bool:
+        """Whether the loss is -log p(target) and nothing else."""
+        return self.z_loss == 0.0 and self.label_smoothing == 0.0
 
 
 @dataclass(frozen=True)
@@ -65,30 +72,30 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 def token_losses(
     logits: Tensor,  # (C, V), fp32 or fp64
     targets: Tensor,  # (C,)
-    formula: Formula,
+    token_loss: TokenLoss,
 ) -> Tensor:  # (C,)
-    losses = cross_entropy(logits, targets, reduction="none", label_smoothing=formula.label_smoothing)
-    return losses + formula.z_loss * logits.logsumexp(1).square() if formula.z_loss else losses
+    losses = cross_entropy(logits, targets, reduction="none", label_smoothing=token_loss.label_smoothing)
+    return losses + token_loss.z_loss * logits.logsumexp(1).square() if token_loss.z_loss else losses
 
 
 def losses_and_gradient(
     raw: Tensor,  # (C, V), fp32 or fp64: what the head gave; overwritten
     targets: Tensor,  # (C,)
-    formula: Formula,
+    token_loss: TokenLoss,
     logit_map: LogitMap,
     out: Tensor,  # (C, V): where the gradient goes
 ) -> tuple[Tensor, Tensor]:  # (C,); (C, V) of the losses' sum by `raw`
-    logits, index, smoothing = logit_map.apply_(raw), targets[:, None], formula.label_smoothing
+    logits, index, smoothing = logit_map.apply_(raw), targets[:, None], token_loss.label_smoothing
     log_p = torch.log_softmax(logits, 1, out=out)
     nll = -log_p.gather(1, index)
     losses = nll
     if smoothing:
         losses = (1 - smoothing) * nll - smoothing * log_p.mean(1, keepdim=True)
     gradient = log_p.exp_()
-    if formula.z_loss:
+    if token_loss.z_loss:
         lse = logits.gather(1, index) + nll
-        losses = losses + formula.z_loss * lse.square()
-        gradient.mul_(1 + 2 * formula.z_loss * lse)
+        losses = losses + token_loss.z_loss * lse.square()
+        gradient.mul_(1 + 2 * token_loss.z_loss * lse)
     gradient.scatter_add_(1, index, torch.full_like(nll, smoothing - 1))
     if smoothing:
         gradient.sub_(smoothing / raw.shape[1])
