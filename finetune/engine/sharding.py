@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.tensor_parallel import Cut
+from finetune.utils import unwrap_peft
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,7 @@ def _shares_weight(embedding: Any, head: Any) -> bool:
 
 def final_norm(model: Any) -> nn.Module | None:
     """The norm before the head: the last one that the base model holds directly."""
-    causal = model.get_base_model() if hasattr(model, "peft_config") else model
-    norms = [module for _, module in causal.base_model.named_children() if "Norm" in type(module).__name__]
+    norms = [module for _, module in unwrap_peft(model).base_model.named_children() if "Norm" in type(module).__name__]
     return norms[-1] if norms else None
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from finetune.engine.stages import PLAN, Layout
 from finetune.errors import UserError
 from finetune.models.weights import Dtypes
+from finetune.utils import unwrap_peft
 
 _OF_THE_HEAD = ("logits_to_keep", "targets", "formula")  # arguments that a stage without it has no use for
 
@@ -34,11 +35,6 @@ class _PassOn(nn.Module):
         return hidden
 
 
-def causal(model: Any) -> Any:
-    """transformers' model, out of peft's if it is in one."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
 class StageModel(nn.Module):
     """Its parameters are the stage's own; called with the hidden states of the stage before it."""
 
@@ -47,7 +43,7 @@ class StageModel(nn.Module):
         self.index, self.is_last = index, index == layout.stages - 1
         self._model = [model]  # in a list: no submodule of ours
         self._compute, self._autocasts, self._device = types.compute, types.compute != types.trained, device.type
-        base = causal(model).base_model
+        base = unwrap_peft(model).base_model
         mine = layout.layers(index)
         self._shown = {
             "layers": nn.ModuleList(layer if i in mine else _PassOn() for i, layer in enumerate(base.layers)),
@@ -64,7 +60,7 @@ class StageModel(nn.Module):
         if received is not None:
             arguments = {**arguments, "inputs_embeds": received}
             del arguments["input_ids"]
-        base = causal(model).base_model
+        base = unwrap_peft(model).base_model
         with _showing(base, self._shown):
             if self.is_last:
                 return model(**arguments)
@@ -75,7 +71,7 @@ class StageModel(nn.Module):
     def _checked(self, hidden: Tensor) -> Tensor:
         if hidden.dtype != self._compute:
             raise UserError(
-                f"pipeline: hidden states between the layers of {type(causal(self._model[0])).__name__} are "
+                f"pipeline: hidden states between the layers of {type(unwrap_peft(self._model[0])).__name__} are "
                 f"{hidden.dtype}, not {self._compute}: use train.precision: fp32, or another accelerate config"
             )
         if torch.is_grad_enabled() and not hidden.requires_grad:
@@ -94,7 +90,7 @@ def _showing(base: Any, modules: dict[str, nn.Module]) -> Iterator[None]:
 
 
 def parts_of(model: Any, layout: Layout, stage: int) -> list[nn.Module]:
-    whole = causal(model)
+    whole = unwrap_peft(model)
     base = whole.base_model
     parts = [base.layers[i] for i in layout.layers(stage)]
     if stage == 0:
@@ -140,7 +136,7 @@ def check_cuttable(model: Any) -> None:
 
     Found by running it with every layer and the norm passing on what they get.
     """
-    whole = causal(model)
+    whole = unwrap_peft(model)
     base, name = whole.base_model, type(whole).__name__
     others = [
         key for key, part in base.named_children() if key not in PLAN and next(part.parameters(), None) is not None

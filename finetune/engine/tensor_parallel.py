@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from finetune.engine.cut_linear import Entry, Group, drop_as_if_whole, make_colwise, make_rowwise
 from finetune.engine.rules.asked import nearest, tensor_plan
 from finetune.errors import UserError
+from finetune.utils import unwrap_peft
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def divide(model: Any, group: Group) -> Divided:
 
     Raises UserError where the model's plan has what is not known here, or sizes do not divide.
     """
-    causal = model.get_base_model() if hasattr(model, "peft_config") else model
+    causal = unwrap_peft(model)
     base, plan = causal.base_model, tensor_plan(causal.config)
     names = {id(module): name for name, module in model.named_modules()}
     cuts: dict[str, Cut] = {}

@@ -10,6 +10,7 @@ from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism, dimension_key
 from finetune.models.dropout import drops
 from finetune.recipe.schema import Recipe
+from finetune.utils import divisors
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,8 @@ def nearest(wanted: int, number: int) -> str:
     >>> nearest(5, 12)
     '4 or 6'
     """
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
-    below = [n for n in divisors if n <= wanted][-1:]
-    above = [n for n in divisors if n > wanted][:1]
+    below = [n for n in divisors(number) if n <= wanted][-1:]
+    above = [n for n in divisors(number) if n > wanted][:1]
     return " or ".join(str(n) for n in below + above)
 
 

@@ -21,6 +21,7 @@ from finetune.models.head.choice import CrossEntropyChoice, choose_cross_entropy
 from finetune.models.head.chunked import Work, linear_losses, module_losses, rows_at_once
 from finetune.models.head.formula import Formula, LogitMap, TokenLosses, at_least_fp32, token_losses
 from finetune.models.head.fused import liger_losses, torch_losses
+from finetune.utils import unwrap_peft
 
 _OF_A_MATRIX = {"chunked": linear_losses, "torch": torch_losses, "liger": liger_losses}
 
@@ -53,9 +54,7 @@ class LossHead:
 def attach_head(model: Any, asked: str, formula: Formula, device: str) -> LossHead:
     """Choose an implementation and let the model's forward give losses by it. To be called once, before an engine wraps
     the model. Raises UserError where the recipe asks for one that cannot be."""
-    causal: Any = (
-        model.get_base_model() if hasattr(model, "peft_config") else model
-    )  # peft is imported only for adapters
+    causal = unwrap_peft(model)
     module = loss_module(causal)
     found = _found_map(causal)
     vocabulary = causal.config.get_text_config().vocab_size
