@@ -300,9 +300,9 @@ def checkpoints(
     Example: [bold]python -m finetune checkpoints runs/quickstart-full --verify[/bold]
     """
     quiet_libraries()
-    from finetune.checkpoints.listing import found_checkpoints, show_checkpoints
+    from finetune.checkpoints.listing import describe_checkpoints, show_checkpoints
 
-    found = found_checkpoints(run_dir, verify)
+    found = describe_checkpoints(run_dir, verify)
     if as_json:
         print(json.dumps([entry.as_dict() for entry in found], indent=1))
     else:

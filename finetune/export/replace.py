@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from finetune.checkpoints.folder import flush
+from finetune.utils import fsync
 
 
 def partial_of(folder: Path) -> Path:
@@ -38,7 +38,7 @@ def exchange(folder: Path) -> None:
     """The partial folder becomes `folder`. After this returns it survives a power cut. Raises OSError."""
     old, partial = _old_of(folder), partial_of(folder)
     for path in (*partial.rglob("*"), partial):
-        flush(path)
+        fsync(path)
     if folder.exists():
         folder.rename(old)
     try:
@@ -47,5 +47,5 @@ def exchange(folder: Path) -> None:
         if old.exists():
             old.rename(folder)
         raise
-    flush(folder.parent)
+    fsync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)  # else the next save sweeps it up

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from finetune.checkpoints.folder import flush
+from finetune.utils import fsync
 
 SHARD_BYTES = 4 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -55,7 +55,7 @@ class WeightsWriter:
         self._names.append(list(self._shard))
         path = self._unnamed(len(self._names))
         save_file(self._shard, path, metadata={"format": "pt"})
-        flush(path)
+        fsync(path)
         self._shard, self.held_bytes = {}, 0
 
     def _unnamed(self, number: int) -> Path:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from finetune.checkpoints.resume import newest_good, resume, start_anew
+from finetune.checkpoints.resume import newest_good, resume, set_all_aside
 from finetune.data.dataset import Dataset, Stream
 from finetune.data.loader import Loader, OrderedRows, RunRows
 from finetune.engine.base import Engine
@@ -271,7 +271,7 @@ def _resume(
     """From the newest checkpoint that verifies, or step 0; and the trackers' run ids that it knows."""
     checkpoints = checkpoint_folder(recipe)
     if recipe.checkpoint.resume == "never":
-        for folder in start_anew(checkpoints) if engine.is_main else []:
+        for folder in set_all_aside(checkpoints) if engine.is_main else []:
             say(f"note: the checkpoint of an earlier run is now {folder}")
         return State(), {}
     if (found := newest_good(engine, checkpoints)) is None:

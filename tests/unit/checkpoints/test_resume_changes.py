@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.checkpoints.same_run import changes
+from finetune.checkpoints.resume import recipe_changes
 from finetune.errors import UserError
 from finetune.recipe import Recipe, dump_recipe, load_recipe
 
@@ -28,13 +28,13 @@ def checkpoint(tmp_path: Path, load: Any) -> Path:
 
 
 def refusal(recipe: Recipe, checkpoint: Path, rows: dict[str, Any] = ROWS) -> str:
-    with pytest.raises(UserError, match="is of another run") as refused:
-        changes(recipe, checkpoint, rows, ROWS)
+    with pytest.raises(UserError, match="belongs to another run") as refused:
+        recipe_changes(recipe, checkpoint, rows, ROWS)
     return str(refused.value)
 
 
 def test_nothing_changed(load: Any, checkpoint: Path) -> None:
-    assert changes(load(), checkpoint, ROWS, ROWS) == []
+    assert recipe_changes(load(), checkpoint, ROWS, ROWS) == []
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_nothing_changed(load: Any, checkpoint: Path) -> None:
     ],
 )
 def test_what_may_change_is_said(load: Any, checkpoint: Path, override: str, said: str) -> None:
-    assert changes(load(override), checkpoint, ROWS, ROWS) == [said]
+    assert recipe_changes(load(override), checkpoint, ROWS, ROWS) == [said]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_the_order_depends_on_changes_only_where_it_is_accepted(
     load: Any, checkpoint: Path, override: str, key: str
 ) -> None:
     assert f"checkpoint.accept_changes=[{key}]" in refusal(load(override), checkpoint)
-    accepted = changes(load(override, f"checkpoint.accept_changes=[{key}]"), checkpoint, ROWS, ROWS)
+    accepted = recipe_changes(load(override, f"checkpoint.accept_changes=[{key}]"), checkpoint, ROWS, ROWS)
     assert any(line.startswith(override.split("=")[0]) for line in accepted)
 
 
@@ -93,7 +93,7 @@ def test_a_data_file_with_other_rows_is_another_run(load: Any, checkpoint: Path)
     message = refusal(load(), checkpoint, now)
     assert "data.train, the rows themselves: examples: 300 -> 301" in message
     assert "checkpoint.accept_changes=[data.train]" in message
-    accepted = changes(load("checkpoint.accept_changes=[data.train]"), checkpoint, now, ROWS)
+    accepted = recipe_changes(load("checkpoint.accept_changes=[data.train]"), checkpoint, now, ROWS)
     assert "data.train, the rows themselves: examples: 300 -> 301" in accepted
 
 
