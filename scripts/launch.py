@@ -27,7 +27,7 @@ import psutil
 from finetune.errors import STOPPED_STATUS, UserError
 from finetune.recipe import load_recipe
 from finetune.startup import quiet_libraries
-from finetune.tracking.status import read_status
+from finetune.tracking.metrics import read_status
 from finetune.training.stop import SIGNALS
 
 DEFAULTS = {

@@ -22,8 +22,7 @@ from finetune.models.head import LossHead
 from finetune.objectives import supervised_losses
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe
-from finetune.tracking.clock import StepClock
-from finetune.tracking.meters import Meters
+from finetune.tracking.meters import Meters, StepClock
 from finetune.training.by_source import SourceSums
 from finetune.training.feed import Feed
 from finetune.training.routing import Routing, RoutingSums, routing_line
@@ -117,7 +116,7 @@ def training_steps(
         wished, of_sources = others[: len(wished)], others[len(wished) :]
         if not math.isfinite(loss):
             raise RunFailure(not_finite("loss", engine, state.step, sums.losses))
-        meters.weigh_gradients()
+        meters.measure_gradients()
         try:
             with clock.phase("optimizer"):
                 grad_norm = engine.step()

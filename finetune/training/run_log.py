@@ -9,7 +9,7 @@ from finetune.engine.base import Engine
 from finetune.errors import STOPPED_STATUS
 from finetune.recipe import Recipe
 from finetune.tracking import StepLog, Trackers, prepare_samples, sample_file
-from finetune.tracking.background import Background
+from finetune.tracking.metrics import Background
 
 
 class RunLog:

@@ -14,11 +14,10 @@ from conftest import train_here
 from finetune.engine.held import Scale
 from finetune.engine.stopwatch import Stopwatch
 from finetune.errors import UserError
-from finetune.tracking import StepClock, Totals
-from finetune.tracking.device import DeviceMeter
-from finetune.tracking.memory import peak_resident_bytes
-from finetune.tracking.meters import is_measured
+from finetune.tracking import Totals
+from finetune.tracking.meters import DeviceMeter, StepClock, is_measured
 from finetune.training.profile_summary import advice
+from finetune.utils import peak_resident_bytes
 
 CPU = torch.device("cpu")
 PHASES = {"data", "forward", "backward", "communication", "optimizer", "other"}
