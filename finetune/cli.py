@@ -265,7 +265,7 @@ def generate(
     quiet_libraries()
     with few_collections():
         import_transformers()
-        from finetune.export.generate import answer_prompts
+        from finetune.export.commands import answer_prompts
 
     answer_prompts(run_dir, prompt or [], max_new_tokens, temperature, as_json)
 
@@ -282,7 +282,7 @@ def merge(
     quiet_libraries()
     with few_collections():
         import_transformers()
-        from finetune.export.merge import merge_adapter
+        from finetune.export.commands import merge_adapter
 
     print(f"merged into {merge_adapter(run_dir, out or run_dir / 'merged')}")
 

@@ -22,8 +22,7 @@ from finetune.engine.agreement import check_launch
 from finetune.engine.launch import read_launch
 from finetune.engine.start import start_engine
 from finetune.errors import Stopped
-from finetune.export.card import model_card
-from finetune.export.result import save_result
+from finetune.export.result import model_card, save_result
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.config import check_token_ids, model_config
 from finetune.models.dropout import check_nothing_random
