@@ -207,7 +207,7 @@ def list_cache(as_json: AsJson = False) -> None:
     quiet_libraries()
     from finetune.data.cache.entries import entries_folder
     from finetune.data.cache.listing import found_entries
-    from finetune.planning.cache import show_entries
+    from finetune.planning.prepare import show_entries
 
     entries = found_entries()
     if as_json:
@@ -231,7 +231,8 @@ def clean_cache(
     quiet_libraries()
     from finetune.data.cache.entries import entries_folder
     from finetune.data.cache.listing import age_in_seconds, found_entries, not_used_for, remove
-    from finetune.planning.cache import readable_bytes, show_entries
+    from finetune.planning.prepare import show_entries
+    from finetune.utils import readable_bytes
 
     age = age_in_seconds(older_than)
     entries = not_used_for(found_entries(), 0 if everything else age)
@@ -326,9 +327,8 @@ def doctor(
     quiet_libraries()
     from finetune.engine.links import join_group
     from finetune.engine.start import leave_group
-    from finetune.planning.doctor.advice import advice
-    from finetune.planning.doctor.diagnosis import diagnose
-    from finetune.planning.doctor.show import show_diagnosis
+    from finetune.planning.doctor import diagnose
+    from finetune.planning.doctor_advice import advice, show_diagnosis
 
     group = join_group()
     found = diagnose(group, folder or [Path("runs")])
