@@ -131,7 +131,9 @@ def _check_data(recipe: Recipe, report: CheckReport) -> None:
             f"{len(data.examples):,} examples, {data.tokens:,} tokens, {share:.0%} supervised"
         )
         full = data.efficiency(recipe.data.max_length)
-        report.facts[f"{name}_rows"] = f"{len(data.rows):,} of {recipe.data.max_length:,} tokens, {full:.1%} full"
+        report.facts[f"{name}_rows"] = (
+            f"{len(data.rows):,} sequences of up to {recipe.data.max_length:,} tokens, {full:.1%} full"
+        )
         if name == "train":
             report.facts["steps"] = run_length(recipe, len(data.rows))[0]
         changed = {key: count for key, count in data.examples.report.totals().items() if key in _CHANGED and count}

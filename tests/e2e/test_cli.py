@@ -125,7 +125,7 @@ def test_console_script() -> None:
         (["train"], "Missing argument 'RECIPE'"),
         (["check", "--procs", "2"], "No such option: --procs"),
         (["inspect", "x.yaml", "--rows", "0"], "Invalid value for '--rows'"),
-        (["inspect", "recipes/quickstart/full.yaml", "--json", "--html", "a.html"], "--html has no effect beside"),
+        (["inspect", "recipes/quickstart/full.yaml", "--json", "--html", "a.html"], "--html has no effect with"),
         (["inspect", "recipes/quickstart/full.yaml", "--html", "a.yaml"], "expected the name of a page to write"),
         (["train", "absent.yaml"], "absent.yaml"),
         (["check", "absent.yaml"], "absent.yaml"),
@@ -353,8 +353,8 @@ def test_check_of_rows_to_be_found(here: Callable[..., Outcome], recipe: dict[st
     code, out, err = here("check", write_recipe(recipe), "--config-file", config, "--num-processes", 2, "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)[0]["launch"] == (
-        "zero3, 2 processes, at most 4 forwards each per step (batch.rows_per_device: auto, found by trial at the "
-        "first run there)"
+        "zero3, 2 processes, at most 4 micro-batches per process and step (batch.rows_per_device: auto, measured at "
+        "the first run)"
     )
 
 
