@@ -414,7 +414,7 @@ def test_check_without_a_file_but_with_a_size(
 ) -> None:
     code, _, err = here("check", write_recipe(recipe), "--num-processes", 3, "--recipe-only")
     assert code == 2
-    assert "nearest valid `batch.rows` are 6" in err
+    assert "nearest: 6" in err
 
 
 def test_check_json(here: Callable[..., Outcome], recipe: dict[str, Any], write_recipe: Any) -> None:
