@@ -85,10 +85,10 @@ def train(
         large_pages()
         with few_collections():
             import_transformers()
-            from finetune.engine.start import leave_group, left_when_broken
+            from finetune.engine.start import abort_on_crash, leave_group
             from finetune.training.run import train as run
 
-        with left_when_broken():
+        with abort_on_crash():
             run(loaded, str(recipe), stop, Console(), str(config_file) if config_file else None)
         leave_group()
 

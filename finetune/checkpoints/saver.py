@@ -28,8 +28,8 @@ from torch import Tensor
 from finetune.checkpoints.folder import Metrics, Retention, partial_folder, score, seal, start_partial, step_folder
 from finetune.checkpoints.shards import part_tensors, shape_metadata, write_tensors
 from finetune.engine.base import Engine
-from finetune.engine.parts import scalars
-from finetune.engine.timeout import collective_timeout
+from finetune.engine.launch import collective_timeout
+from finetune.engine.state_shards import scalars
 from finetune.errors import RunFailure
 from finetune.recipe import Recipe, dump_recipe
 

@@ -3,7 +3,7 @@
 A tensor's name in a file is `field|start|parameter`: elements from `start` on of that field of the flattened parameter,
 or `field|start:run:stride|parameter` for runs of `run` elements, `stride` apart. No rank holds more than what it
 trains, and a reader takes only the ranges it needs from each file. 8-bit state is stored as it is: codes under the
-field's name, with `field:scales`, `field:book` and `field:phase` (`finetune/engine/blockwise.py`).
+field's name, with `field:scales`, `field:book` and `field:phase` (`finetune/engine/state_shards.py`).
 
 Files are written tensor by tensor, with one copy of one tensor in memory and the checksum computed on the way; the
 library's `save_file` takes the bytes of all tensors at once. The format is eight bytes with the length of a JSON
@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.checkpoints.folder import FileEntry
-from finetune.engine.blockwise import Blocks, Piece, fill_coded, is_coded
-from finetune.engine.parts import WEIGHT, MakeRoom, Part, by_stepped, fields, make_room, make_state
-from finetune.engine.ranges import Range, overlaps
+from finetune.engine.state_shards import Blocks, StoredPiece, fill_coded, is_coded
+from finetune.engine.state_shards import WEIGHT, MakeRoom, Part, by_stepped, fields, make_room, make_state
+from finetune.engine.state_shards import Range, overlaps
 from finetune.errors import UserError
 
 
@@ -132,14 +132,14 @@ class PartReader:
         firsts = {field: ranges[0] for field, ranges in self._ranges[name].items() if field != WEIGHT}
         return {field: self._open[r.file].get_slice(r.key)[:1].dtype for field, r in firsts.items()}
 
-    def _pieces(self, part: Part, field: str) -> list[Piece]:
+    def _pieces(self, part: Part, field: str) -> list[StoredPiece]:
         """Returns the stored ranges that overlap a part, read lazily. Raises UserError where elements are missing."""
         pieces = []
         for stored in self._ranges[part.name][field]:
             values = self._open[stored.file].get_slice(stored.key)
             for overlap in overlaps(stored.elements, part.range):
                 placed = replace(overlap, at=overlap.at + part.offset)
-                pieces.append(Piece(self._source(stored, field, values), placed))
+                pieces.append(StoredPiece(self._source(stored, field, values), placed))
         filled = sum(piece.overlap.numel for piece in pieces)
         if filled != part.numel:
             raise UserError(f"the checkpoint holds {filled} of {part.numel} elements of {field} of {part.name}")
@@ -154,7 +154,7 @@ class PartReader:
         return Blocks(values, scales, book, int(phase))
 
 
-def _fill(tensor: Tensor, pieces: list[Piece]) -> None:
+def _fill(tensor: Tensor, pieces: list[StoredPiece]) -> None:
     for piece in pieces:
         piece.place(tensor.detach().view(-1)).copy_(piece.values())
 

@@ -23,11 +23,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.data.token_shard import TokenShare
-from finetune.engine.in_backward import StepInBackward
 from finetune.engine.launch import Launch
-from finetune.engine.norms import squared_norm
-from finetune.engine.parts import Part, Types, make_room
-from finetune.engine.precision import LossScale, NonFinite
+from finetune.engine.optimizer_step import LossScale, NonFinite, StepInBackward, squared_norm
+from finetune.engine.state_shards import Part, Types, make_room
 from finetune.engine.stopwatch import Stopwatch
 from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
@@ -49,9 +47,9 @@ class Engine(abc.ABC):
         self.world_size = accelerator.num_processes
         self.parallelism = launch.parallelism
         self.data_rank = self.parallelism.data_rank(self.rank)  # whose rows this rank works on
-        self.leads_rows = self.parallelism.leads_rows(self.rank)
-        place = self.parallelism.place(self.rank)
-        self.token_share = TokenShare(
+        self.is_data_parallel_leader = self.parallelism.is_data_parallel_leader(self.rank)
+        place = self.parallelism.coordinates(self.rank)
+        self.context_shard = TokenShare(
             self.parallelism.context, self.parallelism.sequence, place["context"], place["sequence"]
         )
         self.is_main = accelerator.is_main_process

@@ -26,10 +26,9 @@ from torch import Tensor, nn
 
 from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, Phase, T, saved_tensors, update_shards
 from finetune.engine.launch import Launch
-from finetune.engine.parts import Part
-from finetune.engine.schedule import bubble_share, fitting
+from finetune.engine.pipeline_layout import Layout, bubble_share, lay_out, schedulable_micro_batches
 from finetune.engine.stage_model import HandedOn, StageModel, check_cuttable, holders, keep_only
-from finetune.engine.stages import Layout, lay_out
+from finetune.engine.state_shards import Part
 from finetune.engine.torch_schedule import make_schedule, make_stage
 from finetune.models.config import model_config
 from finetune.models.weights import Placement, dtypes, without_weights
@@ -51,7 +50,7 @@ class _Work:
 class Pipeline(Engine):
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         super().__init__(accelerator, launch, recipe)
-        sizes, place = self.parallelism, self.parallelism.place(self.rank)
+        sizes, place = self.parallelism, self.parallelism.coordinates(self.rank)
         self.place, self.replica = place["pipeline"], place["replicate"]
         self._along = [stage * sizes.replicate + self.replica for stage in range(sizes.pipeline)]  # ranks of a pipeline
         self._layout = self._lay_out(recipe)
@@ -102,7 +101,7 @@ class Pipeline(Engine):
     # --- a step
 
     def accumulate(self, batches: Sequence[T], loss_of: Callable[[Any, T], Tensor], phase: Phase) -> None:
-        count = fitting(self.parallelism.schedule, self.parallelism.pipeline, len(batches))
+        count = schedulable_micro_batches(self.parallelism.schedule, self.parallelism.pipeline, len(batches))
         filled = [*batches, *[batches[-1]] * (count - len(batches))]
         self._work = _Work(filled, len(batches), loss_of, phase)
         schedule = self._schedule_of(count, _tokens(batches[0]))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.engine.stages import PLAN, Layout
+from finetune.engine.pipeline_layout import PLAN, Layout
 from finetune.errors import UserError
 from finetune.models.weights import Dtypes
 from finetune.utils import unwrap_peft

@@ -71,7 +71,7 @@ def _check_launch(
     recipe: Recipe, path: Path, config_file: Path | None, processes: int | None, recipe_only: bool, report: CheckReport
 ) -> None:
     """recipe_only: without the rules that depend on the model's config."""
-    from finetune.engine.agreement import check_launch
+    from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import Launch, read_config_file
     from finetune.models.config import model_config
 

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from finetune.engine.links import Group, Links, measure_links
-from finetune.engine.shared_folder import blind_hosts
+from finetune.engine.launch import hosts_without_shared_folder
 from finetune.errors import UserError
 from finetune.planning.plan import versions
 
@@ -46,9 +46,9 @@ def diagnose(group: Group, folders: list[Path]) -> Diagnosis:
     disks = group.gather(_measure_disks(folders) if group.rank == 0 else [])[0]
     if isinstance(disks, str):
         raise UserError(disks)
-    several = len({host.node for host in hosts}) > 1
-    not_shared = {str(f): blind for f in folders if several and (blind := blind_hosts(group.gather, group.rank, f))}
-    return Diagnosis(hosts, links, disks, not_shared)
+    checked = folders if len({host.node for host in hosts}) > 1 else []
+    missing = {str(folder): hosts_without_shared_folder(group.gather, group.rank, folder) for folder in checked}
+    return Diagnosis(hosts, links, disks, {folder: names for folder, names in missing.items() if names})
 
 
 def _measure_disks(folders: list[Path]) -> list[Disk] | str:

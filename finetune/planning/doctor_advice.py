@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from finetune.engine.links import Links
-from finetune.engine.timeout import VARIABLE, collective_timeout
+from finetune.engine.launch import TIMEOUT_VARIABLE, collective_timeout
 from finetune.planning.doctor import Diagnosis, Disk, Host
 from finetune.utils import readable_bytes
 
@@ -99,11 +99,11 @@ def mtu_differs(found: Diagnosis) -> Iterator[str]:
 
 
 def long_timeout(found: Diagnosis) -> Iterator[str]:
-    if found.nodes > 1 and VARIABLE not in found.hosts[0].variables:
+    if found.nodes > 1 and TIMEOUT_VARIABLE not in found.hosts[0].variables:
         minutes = collective_timeout().total_seconds() / 60
         yield (
-            f"a lost connection is detected after {minutes:.0f} minutes: set {VARIABLE}=600, or somewhat more than "
-            "the longest wait of one rank for another"
+            f"a lost connection is detected after {minutes:.0f} minutes: set {TIMEOUT_VARIABLE}=600, or somewhat more "
+            "than the longest wait of one rank for another"
         )
 
 

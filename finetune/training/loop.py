@@ -15,7 +15,7 @@ import torch
 from finetune.data.batch import Batch
 from finetune.data.loader import StepBatches
 from finetune.engine.base import Engine
-from finetune.engine.precision import NonFinite
+from finetune.engine.optimizer_step import NonFinite
 from finetune.errors import RunFailure
 from finetune.models.attention import AttentionChoice
 from finetune.models.head import LossHead

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from finetune.checkpoints.saver import Saver
 from finetune.data.dataset import build_dataset, build_training, template_notes
-from finetune.engine.agreement import check_launch
+from finetune.engine.compatibility import check_launch
 from finetune.engine.launch import read_launch
 from finetune.engine.start import start_engine
 from finetune.errors import Stopped

@@ -80,4 +80,4 @@ def _samples(engine: Engine, folder: Path, first_step: int) -> StepLog | None:
     if engine.is_main:
         prepare_samples(folder, first_step)
     engine.barrier()
-    return StepLog(sample_file(folder, engine.rank), first_step) if engine.leads_rows else None
+    return StepLog(sample_file(folder, engine.rank), first_step) if engine.is_data_parallel_leader else None

@@ -20,9 +20,10 @@ from finetune.checkpoints.resume import newest_good, resume, set_all_aside
 from finetune.data.dataset import Dataset, Stream
 from finetune.data.loader import Loader, OrderedRows, RunRows
 from finetune.engine.base import Engine
-from finetune.engine.precision import autocast_forward
-from finetune.engine.shared_tokens import share_tokens
-from finetune.engine.timeout import collective_timeout, limit_groups
+from finetune.engine.context_parallel import apply_context_parallel
+from finetune.engine.launch import collective_timeout
+from finetune.engine.optimizer_step import autocast_forward
+from finetune.engine.start import set_group_timeouts
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
 from finetune.models.experts import compute_experts_in
@@ -89,7 +90,7 @@ def set_up(
     """Load the model, hand it to the engine, and go on from the newest checkpoint. Collective."""
     say = partial(_say, engine, console)
     within = attention_for(recipe, config, engine.device.type)
-    attention = share_tokens(within, engine.token_share, engine.parallelism, engine.rank)
+    attention = apply_context_parallel(within, engine.context_shard, engine.parallelism, engine.rank)
     if not attention.isolates_documents:
         _check_isolated(recipe, attention, say)
         training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
@@ -97,7 +98,7 @@ def set_up(
     routing, counts = Routing.of(model, recipe.objective, engine.parallelism), parameter_counts(model)
     flops = model_flops(model, within.implementation, recipe.train.activation_checkpointing)
     engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
-    limit_groups(collective_timeout())
+    set_group_timeouts(collective_timeout())
     rows = _rows_per_device(recipe, engine, config, attention, head, training, say)
     plan = _plan(recipe, engine, training, counts, rows, micro_batches, attention, head)
     profiler = Profiler(recipe.profile, engine, run_folder(recipe), plan.steps) if recipe.profile else None
@@ -237,7 +238,7 @@ def _loader(recipe: Recipe, engine: Engine, found: FoundRows, rows: RunRows, tot
         total_rows,
         budget and budget * engine.parallelism.tokens,
         _forward_tokens(recipe, found),
-        engine.token_share,
+        engine.context_shard,
     )
 
 

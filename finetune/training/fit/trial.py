@@ -88,7 +88,7 @@ class Trials:
         return math.inf  # here the error, which holds the forward's tensors, is gone
 
     def _run(self, rows: float) -> None:
-        engine, batch = self.engine, self.row.batch(rows, self.engine.token_share)
+        engine, batch = self.engine, self.row.batch(rows, self.engine.context_shard)
         arguments = self.attention.forward_arguments(batch.document_lengths)
         engine.trial(lambda model: supervised_losses(model, batch, arguments, engine.device, self.head).total)
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from finetune.checkpoints.shards import PartReader, part_tensors, shape_metadata, write_tensors
-from finetune.engine.parts import Part, scalars
+from finetune.engine.state_shards import Part, scalars
 
 N = 9000  # no multiple of a block
 FIELDS = ("state1", "state2")

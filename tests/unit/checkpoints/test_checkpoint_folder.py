@@ -21,7 +21,7 @@ from finetune.checkpoints.folder import (
     step_folder,
 )
 from finetune.checkpoints.shards import PartReader, part_tensors, shape_metadata, write_tensors
-from finetune.engine.parts import Part
+from finetune.engine.state_shards import Part
 from finetune.errors import UserError
 from finetune.recipe.schema import Checkpoint
 

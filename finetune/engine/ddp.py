@@ -1,4 +1,4 @@
-"""One process, or several with a whole model each (DDP)."""
+"""Replicas of the whole model: one process, or several with DDP."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from finetune.engine.base import (
     update_shards,
     wait_after_gradients,
 )
-from finetune.engine.in_backward import StepInBackward
-from finetune.engine.parts import Part
+from finetune.engine.optimizer_step import StepInBackward
+from finetune.engine.state_shards import Part, replica_parts
 from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 
 
-class Replicated(Engine):
-    """Gradients are averaged by DDP at the last micro-batch of a step; the average is undone by the loss's factor.
+class Ddp(Engine):
+    """DDP averages gradients at the last micro-batch of a step; the factor of the loss undoes the average.
 
-    DDP decides in a forward whether its backward communicates, so the forward has to know as well. Until then
-    gradients add up in the buckets that are sent: they are zeroed in place, not dropped, where there are several
-    micro-batches, or every gradient would be held twice.
+    DDP decides in a forward whether its backward communicates, so `no_sync` must wrap both. Until then gradients
+    accumulate in the buckets that are sent. With several micro-batches a step they are zeroed in place, not dropped:
+    otherwise each gradient would be in memory twice.
     """
 
     def placement(self, recipe: Recipe) -> Placement:
@@ -65,22 +65,21 @@ class Replicated(Engine):
     def step(self) -> float | None:
         if self.steps_in_backward:
             return norm_of_steps(self.stepper, lambda local: local.item())
-        gradients = [p.grad for _, p in named_trainables(self.unwrapped) if p.grad is not None]
-        norm = update_shards(self, gradients, lambda local: local.item())
+        norm = update_shards(self, self.gradients(), lambda local: local.item())
         self.drop_gradients()
         return norm
 
     @property
     def warm_ups(self) -> int:
-        """DDP lays its buckets anew after the first backward, by the order in which gradients came (torch's
-        Reducer::rebuild_buckets); where an element lies decides in which order three or more ranks are added up. One
-        more, and gradients lie in these buckets from the first micro-batch on."""
+        """DDP rebuilds its buckets after the first backward, in the order in which gradients came (torch's
+        Reducer::rebuild_buckets), and the position of an element decides in which order three or more ranks are summed.
+        After one more, gradients are in these buckets from the first micro-batch on."""
         if not self._communicates:
             return 0
         return 2 if self.accumulates else int(self.world_size > 2)
 
     def knows_waits(self, recipe: Recipe) -> bool:
-        """Of DDP's reduction, what the backward's computation did not hide, and of the loss's."""
+        """For the part of DDP's reduction that the backward does not hide, and for sums of the loss."""
         return True
 
     @property
@@ -88,11 +87,11 @@ class Replicated(Engine):
         return self.parallelism.tokens > 1  # attention waits for the ranks that share its rows
 
     def trial(self, loss: Callable[[Any], Tensor]) -> None:
-        """Past DDP, which would reduce: a rank that runs out of memory leaves no other waiting."""
+        """Without DDP, which would reduce: a rank that runs out of memory leaves no other waiting."""
         (loss(self.unwrapped) * (self.world_size * self.loss_scale.value)).backward()
 
     def drop_gradients(self) -> None:
-        gradients = [p.grad for _, p in named_trainables(self.unwrapped) if p.grad is not None]
+        gradients = self.gradients()
         if self._communicates and self.accumulates and gradients:
             torch._foreach_zero_(gradients)
             return
@@ -100,15 +99,8 @@ class Replicated(Engine):
             parameter.grad = None
 
     def parts(self, reading: bool) -> list[Part]:
-        """Every rank has everything: each writes its share of every parameter, and reads all of it."""
-        found = []
-        for name, p in named_trainables(self.unwrapped):
-            share = -(-p.numel() // self.world_size)
-            start = 0 if reading else min(self.rank * share, p.numel())
-            numel = p.numel() if reading else min(share, p.numel() - start)
-            if numel:
-                found.append(Part(name, tuple(p.shape), start, numel, p, start))
-        return found
+        """Every rank writes an equal range of every parameter, and reads all of it."""
+        return replica_parts(named_trainables(self.unwrapped), self.rank, self.world_size, reading)
 
     def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
         for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
