@@ -28,9 +28,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.checkpoints.folder import FileEntry
-from finetune.engine.state_shards import Blocks, StoredPiece, fill_coded, is_coded
-from finetune.engine.state_shards import WEIGHT, MakeRoom, Part, by_stepped, fields, make_room, make_state
-from finetune.engine.state_shards import Range, overlaps
+from finetune.engine.state_shards import (
+    WEIGHT,
+    Blocks,
+    MakeRoom,
+    Part,
+    Range,
+    StoredPiece,
+    by_stepped,
+    fields,
+    fill_coded,
+    is_coded,
+    make_room,
+    make_state,
+    overlaps,
+)
 from finetune.errors import UserError
 
 

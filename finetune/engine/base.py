@@ -12,7 +12,6 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,14 +25,13 @@ from finetune.data.token_shard import TokenShare
 from finetune.engine.launch import Launch
 from finetune.engine.optimizer_step import LossScale, NonFinite, StepInBackward, squared_norm
 from finetune.engine.state_shards import Part, Types, make_room
-from finetune.engine.stopwatch import Stopwatch
+from finetune.engine.timing import Stopwatch
 from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 
 SIDE_TIMEOUT = timedelta(hours=6)  # for the slowest rank's disk, in a thread that nobody waits for
 T = TypeVar("T")  # a micro-batch; what is in it is no matter of this room
 NamedTensors = list[tuple[str, Tensor]]
-Phase = Callable[[str], AbstractContextManager[None]]
 BuildOptimizers = Callable[[NamedTensors], list[Optimizer]]
 
 
@@ -89,15 +87,15 @@ class Engine(abc.ABC):
         self.last = last
         yield
 
-    def accumulate(self, batches: Sequence[T], loss_of: Callable[[Any, T], Tensor], phase: Phase) -> None:
+    def accumulate(self, batches: Sequence[T], loss_of: Callable[[Any, T], Tensor]) -> None:
         """Forward and backward of every micro-batch of a step.
 
-        loss_of: a model's share of the step's loss in a micro-batch. phase: what the time of a backward is booked to.
+        loss_of: a model's share of the step's loss in a micro-batch.
         """
         for batch in batches:
             with self.micro_batch(last=batch is batches[-1]):
                 loss = loss_of(self.model, batch)
-                with phase("backward"):
+                with self.stopwatch.phase("backward"):
                     self.backward(loss)
 
     def forwards(self, batches: Iterable[T], values_of: Callable[[Any, T], Tensor]) -> Iterator[tuple[T, Tensor]]:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from finetune.engine.parallelism import Parallelism
-from finetune.engine.stopwatch import Stopwatch
+from finetune.engine.timing import Stopwatch
 from finetune.models.experts import dispatch_tokens, experts_of
 
 

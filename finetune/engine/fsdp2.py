@@ -37,8 +37,8 @@ from finetune.engine.sharding import (
     take_weights,
 )
 from finetune.engine.state_shards import Part
-from finetune.engine.stopwatch import Stopwatch
 from finetune.engine.tensor_parallel import ParameterShard, ShardedParameters, TensorGroup, all_gathered, parallelize
+from finetune.engine.timing import Stopwatch
 from finetune.models.weights import Placement, dtypes
 from finetune.recipe.schema import Recipe
 

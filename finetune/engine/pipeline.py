@@ -24,7 +24,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, Phase, T, saved_tensors, update_shards
+from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, T, saved_tensors, update_shards
 from finetune.engine.launch import Launch
 from finetune.engine.pipeline_layout import Layout, bubble_share, lay_out, schedulable_micro_batches
 from finetune.engine.stage_model import HandedOn, StageModel, check_cuttable, holders, keep_only
@@ -44,7 +44,6 @@ class _Work:
     batches: Sequence[Any]
     counted: int  # the batches after these only fill the schedule up
     loss_of: Callable[[Any, Any], Tensor]
-    phase: Phase
 
 
 class Pipeline(Engine):
@@ -100,10 +99,10 @@ class Pipeline(Engine):
 
     # --- a step
 
-    def accumulate(self, batches: Sequence[T], loss_of: Callable[[Any, T], Tensor], phase: Phase) -> None:
+    def accumulate(self, batches: Sequence[T], loss_of: Callable[[Any, T], Tensor]) -> None:
         count = schedulable_micro_batches(self.parallelism.schedule, self.parallelism.pipeline, len(batches))
         filled = [*batches, *[batches[-1]] * (count - len(batches))]
-        self._work = _Work(filled, len(batches), loss_of, phase)
+        self._work = _Work(filled, len(batches), loss_of)
         schedule = self._schedule_of(count, _tokens(batches[0]))
         numbers = torch.arange(count)  # which micro-batch: torch deals one to each forward
         with self.stopwatch.waiting():
@@ -151,7 +150,7 @@ class Pipeline(Engine):
 
     @contextlib.contextmanager
     def _computing_backward(self) -> Iterator[None]:
-        with self._computing(), self._work.phase("backward"):
+        with self._computing(), self.stopwatch.phase("backward"):
             yield
 
     def _add_up(self) -> None:

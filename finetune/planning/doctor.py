@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import torch
 
-from finetune.engine.links import Group, Links, measure_links
 from finetune.engine.launch import hosts_without_shared_folder
+from finetune.engine.links import Group, Links, measure_links
 from finetune.errors import UserError
 from finetune.planning.plan import versions
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from finetune.engine.links import Links
 from finetune.engine.launch import TIMEOUT_VARIABLE, collective_timeout
+from finetune.engine.links import Links
 from finetune.planning.doctor import Diagnosis, Disk, Host
 from finetune.utils import readable_bytes
 

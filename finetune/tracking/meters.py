@@ -6,14 +6,11 @@ is unknown: no MFU without a known peak, no communication where a backend hides 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import math
 import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -21,15 +18,13 @@ import torch
 
 from finetune.data.batch import Batch
 from finetune.engine.base import Engine
-from finetune.engine.held import held_gradients, held_state
-from finetune.engine.stopwatch import COMMUNICATION, Stopwatch
+from finetune.engine.state_bytes import measure_gradient_bytes, measure_state_bytes
+from finetune.engine.timing import COMMUNICATION, PHASES, STALLS
 from finetune.tracking.metrics import Line
 from finetune.utils import peak_resident_bytes
 
 GIB = 2**30
 
-PHASES = ("data", "forward", "backward", "communication", "optimizer")
-STALLS = ("checkpoint", "evaluation", "profile")
 _STORED = ("weights", "gradients", "optimizer_state")
 _MEASURED = {"step_s", "tokens_per_s", "supervised_tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "straggler"}
 _MEASURED |= {"supervised_tokens_per_s_per_device", "tflops_per_device", "rank_spread", "memory_peak_gib"}
@@ -71,11 +66,10 @@ class Measured:
 
 
 class Meters:
-    """Meters of a run. `clock` belongs to the loop; call `step` once a step, on every rank."""
+    """Meters of a run. Call `step` once a step, on every rank."""
 
     def __init__(self, engine: Engine, flops: FlopsCounter | None = None, peak_tflops: float | None = None):
         """peak_tflops: of one device, in the type of matrix products; None if unknown."""
-        self.clock = StepClock(engine.stopwatch)
         self._engine, self._flops, self._peak = engine, flops, peak_tflops
         self._device = DeviceMeter(engine.device)
         self._gradients: int | None = None
@@ -85,7 +79,7 @@ class Meters:
     def measure_gradients(self) -> None:
         """Count gradient bytes, once, while all gradients exist."""
         if self._gradients is None:
-            self._gradients = held_gradients(self._engine)
+            self._gradients = measure_gradient_bytes(self._engine)
 
     def step(self, batches: Sequence[Batch], tokens: float, supervised: float) -> Measured:
         """tokens, supervised: of the step, over all ranks. Collective."""
@@ -103,9 +97,9 @@ class Meters:
         return Measured(seconds, known)
 
     def _measure_rank(self, batches: Sequence[Batch]) -> _Rank:
-        lap, device = self.clock.lap(), self._engine.device
+        lap, device = self._engine.stopwatch.lap(), self._engine.device
         if self._state is None:
-            self._state = held_state(self._engine)
+            self._state = measure_state_bytes(self._engine)
         model, hardware = self._count_flops(batches)
         on_gpu = device.type == "cuda"
         weights, optimizer_state = self._state
@@ -192,52 +186,6 @@ def _device(ranks: list[_Rank], tokens: float) -> Line:
         "energy_j": energy,
         "tokens_per_j": tokens / energy if energy > 0 else math.nan,
     }
-
-
-@dataclass(frozen=True)
-class Lap:
-    """Seconds from the end of one step to the end of the next."""
-
-    step: float  # without stalls
-    phases: dict[str, float]  # parts of `step`; the rest is other work of the host
-    stalls: dict[str, float]  # in addition to `step`, since the last lap
-
-
-class StepClock:
-    """Times steps without gaps: what happens between two steps belongs to the second one."""
-
-    def __init__(self, stopwatch: Stopwatch):
-        self._stopwatch = stopwatch
-        self._stalls = defaultdict[str, float](float)
-        self.restart()
-
-    def restart(self) -> None:
-        self._stopwatch.read()
-        self._stalls.clear()
-        self._began = time.perf_counter()
-
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return self._stopwatch.phase(name)
-
-    @contextlib.contextmanager
-    def stall(self, name: str) -> Iterator[None]:
-        """Time what delays the next step."""
-        began = time.perf_counter()
-        with self._stopwatch.stopped():
-            try:
-                yield
-            finally:
-                self._stalls[name] += time.perf_counter() - began
-
-    def lap(self) -> Lap:
-        """Returns the times since the last lap; waits for the device to finish the step."""
-        phases = self._stopwatch.read()
-        now = time.perf_counter()
-        stalls = {name: self._stalls.get(name, 0.0) for name in STALLS}
-        lap = Lap(now - self._began - sum(stalls.values()), phases, stalls)
-        self._stalls.clear()
-        self._began = now
-        return lap
 
 
 class DeviceMeter:

@@ -22,7 +22,7 @@ from finetune.models.head import LossHead
 from finetune.objectives import supervised_losses
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe
-from finetune.tracking.meters import Meters, StepClock
+from finetune.tracking.meters import Meters
 from finetune.training.by_source import SourceSums
 from finetune.training.feed import Feed
 from finetune.training.routing import Routing, RoutingSums, routing_line
@@ -100,16 +100,15 @@ def training_steps(
     if state.step < plan.steps:
         warm_up(engine, feed.peek().batches[0], attention, head)
     meters, routing = meters or Meters(engine), routing or Routing()
-    clock = meters.clock
-    clock.restart()
+    engine.stopwatch.restart()
     while state.step < plan.steps:
-        with clock.phase("data"):
+        with engine.stopwatch.phase("data"):
             made = next(feed)
         batches, items, tokens = made.batches, made.supervised_tokens, made.tokens
         factor = lr_factor(recipe.schedule, state.step, plan.steps)
         engine.set_lr(factor)
-        sums = StepSums(engine, attention, head, recipe.run.seed, clock, state.step, made, source_names, routing)
-        engine.accumulate(batches, sums.share, clock.phase)
+        sums = StepSums(engine, attention, head, recipe.run.seed, state.step, made, source_names, routing)
+        engine.accumulate(batches, sums.share)
         wished = astuple(wishes())
         nats, balance, *others = engine.total(sums.nats(), sums.routing.loss, *wished, *sums.sources.values())
         loss, balance = nats / items + routing.coefficient * balance / tokens, balance / tokens
@@ -118,7 +117,7 @@ def training_steps(
             raise RunFailure(not_finite("loss", engine, state.step, sums.losses))
         meters.measure_gradients()
         try:
-            with clock.phase("optimizer"):
+            with engine.stopwatch.phase("optimizer"):
                 grad_norm = engine.step()
         except NonFinite as error:
             raise RunFailure(not_finite("gradient", engine, state.step, sums.losses, error.stepped)) from None
@@ -157,13 +156,12 @@ class StepSums:
         attention: AttentionChoice,
         head: LossHead,
         seed: int,
-        clock: StepClock,
         step: int,
         made: StepBatches,
         source_names: Sequence[str],
         routing: Routing,
     ):
-        self._engine, self._attention, self._head, self._seed, self._clock = engine, attention, head, seed, clock
+        self._engine, self._attention, self._head, self._seed = engine, attention, head, seed
         self._step, self._items = step, made.supervised_tokens
         self.losses: list[tuple[Batch, torch.Tensor]] = []  # (): nats of each micro-batch, fp64
         self.sources = SourceSums(source_names, engine.device)
@@ -173,7 +171,7 @@ class StepSums:
         """A micro-batch's share of the step's loss: its nats over the supervised tokens of the whole step, and its
         rows' part of the balance of experts."""
         seed_micro_batch(self._seed, self._step, batch.index)
-        with self._clock.phase("forward"), self.routing.listening() as logits:
+        with self._engine.stopwatch.phase("forward"), self.routing.listening() as logits:
             arguments = self._attention.forward_arguments(batch.document_lengths)
             nats, of_tokens = supervised_losses(model, batch, arguments, self._engine.device, self._head)
             self.sources.add(batch, of_tokens)

@@ -191,14 +191,14 @@ class Run:
     def _between_steps(self, wishes: Wishes) -> None:
         """Evaluate, save, stop: what is due, the same on every rank."""
         if wishes.settle:
-            with self.ready.meters.clock.stall("checkpoint"):
+            with self.engine.stopwatch.stall("checkpoint"):
                 self._saver.settle()
         measured = {}
         if self._evaluation_due() and not wishes.stop:  # one that is left out is made when the run goes on
-            with self.ready.meters.clock.stall("evaluation"):
+            with self.engine.stopwatch.stall("evaluation"):
                 measured = self._evaluate()
         if wishes.stop or self._save_due(measured, wishes):
-            with self.ready.meters.clock.stall("checkpoint"):
+            with self.engine.stopwatch.stall("checkpoint"):
                 self._save_checkpoint(measured)
         if wishes.stop:
             self._leave()
@@ -210,7 +210,7 @@ class Run:
         if not line and self.ready.profiler.misses(self.state.step):
             self.say(f"note: profile.steps: nothing is traced, this launch begins behind step {self.state.step}")
         turns = self.ready.profiler.turns(self.state.step)
-        with self.ready.meters.clock.stall("profile") if turns else contextlib.nullcontext():
+        with self.engine.stopwatch.stall("profile") if turns else contextlib.nullcontext():
             found = self.ready.profiler.after(self.state.step, line)
         if found:
             show_profile(self.console, found)

@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from finetune.engine.expert_parallel import parallelize_experts
 from finetune.engine.parallelism import Parallelism
-from finetune.engine.stopwatch import Stopwatch
+from finetune.engine.timing import Stopwatch
 
 EXPERTS, TOP_K, HIDDEN = 8, 2, 16
 KINDS: dict[str, Any] = {

@@ -15,9 +15,8 @@ from accelerate.state import PartialState
 
 from finetune.engine import launch as launch_module
 from finetune.engine.compatibility import check_launch
-from finetune.engine.launch import Launch, _option, check_started, read_config_file, read_launch
-from finetune.engine.start import _skip_shared_memory_build, _replace_prepare_backend
-from finetune.engine.launch import collective_timeout
+from finetune.engine.launch import Launch, _option, check_started, collective_timeout, read_config_file, read_launch
+from finetune.engine.start import _replace_prepare_backend, _skip_shared_memory_build
 from finetune.errors import UserError
 from finetune.models.config import model_config
 from finetune.recipe import load_recipe

@@ -1,4 +1,4 @@
-"""What of a run's state lies in this rank's device memory, in bytes: measured from the tensors, shards and all."""
+"""Bytes of a run's state in this rank's device memory, measured from the tensors and their shards."""
 
 from __future__ import annotations
 
@@ -12,52 +12,53 @@ from torch.distributed.tensor import DTensor
 from finetune.engine.base import Engine
 
 
-class Scale:
-    """Weighs tensors by the memory behind them, on one kind of device; what was weighed once is not weighed again."""
+class StorageCounter:
+    """Adds up the storages of tensors on one kind of device, each storage once."""
 
     def __init__(self, device: torch.device):
         self._device = device.type
-        self._seen: set[int] = set()
+        self._counted: set[int] = set()
 
-    def weigh(self, tensors: Iterable[Tensor]) -> int:
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        """Returns the bytes of storages that were not counted before."""
         total = 0
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.device.type != self._device:
                 continue
             storage = local.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in self._seen:
-                self._seen.add(storage.data_ptr())
+            if storage.nbytes() and storage.data_ptr() not in self._counted:
+                self._counted.add(storage.data_ptr())
                 total += storage.nbytes()
         return total
 
 
-def held_gradients(engine: Engine) -> int:
+def measure_gradient_bytes(engine: Engine) -> int:
     """Between the last backward of a step and the step."""
-    return Scale(engine.device).weigh(engine.gradients())
+    return StorageCounter(engine.device).add(engine.gradients())
 
 
-def held_state(engine: Engine) -> tuple[int, int]:
-    """(weights and buffers, optimizer) after a step. Master weights that the optimizer alone knows are its own."""
-    scale = Scale(engine.device)
-    weights = scale.weigh(_weights(engine.unwrapped))
-    return weights, scale.weigh(_optimizer_tensors(engine))
+def measure_state_bytes(engine: Engine) -> tuple[int, int]:
+    """Returns (weights and buffers, optimizer state) after a step. Master weights count as the optimizer's."""
+    counter = StorageCounter(engine.device)
+    weights = counter.add(_weights(engine.unwrapped))
+    return weights, counter.add(_optimizer_tensors(engine))
 
 
 def _weights(model: Any) -> Iterator[Tensor]:
     for parameter in model.parameters():
-        yield getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's share
-        yield from _tensors_of(getattr(parameter, "quant_state", None))
+        yield getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's shard
+        yield from _quantization_tensors(getattr(parameter, "quant_state", None))
     yield from model.buffers()
 
 
-def _tensors_of(quant_state: Any) -> Iterator[Tensor]:
-    """Scales of 4-bit blocks; where these are quantised themselves, the scales' scales."""
+def _quantization_tensors(quant_state: Any) -> Iterator[Tensor]:
+    """Yields the scales of 4-bit blocks, and with double quantisation the scales of these."""
     for value in vars(quant_state).values() if quant_state is not None else ():
         if isinstance(value, Tensor):
             yield value
         elif hasattr(value, "absmax"):
-            yield from _tensors_of(value)
+            yield from _quantization_tensors(value)
 
 
 def _optimizer_tensors(engine: Engine) -> Iterator[Tensor]:
