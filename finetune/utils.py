@@ -73,3 +73,8 @@ def peak_resident_bytes() -> int:
 def unwrap_peft(model: Any) -> Any:
     """Returns transformers' model: the one inside a peft model, or `model` itself. Imports no peft."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def full_shape(parameter: Any) -> Any:
+    """Returns the shape of the unsharded parameter (torch.Size), also under ZeRO-3. Imports no torch."""
+    return getattr(parameter, "ds_shape", parameter.shape)

@@ -17,8 +17,8 @@ import torch
 
 COMMUNICATION = "communication"
 PHASES = ("data", "forward", "backward", COMMUNICATION, "optimizer")
-STALLS = ("checkpoint", "evaluation", "profile")
-RANGE = "finetune/"  # prefix of phases in a profiler's trace
+STALLS: tuple[str, ...] = ("checkpoint", "evaluation", "profile")
+_RANGE = "finetune/"  # prefix of phases in a profiler's trace
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Stopwatch:
     def phase(self, name: str) -> Iterator[None]:
         self._phase, began = name, self._mark()
         try:
-            with torch.profiler.record_function(f"{RANGE}{name}"):
+            with torch.profiler.record_function(f"{_RANGE}{name}"):
                 yield
         finally:
             self._intervals.append((name, None, began, self._mark()))

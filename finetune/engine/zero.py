@@ -21,6 +21,7 @@ from finetune.errors import UserError
 from finetune.models.head import loss_module
 from finetune.models.weights import Placement, dtypes
 from finetune.recipe.schema import Recipe
+from finetune.utils import full_shape
 
 
 class Zero(Engine):
@@ -100,7 +101,7 @@ class Zero(Engine):
     def _limit_buckets(config: dict[str, Any], model: Any) -> None:
         """DeepSpeed allocates buffers for 5e8 gradients, 2 GB each in fp32 and two of them where it overlaps, also for
         adapters of a few million parameters: at most the number of trained parameters."""
-        trained = sum(getattr(p, "ds_numel", p.numel()) for _, p in named_trainables(model))
+        trained = sum(full_shape(p).numel() for _, p in named_trainables(model))
         section = config.setdefault("zero_optimization", {})
         if isinstance(size := section.get("reduce_bucket_size", 500_000_000), int | float):
             section["reduce_bucket_size"] = min(int(size), trained)

@@ -26,6 +26,7 @@ import numpy as np
 from torch import nn
 
 from finetune.models.attention import DOCUMENTS
+from finetune.utils import full_shape
 
 _EMBEDDED = re.compile(r"lora_embedding_A|\boriginal_module\b|_bias\b")  # looked up, unused, added: not multiplied
 _ATTENTION = re.compile(r"attn|attention")
@@ -180,7 +181,7 @@ def _shape(module: nn.Module, name: str, parameter: Any) -> tuple[int, ...]:
     if name == "weight" and hasattr(module, "in_features") and hasattr(module, "out_features"):
         features: Any = module
         return (features.out_features, features.in_features)  # 4-bit weights are stored flat
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # ds_shape: sharded by ZeRO-3
+    return tuple(full_shape(parameter))
 
 
 def _active_share(model: Any, path: str, shape: tuple[int, ...]) -> float:
