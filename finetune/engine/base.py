@@ -12,7 +12,6 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -22,13 +21,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.data.token_shard import TokenShare
-from finetune.engine.in_backward import StepInBackward
 from finetune.engine.launch import Launch
-from finetune.engine.norms import squared_norm
-from finetune.engine.parts import Part, Types, make_room
-from finetune.engine.precision import LossScale, NonFinite
+from finetune.engine.optimizer_step import LossScale, NonFinite, StepInBackward, squared_norm
 from finetune.engine.ranks import Ranks
-from finetune.engine.stopwatch import Stopwatch
+from finetune.engine.state_shards import Part, Types, make_room
+from finetune.engine.timing import Stopwatch
 from finetune.models.loss_model import CausalLMWithLoss, Outputs
 from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
@@ -37,7 +34,6 @@ T = TypeVar("T")  # a micro-batch; this room does not look into it
 Forward = Callable[[Any, T], Any]  # calls a model with a micro-batch's inputs, and returns what the model returns
 Loss = Callable[[Outputs, T], Tensor]  # () a micro-batch's part of the step's loss
 NamedTensors = list[tuple[str, Tensor]]
-Phase = Callable[[str], AbstractContextManager[None]]
 BuildOptimizers = Callable[[NamedTensors], list[Optimizer]]
 
 
@@ -51,9 +47,9 @@ class Engine(abc.ABC):
         self.world_size = accelerator.num_processes
         self.parallelism = launch.parallelism
         self.data_rank = self.parallelism.data_rank(self.rank)  # whose rows this rank works on
-        self.leads_rows = self.parallelism.leads_rows(self.rank)
-        place = self.parallelism.place(self.rank)
-        self.token_share = TokenShare(
+        self.is_data_parallel_leader = self.parallelism.is_data_parallel_leader(self.rank)
+        place = self.parallelism.coordinates(self.rank)
+        self.context_shard = TokenShare(
             self.parallelism.context, self.parallelism.sequence, place["context"], place["sequence"]
         )
         self.is_main = accelerator.is_main_process
@@ -94,12 +90,12 @@ class Engine(abc.ABC):
         self.last = last
         yield
 
-    def accumulate(self, batches: Sequence[T], forward: Forward[T], loss: Loss[T], phase: Phase) -> None:
-        """Forward and backward of every micro-batch of a step. phase: what the time of a backward is booked to."""
+    def accumulate(self, batches: Sequence[T], forward: Forward[T], loss: Loss[T]) -> None:
+        """Forward and backward of every micro-batch of a step."""
         for batch in batches:
             with self.micro_batch(last=batch is batches[-1]):
                 value = loss(forward(self.model, batch), batch)
-                with phase("backward"):
+                with self.stopwatch.phase("backward"):
                     self.backward(value)
 
     def forwards(self, batches: Iterable[T], forward: Forward[T]) -> Iterator[tuple[T, Outputs]]:

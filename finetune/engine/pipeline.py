@@ -24,22 +24,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from finetune.engine.base import (
-    BuildOptimizers,
-    Engine,
-    Forward,
-    Loss,
-    NamedTensors,
-    Phase,
-    T,
-    saved_tensors,
-    update_shards,
-)
+from finetune.engine.base import BuildOptimizers, Engine, Forward, Loss, NamedTensors, T, saved_tensors, update_shards
 from finetune.engine.launch import Launch
-from finetune.engine.parts import Part
-from finetune.engine.schedule import bubble_share, fitting
+from finetune.engine.pipeline_layout import Layout, bubble_share, lay_out, schedulable_micro_batches
 from finetune.engine.stage_model import StageModel, check_cuttable, holders, keep_only
-from finetune.engine.stages import Layout, lay_out
+from finetune.engine.state_shards import Part
 from finetune.engine.torch_schedule import make_schedule, make_stage
 from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss, Outputs
@@ -57,13 +46,12 @@ class _RunningStep:
     counted: int  # the batches after these only fill the schedule up
     forward: Forward[Any]
     loss: Loss[Any]
-    phase: Phase
 
 
 class Pipeline(Engine):
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         super().__init__(accelerator, launch, recipe)
-        sizes, place = self.parallelism, self.parallelism.place(self.rank)
+        sizes, place = self.parallelism, self.parallelism.coordinates(self.rank)
         self.place, self.replica = place["pipeline"], place["replicate"]
         self._along = [stage * sizes.replicate + self.replica for stage in range(sizes.pipeline)]  # ranks of a pipeline
         self._layout = self._lay_out(recipe)
@@ -112,10 +100,10 @@ class Pipeline(Engine):
 
     # --- a step
 
-    def accumulate(self, batches: Sequence[T], forward: Forward[T], loss: Loss[T], phase: Phase) -> None:
-        count = fitting(self.parallelism.schedule, self.parallelism.pipeline, len(batches))
+    def accumulate(self, batches: Sequence[T], forward: Forward[T], loss: Loss[T]) -> None:
+        count = schedulable_micro_batches(self.parallelism.schedule, self.parallelism.pipeline, len(batches))
         filled = [*batches, *[batches[-1]] * (count - len(batches))]
-        self._step = _RunningStep(filled, len(batches), forward, loss, phase)
+        self._step = _RunningStep(filled, len(batches), forward, loss)
         schedule = self._schedule_of(count, _tokens(batches[0]))
         indices = torch.arange(count)  # of the micro-batches: torch passes one to each forward
         with self.stopwatch.waiting():
@@ -161,7 +149,7 @@ class Pipeline(Engine):
 
     @contextlib.contextmanager
     def _computing_backward(self) -> Iterator[None]:
-        with self._computing(), self._step.phase("backward"):
+        with self._computing(), self.stopwatch.phase("backward"):
             yield
 
     def _add_up(self) -> None:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from finetune.engine.parallelism import Parallelism
-from finetune.engine.stopwatch import Stopwatch
+from finetune.engine.timing import Stopwatch
 
 SIDE_TIMEOUT = timedelta(hours=6)  # for the slowest rank's disk, in a thread that the training loop does not wait for
 

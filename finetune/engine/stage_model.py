@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.engine.stages import PLAN, Layout
+from finetune.engine.pipeline_layout import PLAN, Layout
 from finetune.errors import UserError
-from finetune.models.adapters import unwrap_adapters
 from finetune.models.loss_model import CausalLMWithLoss
+from finetune.utils import unwrap_peft
 
 _HEAD_ARGUMENTS = ("logits_to_keep", "targets")  # that a stage without the head has no use for
 
@@ -36,7 +36,7 @@ class StageModel(nn.Module):
         self.index, self.is_last = index, index == layout.stages - 1
         self._model = [model]  # in a list: no submodule of ours
         self._compute = compute
-        base = unwrap_adapters(model.causal_lm).base_model
+        base = unwrap_peft(model.causal_lm).base_model
         mine = layout.layers(index)
         self._shown = {
             "layers": nn.ModuleList(layer if i in mine else _PassOn() for i, layer in enumerate(base.layers)),
@@ -53,7 +53,7 @@ class StageModel(nn.Module):
         if received is not None:
             arguments = {**arguments, "inputs_embeds": received}
             del arguments["input_ids"]
-        with _showing(unwrap_adapters(model.causal_lm).base_model, self._shown):
+        with _showing(unwrap_peft(model.causal_lm).base_model, self._shown):
             if self.is_last:
                 return model(**arguments)
             inputs = {name: value for name, value in arguments.items() if name not in _HEAD_ARGUMENTS}
@@ -61,7 +61,7 @@ class StageModel(nn.Module):
 
     def _checked(self, hidden: Tensor) -> Tensor:
         if hidden.dtype != self._compute:
-            name = type(unwrap_adapters(self._model[0].causal_lm)).__name__
+            name = type(unwrap_peft(self._model[0].causal_lm)).__name__
             raise UserError(
                 f"pipeline: hidden states between the layers of {name} are "
                 f"{hidden.dtype}, not {self._compute}: use train.precision: fp32, or another accelerate config"
@@ -82,7 +82,7 @@ def _showing(base: Any, modules: dict[str, nn.Module]) -> Iterator[None]:
 
 
 def parts_of(model: Any, layout: Layout, stage: int) -> list[nn.Module]:
-    whole = unwrap_adapters(model)
+    whole = unwrap_peft(model)
     base = whole.base_model
     parts = [base.layers[i] for i in layout.layers(stage)]
     if stage == 0:
@@ -128,7 +128,7 @@ def check_cuttable(model: Any) -> None:
 
     Found by running it with every layer and the norm passing on what they get.
     """
-    whole = unwrap_adapters(model)
+    whole = unwrap_peft(model)
     base, name = whole.base_model, type(whole).__name__
     others = [
         key for key, part in base.named_children() if key not in PLAN and next(part.parameters(), None) is not None

@@ -12,11 +12,6 @@ from finetune.models.tokenizer import first_line
 from finetune.recipe.schema import Lora
 
 
-def unwrap_adapters(model: Any) -> Any:
-    """transformers' model, out of peft's if it is in one; without an import of peft."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
     """The model with its weights frozen and adapters that train, held in `dtype`.
 

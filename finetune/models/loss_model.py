@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import UserError
-from finetune.models.adapters import unwrap_adapters
 from finetune.models.head.architecture import UnknownHead, logit_map
 from finetune.models.head.chunked import (
     HeadTask,
@@ -30,6 +29,7 @@ from finetune.models.head.chunked import (
 from finetune.models.head.token_loss import HeadLosses, LogitMap, TokenLoss, at_least_fp32, token_losses
 from finetune.models.offload import ActivationOffload
 from finetune.models.routers import Routers
+from finetune.utils import unwrap_peft
 
 _MATRIX_LOSSES = {"chunked": matrix_losses, "torch": torch_losses, "liger": liger_losses}
 
@@ -86,7 +86,7 @@ class CausalLMWithLoss(nn.Module):
         super().__init__()
         self.causal_lm = model
         self._device_type, self._autocast, self._offload, self._routers = device_type, autocast, offload, routers
-        causal = unwrap_adapters(model)
+        causal = unwrap_peft(model)
         head, vocabulary = loss_head(causal), causal.config.get_text_config().vocab_size
         takes = inspect.signature(causal.base_model.forward).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
@@ -130,12 +130,12 @@ class CausalLMWithLoss(nn.Module):
         task = HeadTask(
             targets.ids, targets.token_loss, self._logit_map, self._rows, targets.weights, targets.differentiable
         )
-        return unwrap_adapters(self.causal_lm).get_output_embeddings()(hidden, task=task)
+        return unwrap_peft(self.causal_lm).get_output_embeddings()(hidden, task=task)
 
     def _base(self, inputs: dict[str, Any]) -> Tensor:
         takes = self._base_takes  # None: any keyword; some take no positions
         accepted = {k: v for k, v in inputs.items() if v is not None and (takes is None or k in takes)}
-        return unwrap_adapters(self.causal_lm).base_model(**accepted)[0]
+        return unwrap_peft(self.causal_lm).base_model(**accepted)[0]
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -151,7 +151,7 @@ class CausalLMWithLoss(nn.Module):
 
 def loss_head(model: Any) -> nn.Module:
     """The module whose forward gives the losses: the head, with its adapters if it has any."""
-    head = unwrap_adapters(model).get_output_embeddings()
+    head = unwrap_peft(model).get_output_embeddings()
     return head.modules_to_save[head.active_adapters[0]] if hasattr(head, "modules_to_save") else head
 
 

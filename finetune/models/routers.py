@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from finetune.models.adapters import unwrap_adapters
+from finetune.utils import unwrap_peft
 
 
 class Routers:
@@ -42,7 +42,7 @@ class Routers:
 def find_routers(model: Any) -> Routers | None:
     """None where there are none whose choice is the `top_k` of a softmax, for which the balance loss is defined: where
     transformers records no router logits, or has no such loss of its own (`router_aux_loss_coef`)."""
-    causal = unwrap_adapters(model)
+    causal = unwrap_peft(model)
     config = causal.config.get_text_config()
     recorder = (getattr(causal, "_can_record_outputs", None) or {}).get("router_logits")
     kind, top_k = getattr(recorder, "target_class", None), getattr(config, "num_experts_per_tok", None)

@@ -17,15 +17,14 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from finetune.checkpoints.resume import newest_good, resume, start_anew
+from finetune.checkpoints.resume import newest_good, resume, set_all_aside
 from finetune.data.dataset import Dataset, Stream, build_dataset, build_training, template_notes
 from finetune.data.loader import Loader, OrderedRows, RunRows
-from finetune.engine.agreement import check_launch
 from finetune.engine.base import Engine
-from finetune.engine.launch import read_launch
-from finetune.engine.shared_tokens import share_tokens
-from finetune.engine.start import start_engine
-from finetune.engine.timeout import collective_timeout, limit_groups
+from finetune.engine.compatibility import check_launch
+from finetune.engine.context_parallel import apply_context_parallel
+from finetune.engine.launch import collective_timeout, read_launch
+from finetune.engine.start import set_group_timeouts, start_engine
 from finetune.errors import Stopped, UserError
 from finetune.models.attention import AttentionChoice
 from finetune.models.config import check_token_ids, model_config
@@ -115,7 +114,7 @@ def build_trainer(
 
     training, held_out = datasets
     within = attention_for(recipe, config, engine.device.type)
-    attention = share_tokens(within, engine.token_share, engine.parallelism, engine.rank)
+    attention = apply_context_parallel(within, engine.context_shard, engine.parallelism, engine.rank)
     if not attention.isolates_documents:
         _check_isolated(recipe, attention)
         if recipe.data.packing:
@@ -128,7 +127,7 @@ def build_trainer(
     counts = parameter_counts(model.causal_lm)
     flops = model_flops(model.causal_lm, within.implementation, recipe.train.activation_checkpointing)
     engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
-    limit_groups(collective_timeout())
+    set_group_timeouts(collective_timeout())
     rows = _rows_per_device(recipe, engine, config, forward, training, say)
     plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice))
     loader = _loader(recipe, engine, rows, training.in_order(recipe), plan.total_rows)
@@ -264,7 +263,7 @@ def _loader(recipe: Recipe, engine: Engine, found: FoundRows, rows: RunRows, tot
         total_rows,
         budget and budget * engine.parallelism.tokens,
         longest if recipe.train.compile else None,
-        engine.token_share,
+        engine.context_shard,
     )
 
 
@@ -287,7 +286,7 @@ def _resume(
     """From the newest checkpoint that verifies, or step 0; and the trackers' run ids that it knows."""
     checkpoints = run_folder(recipe) / "checkpoints"
     if recipe.checkpoint.resume == "never":
-        for folder in start_anew(checkpoints) if engine.is_main else []:
+        for folder in set_all_aside(checkpoints) if engine.is_main else []:
             say(f"note: the checkpoint of an earlier run is now {folder}")
         return State(), {}
     if (checkpoint := newest_good(engine, checkpoints)) is None:

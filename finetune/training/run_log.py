@@ -12,7 +12,7 @@ from finetune.engine.base import Engine
 from finetune.errors import STOPPED_STATUS
 from finetune.recipe import Recipe
 from finetune.tracking import StepLog, Trackers, prepare_samples, sample_file
-from finetune.tracking.background import Background
+from finetune.tracking.metrics import Background
 
 
 class RunLog:
@@ -83,7 +83,7 @@ def _samples(engine: Engine, folder: Path, first_step: int) -> StepLog | None:
     if engine.is_main:
         prepare_samples(folder, first_step)
     engine.ranks.barrier()
-    return StepLog(sample_file(folder, engine.rank), first_step) if engine.leads_rows else None
+    return StepLog(sample_file(folder, engine.rank), first_step) if engine.is_data_parallel_leader else None
 
 
 class ExpertLoad:

@@ -26,10 +26,9 @@ from finetune.data.batch import Batch
 from finetune.data.dataset import Dataset, Stream
 from finetune.data.loader import Loader, StepBatches
 from finetune.engine.base import Engine
-from finetune.engine.precision import NonFinite
+from finetune.engine.optimizer_step import NonFinite
 from finetune.errors import RunFailure, Stopped
-from finetune.export.card import model_card
-from finetune.export.result import save_result
+from finetune.export.result import model_card, save_result
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.loss_model import Outputs
 from finetune.models.weights import dtypes
@@ -152,9 +151,9 @@ class Trainer:
         """Yields the batches of each step that is left; the wait for them is metered."""
         if self.state.step < self.plan.steps:
             self._warm_up(feed.peek().batches[0])
-        self.meters.clock.restart()
+        self.engine.stopwatch.restart()
         while self.state.step < self.plan.steps:
-            with self.meters.clock.phase("data"):
+            with self.engine.stopwatch.phase("data"):
                 step_batches = next(feed)
             yield step_batches
 
@@ -177,14 +176,14 @@ class Trainer:
         factor = lr_factor(self.recipe.schedule, self.state.step, self.plan.steps)
         self.engine.set_lr(factor)
         micro_batches = _MicroBatches(self, step)
-        self.engine.accumulate(step.batches, micro_batches.forward, micro_batches.loss, self.meters.clock.phase)
+        self.engine.accumulate(step.batches, micro_batches.forward, micro_batches.loss)
         sums, flags = self._reduce(micro_batches)
         loss = sums.loss()
         if not math.isfinite(loss):
             raise micro_batches.not_finite("loss")
         self.meters.measure_gradients()
         try:
-            with self.meters.clock.phase("optimizer"):
+            with self.engine.stopwatch.phase("optimizer"):
                 grad_norm = self.engine.step()
         except NonFinite as error:
             raise micro_batches.not_finite("gradient", error.stepped) from None
@@ -243,15 +242,15 @@ class Trainer:
 
     def _between_steps(self, flags: StepFlags) -> None:
         """Evaluate, save, stop: what is due, the same on every rank."""
-        clock, measured = self.meters.clock, {}
+        stopwatch, measured = self.engine.stopwatch, {}
         if flags.settle:
-            with clock.stall("checkpoint"):
+            with stopwatch.stall("checkpoint"):
                 self.saver.settle()
         if self._evaluation_due() and not flags.stop:  # one that is left out is made when the run resumes
-            with clock.stall("evaluation"):
+            with stopwatch.stall("evaluation"):
                 measured = self.evaluate()
         if flags.stop or self._save_due(measured, flags):
-            with clock.stall("checkpoint"):
+            with stopwatch.stall("checkpoint"):
                 self._save_checkpoint(measured)
         if flags.stop:
             self._stop()
@@ -319,7 +318,7 @@ class Trainer:
         if not line and self.profiler.misses(self.state.step):
             self.say(f"note: profile.steps: nothing is traced, this launch begins after step {self.state.step}")
         due = self.profiler.turns(self.state.step)
-        with self.meters.clock.stall("profile") if due else contextlib.nullcontext():
+        with self.engine.stopwatch.stall("profile") if due else contextlib.nullcontext():
             summary = self.profiler.after(self.state.step, line)
         if summary:
             show_profile(self.console, summary)
@@ -357,7 +356,7 @@ class _MicroBatches:
     """What the engine calls for each micro-batch of a step, and what they add up to on this rank."""
 
     def __init__(self, trainer: Trainer, step: StepBatches):
-        self._engine, self._forward, self._clock = trainer.engine, trainer.forward, trainer.meters.clock
+        self._engine, self._forward, self._stopwatch = trainer.engine, trainer.forward, trainer.engine.stopwatch
         self._seed, self._step, self._batches = trainer.recipe.run.seed, trainer.state.step, step.batches
         self.counts = step.counts
         self._terms = TermSums()
@@ -365,12 +364,12 @@ class _MicroBatches:
 
     def forward(self, model: Any, batch: Batch) -> Any:
         seed_micro_batch(self._seed, self._step, batch.index)
-        with self._clock.phase("forward"):
+        with self._stopwatch.phase("forward"):
             return self._forward(model, batch)
 
     def loss(self, outputs: Outputs, batch: Batch) -> Tensor:  # ()
         """A micro-batch's part of the step's loss."""
-        with self._clock.phase("forward"):
+        with self._stopwatch.phase("forward"):
             terms = self._forward.objective.terms(outputs, batch)
             loss = self._forward.objective.loss(terms, self.counts)
         self._terms.add(terms)

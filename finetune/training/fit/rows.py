@@ -21,8 +21,9 @@ from finetune.planning.plan import versions
 from finetune.recipe import Recipe
 from finetune.training.fit.entry import dependencies, entry_file, read_entry, write_entry
 from finetune.training.fit.memory import Memory
-from finetune.training.fit.search import Found, divisors, largest_that_fits
+from finetune.training.fit.search import Found, largest_that_fits
 from finetune.training.fit.trial import Build, HeaviestRow, Trials, optimizer_bytes
+from finetune.utils import divisors
 
 log = logging.getLogger(__name__)
 

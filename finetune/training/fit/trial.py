@@ -88,7 +88,7 @@ class Trials:
         return math.inf  # here the error, which holds the forward's tensors, is gone
 
     def _run(self, rows: float) -> None:
-        batch = moved(self.row.batch(rows, self.engine.token_share), lambda tensor: tensor.to(self.engine.device))
+        batch = moved(self.row.batch(rows, self.engine.context_shard), lambda tensor: tensor.to(self.engine.device))
         objective = self.forward.objective
 
         def loss(model: Any) -> Tensor:
