@@ -108,6 +108,8 @@ def has_gpu() -> bool:
 
 def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle]:
     """finetune's own loop and saver, without what else a run does between two steps."""
+    from finetune.training.loop import training_steps
+    from finetune.training.setup import set_up
     from rich.console import Console
 
     from finetune.checkpoints.saver import Saver
@@ -118,8 +120,6 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
     from finetune.models.config import model_config
     from finetune.models.tokenizer import load_tokenizer
     from finetune.training.feed import fed_steps
-    from finetune.training.loop import training_steps
-    from finetune.training.setup import set_up
 
     launch = read_launch()
     micro_batches = check_launch(recipe, "recipe.yaml", launch)

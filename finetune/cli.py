@@ -75,7 +75,7 @@ def train(
     Example: [bold]accelerate launch --config_file accelerate_configs/ddp.yaml -m finetune train
     recipes/quickstart/full.yaml optimizer.lr=1e-3[/bold]
     """
-    from finetune.training.stop import listening
+    from finetune.training.signals import listening
 
     with listening() as stop:  # before the slow imports
         from finetune.recipe import load_recipe

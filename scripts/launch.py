@@ -28,7 +28,7 @@ from finetune.errors import STOPPED_STATUS, UserError
 from finetune.recipe import load_recipe
 from finetune.startup import quiet_libraries
 from finetune.tracking.metrics import read_status
-from finetune.training.stop import SIGNALS
+from finetune.training.signals import SIGNALS
 
 DEFAULTS = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # s, where the launcher itself is signalled

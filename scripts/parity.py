@@ -268,7 +268,7 @@ def work(folder: Path, jobs: Path) -> None:
     from finetune.models.head import chunked
     from finetune.recipe import load_recipe
     from finetune.training.run import train
-    from finetune.training.stop import StopRequest
+    from finetune.training.signals import StopRequest
 
     # Models so small would have all their logits in one chunk; like this every forward has several.
     chunked.FEWEST_ROWS, chunked.CHUNK_BYTES["cpu"] = 4, 0

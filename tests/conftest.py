@@ -92,7 +92,7 @@ def train_here(path: Path, *overrides: str) -> str:
     """Train on one process, this one, which is much quicker; returns what a person would see. Errors are raised."""
     from finetune.recipe import load_recipe
     from finetune.training.run import train
-    from finetune.training.stop import StopRequest
+    from finetune.training.signals import StopRequest
 
     console = Console(file=io.StringIO(), width=400)
     train(load_recipe(path, overrides), str(path), StopRequest(), console)

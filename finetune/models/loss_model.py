@@ -95,9 +95,7 @@ class CausalLMWithLoss(nn.Module):
             found: LogitMap | UnknownHead = logit_map(causal)
         except UnknownHead as reason:
             found = reason
-        self.choice = choose_cross_entropy(
-            cross_entropy, found, type(head) is nn.Linear, vocabulary, device_type, only_sums
-        )
+        self.choice = choose_cross_entropy(cross_entropy, found, is_matrix(head), vocabulary, device_type, only_sums)
         if self.choice.implementation != "plain":
             assert isinstance(found, LogitMap)  # the choice is plain where it is not known
             self._logit_map, self._rows = found, rows_at_once(vocabulary, device_type)
@@ -155,7 +153,7 @@ def loss_head(model: Any) -> nn.Module:
     return head.modules_to_save[head.active_adapters[0]] if hasattr(head, "modules_to_save") else head
 
 
-class _HeadWithLoss:
+class HeadWithLoss:
     """Mixed into the class of a model's head: given a task, its forward returns losses in place of logits."""
 
     loss_implementation: str
@@ -170,17 +168,24 @@ class _HeadWithLoss:
         return module_losses(hidden[0], own, [p for p in head.parameters() if p.requires_grad], task)
 
 
+def is_matrix(head: nn.Module) -> bool:
+    """Whether a head is a plain linear layer, without adapters or quantised weights."""
+    kind = type(head)
+    return kind is nn.Linear or (isinstance(head, HeadWithLoss) and kind.__mro__[2] is nn.Linear)
+
+
 def _give_losses(head: Any, implementation: str) -> None:
     """Change the class of one instance, as FSDP2 itself does: names of parameters and isinstance stay as they are."""
-    kind: Any = type(head)
-    head.loss_implementation = implementation if kind is nn.Linear else "module"
-    head.__class__ = type(kind.__name__, (_HeadWithLoss, kind), {})
+    head.loss_implementation = implementation if is_matrix(head) else "module"
+    if not isinstance(head, HeadWithLoss):
+        kind: Any = type(head)
+        head.__class__ = type(kind.__name__, (HeadWithLoss, kind), {})
 
 
 def choose_cross_entropy(
     asked: str,
     found: LogitMap | UnknownHead,  # what the architecture does to its logits
-    is_matrix: bool,  # the head is a linear layer, without adapters
+    matrix: bool,  # the head is a linear layer, without adapters
     vocabulary: int,
     device: str,
     only_sums: bool = True,
@@ -194,7 +199,7 @@ def choose_cross_entropy(
         raise UserError(f"model.cross_entropy: `{asked}` is not possible: {found}; use `auto`")
     if asked in ("torch", "liger"):
         obstacle = why_not_torch(found) if asked == "torch" else why_not_liger(device)
-        if not is_matrix:
+        if not matrix:
             obstacle = "it takes a head that is one matrix, and this one has adapters or quantised weights"
         if not only_sums:
             obstacle = "it gives the sum of the token losses only, and the objective needs more"

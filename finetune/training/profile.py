@@ -10,17 +10,170 @@ Nothing of the maths changes; steps take longer while they are traced.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from finetune.engine.base import Engine
 from finetune.errors import UserError
 from finetune.recipe.schema import Profile
-from finetune.training.profile_summary import Summary, as_markdown, summarise
+
+TOP = 15
+MUCH_DATA, MUCH_COMMUNICATION, MUCH_IDLE, FEW_PRODUCTS = 0.1, 0.2, 0.2, 0.5  # shares; see `advice`
+_COMMUNICATION = re.compile(r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.IGNORECASE)
+_PRODUCT = re.compile(r"::(addmm_?|mm|bmm|baddbmm_?|_grouped_mm|linear|.*attention.*|.*flash.*|.*gemm.*|.*4bit.*)$")
+_NO_OPERATOR = ("finetune/", "FSDP::", "autograd::", "ProfilerStep", "DistributedDataParallel", "Optimizer.")
+
+Interval = tuple[float, float]  # microseconds
+
+
+@dataclass(frozen=True)
+class Operator:
+    name: str
+    calls: int
+    self_s: float  # on the device where there is one, else on the CPU
+    share: float  # of all operators' self time
+    allocated_gib: float  # by itself, less what it freed; 0 where memory was not recorded
+
+
+@dataclass(frozen=True)
+class Summary:
+    steps: tuple[int, int]
+    seconds: float  # of these steps, traced
+    shares: dict[str, float]  # of them
+    products: float  # share of matrix products and attention in the operators' self time
+    operators: list[Operator]  # those that took most
+    advice: str
+
+
+def summarise(steps: tuple[int, int], lines: Sequence[dict[str, float]], tracer: Any, on_device: bool) -> Summary:
+    """lines: of metrics.jsonl, for these steps. Shares are `compute`, `communication` that compute did not hide, `data`
+    wait, `optimizer`, and `idle`: no operator at work, on the device where there is one.
+    """
+    operators = _operators(tracer.key_averages(), on_device)
+    products = sum(operator.share for operator in operators if _PRODUCT.search(operator.name))
+    seconds = sum(line["step_s"] for line in lines)
+    work, communication = _intervals(tracer.events(), on_device)
+    hidden = _length(work) + _length(communication) - _length([*work, *communication])
+    shares = {
+        "communication": (_length(communication) - hidden) / seconds,
+        "data": sum(line["time/data"] for line in lines) / seconds,
+        "optimizer": sum(line["time/optimizer"] for line in lines) / seconds,
+    }
+    idle = 1 - _length([*work, *communication]) / seconds - shares["data"]
+    shares["idle"] = max(0.0, idle)
+    shares = {"compute": max(0.0, 1 - sum(shares.values())), **shares}
+    return Summary(steps, seconds, shares, products, operators[:TOP], advice(shares, products))
+
+
+def advice(shares: dict[str, float], products: float) -> str:
+    """One sentence. The thresholds are where another share is worth more than faster compute."""
+    if shares["data"] > MUCH_DATA:
+        return (
+            f"input-bound: {shares['data']:.0%} of the time goes into waiting for data (over {MUCH_DATA:.0%}); "
+            "look at the disk that the data cache is on, and at what else runs on these processors"
+        )
+    if shares["communication"] > MUCH_COMMUNICATION:
+        return (
+            f"communication-bound: {shares['communication']:.0%} of the time is communication that compute does not "
+            f"hide (over {MUCH_COMMUNICATION:.0%}); more tokens in each forward, fewer processes or a config that "
+            "shards less"
+        )
+    if shares["idle"] > MUCH_IDLE:
+        return (
+            f"launch-bound: no operator is at work for {shares['idle']:.0%} of the time (over {MUCH_IDLE:.0%}; tracing "
+            "adds to it); more tokens in each forward, or train.compile"
+        )
+    if products < FEW_PRODUCTS:
+        return (
+            f"memory-bound: matrix products and attention are {products:.0%} of the operators' time (under "
+            f"{FEW_PRODUCTS:.0%}), the rest moves memory; train.compile fuses it"
+        )
+    return (
+        f"compute-bound: matrix products and attention are {products:.0%} of the operators' time; only a lower "
+        "precision, a faster device or fewer FLOPs (no activation checkpointing, fewer trained weights) help"
+    )
+
+
+def _operators(averages: Iterable[Any], on_device: bool) -> list[Operator]:
+    """By name, longest first. On a device, an operator's time is that of the kernels it launched."""
+    which = "device" if on_device else "cpu"
+    kept = [event for event in averages if event.device_type == DeviceType.CPU and _is_operator(event.key)]
+    times = [getattr(event, f"self_{which}_time_total") / 1e6 for event in kept]
+    total = sum(times) or 1.0
+    found = [
+        Operator(event.key, event.count, time, time / total, getattr(event, f"self_{which}_memory_usage") / 2**30)
+        for event, time in zip(kept, times, strict=True)
+        if time
+    ]
+    return sorted(found, key=lambda operator: -operator.self_s)
+
+
+def _is_operator(name: str) -> bool:
+    return not name.startswith((*_NO_OPERATOR, "[memory]"))
+
+
+def _intervals(events: Iterable[Any], on_device: bool) -> tuple[list[Interval], list[Interval]]:
+    """(work, communication): when kernels ran, or on the CPU operators."""
+    wanted = DeviceType.CUDA if on_device else DeviceType.CPU
+    work, communication = [], []
+    for event in events:
+        if event.device_type != wanted or (on_device and event.is_user_annotation):
+            continue
+        interval = (event.time_range.start, event.time_range.end)
+        if _COMMUNICATION.search(event.name):
+            communication.append(interval)
+        elif on_device or event.name.startswith("aten::"):
+            work.append(interval)
+    return work, communication
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    """Seconds that at least one of them covers."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total / 1e6
+
+
+def as_markdown(found: Summary) -> str:
+    rows = [f"| `{o.name}` | {o.calls:,} | {o.self_s * 1e3:,.2f} | {o.share:.1%} |" for o in found.operators]
+    lines = [
+        f"# Steps {found.steps[0]} to {found.steps[1]}: {found.seconds:.3f} s, traced",
+        "",
+        _shares(found),
+        "",
+        found.advice,
+        "",
+        "| operator | calls | self, ms | share |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    return "\n".join([*lines, *rows]) + "\n"
+
+
+def _shares(found: Summary) -> str:
+    return ", ".join(f"{name} {share:.1%}" for name, share in found.shares.items())
+
+
+def show_profile(console: Console, found: Summary) -> None:
+    table = Table(
+        "operator", "calls", "self, ms", "share", title=f"profile of steps {found.steps[0]} to {found.steps[1]}"
+    )
+    for operator in found.operators:
+        table.add_row(operator.name, f"{operator.calls:,}", f"{operator.self_s * 1e3:,.2f}", f"{operator.share:.1%}")
+    console.print(table)
+    console.print(_shares(found), highlight=False)
+    console.print(found.advice, highlight=False)
+
 
 _MEMORY_EVENTS = 100_000  # of the allocator, the newest
 

@@ -43,12 +43,13 @@ from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe
 from finetune.tracking import check_trackers
 from finetune.tracking.meters import Meters
+from finetune.training.auto_batch import RowsPerDevice, find_rows
 from finetune.training.evaluation import Evaluator
-from finetune.training.fit import FoundRows, find_rows, memory_of
-from finetune.training.optimizers import build_optimizers
+from finetune.training.optim import build_optimizers
+from finetune.training.process_memory import memory_of
 from finetune.training.profile import Profiler
-from finetune.training.run_folder import in_use, make_run_folder, run_folder
-from finetune.training.stop import StopRequest
+from finetune.training.run_dir import in_use, make_run_folder, run_folder
+from finetune.training.signals import StopRequest
 from finetune.training.trainer import State, Trainer
 
 Data = Dataset | Stream
@@ -190,12 +191,12 @@ def _rows_per_device(
     forward: ForwardPass,
     training: Data,
     say: Callable[[str], None],
-) -> FoundRows:
+) -> RowsPerDevice:
     """In one forward. Collective where they are to be found."""
     if recipe.batch.rows_per_device != "auto":
-        return FoundRows(recipe.batch.rows_per_device, "asked for in the recipe")
+        return RowsPerDevice(recipe.batch.rows_per_device, "asked for in the recipe")
     if not forward.attention.isolates_documents:
-        return FoundRows(1, f"auto: {forward.attention.reason}")
+        return RowsPerDevice(1, f"auto: {forward.attention.reason}")
     build = partial(build_optimizers, recipe.optimizer)
     return find_rows(engine, recipe, config, forward, training, build, memory_of(engine), say)
 
@@ -205,7 +206,7 @@ def _plan(
     engine: Engine,
     training: Data,
     parameters: tuple[int, int],
-    rows: FoundRows,
+    rows: RowsPerDevice,
     micro_batches: int,
     choices: tuple[AttentionChoice, CrossEntropyChoice],
 ) -> Plan:
@@ -250,7 +251,7 @@ def _peak(recipe: Recipe, engine: Engine, plan: Plan, say: Callable[[str], None]
     return peak
 
 
-def _loader(recipe: Recipe, engine: Engine, found: FoundRows, rows: RunRows, total_rows: int) -> Loader:
+def _loader(recipe: Recipe, engine: Engine, found: RowsPerDevice, rows: RunRows, total_rows: int) -> Loader:
     """Compiled layers are compiled for one length: every forward is padded to it."""
     budget = recipe.batch.tokens_per_device
     longest = budget or found.rows * recipe.data.max_length
@@ -270,7 +271,7 @@ def _loader(recipe: Recipe, engine: Engine, found: FoundRows, rows: RunRows, tot
 def _evaluator(
     recipe: Recipe,
     engine: Engine,
-    found: FoundRows,
+    found: RowsPerDevice,
     held_out: Dataset,
     attention: AttentionChoice,
     tokenizer: PreTrainedTokenizerFast,

@@ -38,14 +38,13 @@ from finetune.planning.plan import Plan
 from finetune.recipe import Recipe, dump_recipe
 from finetune.tracking import Status, Totals, TrainingProgress, read_steps, write_status
 from finetune.tracking.meters import Meters
+from finetune.training.display import show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.feed import Feed, fed_steps
-from finetune.training.profile import Profiler
-from finetune.training.profile_summary import show_profile
-from finetune.training.report import show_evaluation, show_plan, show_totals
-from finetune.training.run_log import ExpertLoad, RunLog
-from finetune.training.schedules import lr_factor
-from finetune.training.stop import StopRequest
+from finetune.training.optim import lr_factor
+from finetune.training.profile import Profiler, show_profile
+from finetune.training.run_dir import ExpertLoad, RunLog
+from finetune.training.signals import StopRequest
 
 Line = dict[str, Any]  # of metrics.jsonl
 

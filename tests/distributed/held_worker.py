@@ -37,8 +37,8 @@ def run_case(recipe_file: str, out: Path, name: str, overrides: list[str], fits:
     from finetune.recipe import load_recipe
     from finetune.training import setup
     from finetune.training.run import Run
-    from finetune.training.run_folder import make_run_folder
-    from finetune.training.stop import StopRequest
+    from finetune.training.run_dir import make_run_folder
+    from finetune.training.signals import StopRequest
 
     recipe, launch = (
         load_recipe(recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}"]),

@@ -56,7 +56,7 @@ def run_case(
 def wrap(engine: Any, recipe: Any, micro_batches: int) -> None:
     from finetune.models.config import model_config
     from finetune.models.weights import attention_for, load_model
-    from finetune.training.optimizers import build_optimizers
+    from finetune.training.optim import build_optimizers
 
     config = model_config(recipe.model)
     with engine.loading(recipe):

@@ -45,7 +45,7 @@ def run_case(
     from finetune.errors import RunFailure, UserError
     from finetune.recipe import load_recipe
     from finetune.training.run import train
-    from finetune.training.stop import StopRequest
+    from finetune.training.signals import StopRequest
 
     loaded = load_recipe(recipe, [*overrides, f"run.name={name}"])
     micro_batches = loaded.batch.rows // loaded.batch.rows_per_device // int(os.environ.get("WORLD_SIZE", "1"))

@@ -13,13 +13,15 @@ from transformers import AutoModelForCausalLM
 from finetune.data.batch import Batch
 from finetune.data.dataset import build_dataset
 from finetune.data.loader import Loader
+from finetune.models.attention import AttentionChoice
 from finetune.models.config import model_config
-from finetune.models.head import Formula, LossHead, attach_head
+from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, attention_for, load_model
-from finetune.objectives import supervised_losses
+from finetune.objectives import make_objective
+from finetune.objectives.forward import ForwardPass
 from finetune.recipe import load_recipe
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Objective, Recipe
 
 CPU = torch.device("cpu")
 
@@ -30,8 +32,8 @@ def loader(recipe: Recipe, rank: int = 0, world_size: int = 1) -> Loader:
     return Loader(data.in_order(recipe), batch.rows, batch.rows_per_device, rank, world_size, 10**6)
 
 
-def head_of(model: Any) -> LossHead:
-    return attach_head(model, "auto", Formula(), "cpu")
+def forward_of(choice: AttentionChoice) -> ForwardPass:
+    return ForwardPass(choice, make_objective(Objective()))
 
 
 def reference(made: Path, batches: list[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -62,14 +64,12 @@ def test_accumulated_gradient_is_the_whole_batch_s(
     config = model_config(loaded.model)
     choice = attention_for(loaded, config, "cpu")
     model = load_model(loaded, config, choice, Placement("load", CPU))
-    head = head_of(model)
+    forward, loss_model = forward_of(choice), CausalLMWithLoss(model)
     batches = loader(loaded).step(0).batches
     items = sum(batch.num_supervised for batch in batches)
     loss = torch.zeros(())
     for batch in batches:
-        part = (
-            supervised_losses(model, batch, choice.forward_arguments(batch.document_lengths), CPU, head).total / items
-        )
+        part = forward(loss_model, batch).total / items
         part.backward()
         loss += part.detach()
     wanted, gradients = reference(made, batches)
@@ -84,12 +84,12 @@ def test_a_batch_with_nothing_supervised_has_no_loss_and_no_gradient(recipe: dic
     config = model_config(loaded.model)
     choice = attention_for(loaded, config, "cpu")
     model = load_model(loaded, config, choice, Placement("load", CPU))
-    head = head_of(model)
+    forward, loss_model = forward_of(choice), CausalLMWithLoss(model)
     whole = loader(loaded)
     short = Loader(whole.rows, 4, 2, rank=1, world_size=2, total_rows=1)
     (batch,) = short.step(0).batches
     assert batch.num_supervised == 0
-    loss = supervised_losses(model, batch, choice.forward_arguments(batch.document_lengths), CPU, head).total
+    loss = forward(loss_model, batch).total
     loss.backward()
     assert loss.item() == 0.0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
@@ -100,10 +100,10 @@ def test_only_supervised_positions_reach_the_head(recipe: dict[str, Any], write_
     config = model_config(loaded.model)
     choice = attention_for(loaded, config, "cpu")
     model = load_model(loaded, config, choice, Placement("load", CPU))
-    head = head_of(model)
+    forward, loss_model = forward_of(choice), CausalLMWithLoss(model)
     seen: list[int] = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[0].shape[1]))
     batch = loader(loaded).step(0).batches[0]
-    supervised_losses(model, batch, choice.forward_arguments(batch.document_lengths), CPU, head)
+    forward(loss_model, batch)
     assert seen == [batch.num_supervised]
     assert batch.num_supervised < batch.num_tokens

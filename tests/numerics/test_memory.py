@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.engine.optimizer_step import StepInBackward
 from finetune.errors import RunFailure, UserError
 from finetune.models.config import model_config
-from finetune.models.offload import HostMemory, View
+from finetune.models.offload import ActivationOffload, View
 from finetune.models.weights import Placement, attention_for, load_model
 from finetune.recipe import load_recipe
 
@@ -142,7 +142,7 @@ def test_offloaded_gradients_are_bitwise_the_same(
     wanted = gradients(model)
     for p in model.parameters():
         p.grad = None
-    host = HostMemory(CPU, smallest=1, ahead=ahead)
+    host = ActivationOffload(CPU, smallest=1, ahead=ahead)
     for _ in range(2):  # the second forward begins where the first has left
         host.begin()
         with saved_tensors_hooks(host.keep, host.bring):
@@ -160,7 +160,7 @@ def test_what_is_offloaded(recipe: dict[str, Any], write_recipe: Any) -> None:
     """Each storage once, no parameter, nothing small; with recomputation the layers' inputs."""
     model, choice = loaded(recipe, write_recipe, {})
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    host, seen = HostMemory(CPU, smallest=4096, ahead=2**40), Counter[int]()
+    host, seen = ActivationOffload(CPU, smallest=4096, ahead=2**40), Counter[int]()
 
     def keep(tensor: torch.Tensor) -> Any:
         kept = host.keep(tensor)
@@ -180,7 +180,7 @@ def test_what_is_offloaded(recipe: dict[str, Any], write_recipe: Any) -> None:
     inputs: list[int] = []
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda _m, given: inputs.append(given[0].untyped_storage()._cdata))
-    host = HostMemory(CPU, smallest=1, ahead=2**40)
+    host = ActivationOffload(CPU, smallest=1, ahead=2**40)
     with saved_tensors_hooks(host.keep, host.bring):
         loss = forward(model, choice)
     assert set(inputs) <= {storage for storage, _ in host.here}
@@ -189,7 +189,7 @@ def test_what_is_offloaded(recipe: dict[str, Any], write_recipe: Any) -> None:
 
 def test_an_address_that_another_storage_had_before() -> None:
     """As where FSDP has emptied the first one, while the graph still holds it."""
-    memory, host = bytearray(4096), HostMemory(CPU, smallest=1, ahead=2**40)
+    memory, host = bytearray(4096), ActivationOffload(CPU, smallest=1, ahead=2**40)
     first = torch.frombuffer(memory, dtype=torch.float32)
     before = host.keep(first)
     memory[:] = torch.ones(1024).numpy().tobytes()
@@ -203,7 +203,7 @@ def test_an_address_that_another_storage_had_before() -> None:
 
 def test_a_device_s_copy_goes_before_all_is_kept(recipe: dict[str, Any], write_recipe: Any) -> None:
     model, choice = loaded(recipe, write_recipe, {})
-    host = HostMemory(CPU, smallest=1, ahead=20_000)
+    host = ActivationOffload(CPU, smallest=1, ahead=20_000)
     with saved_tensors_hooks(host.keep, host.bring):
         loss = forward(model, choice)
     on_device = [kept for kept in host.away.values() if kept.device is not None]

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from finetune.recipe.schema import Optimizer, Schedule
-from finetune.training.optimizers import BUILDERS, build_optimizers, decay_groups
-from finetune.training.schedules import SHAPES, lr_factor
+from finetune.training.optim import BUILDERS, SHAPES, build_optimizers, decay_groups, lr_factor
 
 
 def factors(steps: int, **settings: object) -> list[float]:

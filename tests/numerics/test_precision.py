@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.engine.optimizer_step import LossScale, NonFinite, autocast_forward
+from finetune.engine.optimizer_step import LossScale, NonFinite
 from finetune.models.attention.per_document import prepare
 from finetune.models.config import model_config
+from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import Placement, attention_for, dtypes, load_model
 from finetune.recipe import load_recipe
 
@@ -23,9 +24,8 @@ def loaded_model(recipe: dict[str, Any], write_recipe: Any, precision: str, **ch
     loaded = load_recipe(write_recipe({**recipe, **changes}))
     config = model_config(loaded.model)
     model = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", CPU))
-    if dtypes(loaded).compute != dtypes(loaded).trained:
-        autocast_forward(model, dtypes(loaded).compute, "cpu")
-    return model
+    types = dtypes(loaded)
+    return CausalLMWithLoss(model, autocast=types.compute if types.compute != types.trained else None)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_products_and_residuals_are_in_the_compute_type_gradients_in_fp32(
     model = loaded_model(recipe, write_recipe, precision)
     seen: dict[str, torch.dtype] = {}
     for name in ("model.layers.0", "model.layers.1.mlp.down_proj", "lm_head"):
-        model.get_submodule(name).register_forward_hook(
+        model.causal_lm.get_submodule(name).register_forward_hook(
             lambda _m, _i, output, name=name: seen.update({name: output.dtype})
         )
     model(input_ids=torch.arange(3, 12)[None], use_cache=False, **prepare((9,))).logits.sum().backward()

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.engine.parallelism import Parallelism
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
 from finetune.models.routers import find_routers
-from finetune.objectives.router_balance import router_balance
+from finetune.objectives.base import Sums, Term
+from finetune.objectives.router_balance import balance_coefficient, balance_of_experts, router_balance
 from finetune.recipe.schema import Objective
-from finetune.training.routing import ExpertLoad, Routing, routing_line
+from finetune.training.run_dir import ExpertLoad
 
 
 def plain(logits: Tensor, top_k: int) -> Tensor:  # of one layer and one row, in fp64
@@ -36,30 +36,30 @@ def layers() -> list[Tensor]:
 
 
 def test_it_is_the_mean_over_layers_of_every_row_by_its_tokens(layers: list[Tensor]) -> None:
-    found = router_balance(layers, (7, 9), top_k=2)  # four tokens of padding
+    loss, chosen = router_balance(layers, (7, 9), top_k=2)  # four tokens of padding
     rows = [(layer[:7], layer[7:16]) for layer in layers]
     expected = sum(7 * plain(a, 2) + 9 * plain(b, 2) for a, b in rows) / 3
-    torch.testing.assert_close(found.loss.double(), expected, rtol=1e-6, atol=0)
-    ours = torch.autograd.grad(found.loss, layers)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    ours = torch.autograd.grad(loss, layers)
     theirs = torch.autograd.grad(expected, layers)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
     assert all(gradient[16:].abs().max() == 0 for gradient in ours)
-    assert found.chosen.sum(1).tolist() == [16 * 2] * 3
+    assert chosen.sum(1).tolist() == [16 * 2] * 3
 
 
 def test_it_does_not_depend_on_how_rows_are_dealt(layers: list[Tensor]) -> None:
     together = router_balance(layers, (7, 9), 2)
     apart = [router_balance([layer[:7] for layer in layers], (7,), 2)]
     apart.append(router_balance([layer[7:] for layer in layers], (9,), 2))
-    filler = router_balance(layers, (), 2)  # whose only document counts for nothing
-    torch.testing.assert_close(together.loss, sum((one.loss for one in apart), filler.loss))
-    assert torch.equal(together.chosen, sum((one.chosen for one in apart), filler.chosen))
-    assert filler.loss.item() == 0
+    dummy = router_balance(layers, (), 2)  # whose only document counts for nothing
+    torch.testing.assert_close(together[0], sum((loss for loss, _ in apart), dummy[0]))
+    assert torch.equal(together[1], sum((chosen for _, chosen in apart), dummy[1]))
+    assert dummy[0].item() == 0
 
 
 def test_it_is_top_k_where_all_experts_are_equally_busy() -> None:
     logits = torch.eye(6).repeat(2, 1) * 1e-3  # every expert is the first choice of two tokens
-    assert router_balance([logits], (12,), 1).loss.item() / 12 == pytest.approx(1, abs=1e-3)
+    assert router_balance([logits], (12,), 1)[0].item() / 12 == pytest.approx(1, abs=1e-3)
 
 
 def model(name: str, **changes: Any) -> Any:
@@ -76,42 +76,45 @@ def test_a_layer_that_is_computed_again_counts_once(name: str) -> None:
         assert routers is not None
         if again:
             recompute_activations(made, True)
-        with routers.listening() as heard:
+        with routers.recording() as recorded:
             output = made(input_ids=torch.arange(30)[None], use_cache=False).logits.square().mean()
-        found = router_balance(heard, (30,), routers.top_k)
-        (output + found.loss).backward()
-        assert len(heard) == routers.layers == 2
-        assert found.chosen.shape == (2, 8)
+        loss, chosen = router_balance(recorded, (30,), routers.top_k)
+        (output + loss).backward()
+        assert len(recorded) == routers.layers == 2
+        assert chosen.shape == (2, 8)
         gradients.append({name: p.grad for name, p in made.named_parameters()})
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
+def coefficient(settings: Objective, name: str, divided: str | None = None, **changes: Any) -> float:
+    made = model(name, **changes)
+    return balance_coefficient(settings, made.config, find_routers(made), divided)
+
+
 def test_null_means_what_the_model_s_config_says() -> None:
-    asked = Objective(router_aux_loss_coef=0.5)
-    for name, changes, objective, coefficient in (
-        ("mixtral", {}, Objective(), 0.0),
-        ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.25}, Objective(), 0.25),
-        ("mixtral", {"output_router_logits": True}, Objective(router_aux_loss_coef=0), 0.0),
-        ("qwen3_moe", {}, asked, 0.5),
-        ("llama", {}, Objective(), 0.0),
-    ):
-        assert Routing.of(model(name, **changes), objective, Parallelism()).coefficient == coefficient
+    half = Objective(router_aux_loss_coef=0.5)
+    adds = {"output_router_logits": True, "router_aux_loss_coef": 0.25}
+    assert coefficient(Objective(), "mixtral") == 0.0
+    assert coefficient(Objective(), "mixtral", **adds) == 0.25
+    assert coefficient(Objective(router_aux_loss_coef=0), "mixtral", output_router_logits=True) == 0.0
+    assert coefficient(half, "qwen3_moe") == 0.5
+    assert coefficient(Objective(), "llama") == 0.0
     with pytest.raises(UserError, match=r"objective.router_aux_loss_coef: 0.5: LlamaConfig has no router"):
-        Routing.of(model("llama"), asked, Parallelism())
+        coefficient(half, "llama")
 
 
 def test_rows_that_no_rank_sees_whole_are_not_balanced() -> None:
-    context = Parallelism(context=2)
-    assert Routing.of(model("mixtral"), Objective(), context) == Routing()
-    with pytest.raises(UserError, match=r"`output_router_logits` in the model's config.*router_aux_loss_coef: 0"):
-        Routing.of(model("mixtral", output_router_logits=True), Objective(), context)
+    assert coefficient(Objective(), "mixtral", "context 2") == 0.0
+    with pytest.raises(UserError, match=r"`output_router_logits` in the model's config.*under context 2.*_coef: 0"):
+        coefficient(Objective(), "mixtral", "context 2", output_router_logits=True)
 
 
 def test_what_is_logged_of_the_load(tmp_path: Any) -> None:
-    load = torch.tensor([[4, 4, 4, 4], [8, 8, 0, 0]])
-    line = routing_line(2.5, load)
+    load = torch.tensor([[4.0, 4, 4, 4], [8, 8, 0, 0]], dtype=torch.float64)
+    totals = {"router_balance_loss": torch.tensor(25.0), "expert_load": load}
+    terms = {"router_balance_loss": Term(totals["router_balance_loss"], "tokens"), "expert_load": Term(load)}
+    line = balance_of_experts(0.0, 2).metrics(Sums(totals, terms, {"tokens": 10}))
     assert line == {"router_balance_loss": 2.5, "experts/load_max_over_mean": 2.0, "experts/idle_share": 0.25}
-    assert routing_line(0.0, None) == {}
     table = ExpertLoad()
     table.add(3, load)
     table.add(4, load)

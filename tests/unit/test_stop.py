@@ -11,7 +11,7 @@ import time
 import pytest
 
 from finetune.errors import STOPPED_STATUS
-from finetune.training.stop import SIGNALS, listening
+from finetune.training.signals import SIGNALS, listening
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -31,7 +31,7 @@ def test_the_first_signal_is_a_wish(number: signal.Signals) -> None:
 # The main thread waits for a peer that will never come, as in a collective: Python runs no handler there.
 _STUCK = """
 import torch.distributed as dist
-from finetune.training.stop import listening
+from finetune.training.signals import listening
 with listening() as stop:
     stop.steps_begun = True
     print("ready", flush=True)
@@ -54,7 +54,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck() -> None:
 
 _SETTING_UP = """
 import time
-from finetune.training.stop import listening
+from finetune.training.signals import listening
 with listening() as stop:
     print("ready", flush=True)
     time.sleep(60)
@@ -72,7 +72,7 @@ def test_where_there_is_nothing_to_save_the_first_signal_ends_it() -> None:
 
 _ORPHAN = """
 import os, sys, time
-from finetune.training.stop import listening
+from finetune.training.signals import listening
 if os.fork():
     time.sleep(1)
     os._exit(0)

@@ -19,8 +19,8 @@ from finetune.data.examples import Example
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import DOCUMENTS
 from finetune.models.attention.per_document import prepare
-from finetune.models.head import Formula, attach_head
-from finetune.objectives import supervised_losses
+from finetune.models.head import TokenLoss
+from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
 from finetune.planning.flops import ModelFlops, causal_pairs, model_flops
 from finetune.planning.hardware import DEVICES, find_device, peak_tflops
 
@@ -74,9 +74,10 @@ def made(config: dict[str, Any], implementation: str, adapted: Any) -> Any:
 def counted(model: Any, batch: Batch, implementation: str) -> tuple[int, int]:
     """(products, fused attention) by torch's counter, forward and backward."""
     arguments = prepare(batch.document_lengths) if implementation == DOCUMENTS else {}
-    head = attach_head(model, "auto", Formula(), "cpu")
+    targets = TargetTokens(batch.positions, batch.targets, TokenLoss())
     with FlopCounterMode(display=False, custom_mapping={**FUSED, aten.addmm_: added_product}) as counter:
-        supervised_losses(model, batch, arguments, torch.device("cpu"), head).total.backward()
+        inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, **arguments}
+        CausalLMWithLoss(model)(targets=targets, **inputs).total.backward()
     by_operator = counter.get_flop_counts()["Global"]
     fused = sum(count for operator, count in by_operator.items() if operator in FUSED)
     return sum(by_operator.values()) - fused, fused

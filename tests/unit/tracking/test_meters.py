@@ -16,7 +16,7 @@ from finetune.engine.timing import Stopwatch
 from finetune.errors import UserError
 from finetune.tracking import Totals
 from finetune.tracking.meters import DeviceMeter, is_measured
-from finetune.training.profile_summary import advice
+from finetune.training.profile import advice
 from finetune.utils import peak_resident_bytes
 
 CPU = torch.device("cpu")

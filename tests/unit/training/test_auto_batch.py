@@ -24,16 +24,25 @@ from finetune.engine.start import start_engine
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
 from finetune.models.config import model_config
-from finetune.models.head import Formula, attach_head
+from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import attention_for, load_model
+from finetune.objectives import make_objective
+from finetune.objectives.forward import ForwardPass
 from finetune.recipe import Recipe, load_recipe
-from finetune.training.fit import FoundRows, find_rows
-from finetune.training.fit.entry import dependencies, entry_file
-from finetune.training.fit.memory import MARGIN, HostMemory
-from finetune.training.fit.search import HALF, largest_that_fits
-from finetune.training.fit.trial import HeaviestRow, Trials, optimizer_bytes
-from finetune.training.optimizers import BUILDERS, build_optimizers
+from finetune.training.auto_batch import (
+    HALF,
+    HeaviestRow,
+    RowsPerDevice,
+    Trials,
+    dependencies,
+    entry_file,
+    find_rows,
+    largest_that_fits,
+    optimizer_bytes,
+)
+from finetune.training.optim import BUILDERS, build_optimizers
+from finetune.training.process_memory import MARGIN, HostMemory
 from finetune.utils import divisors
 
 MIB = 2**20
@@ -119,22 +128,21 @@ class Started:
         self.attention: AttentionChoice = attention_for(recipe, self.config, "cpu")
         self.build = partial(build_optimizers, recipe.optimizer)
         model = load_model(recipe, self.config, self.attention, self.engine.placement(recipe))
-        self.head = attach_head(model, recipe.model.cross_entropy, Formula(), "cpu")
-        self.engine.wrap(model, self.build, 1)
+        self.forward = ForwardPass(self.attention, make_objective(recipe.objective))
+        self.engine.wrap(CausalLMWithLoss(model, recipe.model.cross_entropy), self.build, 1)
         self.said: list[str] = []
 
     def trials(self) -> Trials:
         row = HeaviestRow(self.data.first_example(), *self.data.heaviest_row(self.recipe.data.max_length))
-        return Trials(self.engine, HostMemory(), self.attention, self.head, row, 0)
+        return Trials(self.engine, HostMemory(), self.forward, row, 0)
 
-    def find(self, limit: int | None = None) -> FoundRows:
+    def find(self, limit: int | None = None) -> RowsPerDevice:
         memory, self.said = HostMemory(limit=limit), []
         return find_rows(
             self.engine,
             self.recipe,
             self.config,
-            self.attention,
-            self.head,
+            self.forward,
             self.data,
             self.build,
             memory,
@@ -208,7 +216,7 @@ def rows_of_a_wide_model(_rank: int, recipe: Path) -> None:
 
 def test_found_once(started: Started, tmp_path: Path) -> None:
     first = started.find()
-    assert first == FoundRows(8, first.reason)
+    assert first == RowsPerDevice(8, first.reason)
     assert "all there are" in first.reason
     assert "found by trial" in first.reason
     (entry,) = entries(tmp_path)
