@@ -1,4 +1,4 @@
-"""From a recipe file and overrides to a frozen, checked `Recipe`, or one error that lists every problem."""
+"""Loads a recipe file and overrides into a frozen `Recipe`, or raises one error that lists every problem."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _suggest_unknown(key: Key, values: dict[str, Any]) -> str:
 
 
 _EXPECTED = {
-    "int_type": "a whole number",
+    "int_type": "an integer",
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
