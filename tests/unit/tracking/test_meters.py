@@ -81,7 +81,7 @@ def test_a_run_measures_itself_and_a_profile_changes_nothing(profiled: tuple[str
     assert names >= {"finetune/data", "finetune/forward", "finetune/backward", "finetune/optimizer"}
 
 
-def test_a_profile_behind_the_end_is_refused(recipe: dict[str, Any], write_recipe: Any) -> None:
+def test_a_profile_after_the_last_step_is_refused(recipe: dict[str, Any], write_recipe: Any) -> None:
     recipe["profile"] = {"steps": [3, 7]}
     with pytest.raises(UserError, match=r"profile\.steps: \[3, 7\] are behind"):
         train_here(write_recipe(recipe))
@@ -90,7 +90,7 @@ def test_a_profile_behind_the_end_is_refused(recipe: dict[str, Any], write_recip
         train_here(write_recipe(recipe))
 
 
-def test_waits_are_taken_out_of_their_phase_and_stalls_out_of_the_step() -> None:
+def test_waits_are_excluded_from_their_phase_and_stalls_from_the_step() -> None:
     stopwatch = Stopwatch(CPU, knows_waits=True)
     clock = StepClock(stopwatch)
     with clock.phase("backward"):
@@ -113,7 +113,7 @@ def test_a_backend_that_hides_its_waits_has_none() -> None:
     assert set(stopwatch.read()) == {"forward"}
 
 
-def test_memory_is_weighed_once() -> None:
+def test_memory_is_counted_once() -> None:
     whole, scale = torch.zeros(100), Scale(CPU)
     assert scale.weigh([whole[:10], whole[50:], torch.zeros(3, dtype=torch.int8)]) == 403
     assert scale.weigh([whole]) == 0
@@ -121,7 +121,7 @@ def test_memory_is_weighed_once() -> None:
     assert peak_resident_bytes() > 2**20
 
 
-def test_a_device_without_nvml_says_nothing() -> None:
+def test_a_device_without_nvml_reads_nan() -> None:
     assert all(value != value for value in DeviceMeter(CPU).read())
 
 
@@ -149,6 +149,6 @@ def test_totals_leave_the_first_step_out() -> None:
         ({}, 0.8, "compute-bound"),
     ],
 )
-def test_advice_names_what_binds(shares: dict[str, float], products: float, said: str) -> None:
+def test_advice_names_the_bottleneck(shares: dict[str, float], products: float, said: str) -> None:
     nothing = {"data": 0.0, "communication": 0.0, "idle": 0.0}
     assert advice({**nothing, **shares}, products).startswith(said)
