@@ -83,7 +83,7 @@ def test_a_run_measures_itself_and_a_profile_changes_nothing(profiled: tuple[str
 
 def test_a_profile_after_the_last_step_is_refused(recipe: dict[str, Any], write_recipe: Any) -> None:
     recipe["profile"] = {"steps": [3, 7]}
-    with pytest.raises(UserError, match=r"profile\.steps: \[3, 7\] are behind"):
+    with pytest.raises(UserError, match=r"profile\.steps: \[3, 7\] must end by the last step"):
         train_here(write_recipe(recipe))
     recipe["train"] = {"epochs": 0.1, "precision": "fp32"}  # known only once the data is
     with pytest.raises(UserError, match=r"profile\.steps: \[3, 7\], but the run has 1 steps"):
