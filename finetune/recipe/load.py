@@ -72,8 +72,8 @@ def _key(loc: tuple[str | int, ...], kind: str, values: Any) -> Key:
     """Returns the part of pydantic's location that exists in the recipe (it also names branches of unions)."""
     key: Key = ()
     for i, part in enumerate(loc):
-        is_index = isinstance(values, list) and isinstance(part, int) and part < len(values)
-        if is_index or (isinstance(values, dict) and part in values):
+        keys = range(len(values)) if isinstance(values, list) else values if isinstance(values, dict) else ()
+        if part in keys:
             key = (*key, part)
             values = values[part]
         elif kind == "missing" and i == len(loc) - 1 and isinstance(part, str):
