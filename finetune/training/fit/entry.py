@@ -54,4 +54,4 @@ def write_entry(path: Path, of: dict[str, Any], found: Found) -> None:
     after = found.next_needs if math.isfinite(found.next_needs) else None
     about = {"rows": found.size, "needs_bytes": found.needs, "next_needs_bytes": after, "of": of}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(about, indent=1, default=str))
+    write_atomically(path, json.dumps(about, indent=1, default=str), shared=True)
