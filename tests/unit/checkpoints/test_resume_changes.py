@@ -1,4 +1,4 @@
-"""What may change when a run goes on, and what is refused with its difference."""
+"""Recipe changes on resume: which are allowed, and which are refused with their difference."""
 
 from __future__ import annotations
 

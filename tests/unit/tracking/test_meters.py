@@ -1,4 +1,4 @@
-"""Meters on this process: keys are there and agree with each other; the clock; weights by what lies behind tensors."""
+"""Meters of this process: keys are present and consistent; the clock; memory by category."""
 
 from __future__ import annotations
 

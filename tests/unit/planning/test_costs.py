@@ -1,4 +1,4 @@
-"""Formulas of bytes sent and state held: by hand, and beside what a benchmark has counted."""
+"""Formulas of bytes sent and state bytes: by hand, and compared with a benchmark's measurements."""
 
 from __future__ import annotations
 
