@@ -5,8 +5,8 @@
 
 A launch has a network of its own (a namespace: Linux, root or unprivileged namespaces), in which everything that ranks
 say to each other crosses one loopback device that counts. Two launches of different length; what a step sends is their
-difference over the steps, so that start and end do not count. Predictions: `finetune/planning/communication.py` and
-`memory.py`; of the peak, what one process needs besides its state (libraries, activations) and the state predicted.
+difference over the steps, so that start and end do not count. Predictions: `finetune/planning/costs.py`; of
+the peak, what one process needs besides its state (libraries, activations) and the state predicted.
 A process has one thread. `time` is that of a step over the time that one process takes for it: with more processes than
 cores it cannot fall. Writes benchmarks/results/communication.json and .png.
 """

@@ -39,9 +39,12 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is complete or absent, whoever else writes it at the same time. Raises OSError."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+def write_atomically(path: Path, text: str, shared: bool = False) -> None:
+    """Write a file that is complete or absent. shared: other processes may write it at the same time.
+
+    Without `shared`, what a killed write leaves is replaced by the next one. Raises OSError.
+    """
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp" if shared else f"{path.name}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)

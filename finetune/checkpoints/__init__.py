@@ -1,1 +1,1 @@
-"""The neutral checkpoint: written and read under any backend and world size; complete or absent; no pickle."""
+"""Checkpoints: independent of backend and world size, written atomically, without pickle."""

@@ -29,7 +29,7 @@ class CheckpointInfo:
     verified: bool  # every byte was read
     problem: str | None
     step: int | None = None
-    steps: int | None = None  # of the whole run
+    steps: int | None = None  # of the run
     metrics: dict[str, float] | None = None
     written: dict[str, Any] | None = None  # where, world_size, host, at (UTC)
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a checkpoint holds in addition to tensors."""
+    """State of a checkpoint other than tensors."""
 
     progress: dict[str, Any]  # step, tokens, supervised_tokens, padding_tokens, tokens_by_source
     changes: list[str]  # of the recipe since

@@ -129,7 +129,12 @@ class PartReader:
         """Fill all parts of one stepped tensor together, because they may share 8-bit blocks."""
         stepped = parts[0].stepped
         _fill(stepped, [piece for part in parts for piece in self._pieces(part, WEIGHT)])
-        types = {field: dtype for part in parts for field, dtype in self._state_types(part.name).items()}
+        types = {
+            field: self._open[ranges[0].file].get_slice(ranges[0].key)[:1].dtype
+            for part in parts
+            for field, ranges in self._ranges[part.name].items()
+            if field != WEIGHT
+        }
         state = make_state(stepped, optimizers, types, scalars, room)
         for field in types:
             having = [part for part in parts if field in self._ranges[part.name]]

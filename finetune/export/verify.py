@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from finetune.errors import RunFailure
-from finetune.export.weights import INDEX, shard_name
+from finetune.export.weight_files import INDEX, shard_name
 
 
 class Verification:

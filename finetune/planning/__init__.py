@@ -1,1 +1,1 @@
-"""What can be known without training: the plan, `check`, `inspect`."""
+"""The plan and its parts (FLOPs, costs, hardware); `check`, `inspect`, `prepare`, `doctor`."""

@@ -38,7 +38,7 @@ class StepSizes:
     element: int  # bytes of an activation
     micro_batches: int
     tokens: int  # of one micro-batch, over all ranks that share it
-    recomputes: bool  # activation checkpointing of whole layers: a layer's forward runs twice
+    recomputes: bool  # full activation checkpointing: a layer's forward runs twice
     expert_weights: float = 0.0  # part of `layer_weights`; their gradients are part of `gradients`
     experts_per_token: int = 0
     moe_layers: int = 0

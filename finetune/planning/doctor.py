@@ -118,6 +118,7 @@ class Host:
 def inspect_host(rank: int, node: int, device: torch.device) -> Host:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     cuda = device.type == "cuda"
+    others = [other for other in range(torch.cuda.device_count()) if other != device.index] if cuda else []
     return Host(
         rank=rank,
         node=node,
@@ -128,18 +129,13 @@ def inspect_host(rank: int, node: int, device: torch.device) -> Host:
         locked_memory=None if locked == resource.RLIM_INFINITY else locked,
         device=torch.cuda.get_device_name(device) if cuda else "cpu",
         device_memory=torch.cuda.get_device_properties(device).total_memory if cuda else None,
-        reaches=_peer_access(device) if cuda else [],
+        reaches=[torch.cuda.can_device_access_peer(device, other) for other in others],
         topology=_topology() if cuda else None,
         interfaces=_interfaces(),
         rdma=_rdma(Path("/sys/class/infiniband")),
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(_REPORTED_VARIABLES)},
         versions=versions(),
     )
-
-
-def _peer_access(device: torch.device) -> list[bool]:
-    others = (other for other in range(torch.cuda.device_count()) if other != device.index)
-    return [torch.cuda.can_device_access_peer(device, other) for other in others]
 
 
 def _topology() -> str | None:

@@ -21,34 +21,34 @@ _LOW_SPACE = 20 * 2**30  # bytes
 _CHECKPOINT = 10e9  # bytes, as an example
 
 
-def versions_differ(found: Diagnosis) -> Iterator[str]:
-    packages = sorted({package for host in found.hosts for package in host.versions})
+def versions_differ(diagnosis: Diagnosis) -> Iterator[str]:
+    packages = sorted({package for host in diagnosis.hosts for package in host.versions})
     for package in packages:
         ranks = defaultdict[str, list[int]](list)
-        for host in found.hosts:
+        for host in diagnosis.hosts:
             ranks[host.versions.get(package, "none")].append(host.rank)
         if len(ranks) > 1:
             each = ", ".join(f"{version} on rank {_listed(having)}" for version, having in ranks.items())
             yield f"{package} differs: {each}. Install the same version everywhere, or losses will differ"
 
 
-def devices_differ(found: Diagnosis) -> Iterator[str]:
-    names = sorted({host.device for host in found.hosts})
+def devices_differ(diagnosis: Diagnosis) -> Iterator[str]:
+    names = sorted({host.device for host in diagnosis.hosts})
     if len(names) > 1:
         yield f"devices differ ({', '.join(names)}): the slowest sets the pace, the smallest the memory"
 
 
-def threads_unset(found: Diagnosis) -> Iterator[str]:
-    host = found.hosts[0]
-    on_node = sum(other.node == host.node for other in found.hosts)
+def threads_unset(diagnosis: Diagnosis) -> Iterator[str]:
+    host = diagnosis.hosts[0]
+    on_node = sum(other.node == host.node for other in diagnosis.hosts)
     if host.device == "cpu" and on_node > 1 and "OMP_NUM_THREADS" not in host.variables:
         threads = max(1, host.cores // on_node)
         yield f"{on_node} processes share {host.cores} cores: set OMP_NUM_THREADS={threads} to avoid oversubscription"
 
 
-def small_shared_memory(found: Diagnosis) -> Iterator[str]:
-    for host in _first_of_nodes(found):
-        devices = sum(other.node == host.node for other in found.hosts)
+def small_shared_memory(diagnosis: Diagnosis) -> Iterator[str]:
+    for host in _first_of_nodes(diagnosis):
+        devices = sum(other.node == host.node for other in diagnosis.hosts)
         if host.device != "cpu" and devices > 1 and host.shared_memory < _SHARED_MEMORY:
             yield (
                 f"{host.name}: /dev/shm holds {host.shared_memory / 2**20:,.0f} MiB, and NCCL passes data through it: "
@@ -56,8 +56,8 @@ def small_shared_memory(found: Diagnosis) -> Iterator[str]:
             )
 
 
-def pinning_limited(found: Diagnosis) -> Iterator[str]:
-    for host in _first_of_nodes(found):
+def pinning_limited(diagnosis: Diagnosis) -> Iterator[str]:
+    for host in _first_of_nodes(diagnosis):
         if host.rdma and host.locked_memory is not None:
             yield (
                 f"{host.name}: a process may pin {host.locked_memory / 2**20:,.0f} MiB, and RDMA pins its buffers: "
@@ -65,18 +65,18 @@ def pinning_limited(found: Diagnosis) -> Iterator[str]:
             )
 
 
-def rdma_down(found: Diagnosis) -> Iterator[str]:
-    for host in _first_of_nodes(found):
+def rdma_down(diagnosis: Diagnosis) -> Iterator[str]:
+    for host in _first_of_nodes(diagnosis):
         for port in host.rdma:
             if "ACTIVE" not in port.state:
                 yield f"{host.name}: {port.name} is not active ({port.state}): NCCL uses slower paths"
 
 
-def interface_unclear(found: Diagnosis) -> Iterator[str]:
-    if found.nodes == 1:
+def interface_unclear(diagnosis: Diagnosis) -> Iterator[str]:
+    if diagnosis.nodes == 1:
         return
-    variable = "GLOO_SOCKET_IFNAME" if found.hosts[0].device == "cpu" else "NCCL_SOCKET_IFNAME"
-    for host in _first_of_nodes(found):
+    variable = "GLOO_SOCKET_IFNAME" if diagnosis.hosts[0].device == "cpu" else "NCCL_SOCKET_IFNAME"
+    for host in _first_of_nodes(diagnosis):
         with_address = [interface.name for interface in host.interfaces if interface.address]
         if len(with_address) > 1 and variable not in host.variables:
             yield (
@@ -85,10 +85,10 @@ def interface_unclear(found: Diagnosis) -> Iterator[str]:
             )
 
 
-def mtu_differs(found: Diagnosis) -> Iterator[str]:
+def mtu_differs(diagnosis: Diagnosis) -> Iterator[str]:
     """Compares within one network; different networks may have different MTUs."""
     networks = defaultdict[str, dict[int, list[str]]](lambda: defaultdict(list))
-    for host in _first_of_nodes(found):
+    for host in _first_of_nodes(diagnosis):
         for interface in host.interfaces:
             if interface.network:
                 networks[interface.network][interface.mtu].append(f"{host.name}/{interface.name}")
@@ -98,8 +98,8 @@ def mtu_differs(found: Diagnosis) -> Iterator[str]:
             yield f"the MTU in {network} differs ({each}): large messages may never arrive; set one MTU"
 
 
-def long_timeout(found: Diagnosis) -> Iterator[str]:
-    if found.nodes > 1 and TIMEOUT_VARIABLE not in found.hosts[0].variables:
+def long_timeout(diagnosis: Diagnosis) -> Iterator[str]:
+    if diagnosis.nodes > 1 and TIMEOUT_VARIABLE not in diagnosis.hosts[0].variables:
         minutes = collective_timeout().total_seconds() / 60
         yield (
             f"a lost connection is detected after {minutes:.0f} minutes: set {TIMEOUT_VARIABLE}=600, or somewhat more "
@@ -107,13 +107,13 @@ def long_timeout(found: Diagnosis) -> Iterator[str]:
         )
 
 
-def folders_not_shared(found: Diagnosis) -> Iterator[str]:
-    for folder, hosts in found.not_shared.items():
+def folders_not_shared(diagnosis: Diagnosis) -> Iterator[str]:
+    for folder, hosts in diagnosis.not_shared.items():
         yield f"{folder} is not the same folder on {', '.join(hosts)}: runs need a file system that all machines share"
 
 
-def no_direct_reach(found: Diagnosis) -> Iterator[str]:
-    for host in found.hosts:
+def no_direct_reach(diagnosis: Diagnosis) -> Iterator[str]:
+    for host in diagnosis.hosts:
         if host.reaches and not all(host.reaches):
             yield (
                 f"rank {host.rank} ({host.device}) has no peer access to {host.reaches.count(False)} of the other "
@@ -121,8 +121,8 @@ def no_direct_reach(found: Diagnosis) -> Iterator[str]:
             )
 
 
-def clocks_differ(found: Diagnosis) -> Iterator[str]:
-    for node, skew in (found.links.skews if found.links else {}).items():
+def clocks_differ(diagnosis: Diagnosis) -> Iterator[str]:
+    for node, skew in (diagnosis.links.skews if diagnosis.links else {}).items():
         if abs(skew) > _SKEW:
             yield (
                 f"the clock of node {node} is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} node 0's: logs "
@@ -130,9 +130,9 @@ def clocks_differ(found: Diagnosis) -> Iterator[str]:
             )
 
 
-def slow_links(found: Diagnosis) -> Iterator[str]:
+def slow_links(diagnosis: Diagnosis) -> Iterator[str]:
     """Finds a pair much slower than others of its kind: a cable, a switch or a route."""
-    pairs = found.links.pairs if found.links else []
+    pairs = diagnosis.links.pairs if diagnosis.links else []
     for between, words in ((False, "within a node"), (True, "between nodes")):
         alike = sorted((pair for pair in pairs if pair.between_nodes == between), key=lambda pair: pair.bandwidth)
         if len(alike) >= 3 and alike[0].bandwidth < alike[len(alike) // 2].bandwidth / 2:
@@ -142,8 +142,8 @@ def slow_links(found: Diagnosis) -> Iterator[str]:
             )
 
 
-def slow_disk(found: Diagnosis) -> Iterator[str]:
-    for disk in found.disks:
+def slow_disk(diagnosis: Diagnosis) -> Iterator[str]:
+    for disk in diagnosis.disks:
         if disk.write < _SLOW_DISK:
             yield (
                 f"{disk.folder} writes {disk.write / 1e6:,.0f} MB/s: a checkpoint of {_CHECKPOINT / 1e9:.0f} GB takes "
@@ -171,34 +171,37 @@ RULES: tuple[Callable[[Diagnosis], Iterator[str]], ...] = (
 )
 
 
-def advice(found: Diagnosis) -> list[str]:
+def advice(diagnosis: Diagnosis) -> list[str]:
     """Returns everything worth changing, in the order of the table."""
-    return [line for rule in RULES for line in rule(found)]
+    return [line for rule in RULES for line in rule(diagnosis)]
 
 
-def _first_of_nodes(found: Diagnosis) -> list[Host]:
-    return [next(host for host in found.hosts if host.node == node) for node in sorted({h.node for h in found.hosts})]
+def _first_of_nodes(diagnosis: Diagnosis) -> list[Host]:
+    return [
+        next(host for host in diagnosis.hosts if host.node == node)
+        for node in sorted({h.node for h in diagnosis.hosts})
+    ]
 
 
 def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def show_diagnosis(console: Console, found: Diagnosis, advice: list[str]) -> None:
-    console.print(_ranks(found))
-    for topology in dict.fromkeys(host.topology for host in found.hosts if host.topology):  # alike on most machines
+def show_diagnosis(console: Console, diagnosis: Diagnosis, advice: list[str]) -> None:
+    console.print(_ranks(diagnosis))
+    for topology in dict.fromkeys(host.topology for host in diagnosis.hosts if host.topology):  # alike on most machines
         console.print(topology, markup=False, highlight=False)
-    console.print(_networks(found))
-    if found.links:
-        console.print(_collectives(found.links))
-        console.print(_pairs(found.links))
-        for node, skew in found.links.skews.items():
+    console.print(_networks(diagnosis))
+    if diagnosis.links:
+        console.print(_collectives(diagnosis.links))
+        console.print(_pairs(diagnosis.links))
+        for node, skew in diagnosis.links.skews.items():
             console.print(f"the clock of node {node} is {1000 * skew:+,.1f} ms from node 0's", highlight=False)
-    console.print(_disks(found.disks))
+    console.print(_disks(diagnosis.disks))
     console.print(
-        "versions: " + ", ".join(f"{name} {v}" for name, v in found.hosts[0].versions.items()), highlight=False
+        "versions: " + ", ".join(f"{name} {v}" for name, v in diagnosis.hosts[0].versions.items()), highlight=False
     )
-    for name, value in found.hosts[0].variables.items():
+    for name, value in diagnosis.hosts[0].variables.items():
         console.print(f"{name}={escape(value)}", highlight=False)
     if not advice:
         console.print("[green]nothing to change[/green]")
@@ -206,21 +209,21 @@ def show_diagnosis(console: Console, found: Diagnosis, advice: list[str]) -> Non
         console.print(f"[yellow]change:[/yellow] {escape(line)}", highlight=False)
 
 
-def _ranks(found: Diagnosis) -> Table:
+def _ranks(diagnosis: Diagnosis) -> Table:
     table = Table(
         "rank", "node", "host", "device", "memory", "host memory", "cores", title="ranks", title_justify="left"
     )
-    for host in found.hosts:
+    for host in diagnosis.hosts:
         memory = readable_bytes(host.device_memory) if host.device_memory else "-"
         cells = (host.name, host.device, memory, readable_bytes(host.memory), str(host.cores))
         table.add_row(str(host.rank), str(host.node), *map(escape, cells))
     return table
 
 
-def _networks(found: Diagnosis) -> Table:
+def _networks(diagnosis: Diagnosis) -> Table:
     table = Table("node", "network", "address", "speed", "MTU", title="networks", title_justify="left")
     seen = set[int]()
-    for host in found.hosts:
+    for host in diagnosis.hosts:
         if host.node in seen:
             continue
         seen.add(host.node)

@@ -61,7 +61,7 @@ class ModelFlops:
     head: float  # forward and backward of a position that reaches the LM head
     attention: tuple[AttentionFlops, ...]  # by layer
     implementation: str  # transformers' name
-    recomputes: bool  # activation checkpointing of whole layers
+    recomputes: bool  # full activation checkpointing
     hardware_known: bool
 
     def of(self, counted: Sequence[int], executed: Sequence[int], supervised: int) -> Flops:
@@ -113,7 +113,8 @@ def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> M
     one layer is counted too high.
     """
     products = list(_products(model))
-    first = _first_trained(model)
+    trained = [_position(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    first = min(trained, default=None)
     needed = [_backward(product, first) for product in products]
     # transformers lets gradients reach the embedding table where a frozen model is checkpointed.
     hooked = getattr(model, "_require_grads_hooks", None) or getattr(model, "_require_grads_hook", None)
@@ -201,7 +202,7 @@ def _num_experts(config: Any) -> int | None:
 
 def _path_of(model: Any, module: Any) -> str:
     """Returns the path of a module, or of its wrapper (an adapter, a trained copy)."""
-    path = next((path for path, found in model.named_modules() if found is module), "")
+    path = next((path for path, candidate in model.named_modules() if candidate is module), "")
     return re.sub(r"\.(base_layer|modules_to_save\..*|original_module)$", "", path)
 
 
@@ -216,11 +217,6 @@ def _position(path: str, head: str = "") -> _Position:
         return _Position(int(number[1]), -1)
     output = _OUTPUT.search(after) is not None
     return _Position(int(number[1]), (0 if _ATTENTION.search(after) else 2) + output)
-
-
-def _first_trained(model: Any) -> _Position | None:
-    places = [_position(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return min(places, default=None)
 
 
 def _backward(product: _Product, first_trained: _Position | None) -> float:

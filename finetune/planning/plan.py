@@ -22,7 +22,7 @@ class Plan:
     where: str  # the accelerate config's name
     world_size: int
     device: str
-    steps: int  # optimizer steps of the whole run
+    steps: int  # optimizer steps of the run
     micro_batches: int  # per step and process; with batch.tokens_per_device the maximum
     rows_per_device: int | None  # packed sequences of a micro-batch; None with batch.tokens_per_device
     rows_per_device_reason: str

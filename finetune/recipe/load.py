@@ -1,4 +1,4 @@
-"""From a recipe file and overrides to a frozen, checked `Recipe`, or one error that lists every problem."""
+"""Loads a recipe file and overrides into a frozen `Recipe`, or raises one error that lists every problem."""
 
 from __future__ import annotations
 
@@ -72,9 +72,10 @@ def _key(loc: tuple[str | int, ...], kind: str, values: Any) -> Key:
     """Returns the part of pydantic's location that exists in the recipe (it also names branches of unions)."""
     key: Key = ()
     for i, part in enumerate(loc):
-        is_index = isinstance(values, list) and isinstance(part, int) and part < len(values)
-        if is_index or (isinstance(values, dict) and part in values):
-            key, values = (*key, part), values[part]  # pyright: ignore[reportCallIssue, reportArgumentType]  (a list's)
+        keys = range(len(values)) if isinstance(values, list) else values if isinstance(values, dict) else ()
+        if part in keys:
+            key = (*key, part)
+            values = _value_at(values, (part,))
         elif kind == "missing" and i == len(loc) - 1 and isinstance(part, str):
             key = (*key, part)
     return key
@@ -152,7 +153,7 @@ def _suggest_unknown(key: Key, values: dict[str, Any]) -> str:
 
 
 _EXPECTED = {
-    "int_type": "a whole number",
+    "int_type": "an integer",
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",

@@ -133,7 +133,7 @@ def streaming_has_an_end(recipe: Recipe) -> Iterator[Finding]:
         yield "data.mixture.temperature", "the size of a stream is unknown: remove it, and set each source's `weight`"
     for i, source in enumerate(recipe.data.train):
         if source.max_epochs is not None and source.max_epochs % 1:
-            yield f"data.train[{i}].max_epochs", "must be a whole number with `data.streaming`"
+            yield f"data.train[{i}].max_epochs", "must be an integer with `data.streaming`"
 
 
 def token_budget(recipe: Recipe) -> Iterator[Finding]:

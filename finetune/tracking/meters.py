@@ -121,7 +121,12 @@ class Meters:
             return math.nan, math.nan
         # Ranks that share a row have equal parts of it: the FLOPs of the full row, divided by their number.
         parallelism = self._engine.parallelism
-        work = [self._flops.of(_counted(b), b.document_lengths, b.num_supervised * parallelism.tokens) for b in batches]
+        work = [  # padding comes after the documents
+            self._flops.of(
+                b.document_lengths[: len(b.documents)], b.document_lengths, b.num_supervised * parallelism.tokens
+            )
+            for b in batches
+        ]
         ranks = parallelism.processes / parallelism.data
         return sum(model for model, _ in work) / ranks, sum(hardware for _, hardware in work) / ranks
 
@@ -131,11 +136,6 @@ class Meters:
         hardware = _mean(ranks, "hardware_flops") / seconds / 1e12
         use = {"tflops_per_device": model}
         return use if self._peak is None else {**use, "mfu": model / self._peak, "hfu": hardware / self._peak}
-
-
-def _counted(batch: Batch) -> tuple[int, ...]:
-    """Returns the lengths of the documents; padding comes after them."""
-    return batch.document_lengths[: len(batch.documents)]
 
 
 def _speed(tokens: float, supervised: float, seconds: float, devices: int) -> Line:
@@ -178,7 +178,7 @@ def _straggler(ranks: list[_Rank]) -> Line:
 
 
 def _device(ranks: list[_Rank], tokens: float) -> Line:
-    """Of all devices; unknown where one does not say."""
+    """Returns sums and means over all devices; NaN if one is unknown."""
     energy = sum(rank["energy_j"] for rank in ranks)
     return {
         "device_utilization": _mean(ranks, "utilization"),

@@ -229,7 +229,7 @@ def write_entry(path: Path, depends_on: dict[str, Any], found: FittingSize) -> N
     after = found.next_needs if math.isfinite(found.next_needs) else None
     about = {"rows": found.size, "needs_bytes": found.needs, "next_needs_bytes": after, "of": depends_on}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(about, indent=1, default=str))
+    write_atomically(path, json.dumps(about, indent=1, default=str), shared=True)
 
 
 log = logging.getLogger(__name__)

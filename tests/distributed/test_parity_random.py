@@ -29,7 +29,7 @@ def test_a_seed_draws_the_same_cases_and_others_than_another_does() -> None:
 
 def test_what_a_rule_refuses_has_its_reason(folder: Path) -> None:
     unknown = Case("dropout", (*LORA, "lora.dropout=0.1", "batch.rows_per_device=auto"))
-    assert "dropout is drawn for each forward" in (parity_random.refusal(folder, ("ddp", 2), unknown) or "")
+    assert "dropout is sampled per micro-batch" in (parity_random.refusal(folder, ("ddp", 2), unknown) or "")
     in_backward = Case("back", ("optimizer.in_backward=true", "optimizer.max_grad_norm=null"), one_forward=True)
     assert "use fsdp2" in (parity_random.refusal(folder, ("ddp", 2), in_backward) or "")
     assert parity_random.refusal(folder, ("fsdp2", 2), in_backward) is None

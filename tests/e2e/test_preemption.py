@@ -1,4 +1,4 @@
-"""A run that a scheduler stops: it saves, leaves with its own exit status, and goes on as if nothing had been."""
+"""A run stopped by a scheduler: saves, exits with its own status, and resumes as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop and go on through the command line: same samples, same losses, one line per step."""
+"""Stop and resume through the command line: same samples, same losses, one line per step."""
 
 from __future__ import annotations
 

@@ -333,10 +333,10 @@ def test_a_loss_that_is_not_finite_stops_before_the_backward(one_forward: dict[s
 @pytest.mark.parametrize(
     ("section", "values", "fragment"),
     [
-        ("optimizer", {"max_grad_norm": 1.0}, "cannot be clipped by it: set `optimizer.max_grad_norm: null`"),
-        ("optimizer", {"name": "muon"}, "Muon shares them out between two optimizers"),
-        ("train", {"precision": "fp16"}, "fp16's loss scale must skip"),
-        ("batch", {"tokens_per_device": 64, "rows_per_device": 1}, "needs one forward a step"),
+        ("optimizer", {"max_grad_norm": 1.0}, "cannot be clipped: set `optimizer.max_grad_norm: null`"),
+        ("optimizer", {"name": "muon"}, "which divides parameters between two optimizers"),
+        ("train", {"precision": "fp16"}, "as fp16's loss scale requires"),
+        ("batch", {"tokens_per_device": 64, "rows_per_device": 1}, "needs one micro-batch per step"),
         ("batch", {"rows_per_device": 2}, "4 rows a step are 2 forwards of 2 on each of 1: set `batch.rows: 2`"),
     ],
 )
@@ -352,5 +352,5 @@ def test_what_in_backward_cannot_do_is_refused(
 
 def test_selective_and_offloaded_is_refused(recipe: dict[str, Any], write_recipe: Any) -> None:
     recipe["train"] |= {"activation_checkpointing": "selective", "activation_offload": True}
-    with pytest.raises(UserError, match="the results that `activation_checkpointing: selective` keeps"):
+    with pytest.raises(UserError, match="does not reach what `activation_checkpointing: selective` keeps"):
         load_recipe(write_recipe(recipe))

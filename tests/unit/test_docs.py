@@ -63,7 +63,7 @@ def test_overrides_in_commands_have_keys() -> None:
 
 
 def test_contributing_is_short() -> None:
-    assert len(CONTRIBUTING.splitlines()) < 100
+    assert len(CONTRIBUTING.splitlines()) < 140  # with a glossary of 40
 
 
 def test_tables_are_where_contributing_says() -> None:

@@ -61,7 +61,7 @@ def _hashed(path: Path, memo: Path, key: list[int]) -> str:
     begun = time.time()
     digest = _sha256(path, key)
     if begun - max(key[3:]) / 1e9 >= SETTLED_S:
-        write_atomically(memo, json.dumps({"key": key, "sha256": digest}))
+        write_atomically(memo, json.dumps({"key": key, "sha256": digest}), shared=True)
     return digest
 
 

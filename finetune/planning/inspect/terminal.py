@@ -79,13 +79,16 @@ def print_totals(console: Console, view: DatasetView) -> None:
     """Print tables of rows by source, of an epoch, of lengths and of supervised shares; then bad rows and notes."""
     totals = view.totals
     sources = totals.report.sources
+    lengths = [f"{int(low) + 1:,} to {int(high):,}" for low, high in pairwise(totals.lengths.edges)]
     for begin in range(0, len(sources), SOURCES_PER_TABLE):
         console.print()
         console.print(_sources(totals, sources[begin : begin + SOURCES_PER_TABLE]))
     for table in (
-        _tokens(totals),
-        _bars(totals.lengths, "Lengths (tokens)", _length_labels(totals), totals),
-        _bars(totals.supervised_share, "Supervised share of an example", _share_labels(), None),
+        _epoch(totals),
+        _bars(totals.lengths, "Lengths (tokens)", lengths, totals),
+        _bars(
+            totals.supervised_share, "Supervised share of an example", [f"to {n * 10} %" for n in range(1, 11)], None
+        ),
     ):
         console.print()
         console.print(table)
@@ -129,7 +132,7 @@ def source_share(source: SourceReport) -> float:
     return source.supervised_tokens / source.tokens if source.tokens else 0.0
 
 
-def _tokens(totals: DatasetStatistics) -> Table:
+def _epoch(totals: DatasetStatistics) -> Table:
     table = Table(title="An epoch", show_header=False, title_justify="left")
     for name, value in epoch_facts(totals).items():
         table.add_row(name, value)
@@ -183,15 +186,6 @@ def _bar(share: float) -> str:
     """Draws a share in eighths of a cell; at least one if it is not 0."""
     eighths = max(round(share * BAR_WIDTH * 8), 1 if share else 0)
     return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
-
-
-def _length_labels(totals: DatasetStatistics) -> list[str]:
-    edges = [int(edge) for edge in totals.lengths.edges]
-    return [f"{low + 1:,} to {high:,}" for low, high in pairwise(edges)]
-
-
-def _share_labels() -> list[str]:
-    return [f"to {n * 10} %" for n in range(1, 11)]
 
 
 def _print_bad_rows(console: Console, source: SourceReport) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent, and damage is found."""
+"""Checkpoint folders: atomic, verified, pruned; ranges in shards; staging memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from finetune.checkpoints.folder import (
     Retention,
     find_problem,
     list_checkpoints,
     partial_folder,
+    remove,
+    score,
     seal,
     set_aside,
     step_folder,
 )
+from finetune.checkpoints.saver import Staging
 from finetune.checkpoints.shards import PartReader, part_tensors, shape_metadata, write_tensors
 from finetune.engine.state_shards import Part
 from finetune.errors import UserError
@@ -35,7 +39,7 @@ def sealed(root: Path, step: int) -> Path:
     return step_folder(root, step)
 
 
-def test_sealed_is_whole_and_nothing_partial_is_left(tmp_path: Path) -> None:
+def test_a_sealed_checkpoint_verifies_and_leaves_nothing_partial(tmp_path: Path) -> None:
     folder = sealed(tmp_path, 200)
     assert folder.name == "step-00000200"
     assert find_problem(folder) is None
@@ -76,7 +80,7 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], obje
     assert reason in (find_problem(folder) or "")
 
 
-def test_an_interrupted_save_is_no_checkpoint_and_is_swept_up(tmp_path: Path) -> None:
+def test_an_interrupted_save_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         sealed(tmp_path, step)
     partial_folder(tmp_path, 4).mkdir()
@@ -149,7 +153,7 @@ def halves(weight: torch.Tensor) -> list[tuple[torch.Tensor, Part]]:
 
 @pytest.mark.parametrize("writers", [columns, rows, halves])
 @pytest.mark.parametrize("readers", [columns, rows, halves])
-def test_any_cut_reads_what_any_cut_wrote(tmp_path: Path, writers: Cut, readers: Cut) -> None:
+def test_any_sharding_reads_what_any_other_wrote(tmp_path: Path, writers: Cut, readers: Cut) -> None:
     weight = torch.arange(48.0).view(8, 6)
     for rank, (shard, part) in enumerate(writers(weight)):
         optimizer = torch.optim.AdamW([shard], lr=0.0, weight_decay=0.0)
@@ -177,9 +181,126 @@ def test_a_gap_and_another_model_are_errors(tmp_path: Path) -> None:
         reader.restore([Part("v", (4, 3), 0, 12, parameter, 0)], [optimizer], {"v": {}})
 
 
-def test_what_cannot_be_set_aside_is_said(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_set_aside_is_an_error(tmp_path: Path) -> None:
     folder = sealed(tmp_path, 1)
     (tmp_path / f"aside-{folder.name}").write_text("a file in the way")
     with pytest.raises(UserError, match="cannot be set aside as aside-step-00000001"):
         set_aside(folder)
     assert find_problem(folder) is None
+
+
+def saved(root: Path, step: int, **metrics: float) -> Path:
+    partial = partial_folder(root, step)
+    partial.mkdir(parents=True)
+    (partial / "state.json").write_text(json.dumps({"step": step, "metrics": metrics}))
+    seal(partial, step_folder(root, step), [])
+    return step_folder(root, step)
+
+
+def damage(folder: Path) -> None:
+    (folder / "state.json").write_text("{}")
+
+
+def steps(root: Path) -> list[int]:
+    return [int(folder.name.removeprefix("step-")) for folder in list_checkpoints(root)]
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        saved(tmp_path, step)
+    Retention(tmp_path, Checkpoint(keep=2)).prune()
+    assert steps(tmp_path) == [4, 3]
+
+
+def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        saved(tmp_path, step)
+    damage(tmp_path / "step-00000004")
+    damage(tmp_path / "step-00000002")
+    Retention(tmp_path, Checkpoint(keep=1)).prune()
+    assert steps(tmp_path) == [4, 3]
+    assert find_problem(tmp_path / "step-00000003") is None
+
+
+def test_nothing_is_deleted_where_none_is_good(tmp_path: Path) -> None:
+    for step in (1, 2):
+        damage(saved(tmp_path, step))
+    Retention(tmp_path, Checkpoint(keep=1)).prune()
+    assert steps(tmp_path) == [2, 1]
+
+
+@pytest.mark.parametrize(("metric", "best"), [("eval_loss", 2), ("exact_match", 3)])
+def test_the_best_is_kept_in_addition_to_the_newest(tmp_path: Path, metric: str, best: int) -> None:
+    for step, loss, match in ((1, 3.0, 0.1), (2, 1.0, 0.2), (3, 1.5, 0.9), (4, 2.0, 0.3), (5, 2.5, 0.4)):
+        saved(tmp_path, step, eval_loss=loss, exact_match=match)
+    saved(tmp_path, 6)  # without an evaluation
+    retention = Retention(tmp_path, Checkpoint(keep=2, best=metric))  # type: ignore[arg-type]
+    retention.prune()
+    assert steps(tmp_path) == [6, 5, best]
+    assert retention.best_score() == score({"eval_loss": 1.0, "exact_match": 0.9}, metric)
+
+
+def test_a_damaged_best_gives_way_to_the_next(tmp_path: Path) -> None:
+    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)):
+        saved(tmp_path, step, eval_loss=loss)
+    shard = tmp_path / "step-00000001" / "state.json"
+    shard.write_text(shard.read_text().replace("1.0", "0.5"))
+    Retention(tmp_path, Checkpoint(keep=1, best="eval_loss")).prune()
+    assert steps(tmp_path) == [4, 2]
+
+
+def test_remains_of_interrupted_saves_and_deletions_are_removed(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    partial_folder(tmp_path, 2).mkdir()
+    (tmp_path / ".removed-step-00000000").mkdir()
+    Retention(tmp_path, Checkpoint(keep=1)).prune()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_removed_checkpoint_is_gone(tmp_path: Path) -> None:
+    remove(saved(tmp_path, 1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def flat_tensors(scale: float) -> dict[str, Tensor]:
+    """Of sizes that end between two aligned places."""
+    return {
+        "weight|0|a": torch.arange(13, dtype=torch.bfloat16) * scale,
+        "exp_avg|0|a": torch.arange(13, dtype=torch.float32) * scale,
+        "state|0|b": (torch.arange(7) * scale).to(torch.uint8),
+        "weight|4|c": torch.arange(40, dtype=torch.float64)[4:21] * scale,
+    }
+
+
+def test_copies_are_equal_and_independent_of_later_steps() -> None:
+    tensors = flat_tensors(1.0)
+    copies = Staging().copies(tensors)
+    for tensor in tensors.values():
+        tensor.zero_()
+    torch.testing.assert_close(copies, flat_tensors(1.0), rtol=0, atol=0)
+    assert list(copies) == list(tensors)
+
+
+def test_the_next_save_uses_the_same_memory() -> None:
+    staging = Staging()
+    first = {name: copy.data_ptr() for name, copy in staging.copies(flat_tensors(1.0)).items()}
+    second = staging.copies(flat_tensors(2.0))
+    assert {name: copy.data_ptr() for name, copy in second.items()} == first
+    torch.testing.assert_close(second, flat_tensors(2.0), rtol=0, atol=0)
+
+
+def test_staging_grows() -> None:
+    staging = Staging()
+    staging.copies({"weight|0|a": torch.ones(3)})
+    torch.testing.assert_close(staging.copies(flat_tensors(3.0)), flat_tensors(3.0), rtol=0, atol=0)
+
+
+def test_released_memory_is_allocated_again() -> None:
+    staging = Staging()
+    staging.copies(flat_tensors(1.0))
+    staging.release()
+    torch.testing.assert_close(staging.copies(flat_tensors(4.0)), flat_tensors(4.0), rtol=0, atol=0)
+
+
+def test_staging_of_nothing() -> None:
+    assert Staging().copies({}) == {}

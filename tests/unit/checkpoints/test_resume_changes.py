@@ -1,4 +1,4 @@
-"""What may change when a run goes on, and what is refused with its difference."""
+"""Recipe changes on resume: which are allowed, and which are refused with their difference."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_nothing_changed(load: Any, checkpoint: Path) -> None:
         ("checkpoint.keep=7", "checkpoint.keep: 2 -> 7"),
     ],
 )
-def test_what_may_change_is_said(load: Any, checkpoint: Path, override: str, said: str) -> None:
+def test_allowed_changes_are_reported(load: Any, checkpoint: Path, override: str, said: str) -> None:
     assert recipe_changes(load(override), checkpoint, ROWS, ROWS) == [said]
 
 
@@ -63,7 +63,9 @@ def test_what_may_change_is_said(load: Any, checkpoint: Path, override: str, sai
         ("batch.rows=8", "batch.rows: 4 -> 8"),
     ],
 )
-def test_what_the_stored_tensors_belong_to_cannot_change(load: Any, checkpoint: Path, override: str, said: str) -> None:
+def test_keys_that_stored_tensors_depend_on_cannot_change(
+    load: Any, checkpoint: Path, override: str, said: str
+) -> None:
     overrides = [override, *(["lora=null"] if override == "mode=full" else [])]
     message = refusal(load(*overrides), checkpoint)
     assert said in message
@@ -80,7 +82,7 @@ def test_what_the_stored_tensors_belong_to_cannot_change(load: Any, checkpoint: 
         ("objective.train_on=all", "objective"),
     ],
 )
-def test_what_the_order_depends_on_changes_only_where_it_is_accepted(
+def test_keys_that_the_order_depends_on_change_only_if_accepted(
     load: Any, checkpoint: Path, override: str, key: str
 ) -> None:
     assert f"checkpoint.accept_changes=[{key}]" in refusal(load(override), checkpoint)
@@ -97,7 +99,7 @@ def test_a_data_file_with_other_rows_is_another_run(load: Any, checkpoint: Path)
     assert "data.train, the rows themselves: examples: 300 -> 301" in accepted
 
 
-def test_all_differences_are_said_at_once(load: Any, checkpoint: Path) -> None:
+def test_all_differences_are_reported_at_once(load: Any, checkpoint: Path) -> None:
     message = refusal(load("run.seed=7", "lora.rank=8", "optimizer.lr=0.5"), checkpoint)
     assert "run.seed: 42 -> 7" in message
     assert "lora.rank: 4 -> 8" in message

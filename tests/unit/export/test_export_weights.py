@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from finetune.export.weights import INDEX, DiskLayout, WeightsWriter, cast
+from finetune.export.weight_files import INDEX, DiskLayout, WeightsWriter, cast
 
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
@@ -185,7 +185,7 @@ def fresh(state: dict[str, Tensor], between: list[int]) -> Iterator[tuple[str, T
 
 @pytest.mark.usefixtures("nothing_alive")
 @pytest.mark.parametrize("changes", [{}, MIXTRAL], ids=["llama", "mixtral"])
-def test_what_is_held_is_a_shard_and_one_tensor(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_peak_memory_is_a_shard_and_one_tensor(tmp_path: Path, changes: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(num_hidden_layers=8, **changes))
     state, shard_bytes, between, within = deduplicated(model), 200_000, [], []

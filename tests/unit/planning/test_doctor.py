@@ -101,7 +101,7 @@ def test_nothing_to_change() -> None:
 
 
 @pytest.mark.parametrize(("rule", "found", "fragment"), AILING, ids=[f"{a[0]}-{a[2][:20]}" for a in AILING])
-def test_one_ailment_one_advice(rule: str, found: Diagnosis, fragment: str) -> None:
+def test_each_problem_gives_one_advice(rule: str, found: Diagnosis, fragment: str) -> None:
     (line,) = advice(found)
     assert fragment in line
     assert list(next(r for r in RULES if r.__name__ == rule)(found)) == [line]
@@ -132,7 +132,7 @@ def test_ports_of_adapters(tmp_path: Path) -> None:
     assert _rdma(tmp_path) == [Rdma("mlx5_0:1", "4: ACTIVE", "400 Gb/sec (4X NDR)", "unknown")]
 
 
-def test_alone_there_are_no_links(tmp_path: Path) -> None:
+def test_one_process_has_no_links(tmp_path: Path) -> None:
     assert measure_links(ALONE) is None
     found = diagnose(ALONE, [tmp_path])
     assert (len(found.hosts), found.links, found.not_shared) == (1, None, {})

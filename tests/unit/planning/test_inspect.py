@@ -74,7 +74,7 @@ ROWS = {"rows.jsonl": tiny.conversations(40)}
 # --- totals
 
 
-def test_totals_are_what_one_counts(looked, capsys):
+def test_statistics_match_a_plain_count(looked, capsys):
     looked(ROWS, json=True, rows=1000)
     examples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     looked(ROWS, json=True, totals=True)
@@ -110,7 +110,7 @@ def test_bins_of_lengths(lengths, max_length, edges):
     assert _length_edges(np.array(lengths), max_length) == edges
 
 
-def test_the_terminal_says_what_was_dropped_and_why(looked):
+def test_the_terminal_shows_what_was_dropped_and_why(looked):
     rows = [said("a", "fine"), {"messages": "no list"}, said("b", "x" * 200), said("c", "\x1b[31m")]
     out = looked({"rows.jsonl": rows}, {"on_bad_row": "skip", "max_bad_share": 0.5})
     text = " ".join(out.replace("│", " ").split())
@@ -144,12 +144,12 @@ def test_each_source_has_its_turn(looked, capsys):
     assert [line["row"] for line in lines] == [1, 2, 3, 4, 5, 1], "programs get the first ones, in order"
 
 
-def test_a_certain_row(looked, capsys):
+def test_a_single_row(looked, capsys):
     looked(ROWS, row=("rows.jsonl:7", "rows.jsonl:3"), json=True)
     assert [json.loads(line)["row"] for line in capsys.readouterr().out.splitlines()] == [7, 3]
 
 
-def test_a_row_that_was_split_is_all_its_pieces(looked, capsys):
+def test_a_split_row_shows_all_its_pieces(looked, capsys):
     looked({"rows.jsonl": [said("a", "x" * 150)]}, {"overlong": "split"}, row=("rows.jsonl:1",), json=True)
     assert len(capsys.readouterr().out.splitlines()) == 3
 
@@ -179,20 +179,20 @@ def test_a_row_that_is_not_there(looked, row, message):
         looked({"rows.jsonl": rows}, {"on_bad_row": "skip", "max_bad_share": 0.5}, tail="{no", row=(row,))
 
 
-def test_eval_has_data_of_its_own(looked, made, recipe):
+def test_eval_shows_data_eval(looked, made, recipe):
     assert f"{made / 'held_out.jsonl'}:1" in looked(ROWS, eval=True)
     with pytest.raises(UserError, match=r"--eval: the recipe has no data\.eval"):
         looked(ROWS, {"eval": []}, eval=True)
 
 
-def test_of_a_stream_its_first_window(looked, capsys):
+def test_a_stream_shows_its_first_window(looked, capsys):
     looked(ROWS, {"streaming": True, "window": 10}, json=True, totals=True)
     totals = json.loads(capsys.readouterr().out)
     assert totals["counts"]["rows"] == 10
     assert "data.streaming: only the first 10 rows of each source are inspected" in totals["notes"]
 
 
-def test_packed_rows_have_borders_and_restart(looked):
+def test_packed_sequences_show_documents_and_positions(looked):
     out = looked(ROWS, packed=1)
     assert "packed sequence 0 " in out
     assert "document 1 " in out
@@ -212,7 +212,7 @@ def test_packed_rows_have_borders_and_restart(looked):
         {"row": ("a:1",), "rows": 2},
     ],
 )
-def test_options_without_an_effect_are_refused(asked):
+def test_options_without_effect_are_refused(asked):
     with pytest.raises(UserError, match="has no effect with"):
         check_options(InspectOptions(**asked))
 
@@ -288,7 +288,7 @@ def page(looked, tmp_path, capsys) -> tuple[Path, Page, list[dict[str, Any]]]:
     return path, Page(path.read_text(encoding="utf-8")), examples
 
 
-def test_the_page_is_well_formed_and_asks_for_nothing(page):
+def test_the_page_is_well_formed_and_makes_no_request(page):
     path, found, _ = page
     assert found.problems == []
     for tag, attributes in found.tags:
@@ -306,7 +306,7 @@ def test_the_page_is_well_formed_and_asks_for_nothing(page):
     assert policy.startswith("default-src 'none'")
 
 
-def test_the_page_says_what_the_model_sees(page):
+def test_the_page_shows_what_the_model_sees(page):
     """Text, ids and labels of every example, exactly; then the same as documents of packed rows."""
     _, found, examples = page
     tokenizer = tiny.tokenizer()

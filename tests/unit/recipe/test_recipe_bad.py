@@ -97,7 +97,7 @@ CASES = [
     ),
     Bad("a section left empty", [":7: train: expected a section, got null"], {7: "train:"}),
     # --- types ---
-    Bad("whole number", [":5: batch.rows: expected a whole number, got 8.0"], {5: "batch: {rows: 8.0}"}),
+    Bad("whole number", [":5: batch.rows: expected an integer, got 8.0"], {5: "batch: {rows: 8.0}"}),
     Bad("number", [':6: optimizer.lr: expected a number, got "small" (text)'], {6: "optimizer: {lr: small}"}),
     Bad(
         "a quoted number is text",
@@ -319,7 +319,7 @@ CASES = [
         "sizes of a stream",
         [
             ":4: data.mixture.temperature: the size of a stream is unknown: remove it, and set each source's `weight`",
-            ":4: data.train[1].max_epochs: must be a whole number with `data.streaming`",
+            ":4: data.train[1].max_epochs: must be an integer with `data.streaming`",
         ],
         {
             4: "data: {train: [{path: a}, {path: b, max_epochs: 1.5}], max_length: 64, streaming: true, "
@@ -510,7 +510,7 @@ CASES = [
         "everything at once: the file by line, then the command line",
         [
             ":1: run.sed: unknown key; did you mean `seed`?",
-            ':4: data.max_length: expected a whole number, got "long" (text)',
+            ':4: data.max_length: expected an integer, got "long" (text)',
             ":6: optimizer.lr: is missing",
             "command line, 'x': expected section.key=value, such as optimizer.lr=1e-4",
             "command line, 'batch.rows=0': batch.rows: expected a number >= 1, got 0",

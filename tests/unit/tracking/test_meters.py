@@ -1,4 +1,4 @@
-"""Meters on this process: keys are there and agree with each other; the clock; weights by what lies behind tensors."""
+"""Meters of this process: keys are present and consistent; the clock; memory by category."""
 
 from __future__ import annotations
 
@@ -81,16 +81,16 @@ def test_a_run_measures_itself_and_a_profile_changes_nothing(profiled: tuple[str
     assert names >= {"finetune/data", "finetune/forward", "finetune/backward", "finetune/optimizer"}
 
 
-def test_a_profile_behind_the_end_is_refused(recipe: dict[str, Any], write_recipe: Any) -> None:
+def test_a_profile_after_the_last_step_is_refused(recipe: dict[str, Any], write_recipe: Any) -> None:
     recipe["profile"] = {"steps": [3, 7]}
-    with pytest.raises(UserError, match=r"profile\.steps: \[3, 7\] are behind"):
+    with pytest.raises(UserError, match=r"profile\.steps: \[3, 7\] must end by the last step"):
         train_here(write_recipe(recipe))
     recipe["train"] = {"epochs": 0.1, "precision": "fp32"}  # known only once the data is
     with pytest.raises(UserError, match=r"profile\.steps: \[3, 7\], but the run has 1 steps"):
         train_here(write_recipe(recipe))
 
 
-def test_waits_are_taken_out_of_their_phase_and_stalls_out_of_the_step() -> None:
+def test_waits_are_excluded_from_their_phase_and_stalls_from_the_step() -> None:
     stopwatch = Stopwatch(CPU, knows_waits=True)
     with stopwatch.phase("backward"):
         with stopwatch.waiting(), stopwatch.waiting():
@@ -120,7 +120,7 @@ def test_memory_is_counted_once() -> None:
     assert peak_resident_bytes() > 2**20
 
 
-def test_a_device_without_nvml_says_nothing() -> None:
+def test_a_device_without_nvml_reads_nan() -> None:
     assert all(value != value for value in DeviceMeter(CPU).read())
 
 
@@ -148,6 +148,6 @@ def test_totals_leave_the_first_step_out() -> None:
         ({}, 0.8, "compute-bound"),
     ],
 )
-def test_advice_names_what_binds(shares: dict[str, float], products: float, said: str) -> None:
+def test_advice_names_the_bottleneck(shares: dict[str, float], products: float, said: str) -> None:
     nothing = {"data": 0.0, "communication": 0.0, "idle": 0.0}
     assert advice({**nothing, **shares}, products).startswith(said)

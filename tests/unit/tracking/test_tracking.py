@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from finetune.recipe import load_recipe
 from finetune.recipe.schema import Tracking, Wandb
 from finetune.tracking import StepLog, Trackers, check_trackers, read_steps
 from finetune.tracking import trackers as trackers_module
+from finetune.tracking.metrics import Background
 from finetune.tracking.trackers import redact
 
 
@@ -55,7 +57,7 @@ def test_secrets_never_reach_a_tracker(secret: str) -> None:
     assert cleaned["n"] == 3
 
 
-def test_what_is_no_secret_stays() -> None:
+def test_text_without_secrets_is_unchanged() -> None:
     plain = {"path": "meta-llama/Llama-3.1-8B", "url": "https://host/x", "commit": "abc123"}
     assert redact(plain) == plain
 
@@ -66,7 +68,7 @@ def test_a_missing_tracker_names_its_install_line(monkeypatch: pytest.MonkeyPatc
         check_trackers(Tracking(wandb=Wandb(project="x"), tensorboard=True))
 
 
-def test_wandb_without_a_key_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wandb_without_an_api_key_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     online = Tracking(wandb=Wandb(project="x"))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     check_trackers(online)  # WANDB_MODE=offline wins
@@ -100,3 +102,39 @@ def test_wandb_offline_and_tensorboard_get_config_metrics_table_and_summary(
     assert all(run.name.endswith(wandb_id) for run in runs)
     assert any(run.glob("files/media/table/generations*.json") for run in runs)
     assert list((folder / "tensorboard").rglob("events.out.tfevents.*"))
+
+
+def test_calls_are_made_in_order_by_another_thread_and_flush_waits_for_them():
+    made, go = [], threading.Event()
+    background = Background("test")
+    background.do(go.wait)
+    for number in range(50):
+        background.do(lambda number: made.append((number, threading.current_thread())), number)
+    assert made == []
+    go.set()
+    background.flush()
+    assert [number for number, _ in made] == list(range(50))
+    assert {thread for _, thread in made}.isdisjoint({threading.current_thread()})
+    background.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's disk that is always full")
+def test_a_full_disk_is_raised_once_and_nothing_is_written_after_the_gap():
+    background, later, go = Background("test"), [], threading.Event()
+    background.do(lambda: go.wait() and Path("/dev/full").write_text("line\n", "utf-8"))
+    background.do(later.append, 1)
+    go.set()
+    with pytest.raises(OSError, match="No space left"):
+        background.flush()
+    background.do(later.append, 2)
+    background.close()
+    assert later == []
+
+
+def test_close_makes_pending_calls_and_raises_what_failed():
+    background, made = Background("test"), []
+    background.do(made.append, 1)
+    background.do({}.pop, "missing")
+    with pytest.raises(KeyError):
+        background.close()
+    assert made == [1]

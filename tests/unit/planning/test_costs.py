@@ -1,4 +1,4 @@
-"""Formulas of bytes sent and state held: by hand, and beside what a benchmark has counted."""
+"""Formulas of bytes sent and state bytes: by hand, and compared with a benchmark's measurements."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_bytes_sent(backend: str, division: Parallelism, sent: float) -> None:
     assert sum(line.sent for line in traffic(backend, division, WORK)) == pytest.approx(sent)
 
 
-def test_state_held() -> None:
+def test_state_bytes() -> None:
     parameters = ParameterCounts(layers=600, others=200, trained=1.0)
     assert state_bytes("ddp", Parallelism(replicate=4), parameters) == StateBytes(3200, 3200, 6400)
     assert state_bytes("fsdp2", Parallelism(shard=4), parameters) == StateBytes(800, 800, 1600)
@@ -76,7 +76,7 @@ def benchmark() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=[f"{c['model']} {c['config']} x{c['processes']}" for c in CELLS])
-def test_what_was_counted(cell: dict[str, Any], benchmark: Any, tmp_path: Path) -> None:
+def test_predictions_match_measurements(cell: dict[str, Any], benchmark: Any, tmp_path: Path) -> None:
     config = AutoConfig.for_model(**MEASURED["models"][cell["model"]])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -1,4 +1,4 @@
-"""From a model's tensors in memory to safetensors files in Hugging Face's layout.
+"""Converts a model's tensors in memory to safetensors files in Hugging Face's layout.
 
 transformers may hold weights under other names and in other shapes than checkpoints do, for example Mixtral's experts
 as one tensor per layer:
@@ -136,7 +136,10 @@ class WeightsWriter:
         """tensor: on the CPU, in its final type. Raises OSError or SafetensorError where a file cannot be written."""
         if self._shard and self.held_bytes + tensor.nbytes > self._shard_bytes:
             self._write()
-        self._shard[name] = _own_storage(tensor)
+        tensor = tensor.contiguous()
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            tensor = tensor.clone()  # a view would keep the larger tensor in memory
+        self._shard[name] = tensor
         self.held_bytes += tensor.nbytes
         self.total_bytes += tensor.nbytes
 
@@ -161,9 +164,3 @@ class WeightsWriter:
 
     def _partial_path(self, number: int) -> Path:
         return self._folder / f"shard-{number:05d}.partial"
-
-
-def _own_storage(tensor: Tensor) -> Tensor:
-    """Returns a contiguous tensor that is no view of a larger one, which would stay in memory."""
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

@@ -1,4 +1,4 @@
-"""A result that is not what the model says is found, and said with file, tensor and reason."""
+"""The result folder: verified by reading it back, and replaced atomically."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from finetune.errors import RunFailure
+from finetune.export.result import finish_replace, partial_path, start_replace
 from finetune.export.verify import Verification, weight_files
-from finetune.export.weights import INDEX, WeightsWriter
+from finetune.export.weight_files import INDEX, WeightsWriter
 
 STATE = {"embed.weight": torch.ones(6, 4), "layer.weight": torch.ones(4, 4), "norm.weight": torch.ones(4)}
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
@@ -60,7 +61,7 @@ def with_value(value: float) -> Tensor:
 
 
 @pytest.mark.parametrize("shard_bytes", [10**6, 160])
-def test_what_was_written_verifies(tmp_path: Path, shard_bytes: int) -> None:
+def test_a_written_result_verifies(tmp_path: Path, shard_bytes: int) -> None:
     verify(write(tmp_path, shard_bytes))
 
 
@@ -140,3 +141,48 @@ def test_integers_need_not_be_finite(tmp_path: Path) -> None:
     check = Verification(tmp_path, {"count": torch.ones(3, dtype=torch.int64, device="meta")})
     check.read(tmp_path / "model.safetensors")
     check.finish()
+
+
+def make(folder: Path, content: str) -> Path:
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "file").write_text(content)
+    return folder
+
+
+def fill(folder: Path, content: str) -> None:
+    (partial_path(folder) / "inner").mkdir()
+    (partial_path(folder) / "inner" / "file").write_text(content)
+
+
+def held(folder: Path) -> str:
+    return (folder / "inner" / "file").read_text()
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_the_new_result_replaces_the_old_one(tmp_path: Path, earlier: bool) -> None:
+    folder = tmp_path / "model"
+    if earlier:
+        make(folder, "old")
+    start_replace(folder)
+    assert held(folder) == "old" if earlier else not folder.exists()
+    fill(folder, "new")
+    finish_replace(folder)
+    assert held(folder) == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("left", "stays"),
+    [
+        (("model", "model.partial"), "model"),  # stopped while writing
+        (("model", "model.old"), "model"),  # stopped before the old one was gone
+        (("model.old", "model.partial"), "model.old"),  # stopped between the two renames
+    ],
+)
+def test_remains_of_an_interrupted_save_are_removed(tmp_path: Path, left: tuple[str, ...], stays: str) -> None:
+    for name in left:
+        make(tmp_path / name, name)
+    start_replace(tmp_path / "model")
+    assert held(tmp_path / "model") == stays
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.partial"]
+    assert not list((tmp_path / "model.partial").iterdir())
