@@ -6,13 +6,13 @@ import importlib.util
 import io
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import forks
+import parity
 import pytest
 import tiny
 import yaml
@@ -25,6 +25,8 @@ os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELI
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for launcher_variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(launcher_variable, None)
+
+parity.start_ranks = forks.accelerate_launch
 
 
 @pytest.fixture(scope="session")
@@ -82,10 +84,9 @@ def script(path: str) -> ModuleType:
     return module
 
 
-def finetune(*arguments: object, cwd: Path | None = None, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m finetune ...` as a user runs it."""
-    command = [sys.executable, "-m", "finetune", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, input=stdin, timeout=600)
+def finetune(*arguments: object) -> forks.Done:
+    """`python -m finetune ...`, in a process of its own."""
+    return forks.python("-m", "finetune", *arguments)
 
 
 def train_here(path: Path, *overrides: str) -> str:
@@ -100,15 +101,10 @@ def train_here(path: Path, *overrides: str) -> str:
     return console.file.getvalue()
 
 
-Done = subprocess.CompletedProcess[str]
-
-
-def launch(config: str | Path, processes: int, *arguments: object, **environment: str) -> Done:
-    """`accelerate launch --config_file ... -m finetune ...` as a user; config: a name in accelerate_configs/."""
+def launch(config: str | Path, processes: int, *arguments: object, **environment: str) -> forks.Done:
+    """`accelerate launch --config_file ... -m finetune ...`; config: a file, or a name in accelerate_configs/."""
     file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
-    command += ["--num_processes", str(processes), "-m", "finetune", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=800)
+    return forks.accelerate_launch(file, processes, "-m", "finetune", *arguments, **environment)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
