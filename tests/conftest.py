@@ -6,6 +6,8 @@ import importlib.util
 import io
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +29,24 @@ for launcher_variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MA
     os.environ.pop(launcher_variable, None)
 
 parity.start_ranks = forks.accelerate_launch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="also what takes minutes or hours: tests/matrices, `long` tests"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The matrices are not even listed as skipped: what they cover is in the other tests, at fewer sizes."""
+    return True if collection_path.name == "matrices" and not config.getoption("--all") else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes, or a tool that few machines have: --all"))
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +102,14 @@ def script(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def run_script(name: str, *arguments: object, allowed: tuple[int, ...] = (0,)) -> int:
+    """Runs a program of scripts/ as a person does; returns its exit status, which must be one of `allowed`."""
+    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode in allowed, f"{' '.join(command)}\n{done.stdout[-6000:]}"
+    return done.returncode
 
 
 def finetune(*arguments: object) -> forks.Done:
