@@ -109,7 +109,8 @@ def start_forkserver() -> None:
     set_forkserver_preload(["shared_worker", "expert_ranks"])
     with pytest.MonkeyPatch.context() as patch:
         # Before Python 3.13 it looks for them nowhere else (https://github.com/python/cpython/issues/117378).
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        paths = [str(ROOT / "tests" / "distributed"), *filter(None, sys.path)]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         forkserver.ensure_running()
 
 

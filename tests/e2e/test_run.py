@@ -16,6 +16,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from conftest import launch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -477,9 +478,10 @@ def test_quickstart_learns(tmp_path: Path) -> None:
         "evaluate.exact_match=0",
         "evaluate.generate=2",
     )
-    done = train(
+    done = launch(
         "single",
         1,
+        "train",
         ROOT / "recipes" / "quickstart" / "full.yaml",
         f"run.dir={tmp_path / 'runs'}",
         f"model.tokenizer={tmp_path / 'data' / 'tokenizer'}",
@@ -487,6 +489,7 @@ def test_quickstart_learns(tmp_path: Path) -> None:
         *sources,
         *short,
     )
+    assert done.returncode == 0, done.stderr[-3000:]
     losses = [line["loss"] for line in train_lines(tmp_path / "runs" / "quickstart-full")]
     assert len(losses) == 30
     assert losses[-1] < 0.5 * losses[0]
