@@ -36,11 +36,14 @@ ROOM_FOR_COMMAND_LINE = 4096  # bytes; the process that stands for the launcher 
 
 Done = subprocess.CompletedProcess[str]
 
+# Where the environments of launchers are kept; conftest.py gives all workers of a session the same folder.
+environments_folder = Path(tempfile.gettempdir())
+
 
 def accelerate_launch(config: Path, processes: int, *program: object, **environment: str) -> Done:
     """As `accelerate launch --config_file config --num_processes processes program`. environment: changes to ours."""
     launched = _launcher_variables(config, processes)
-    if processes > 1:
+    if "MASTER_PORT" in launched[0]:  # a group, be it of one
         meeting_point = _meeting_point()
         launched = [{**variables, **meeting_point} for variables in launched]
     command = [*_launch_command(config, processes), *map(str, program)]
@@ -70,7 +73,7 @@ def _launch_command(config: Path, processes: int) -> list[str]:
 def _launcher_variables(config: Path, processes: int) -> list[dict[str, str]]:
     """What `accelerate launch` adds to the environment of each rank; asked of a real one, once in a test session."""
     key = hashlib.sha256(f"{processes} {config.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
-    file = _shared_folder() / f"{key}.json"
+    file = environments_folder / f"{key}.json"
     if not file.exists():
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             command = [*_launch_command(config, processes), str(Path(__file__).resolve()), "--environment-to", folder]
@@ -82,14 +85,6 @@ def _launcher_variables(config: Path, processes: int) -> list[dict[str, str]]:
             finished.write_text(json.dumps(added), encoding="utf-8")
             finished.rename(file)
     return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _shared_folder() -> Path:
-    """One for all workers of a test session, which have one parent."""
-    session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-    folder = Path(tempfile.gettempdir(), f"finetune-launches-{os.getuid()}-{session}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
 
 
 def _meeting_point() -> dict[str, str]:
