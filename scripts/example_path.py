@@ -225,7 +225,8 @@ def main() -> int:
     path = {name: [dataclasses.asdict(visit) for visit in found] for name, found in visits.items()}
     show(path, json.loads(arguments.against.read_text(encoding="utf-8")) if arguments.against else None)
     if arguments.json:
-        arguments.json.write_text(json.dumps(path, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps({"command": "python scripts/example_path.py", **path}, indent=1)
+        arguments.json.write_text(text + "\n", encoding="utf-8")
     return 0
 
 

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -299,15 +300,25 @@ def launch_jobs(folder: Path, config: str, processes: int, jobs: list[list[str]]
     """Train under `accelerate launch`, as a user would. Raises CalledProcessError with the output shown."""
     file = folder / f"{config}-{processes}.json"
     file.write_text(json.dumps(jobs), encoding="utf-8")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-    command += ["--config_file", str(config_file(folder, config))]
-    command += [str(Path(__file__).resolve()), "--folder", str(folder), "--work", str(file)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    file.with_suffix(".log").write_text(done.stdout, encoding="utf-8")
+    program = [Path(__file__).resolve(), "--folder", folder, "--work", file]
+    done = start_ranks(config_file(folder, config), processes, *program)
+    output = done.stdout + (done.stderr or "")
+    file.with_suffix(".log").write_text(output, encoding="utf-8")
     if done.returncode:
-        print(done.stdout[-6000:], file=sys.stderr)
-        raise subprocess.CalledProcessError(done.returncode, command)
+        print(output[-6000:], file=sys.stderr)
+        done.check_returncode()
+
+
+def accelerate_launch(config: Path, processes: int, *program: object) -> subprocess.CompletedProcess[str]:
+    """Runs a program as a user would start it; what it writes to either output comes back as `stdout`."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
+    command += ["--config_file", str(config), *map(str, program)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+# The tests start ranks in a cheaper way (tests/forks.py).
+start_ranks: Callable[..., subprocess.CompletedProcess[str]] = accelerate_launch
 
 
 def config_file(folder: Path, config: str) -> Path:

@@ -186,7 +186,8 @@ def main() -> int:
     before = json.loads(arguments.against.read_text(encoding="utf-8")) if arguments.against else None
     show(measured, before, lambda name: arguments.all or not name.startswith("private"))
     if arguments.json:
-        arguments.json.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps({"command": "python scripts/structure.py", **measured}, indent=1)
+        arguments.json.write_text(text + "\n", encoding="utf-8")
     return 0
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Installs what is missing and passes the tests: linters, types, layers, pytest. Arguments go to pytest, which runs two
-# test files at a time (`-n 0`: one after the other, as a debugger wants it).
+# Installs what is missing and passes the tests: linters, types, layers, pytest, whose last line says how it went.
+#   --all            everything that this machine can run: whole matrices, hosts that are lost, a GPU, a browser; hours
+#   other arguments  go to pytest, which runs two test files at a time (`-n 0`: one, as a debugger wants it)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh

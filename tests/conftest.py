@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import forks
+import parity
 import pytest
 import tiny
 import yaml
@@ -25,6 +27,26 @@ os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELI
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for launcher_variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(launcher_variable, None)
+
+parity.start_ranks = forks.accelerate_launch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="also what takes minutes or hours: tests/matrices, `long` tests"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The matrices are not even listed as skipped: what they cover is in the other tests, at fewer sizes."""
+    return True if collection_path.name == "matrices" and not config.getoption("--all") else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes, or a tool that few machines have: --all"))
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +63,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def data_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["FINETUNE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    folder = tmp_path_factory.getbasetemp()
+    forks.environments_folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture
@@ -82,10 +106,17 @@ def script(path: str) -> ModuleType:
     return module
 
 
-def finetune(*arguments: object, cwd: Path | None = None, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m finetune ...` as a user runs it."""
-    command = [sys.executable, "-m", "finetune", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, input=stdin, timeout=600)
+def run_script(name: str, *arguments: object, allowed: tuple[int, ...] = (0,)) -> int:
+    """Runs a program of scripts/ as a person does; returns its exit status, which must be one of `allowed`."""
+    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode in allowed, f"{' '.join(command)}\n{done.stdout[-6000:]}"
+    return done.returncode
+
+
+def finetune(*arguments: object) -> forks.Done:
+    """`python -m finetune ...`, in a process of its own."""
+    return forks.python("-m", "finetune", *arguments)
 
 
 def train_here(path: Path, *overrides: str) -> str:
@@ -100,15 +131,10 @@ def train_here(path: Path, *overrides: str) -> str:
     return console.file.getvalue()
 
 
-Done = subprocess.CompletedProcess[str]
-
-
-def launch(config: str | Path, processes: int, *arguments: object, **environment: str) -> Done:
-    """`accelerate launch --config_file ... -m finetune ...` as a user; config: a name in accelerate_configs/."""
+def launch(config: str | Path, processes: int, *arguments: object, **environment: str) -> forks.Done:
+    """`accelerate launch --config_file ... -m finetune ...`; config: a file, or a name in accelerate_configs/."""
     file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
-    command += ["--num_processes", str(processes), "-m", "finetune", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=800)
+    return forks.accelerate_launch(file, processes, "-m", "finetune", *arguments, **environment)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

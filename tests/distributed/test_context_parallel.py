@@ -9,6 +9,7 @@ import context_worker
 import parity
 import pytest
 import resume_matrix
+from forks import start_forkserver
 from resume_matrix import Pair, Place
 from torch import multiprocessing
 
@@ -32,7 +33,8 @@ DIVISIONS: dict[int, list[dict[str, Any]]] = {
 def test_attention_is_that_of_one_rank(tmp_path: Path, processes: int) -> None:
     """Values, gradients, isolation of documents and generation."""
     arguments = (processes, str(tmp_path / "meeting"), context_worker.everything, DIVISIONS[processes])
-    multiprocessing.spawn(context_worker.run, arguments, nprocs=processes)
+    start_forkserver()
+    multiprocessing.start_processes(context_worker.run, arguments, processes, start_method="forkserver")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import expert_ranks
 import pytest
+from forks import start_forkserver
 
 
 @pytest.mark.parametrize(
@@ -22,8 +23,8 @@ import pytest
     ],
 )
 def test_same_as_the_whole_layer(tmp_path: Path, size: int, kind: str, implementation: str, choices: str) -> None:
+    start_forkserver()
     context = multiprocessing.get_context("forkserver")  # one import for all ranks, and no threads that are forked
-    context.set_forkserver_preload(["expert_ranks"])
     ranks = partial(
         expert_ranks.differences,
         size=size,

@@ -6,17 +6,17 @@ Each accelerate config is launched once (`worker.py`) and runs all its cases in 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import forks
 import parity
 import pytest
 import torch
 import yaml
+from conftest import finetune, launch
 from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -112,17 +112,11 @@ def launched(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
         ]
         plan = {"recipe": str(folder / "recipe.yaml"), "out": str(out), "cases": cases}
         (out / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-        done = accelerate_launch(CONFIGS / f"{config}.yaml", processes, WORKER, out / "plan.json")
+        done = forks.accelerate_launch(CONFIGS / f"{config}.yaml", processes, WORKER, out / "plan.json")
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         return out
 
     return start
-
-
-def accelerate_launch(config: Path, processes: int, *program: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += ["--num_processes", str(processes), *map(str, program)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def became(out: Path, name: str) -> list[dict[str, Any]]:
@@ -220,8 +214,8 @@ def held_out(made: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple
     recipe["data"]["train"] = recipe["data"].pop("eval")
     path = tmp_path_factory.mktemp("held_out") / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    command = [sys.executable, "-m", "finetune", "inspect", str(path), "--json", "--rows", "1000"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = finetune("inspect", path, "--json", "--rows", "1000")
+    assert done.returncode == 0, done.stderr
     examples = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(examples) == 16
     return [(example["input_ids"], example["labels"]) for example in examples]
@@ -311,7 +305,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 ) -> None:
     recipe["optimizer"] = {"name": "sgd", "lr": 1e30}
     path = write_recipe(recipe)
-    done = accelerate_launch(CONFIGS / f"{config}.yaml", processes, "-m", "finetune", "train", path)
+    done = launch(config, processes, "train", path)
     assert done.returncode == 1
     message = "error: the loss is not finite at step 2; nothing was stepped. Rows in question: "
     assert f"{message}{made / 'rows.jsonl'}:" in done.stderr
@@ -322,7 +316,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 
 
 def test_a_launch_smaller_than_asked_is_an_error(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
-    """accelerate 1.15 starts one process for this config, without a word."""
+    """accelerate 1.15 starts one process for this config, without a word: a real launch."""
     config = tmp_path / "cpu.yaml"
     config.write_text(
         yaml.safe_dump(
@@ -337,9 +331,9 @@ def test_a_launch_smaller_than_asked_is_an_error(recipe: dict[str, Any], write_r
         ),
         encoding="utf-8",
     )
-    done = accelerate_launch(config, 2, "-m", "finetune", "train", write_recipe(recipe))
+    done = parity.accelerate_launch(config, 2, "-m", "finetune", "train", write_recipe(recipe))
     assert done.returncode != 0
-    assert f"error: {config} asks for 2 processes, but 1 is running: each would train alone" in done.stderr
+    assert f"error: {config} asks for 2 processes, but 1 is running: each would train alone" in done.stdout
     assert not (tmp_path / "runs").exists()
 
 

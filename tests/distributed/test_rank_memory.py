@@ -12,7 +12,8 @@ import parity
 import pytest
 import tiny
 import yaml
-from test_modes import CONFIGS, accelerate_launch, became, lines_of
+from forks import accelerate_launch
+from test_modes import CONFIGS, became, lines_of
 
 WORKER = Path(__file__).with_name("rank_memory_worker.py")
 LAUNCHES = [("single", 1), ("fsdp2", 2), ("zero3", 2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,8 @@ from conftest import ROOT, launch
 VOCABULARY = 8192  # groups of less than a megabyte are not swapped
 
 
-@pytest.mark.skipif(
-    "FINETUNE_TEST_NVME" not in os.environ,
-    reason="DeepSpeed first compiles for minutes, against libaio-dev; set FINETUNE_TEST_NVME=1 to run it",
-)
+@pytest.mark.long  # DeepSpeed first compiles for minutes
+@pytest.mark.skipif(not Path("/usr/include/libaio.h").exists(), reason="DeepSpeed compiles against libaio-dev")
 def test_state_on_nvme_goes_on_bitwise(
     recipe: dict[str, Any], write_recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import forks
 import parity
 import pytest
 import tiny
@@ -80,9 +79,8 @@ def saved(made: Path, sources: dict[str, Path], tmp_path_factory: pytest.TempPat
             one["overrides"] = [*one["overrides"], *overrides(one.pop("model"))]
         plan = {"recipe": str(folder / "recipe.yaml"), "out": str(out), "cases": cases}
         (out / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-        launcher += ["--config_file", ROOT / "accelerate_configs" / f"{config}.yaml"]
-        done = subprocess.run([*launcher, WORKER, out / "plan.json"], capture_output=True, text=True, timeout=600)
+        config_file = ROOT / "accelerate_configs" / f"{config}.yaml"
+        done = forks.accelerate_launch(config_file, processes, WORKER, out / "plan.json")
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         return out
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
-import tiny
 
 WORKER = Path(__file__).with_name("tensor_worker.py")
 CASES = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora")
@@ -19,15 +16,7 @@ CASES = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora")
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("tensor")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
-    paths = os.pathsep.join([str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, str(WORKER), str(out)],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = forks.torchrun(4, WORKER, out)
     assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads((out / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(4)]
 

@@ -29,10 +29,7 @@ def job(folder: Path, name: str, config: str) -> Job:
     return Job(folder, two_hosts.loopback(), config, name, two_hosts.free_port(), ranks=1, overrides=OVERRIDES)
 
 
-@pytest.mark.skipif(
-    "FINETUNE_TEST_HOSTS" not in os.environ,
-    reason="takes minutes: set FINETUNE_TEST_HOSTS=1, or run scripts/two_hosts.py",
-)
+@pytest.mark.long
 def test_a_host_is_killed_the_other_goes_on_alone_and_it_comes_back(folder: Path) -> None:
     """fsdp2 on two hosts, one, and two, against one process that nobody disturbs: the recipe fixes the maths."""
     reference = job(folder, "reference", "single")

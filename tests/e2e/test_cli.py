@@ -101,8 +101,8 @@ def test_the_commands_are_these() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_has_help_with_a_worked_example(name: str) -> None:
-    code, out, _ = command(name, "--help")
+def test_each_command_has_help_with_a_worked_example(here: Callable[..., Outcome], name: str) -> None:
+    code, out, _ = here(name, "--help")
     assert code == 0
     text = " ".join(out.split())
     example = text.partition("Example: ")[2]

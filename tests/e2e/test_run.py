@@ -11,10 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import tiny
 import torch
 import yaml
+from conftest import launch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -30,17 +32,24 @@ ROWS, EPOCHS, LR = 4, 9, 1e-2
 Line = dict[str, Any]
 
 
-def run(*command: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def run(*command: object) -> forks.Done:
     """A program of ours; it must succeed."""
+    done = forks.python(*command)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done
+
+
+def really_run(*command: object, stdin: str | None = None) -> forks.Done:
+    """The same by the command a person types, with all that it imports."""
     words = [sys.executable, *map(str, command)]
     done = subprocess.run(words, capture_output=True, text=True, input=stdin, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done
 
 
-def train(config: str, processes: int, recipe: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def train(config: str, processes: int, recipe: Path, *overrides: str) -> forks.Done:
     launcher = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{config}.yaml"]
-    return run(*launcher, "--num_processes", processes, "-m", "finetune", "train", recipe, *overrides)
+    return really_run(*launcher, "--num_processes", processes, "-m", "finetune", "train", recipe, *overrides)
 
 
 def lines_of(folder: Path) -> list[Line]:
@@ -403,7 +412,7 @@ def test_generate_answers_prompts(full_run: Path) -> None:
 
 def test_generate_reads_standard_input(full_run: Path, lora_run: Path) -> None:
     typed = "river stone\ngreen\n\nnot asked\n"
-    done = run("-m", "finetune", "generate", full_run, "--json", "--max-new-tokens", 4, stdin=typed)
+    done = really_run("-m", "finetune", "generate", full_run, "--json", "--max-new-tokens", 4, stdin=typed)
     assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["river stone", "green"]
     shown = run("-m", "finetune", "generate", full_run, "river stone", "--max-new-tokens", 4).stdout
     assert shown.strip() == json.loads(done.stdout.splitlines()[0])["answer"].strip()
@@ -436,8 +445,7 @@ def test_the_merged_model_is_the_adapted_one(made: Path, lora_run: Path, merged:
 
 
 def refused(*command: object) -> str:
-    words = [sys.executable, "-m", "finetune", *map(str, command)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = forks.python("-m", "finetune", *command)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Traceback" not in done.stderr
     return done.stderr
@@ -458,7 +466,7 @@ def test_merge_refuses_a_full_run(full_run: Path) -> None:
 
 
 def test_quickstart_learns(tmp_path: Path) -> None:
-    run("scripts/make_quickstart.py", "--out", tmp_path / "data")
+    run(ROOT / "scripts" / "make_quickstart.py", "--out", tmp_path / "data")
     sources = [
         f"data.{name}=[{{path: {tmp_path / 'data' / file}, format: messages}}]"
         for name, file in (("train", "train.jsonl"), ("eval", "test.jsonl"))
@@ -470,9 +478,10 @@ def test_quickstart_learns(tmp_path: Path) -> None:
         "evaluate.exact_match=0",
         "evaluate.generate=2",
     )
-    done = train(
+    done = launch(
         "single",
         1,
+        "train",
         ROOT / "recipes" / "quickstart" / "full.yaml",
         f"run.dir={tmp_path / 'runs'}",
         f"model.tokenizer={tmp_path / 'data' / 'tokenizer'}",
@@ -480,6 +489,7 @@ def test_quickstart_learns(tmp_path: Path) -> None:
         *sources,
         *short,
     )
+    assert done.returncode == 0, done.stderr[-3000:]
     losses = [line["loss"] for line in train_lines(tmp_path / "runs" / "quickstart-full")]
     assert len(losses) == 30
     assert losses[-1] < 0.5 * losses[0]

@@ -6,7 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import architecture
+import example_path
+import golden_losses
+import numpy as np
 import structure
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -72,3 +76,28 @@ def replace(model):
     assert measured["places that replace a forward"] == places
     assert [entry.split(":")[0] for entry in measured["class names used more than once"]] == ["Batch"]
     assert [entry.split(":")[0] for entry in measured["file names used more than once"]] == ["batch.py"]
+
+
+def test_the_last_bit_of_a_loss_is_a_difference():
+    line = {"step": 1, "loss": (0.5).hex(), "grad_norm": None}
+    ours = {"metrics": [line, {**line, "step": 2}], "weights": "abc"}
+    assert golden_losses.difference(ours, ours) == ("", "0")
+    moved = {**ours, "metrics": [line, {**line, "step": 2, "loss": (0.5 + 2**-53).hex()}]}
+    assert golden_losses.difference(ours, moved) == ("loss from step 2 on", "2.2e-16")
+    shorter = {**ours, "metrics": [line], "weights": "abd"}
+    assert golden_losses.difference(ours, shorter)[0] == "1 lines instead of 2, final weights"
+    assert golden_losses.difference(ours, {"metrics": [], "weights": "", "error": "it broke"})[0] == "failed: it broke"
+
+
+def test_a_row_is_found_as_text_and_as_tokens():
+    carries = example_path.Carries((195, 169))
+    for holding in (
+        "a é",
+        b"\xc3\xa9",
+        [[1, 195, 169]],
+        {"x": np.array([[7, 195], [169, 8]])},
+        torch.tensor([195, 169]),
+    ):
+        assert carries(holding), holding
+    for other in ("a e", [195, 7, 169], np.array([0.195, 169]), torch.ones(3), None, {"x": (169, 195)}):
+        assert not carries(other), other

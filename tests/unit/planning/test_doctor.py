@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import finetune
 
 from finetune.engine.links import LaunchGroup, Links, Pair, chosen_pairs, measure_links
 from finetune.planning.doctor import Diagnosis, Disk, Host, Interface, Rdma, _rdma, diagnose
@@ -142,7 +141,6 @@ def test_one_process_has_no_links(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    command = [sys.executable, "-m", "finetune", "doctor", "--folder", str(tmp_path / "file" / "runs")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = finetune("doctor", "--folder", tmp_path / "file" / "runs")
     assert done.returncode == 2
     assert "cannot be written: Not a directory; name another with --folder" in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -352,14 +351,16 @@ def test_runs_of_tokens_worked():
     )
 
 
-@pytest.mark.skipif(not os.environ.get("FINETUNE_TEST_BROWSER"), reason="FINETUNE_TEST_BROWSER names no Chromium")
+_BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(_BROWSER is None, reason="no Chromium here")
 def test_the_page_in_a_browser(page):
     """Its script runs under its own policy, and nothing else does."""
     path, found, _ = page
-    browser = shutil.which(os.environ["FINETUNE_TEST_BROWSER"])
-    assert browser
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    done = subprocess.run([browser, *flags, path.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([_BROWSER, *flags, path.as_uri()], capture_output=True, text=True, timeout=120, check=True)
     assert f'data-ready="{len(found.texts)}"' in done.stdout
     assert "<title>run: what the model sees</title>" in done.stdout
     assert "CONSOLE" not in done.stderr

@@ -1,0 +1,292 @@
+"""Programs in forks of a process that has imported what a run imports: a launch without seconds of imports per rank.
+
+`accelerate_launch` and `python` take and return what subprocess.run would. Each pair of config and size is launched
+once by accelerate itself, with a program that writes its environment down; the ranks find that environment, and above
+themselves a process with the launcher's command line. What differs from a launch: modules are imported already, rank 0
+keeps the address book of the group, and the first rank that fails ends the others at once. Tests of launchers, of
+signals and of what is imported start real processes.
+
+Run as a program this is the server: a request a line on its standard input, an exit status a line on its output.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 600.0
+GRACE_S = 5.0  # between a rank's SIGTERM, after another failed, and its SIGKILL
+ROOM_FOR_COMMAND_LINE = 4096  # bytes; the process that stands for the launcher writes its own there
+
+Done = subprocess.CompletedProcess[str]
+
+# Where the environments of launchers are kept; conftest.py gives all workers of a session the same folder.
+environments_folder = Path(tempfile.gettempdir())
+
+
+def accelerate_launch(config: Path, processes: int, *program: object, **environment: str) -> Done:
+    """As `accelerate launch --config_file config --num_processes processes program`. environment: changes to ours."""
+    launched = _launcher_variables(config, processes)
+    if "MASTER_PORT" in launched[0]:  # a group, be it of one
+        meeting_point = _meeting_point()
+        launched = [{**variables, **meeting_point} for variables in launched]
+    command = [*_launch_command(config, processes), *map(str, program)]
+    ranks = [{**os.environ, **variables, **environment} for variables in launched]
+    return _server().run(ranks, list(map(str, program)), command)
+
+
+def python(*program: object, **environment: str) -> Done:
+    """As `python program`, such as `-m finetune ...` or a file with its arguments."""
+    words = list(map(str, program))
+    return _server().run([{**os.environ, **environment}], words, [sys.executable, *words])
+
+
+def torchrun(processes: int, *program: object) -> Done:
+    """As `torchrun --standalone --nproc_per_node processes program`."""
+    size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), **_meeting_point()}
+    ranks = [{**os.environ, **size, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    words = list(map(str, program))
+    return _server().run(ranks, words, ["torchrun", *words])
+
+
+def _launch_command(config: Path, processes: int) -> list[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    return [*command, "--num_processes", str(processes)]
+
+
+def _launcher_variables(config: Path, processes: int) -> list[dict[str, str]]:
+    """What `accelerate launch` adds to the environment of each rank; asked of a real one, once in a test session."""
+    key = hashlib.sha256(f"{processes} {config.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
+    file = environments_folder / f"{key}.json"
+    if not file.exists():
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            command = [*_launch_command(config, processes), str(Path(__file__).resolve()), "--environment-to", folder]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+            assert done.returncode == 0, done.stdout + done.stderr
+            ranks = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
+            added = [{k: v for k, v in rank.items() if os.environ.get(k) != v} for rank in ranks]
+            finished = Path(folder, "added.json")
+            finished.write_text(json.dumps(added), encoding="utf-8")
+            finished.rename(file)
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _meeting_point() -> dict[str, str]:
+    """Where ranks find each other. There is no launcher to keep their address book, so rank 0 does."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def start_forkserver() -> None:
+    """Starts the server of multiprocessing's `forkserver` method, unless it runs, with what its ranks import."""
+    from multiprocessing import forkserver, set_forkserver_preload
+
+    import pytest
+
+    set_forkserver_preload(["shared_worker", "expert_ranks"])
+    with pytest.MonkeyPatch.context() as patch:
+        # Before Python 3.13 it looks for them nowhere else (https://github.com/python/cpython/issues/117378).
+        paths = [str(ROOT / "tests" / "distributed"), *filter(None, sys.path)]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        forkserver.ensure_running()
+
+
+class Server:
+    """The process that forks, as its client sees it."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), "-" * ROOM_FOR_COMMAND_LINE]
+        own = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false", "THP_MEM_ALLOC_ENABLE": "1"}
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **own},
+            start_new_session=True,
+        )
+        atexit.register(self.close)
+
+    def run(self, ranks: list[dict[str, str]], program: list[str], command: list[str]) -> Done:
+        """Raises subprocess.TimeoutExpired, after which the server is gone."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        timer = threading.Timer(TIMEOUT_S, self.close)
+        with tempfile.TemporaryDirectory(prefix="finetune-fork-") as folder:
+            out, err = Path(folder, "out"), Path(folder, "err")
+            request = {"ranks": ranks, "program": program, "command": command, "cwd": os.getcwd()}
+            self._process.stdin.write(json.dumps({**request, "out": str(out), "err": str(err)}) + "\n")
+            self._process.stdin.flush()
+            timer.start()
+            answer = self._process.stdout.readline()
+            timer.cancel()
+            texts = [path.read_text(encoding="utf-8", errors="replace") if path.exists() else "" for path in (out, err)]
+        if not answer:
+            raise subprocess.TimeoutExpired(command, TIMEOUT_S, *texts)
+        return subprocess.CompletedProcess(command, int(answer), *texts)
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                assert pipe is not None
+                pipe.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+
+_servers: list[Server] = []  # the last one is in use
+
+
+def _server() -> Server:
+    if not _servers or not _servers[-1].is_alive:
+        _servers.append(Server())
+    return _servers[-1]
+
+
+# --- in the server
+
+
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the imports say is no answer
+    _import_everything()
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork() or _stand_for_launcher(request)
+        _, status = os.waitpid(pid, 0)
+        answers.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        answers.flush()
+
+
+def _import_everything() -> None:
+    """Raises RuntimeError where that started a thread: a fork would not have it."""
+    sys.path[1:1] = [str(ROOT), str(ROOT / "scripts")]
+    from finetune.startup import quiet_libraries
+
+    quiet_libraries()
+    import bitsandbytes  # noqa: F401 (for the forks)
+    import deepspeed  # noqa: F401 (for the forks)
+    import peft  # noqa: F401 (for the forks)
+    import psutil
+
+    import finetune.planning.check
+    import finetune.training.run  # noqa: F401 (for the forks)
+
+    if psutil.Process().num_threads() != 1:
+        raise RuntimeError("imports have started threads: forks would be missing them")
+
+
+def _stand_for_launcher(request: dict[str, Any]) -> NoReturn:
+    """In a fork: start a rank for each environment; end all where one fails, as a launcher does."""
+    status = 1
+    try:
+        _write_command_line(request["command"])
+        running = {os.fork() or _become_rank(request, environment) for environment in request["ranks"]}
+        status, alone = 0, len(running) == 1
+        while running:
+            pid, ended = os.wait()
+            running.discard(pid)
+            code = os.waitstatus_to_exitcode(ended)
+            if code and not status:
+                status = code if alone else 1
+                _end(running)
+    finally:
+        if sys.exc_info()[0]:
+            traceback.print_exc()
+        os._exit(abs(status))
+
+
+def _end(running: set[int]) -> None:
+    """SIGTERM, and SIGKILL to what is left of it."""
+    for pid in running:
+        os.kill(pid, signal.SIGTERM)
+    give_up = time.monotonic() + GRACE_S
+    while running:
+        for pid in list(running):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                running.discard(pid)
+            elif time.monotonic() > give_up:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _write_command_line(command: list[str]) -> None:
+    """Into this process's own, where a rank finds the launcher's: the words it was started with make room for them."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end; fields are counted from the third
+    content = b"\0".join(word.encode() for word in command) + b"\0"
+    assert len(content) <= end - begin, "make ROOM_FOR_COMMAND_LINE larger"
+    ctypes.memmove(begin, content.ljust(end - begin, b"\0"), end - begin)
+
+
+def _become_rank(request: dict[str, Any], environment: dict[str, str]) -> NoReturn:
+    """In a fork of the fork: the program, up to the exit."""
+    status = 1
+    try:
+        for standard, name in ((1, "out"), (2, "err")):
+            descriptor = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(descriptor, standard)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(environment)
+        status = _run_program(request["program"])
+    finally:
+        # Never back into the frames of the server, not even for an error.
+        if sys.exc_info()[0]:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run_program(program: list[str]) -> int:
+    """Exit status of `python program`, after what Python waits for and calls at its exit."""
+    try:
+        if program[0] == "-m":
+            sys.argv, sys.path[0] = program[1:], ""
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = program, str(Path(program[0]).resolve().parent)
+            runpy.run_path(program[0], run_name="__main__")
+        status = 0
+    except SystemExit as done:
+        status = done.code if isinstance(done.code, int) else int(done.code is not None)
+        if isinstance(done.code, str):
+            print(done.code, file=sys.stderr)
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    return status
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--environment-to":
+        rank = os.environ.get("RANK", "0")
+        Path(sys.argv[2], f"{rank}.json").write_text(json.dumps(dict(os.environ)), encoding="utf-8")
+    else:
+        serve()

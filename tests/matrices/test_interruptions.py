@@ -1,0 +1,22 @@
+"""scripts/crash_test.py and scripts/two_hosts.py, whole: runs that are killed and hosts that are lost."""
+
+from __future__ import annotations
+
+import crash_test
+import pytest
+import two_hosts
+from conftest import run_script
+
+pytestmark = pytest.mark.timeout(4 * 3600)
+
+
+@pytest.mark.parametrize("config", crash_test.CONFIGS)
+def test_nothing_is_lost_when_killed(config: str) -> None:
+    """With another seed each time, which the output shows."""
+    run_script("crash_test.py", "--only", config, "--kills", 67)
+
+
+def test_a_host_is_lost_and_comes_back() -> None:
+    """Cut off, where this machine lets us make network namespaces; else frozen."""
+    if run_script("two_hosts.py", allowed=(0, two_hosts.SKIPPED)) == two_hosts.SKIPPED:
+        run_script("two_hosts.py", "--loopback")
