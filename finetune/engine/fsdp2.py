@@ -29,7 +29,8 @@ from finetune.engine.parts import Part
 from finetune.engine.shard_waits import ShardWaits
 from finetune.engine.sharding import Sharding, device_meshes, fill, first_row, gathered, shard, take_weights, units_of
 from finetune.engine.tensor_parallel import Cut, Divided, divide
-from finetune.models.weights import Placement, dtypes
+from finetune.models.dtypes import dtypes
+from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 
 
@@ -51,12 +52,12 @@ class Fsdp2(Engine):
         self._meshes = device_meshes(self.parallelism, self.device.type)
         self._divided = Divided({}, frozenset())
         from_rank_0 = not getattr(model, "is_quantized", False)
-        weights = take_weights(model, self.is_main) if from_rank_0 else {}
+        weights = take_weights(model, self.is_main) if from_rank_0 else None
         if self._meshes.tensor is not None:
             self._divided = divide(model, _group(self._meshes.tensor))
         experts = divide_experts(model, self.parallelism, self.device.type, self.stopwatch)
         shard(model, units_of(model, self._plugin()), self._sharding(), experts)
-        if from_rank_0:
+        if weights is not None:
             fill(model, weights, self._divided.cuts, self.device)
         self.model = self.unwrapped = model
         self._waits = ShardWaits(self.model, self.stopwatch)

@@ -32,7 +32,8 @@ from finetune.engine.stage_model import HandedOn, StageModel, check_cuttable, ho
 from finetune.engine.stages import Layout, lay_out
 from finetune.engine.torch_schedule import make_schedule, make_stage
 from finetune.models.config import model_config
-from finetune.models.weights import Placement, dtypes, without_weights
+from finetune.models.dtypes import dtypes
+from finetune.models.weights import Placement, without_weights
 from finetune.recipe.schema import Recipe
 
 BUCKET_BYTES = 25 * 2**20  # of gradients in one all-reduce, as DDP's buckets

@@ -10,7 +10,7 @@ Units follow the model's own list of layers that are not to be split, or the acc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.tensor_parallel import Cut
+from finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -122,30 +123,82 @@ def _numel(module: nn.Module) -> int:
 
 # --- filling
 
-Weights = dict[str, Tensor]
+
+@dataclass(frozen=True)
+class Weights:
+    """All values of a model, on the rank that has them; on the others what they are called."""
+
+    saved: dict[str, Tensor]  # its state dict; empty on the other ranks
+    computed: dict[str, Tensor]  # by `module.attribute`: what a state dict lacks, such as rotary frequencies
 
 
 def take_weights(model: Any, has_them: bool) -> Weights:
-    """Move a model to `meta` and return what it held: all on the rank that `has_them`, nothing on the others.
+    """Move a model to `meta`; returns what it had, values on the rank that `has_them`, shapes on the others.
 
-    Buffers that are not saved stay as they are: every rank has made its own.
+    Collective. Raises UserError on every rank where they do not have the same model.
     """
-    weights = model.state_dict() if has_them else {}
-    buffers = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name in module._non_persistent_buffers_set
-    ]
+    state = model.state_dict(keep_vars=True)
+    types = _agree(model, state)
+    saved = {name: tensor.detach() for name, tensor in state.items()} if has_them else {}
+    found = ((f"{path}.{name}", tensor) for path, name, tensor in _computed(model))
+    computed = {name: tensor.to(types[name]) if tensor.is_meta else tensor for name, tensor in found}
     model.to("meta")
     model.tie_weights()  # moved one by one, tied weights have come apart
-    for module, name, buffer in buffers:
-        module.register_buffer(name, buffer, persistent=False)
-    return weights
+    return Weights(saved, computed)
+
+
+def _computed(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """(path of a module, name, tensor) of what is in no state dict: buffers that are not saved, plain attributes."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name in module._non_persistent_buffers_set:
+                yield path, name, buffer
+        yield from ((path, name, value) for name, value in vars(module).items() if isinstance(value, Tensor))
+
+
+_Listed = list[tuple[str, tuple[int, ...], torch.dtype]]
+
+
+def _agree(model: Any, state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """Compare what every rank is going to send or take, before anything is sent; returns the type of each tensor.
+
+    Only the rank that reads the weights knows which of them their code keeps in fp32: the others adopt its types.
+    """
+    ours = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()]
+    ours += [(f"{path}.{name}", tuple(tensor.shape), tensor.dtype) for path, name, tensor in _computed(model)]
+    theirs: list[Any] = [ours]
+    dist.broadcast_object_list(theirs, src=0)
+    differences: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(differences, _difference(ours, theirs[0]))
+    for rank, difference in enumerate(differences):
+        if difference is not None:
+            raise UserError(
+                f"FSDP2: the model that rank {rank} made from the config is not the one that rank 0 has read: "
+                f"{difference}. Use ddp or zero3, where every rank reads the weights itself"
+            )
+    types = {name: dtype for name, _, dtype in theirs[0]}
+    for name, tensor in state.items():
+        if tensor.is_meta and tensor.dtype != types[name]:
+            tensor.data = tensor.data.to(types[name])
+    return types
+
+
+def _difference(ours: _Listed, theirs: _Listed) -> str | None:
+    """In names, their order, and shapes."""
+    shapes = {name: shape for name, shape, _ in ours}
+    for name, shape, _ in theirs:
+        if name not in shapes:
+            return f"it lacks `{name}` {list(shape)}"
+        if shapes[name] != shape:
+            return f"`{name}` is {list(shapes[name])}, not {list(shape)}"
+    if additional := set(shapes) - {name for name, _, _ in theirs}:
+        return f"it has `{min(additional)}` in addition"
+    same_order = [name for name, *_ in ours] == [name for name, *_ in theirs]
+    return None if same_order else "its tensors come in another order"
 
 
 def fill(model: Any, weights: Weights, cuts: Mapping[str, Cut], device: torch.device) -> None:
-    """Give every rank its shard of what rank 0 has taken; one tensor at a time is whole. Collective.
+    """Give every rank its shard of what rank 0 has taken; one tensor at a time is unsharded. Collective.
 
     cuts: of the parameters that tensor parallelism has cut before, by name.
     """
@@ -153,11 +206,23 @@ def fill(model: Any, weights: Weights, cuts: Mapping[str, Cut], device: torch.de
     known: dict[int, Tensor] = {}  # of tied weights, by what the model holds
     for name, held in model.state_dict(keep_vars=True).items():
         if id(held) not in known:
-            whole = _broadcast(weights.pop(name, None), held, cuts.get(name), device)
+            whole = _broadcast(weights.saved.pop(name, None), held, cuts.get(name), device)
             known[id(held)] = _share(whole, held, cuts.get(name))
         filled[name] = known[id(held)]
     model.load_state_dict(filled, assign=True)
     model.tie_weights()
+    for name, tensor in weights.computed.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, _broadcast_bytes(tensor, device))
+
+
+def _broadcast_bytes(own: Tensor, device: torch.device) -> Tensor:
+    """Of any type: what is computed may be complex or a mask."""
+    whole = torch.empty(own.shape, dtype=own.dtype, device=device) if own.is_meta else own.to(device)
+    whole = whole.clone(memory_format=torch.contiguous_format)
+    if whole.numel():
+        dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+    return whole
 
 
 def _broadcast(own: Tensor | None, held: Tensor, cut: Cut | None, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from finetune.engine.stages import PLAN, Layout
 from finetune.errors import UserError
-from finetune.models.weights import Dtypes
+from finetune.models.dtypes import Dtypes
 
 _OF_THE_HEAD = ("logits_to_keep", "targets", "formula")  # arguments that a stage without it has no use for
 

@@ -16,8 +16,9 @@ from finetune.engine.nvme import is_swapped, make_files, map_groups
 from finetune.engine.parts import Part, Types
 from finetune.engine.precision import NonFinite
 from finetune.errors import UserError
+from finetune.models.dtypes import dtypes
 from finetune.models.head import loss_module
-from finetune.models.weights import Placement, dtypes
+from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 
 

@@ -27,8 +27,8 @@ from finetune.export.result import save_result
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.config import check_token_ids, model_config
 from finetune.models.dropout import check_nothing_random
+from finetune.models.dtypes import dtypes
 from finetune.models.tokenizer import load_tokenizer
-from finetune.models.weights import dtypes
 from finetune.recipe import Recipe, dump_recipe
 from finetune.tracking import (
     Status,

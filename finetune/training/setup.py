@@ -23,12 +23,13 @@ from finetune.engine.base import Engine
 from finetune.engine.precision import autocast_forward
 from finetune.engine.shared_tokens import share_tokens
 from finetune.engine.timeout import collective_timeout, limit_groups
-from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
+from finetune.models.attention.run import attention_for, check_rows_per_forward
+from finetune.models.dtypes import dtypes
 from finetune.models.experts import compute_experts_in
 from finetune.models.head import Formula, LossHead, attach_head
 from finetune.models.offload import offload_activations
-from finetune.models.weights import attention_for, dtypes, load_model, parameter_counts
+from finetune.models.weights import load_model, parameter_counts
 from finetune.planning.flops import model_flops
 from finetune.planning.hardware import peak_tflops
 from finetune.planning.plan import Plan, git_commit, run_length, versions
@@ -91,7 +92,9 @@ def set_up(
     within = attention_for(recipe, config, engine.device.type)
     attention = share_tokens(within, engine.token_share, engine.parallelism, engine.rank)
     if not attention.isolates_documents:
-        _check_isolated(recipe, attention, say)
+        check_rows_per_forward(recipe, attention)
+        if recipe.data.packing:
+            say(f"[yellow]{escape(attention.reason)}; packing is off[/yellow]")
         training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
     model, head = _load(recipe, engine, config, attention, say)
     routing, counts = Routing.of(model, recipe.objective, engine.parallelism), parameter_counts(model)
@@ -130,14 +133,6 @@ def set_up(
 def _say(engine: Engine, console: Console, text: str) -> None:
     if engine.is_main:
         console.print(text)
-
-
-def _check_isolated(recipe: Recipe, attention: AttentionChoice, say: Say) -> None:
-    """Where an architecture cannot keep documents apart: one per forward, said aloud."""
-    if recipe.batch.rows_per_device not in (1, "auto") or recipe.batch.tokens_per_device is not None:
-        raise UserError(f"{attention.reason}: set batch.rows_per_device: 1, and no tokens_per_device")
-    if recipe.data.packing:
-        say(f"[yellow]{attention.reason}; packing is off[/yellow]")
 
 
 def _load(

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 from finetune.data.batch import Batch
 from finetune.data.dataset import build_dataset
 from finetune.data.loader import Loader
+from finetune.models.attention.run import attention_for
 from finetune.models.config import model_config
 from finetune.models.head import Formula, LossHead, attach_head
 from finetune.models.tokenizer import load_tokenizer
-from finetune.models.weights import Placement, attention_for, load_model
+from finetune.models.weights import Placement, load_model
 from finetune.objectives import supervised_losses
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Recipe

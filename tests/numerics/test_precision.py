@@ -10,8 +10,10 @@ import torch
 
 from finetune.engine.precision import LossScale, NonFinite, autocast_forward
 from finetune.models.attention.per_document import prepare
+from finetune.models.attention.run import attention_for
 from finetune.models.config import model_config
-from finetune.models.weights import Placement, attention_for, dtypes, load_model
+from finetune.models.dtypes import dtypes
+from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ from typing import Any
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism, dimension_key
 from finetune.models.dropout import drops
+from finetune.models.rope import length_dependent_rope
 from finetune.recipe.schema import Recipe
 
 
@@ -24,6 +25,7 @@ class Shape:
     parts: tuple[str, ...] = ()  # of the base model, where transformers says that it can be cut between them
     soft_capped: bool = False  # attention's logits
     drops: dict[str, float] = field(default_factory=dict)  # settings by which it drops at random
+    rope: tuple[str, ...] = ()  # types of RoPE that depend on the length of a document
     tensor_styles: frozenset[str] = frozenset()  # of the plan to cut its matrices; empty: it has none
 
     @classmethod
@@ -44,6 +46,7 @@ class Shape:
             parts=tuple(sorted(getattr(text, "base_model_pp_plan", None) or ())),
             soft_capped=getattr(text, "attn_logit_softcapping", None) is not None,
             drops=dict(drops(text)),
+            rope=tuple(length_dependent_rope(config)),
             tensor_styles=frozenset(tensor_plan(config).values()),
         )
 

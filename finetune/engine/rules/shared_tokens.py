@@ -16,6 +16,11 @@ def shared_tokens(asked: Asked) -> Iterator[str]:
     keys = " and ".join(asked.key(field) for field in ("context", "sequence") if getattr(sizes, field) > 1)
     for name in dropouts(asked):
         yield f"{keys}: each rank would draw dropout for its own tokens, so losses would depend on it: set {name} to 0"
+    for rope_type in asked.shape.rope if asked.shape else ():
+        yield (
+            f"{keys}: the frequencies of this model's `{rope_type}` RoPE depend on a document's length, and a rank has "
+            "a part of it: use data parallel alone"
+        )
     if recipe.model.attention in ("eager", "sdpa", "flash_attention_2"):
         yield (
             f"{keys}: `model.attention: {recipe.model.attention}` is transformers' own, which does not know of other "

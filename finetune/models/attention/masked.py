@@ -110,6 +110,8 @@ def register(name: str, within_documents: Callable[..., Tensor]) -> None:
         refuse_extras(kwargs)
         if documents is None:
             return masked_attention(module, query, key, value, attention_mask, dropout, scaling, softcap)
+        if attention_mask is not None:
+            raise ValueError("this model brings a mask of its own, which attention by documents would leave out")
         return within_documents(query, key, value, dropout, scaling, sliding_window, softcap, documents), None
 
     WITHIN_DOCUMENTS[name] = within_documents

@@ -31,6 +31,8 @@ class LossHead:
 
     choice: CrossEntropyChoice
     formula: Formula
+    accepted: frozenset[str] | None = None  # arguments of the model's forward; None: any
+    keeps_positions: bool = True  # whether it computes the logits of some positions alone
 
     def for_evaluation(self) -> LossHead:
         """Without what only training adds: the negative log-likelihood alone, comparable between runs."""
@@ -45,9 +47,16 @@ class LossHead:
     ) -> TokenLosses:
         if self.choice.implementation != "plain":
             return model(**arguments, logits_to_keep=positions, targets=targets, formula=self.formula)
-        logits = at_least_fp32(model(**arguments, logits_to_keep=positions).logits[0])  # (S, V)
+        logits = at_least_fp32(self._logits(model, arguments, positions))
         each = token_losses(logits, targets, self.formula)
         return TokenLosses(each.sum(), each.detach())
+
+    def _logits(self, model: Callable[..., Any], arguments: dict[str, Any], positions: Tensor) -> Tensor:  # (S, V)
+        if self.accepted is not None:
+            arguments = {name: value for name, value in arguments.items() if name in self.accepted}
+        if self.keeps_positions:
+            return model(**arguments, logits_to_keep=positions).logits[0]
+        return model(**arguments).logits[0, positions]
 
 
 def attach_head(model: Any, asked: str, formula: Formula, device: str) -> LossHead:
@@ -64,7 +73,9 @@ def attach_head(model: Any, asked: str, formula: Formula, device: str) -> LossHe
     if isinstance(found, LogitMap) and choice.implementation != "plain":
         _teach_head(module, choice.implementation, found, rows_at_once(vocabulary, device))
         _teach_model(causal)
-    return LossHead(choice, formula)
+    takes = inspect.signature(causal.forward).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+    return LossHead(choice, formula, None if takes_all else frozenset(takes), "logits_to_keep" in takes)
 
 
 def loss_module(model: Any) -> nn.Module:

@@ -18,7 +18,8 @@ from finetune.engine.launch import Launch
 from finetune.engine.stage_model import HandedOn, StageModel, check_cuttable, holders, keep_only
 from finetune.engine.stages import Layout, cut, lay_out
 from finetune.errors import UserError
-from finetune.models.weights import Dtypes, without_weights
+from finetune.models.dtypes import Dtypes
+from finetune.models.weights import without_weights
 from finetune.recipe import load_recipe
 
 LLAMA_8B = {  # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json

@@ -33,6 +33,7 @@ def test_a_plain_model_goes(recipe: dict[str, Any], write_recipe: Any, sizes: di
     check(write_recipe, recipe, sizes, None)
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 REFUSED = [
     (
         SEQUENCE | {"sp_size": 4},
@@ -48,6 +49,7 @@ REFUSED = [
     (SEQUENCE, LlamaConfig(**SMALL), ("model.attention=sdpa",), "`model.attention: sdpa`.*set `model.attention: auto`"),
     (CONTEXT, LlamaConfig(**SMALL), ("model.attention=documents",), "a way of its own.*set `auto`"),
     (CONTEXT, LlamaConfig(**SMALL), ("mode=lora", "lora.dropout=0.1"), r"set `lora.dropout` \(now 0.1\) to 0"),
+    (SEQUENCE, LlamaConfig(**SMALL, rope_parameters=DYNAMIC), (), "`dynamic` RoPE depend on a document's length"),
     (SEQUENCE, GPT2Config(n_head=6, n_embd=48), (), "set the model's `attn_pdrop` to 0"),
 ]
 

@@ -23,10 +23,11 @@ from finetune.engine.launch import Launch
 from finetune.engine.start import start_engine
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
+from finetune.models.attention.run import attention_for
 from finetune.models.config import model_config
 from finetune.models.head import Formula, attach_head
 from finetune.models.tokenizer import load_tokenizer
-from finetune.models.weights import attention_for, load_model
+from finetune.models.weights import load_model
 from finetune.recipe import Recipe, load_recipe
 from finetune.training.fit import FoundRows, find_rows
 from finetune.training.fit.entry import dependencies, entry_file
