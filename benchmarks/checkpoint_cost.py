@@ -108,18 +108,18 @@ def has_gpu() -> bool:
 
 def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle]:
     """finetune's own loop and saver, without what else a run does between two steps."""
+    from finetune.training.loop import training_steps
+    from finetune.training.setup import set_up
     from rich.console import Console
 
     from finetune.checkpoints.saver import Saver
     from finetune.data.dataset import build_dataset
-    from finetune.engine.agreement import check_launch
+    from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_launch
     from finetune.engine.start import start_engine
     from finetune.models.config import model_config
     from finetune.models.tokenizer import load_tokenizer
     from finetune.training.feed import fed_steps
-    from finetune.training.loop import training_steps
-    from finetune.training.setup import set_up
 
     launch = read_launch()
     micro_batches = check_launch(recipe, "recipe.yaml", launch)
@@ -141,7 +141,7 @@ def train_accelerate(folder: Path, recipe: Any, window: int, saves: int) -> list
     from accelerate import Accelerator
 
     from finetune.engine.launch import read_launch
-    from finetune.engine.rehearsal import is_rehearsal, prepare_rehearsal
+    from finetune.engine.start import is_rehearsal, prepare_rehearsal
 
     if is_rehearsal():
         prepare_rehearsal(read_launch())

@@ -40,10 +40,12 @@ from finetune.data.examples import Example
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, choose_attention
 from finetune.models.attention.isolation import FAILURES, Computed, Differences, compare, randomize
-from finetune.models.head import Formula, attach_head
+from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.rope import rotate_per_document
-from finetune.models.tiny import VOCABULARY, tiny_config
-from finetune.objectives import supervised_losses
+from finetune.models.tiny_config import VOCABULARY, tiny_config
+from finetune.objectives import make_objective
+from finetune.objectives.forward import ForwardPass
+from finetune.recipe.schema import Objective as Settings
 
 # What a class wants that its config's defaults lack.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -58,7 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True},
 }
 LENGTHS = (19, 6, 27, 11)  # of the documents of a row; unlike those of the trial, and not in order
-DECODERS = ("bert", "roberta", "electra", "xlm-roberta")  # besides: with `is_decoder: true`
+DECODERS = ("bert", "roberta", "electra", "xlm-roberta")  # tried with `is_decoder: true` as well
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,9 @@ def plain(config: Any) -> Computed:
         uncached = {"use_cache": False} if "use_cache" in takes or "kwargs" in takes else {}
         ids = torch.from_numpy(example.input_ids.astype(np.int64))[None]
         logits = model(input_ids=ids, **uncached).logits[0, 1:-1]  # of the tokens before those that are trained
-        of_tokens = torch.nn.functional.cross_entropy(logits.float(), ids[0, 2:], reduction="none")
-        of_tokens.sum().backward()
-        losses.append(of_tokens.detach())
+        token_losses = torch.nn.functional.cross_entropy(logits.float(), ids[0, 2:], reduction="none")
+        token_losses.sum().backward()
+        losses.append(token_losses.detach())
         for parameter_name, parameter in model.named_parameters():
             known = gradients.get(parameter_name)
             both = [g for g in (known, parameter.grad) if g is not None]
@@ -161,20 +163,19 @@ def as_in_a_run(config: Any, choice: AttentionChoice, reference: Computed) -> tu
     model = model_of(config, choice.implementation)
     rotate_per_document(model)
     model.config.use_cache = False
-    head = attach_head(model, "auto", Formula(), "cpu")
-    trained = [n - 2 for n in LENGTHS]
+    loss_model = CausalLMWithLoss(model)
+    forward = ForwardPass(choice, make_objective(Settings()))
+    num_targets = [n - 2 for n in LENGTHS]
 
     def losses(examples: list[Example], backward: bool) -> list[torch.Tensor]:
-        found = []
+        token_losses = []
         for part in [examples] if choice.isolates_documents else [[example] for example in examples]:
-            batch = collate(part)
-            extras = choice.forward_arguments(batch.document_lengths)
             with torch.set_grad_enabled(backward):
-                computed = supervised_losses(model, batch, extras, torch.device("cpu"), head)
+                outputs = forward(loss_model, collate(part))
             if backward:
-                computed.total.backward()
-            found.append(computed.each)
-        return list(torch.cat(found).split(trained))
+                outputs.total.backward()
+            token_losses.append(outputs.token_losses)
+        return list(torch.cat(token_losses).split(num_targets))
 
     ours = losses(documents(), backward=True)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}

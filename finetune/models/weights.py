@@ -22,6 +22,7 @@ from finetune.models.quantization import keep_weights_unpacked, quantization_con
 from finetune.models.rope import rotate_per_document
 from finetune.models.tokenizer import first_line
 from finetune.recipe.schema import Recipe
+from finetune.utils import full_shape
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def parameter_counts(model: Any) -> tuple[int, int]:
 
 
 def _whole_numel(parameter: torch.nn.Parameter) -> int:
-    numel = getattr(parameter, "ds_numel", parameter.numel())
+    numel = full_shape(parameter).numel()
     packed = type(parameter).__name__ == "Params4bit"  # two weights a byte
     return numel * 2 * parameter.element_size() if packed else numel
 

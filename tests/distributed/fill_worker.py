@@ -20,9 +20,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.engine.parallelism import Parallelism
-from finetune.engine.sharding import Meshes, Sharding, device_meshes, fill, shard, take_weights
+from finetune.engine.sharding import Meshes, Sharding, device_meshes, fill_shards, shard_model, take_weights
 from finetune.errors import UserError
-from finetune.models.tiny import tiny_config
+from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.tiny_config import tiny_config
 from finetune.models.weights import without_weights
 
 # Buffers that a module's `config` alone does not make; buffers that are saved; both; and tables of a config's own.
@@ -33,27 +34,28 @@ def main(out: Path, types: tuple[str, ...]) -> None:
     dist.init_process_group("gloo")
     transformers.logging.set_verbosity_error()
     meshes = device_meshes(Parallelism(shard=2), "cpu")
-    found: dict[str, Any] = {name: compared(name, meshes) for name in types}
-    found["other model"] = refused()
-    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    results: dict[str, Any] = {name: compared(name, meshes) for name in types}
+    results["other model"] = refused()
+    (out / f"{dist.get_rank()}.json").write_text(json.dumps(results), encoding="utf-8")
     dist.destroy_process_group()
 
 
 def compared(name: str, meshes: Meshes) -> dict[str, Any]:
     config = tiny_config(AutoConfig.for_model(name))
     torch.manual_seed(0)
-    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    unsharded = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     torch.manual_seed(0)
     is_main = dist.get_rank() == 0
     ours = AutoModelForCausalLM.from_config(config, dtype=torch.float32) if is_main else meta(config)
-    saved = list(whole.state_dict())
+    saved = list(unsharded.state_dict())
     layers = [m for m in ours.modules() if type(m).__name__ in (ours._no_split_modules or ())]
     weights = take_weights(ours, is_main)
-    shard(ours, layers, Sharding(meshes, MixedPrecisionPolicy(), OffloadPolicy(), True))
-    fill(ours, weights, {}, torch.device("cpu"))
+    loss_model = CausalLMWithLoss(ours)
+    shard_model(loss_model, layers, Sharding(meshes, MixedPrecisionPolicy(), OffloadPolicy(), True))
+    fill_shards(ours, weights, {}, torch.device("cpu"))
     ids = torch.arange(24).remainder(97)[None] + 3
     with torch.no_grad():
-        logits, wanted = (model.eval()(input_ids=ids, use_cache=False).logits for model in (ours, whole))
+        logits, wanted = (model.eval()(input_ids=ids, use_cache=False).logits for model in (loss_model, unsharded))
     difference = ((logits - wanted).abs().max() / wanted.abs().max()).item()
     return {"difference": difference, "saved": list(ours.state_dict()) == saved}
 

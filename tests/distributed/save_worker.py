@@ -27,7 +27,7 @@ FILE_LIMIT = 200_000
 def run_case(
     recipe_file: str, out: Path, name: str, overrides: list[str], folder: str, shard_bytes: int, wrong: str | None
 ) -> dict[str, Any]:
-    from finetune.engine.agreement import check_launch
+    from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_launch
     from finetune.engine.start import start_engine
     from finetune.errors import RunFailure
@@ -54,8 +54,9 @@ def run_case(
 
 
 def wrap(engine: Any, recipe: Any, micro_batches: int) -> None:
-    from finetune.models.attention.run import attention_for
+    from finetune.models.attention import attention_for
     from finetune.models.config import model_config
+    from finetune.models.loss_model import CausalLMWithLoss
     from finetune.models.weights import load_model
     from finetune.training.optimizers import build_optimizers
 
@@ -63,7 +64,7 @@ def wrap(engine: Any, recipe: Any, micro_batches: int) -> None:
     with engine.loading(recipe):
         attention = attention_for(recipe, config, engine.device.type)
         model = load_model(recipe, config, attention, engine.placement(recipe))
-    engine.wrap(model, lambda named: build_optimizers(recipe.optimizer, named), micro_batches)
+    engine.wrap(CausalLMWithLoss(model), lambda named: build_optimizers(recipe.optimizer, named), micro_batches)
 
 
 def break_a_value(model: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from finetune.data.dataset import build_training
 from finetune.data.loader import Loader
-from finetune.models.attention.run import attention_for
+from finetune.models.attention import attention_for
 from finetune.models.config import model_config
 from finetune.models.head import Formula, attach_head
 from finetune.models.tokenizer import load_tokenizer

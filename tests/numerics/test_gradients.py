@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from finetune.data.batch import Batch
 from finetune.data.dataset import build_dataset
 from finetune.data.loader import Loader
-from finetune.models.attention.run import attention_for
+from finetune.models.attention import attention_for
 from finetune.models.config import model_config
 from finetune.models.head import Formula, LossHead, attach_head
 from finetune.models.tokenizer import load_tokenizer

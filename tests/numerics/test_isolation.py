@@ -25,7 +25,7 @@ from transformers import (
 from finetune.errors import UserError
 from finetune.models.attention import DOCUMENTS, AttentionChoice, choose_attention, per_document
 from finetune.models.attention.isolation import verdict
-from finetune.models.tiny import tiny_config
+from finetune.models.tiny_config import tiny_config
 
 
 def choose(asked: str, config: Any) -> AttentionChoice:

@@ -10,7 +10,7 @@ import tiny
 import torch
 
 from finetune.errors import UserError
-from finetune.models.attention.run import attention_for
+from finetune.models.attention import attention_for
 from finetune.models.config import check_token_ids, model_config
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, load_model, parameter_counts

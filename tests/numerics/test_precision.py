@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.engine.precision import LossScale, NonFinite, autocast_forward
+from finetune.engine.optimizer_step import LossScale, NonFinite, autocast_forward
+from finetune.models.attention import attention_for
 from finetune.models.attention.per_document import prepare
-from finetune.models.attention.run import attention_for
 from finetune.models.config import model_config
 from finetune.models.dtypes import dtypes
 from finetune.models.weights import Placement, load_model

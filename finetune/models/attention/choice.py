@@ -9,13 +9,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from finetune.errors import UserError
 from finetune.models.attention import flex, per_document, varlen
 from finetune.models.attention.isolation import Prepare, Verdict, verdict
 from finetune.models.config import layer_configs
+from finetune.models.dtypes import dtypes
+from finetune.recipe.schema import Recipe
 
 
 def _nothing(document_lengths: tuple[int, ...]) -> dict[str, Any]:
@@ -86,13 +88,32 @@ class _Case:
     def verdict(self, implementation: str | None) -> Verdict:
         """Of a trial; raises UserError where the model sees the tokens that it should predict."""
         prepare = per_document.prepare if implementation == per_document.DOCUMENTS else _nothing
-        found = verdict(self.model_config, implementation, prepare)
-        if found.causal is not None:
+        outcome = verdict(self.model_config, implementation, prepare)
+        if outcome.causal is not None:
             raise UserError(
-                f"{self.model_class.__name__} sees the tokens that it is to predict ({found.causal}) and would learn "
+                f"{self.model_class.__name__} sees the tokens that it is to predict ({outcome.causal}) and would learn "
                 "to copy them: set `is_decoder: true` in its config if it has that, or choose a causal model"
             )
-        return found
+        return outcome
+
+
+def attention_for(recipe: Recipe, config: PretrainedConfig, device: str) -> AttentionChoice:
+    """Returns the attention of a run; see `choose_attention`."""
+    try:
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        raise UserError(f"{type(config).__name__} is not a causal language model that transformers knows") from None
+    half = dtypes(recipe).compute != torch.float32
+    longest = recipe.data.max_length if recipe.train.compile else None
+    return choose_attention(recipe.model.attention, model_class, config, device, half, longest=longest)
+
+
+def check_rows_per_forward(recipe: Recipe, attention: AttentionChoice) -> None:
+    """Raises UserError where a forward would have several documents, and attention cannot keep them apart."""
+    if attention.isolates_documents:
+        return
+    if recipe.batch.rows_per_device not in (1, "auto") or recipe.batch.tokens_per_device is not None:
+        raise UserError(f"{attention.reason}: set batch.rows_per_device: 1, and no tokens_per_device")
 
 
 def choose_attention(
@@ -141,15 +162,16 @@ def _fastest(case: _Case) -> AttentionChoice:
 
 def _of_transformers(name: str, case: _Case, reason: str) -> AttentionChoice:
     """`sdpa` or `eager`: packed where that was seen to keep documents apart."""
-    found = case.verdict(name)
-    if found.packed is None:
+    outcome = case.verdict(name)
+    if outcome.packed is None:
         return AttentionChoice(name, reason, True)
-    why = f"transformers' `{name}` does not keep packed documents of {case.model_class.__name__} apart ({found.packed})"
-    return _one_per_forward(name, why, found)
+    model_class = case.model_class.__name__
+    why = f"transformers' `{name}` does not keep packed documents of {model_class} apart ({outcome.packed})"
+    return _one_per_forward(name, why, outcome)
 
 
-def _one_per_forward(name: str, why: str, found: Verdict) -> AttentionChoice:
-    prepare = _nothing if found.positions is None else _without_positions
+def _one_per_forward(name: str, why: str, outcome: Verdict) -> AttentionChoice:
+    prepare = _nothing if outcome.positions is None else _without_positions
     return AttentionChoice(name, f"{why}: one document per forward", False, prepare)
 
 

@@ -1,7 +1,7 @@
 """Whether packed documents get the loss and the gradients that plain transformers gives each of them alone.
 
-Found by trying it on a tiny copy of the model's config (`models.tiny`), on the CPU and in fp32; never taken from what
-an architecture says of itself. Verdicts are kept in the cache folder under all that they depend on.
+Tried on a tiny copy of the model's config (`models.tiny_config`), on the CPU and in fp32; never taken from what an
+architecture says of itself. Verdicts are cached under all that they depend on.
 
 Letters: T tokens of a row, N documents.
 """
@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 from finetune.data.cache.root import cache_root
 from finetune.models.rope import rotate_per_document
-from finetune.models.tiny import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config
+from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config
 
 # Shorter and longer than windows and chunks, and than where RoPE begins to grow. In ascending order: `dynamic` RoPE
 # of plain transformers, which the reference is, then has for each document what a new model would have.
@@ -68,10 +68,10 @@ class Differences:
 
 
 def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepare) -> Verdict:
-    """From the cache, or by trying.
+    """Returns it from the cache, or from a trial.
 
     implementation: of attention, transformers' name; None: documents are not to share a row. prepare: what a forward
-    takes besides its tokens, from the lengths of its documents.
+    takes in addition to its tokens, from the lengths of its documents.
     """
     try:
         tiny = tiny_config(config)
@@ -81,9 +81,9 @@ def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepa
     try:
         return Verdict(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        found = _tried(tiny, implementation, prepare)
-    _keep(path, found)
-    return found
+        outcome = _try(tiny, implementation, prepare)
+    _store(path, outcome)
+    return outcome
 
 
 def _key(tiny: PretrainedConfig, implementation: str | None) -> str:
@@ -100,16 +100,16 @@ _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures", "dt
 @cache
 def _own_code() -> str:
     folder = Path(__file__).parent
-    files = sorted((*folder.glob("*.py"), folder.parent / "rope.py", folder.parent / "tiny.py"))
+    files = sorted((*folder.glob("*.py"), folder.parent / "rope.py", folder.parent / "tiny_config.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _keep(path: Path, found: Verdict) -> None:
+def _store(path: Path, outcome: Verdict) -> None:
     """Where the folder cannot be written, the next run tries again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(found)), encoding="utf-8")
+        temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
         temporary.replace(path)
     except OSError:
         pass
@@ -131,7 +131,7 @@ FAILURES = (  # of a model's own code, with a config or arguments that it does n
 )
 
 
-def _tried(tiny: PretrainedConfig, implementation: str | None, prepare: Prepare) -> Verdict:
+def _try(tiny: PretrainedConfig, implementation: str | None, prepare: Prepare) -> Verdict:
     with _quietly():
         try:
             plain = Trial(tiny, None)
@@ -154,14 +154,14 @@ def _untried(error: BaseException) -> Verdict:
 
 def _why_not(difference: Callable[[], Differences]) -> str | None:
     try:
-        found = difference()
+        differences = difference()
     except FAILURES as error:
         return _words(error)
-    if found.within_rounding:
+    if differences.within_rounding:
         return None
     return (
-        f"in a trial, the loss differs from that of each document alone by {found.loss:.0e}, the gradient of "
-        f"`{found.parameter}` by {found.gradient:.0e}"
+        f"in a trial, the loss differs from that of each document alone by {differences.loss:.0e}, the gradient of "
+        f"`{differences.parameter}` by {differences.gradient:.0e}"
     )
 
 
@@ -241,9 +241,9 @@ class Trial:
 
     def _computed(self, losses: Sequence[Tensor]) -> Computed:
         self.model.zero_grad(set_to_none=True)
-        torch.stack([of_tokens.sum() for of_tokens in losses]).sum().backward()
+        torch.stack([token_losses.sum() for token_losses in losses]).sum().backward()
         gradients = {name: p.grad for name, p in self.model.named_parameters()}
-        return Computed(tuple(of_tokens.detach() for of_tokens in losses), gradients)
+        return Computed(tuple(token_losses.detach() for token_losses in losses), gradients)
 
 
 def _positions(lengths: Sequence[int]) -> Tensor:  # (1, T)

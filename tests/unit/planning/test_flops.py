@@ -20,7 +20,7 @@ from finetune.models.activations import recompute_activations
 from finetune.models.attention import DOCUMENTS
 from finetune.models.attention.per_document import prepare
 from finetune.models.head import Formula, attach_head
-from finetune.models.tiny import tiny_config
+from finetune.models.tiny_config import tiny_config
 from finetune.models.weights import without_weights
 from finetune.objectives import supervised_losses
 from finetune.planning.flops import ModelFlops, causal_pairs, model_flops

@@ -22,8 +22,7 @@ from finetune.engine.base import Engine
 from finetune.engine.launch import Launch
 from finetune.engine.start import start_engine
 from finetune.errors import UserError
-from finetune.models.attention import AttentionChoice
-from finetune.models.attention.run import attention_for
+from finetune.models.attention import AttentionChoice, attention_for
 from finetune.models.config import model_config
 from finetune.models.head import Formula, attach_head
 from finetune.models.tokenizer import load_tokenizer
@@ -32,9 +31,10 @@ from finetune.recipe import Recipe, load_recipe
 from finetune.training.fit import FoundRows, find_rows
 from finetune.training.fit.entry import dependencies, entry_file
 from finetune.training.fit.memory import MARGIN, HostMemory
-from finetune.training.fit.search import HALF, divisors, largest_that_fits
+from finetune.training.fit.search import HALF, largest_that_fits
 from finetune.training.fit.trial import HeaviestRow, Trials, optimizer_bytes
 from finetune.training.optimizers import BUILDERS, build_optimizers
+from finetune.utils import divisors
 
 MIB = 2**20
 
