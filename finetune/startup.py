@@ -52,6 +52,14 @@ def large_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def growing_segments() -> None:
+    """For torch's blocks of CUDA memory, on Linux; before it is imported. Packed rows differ in length from step to
+    step, and freed blocks of fixed segments would not fit the next ones. Nothing where the user has set the
+    allocator."""
+    if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def quiet_libraries() -> None:
     """Warnings of the libraries on the main process, errors only on the others; before they are imported."""
     import logging

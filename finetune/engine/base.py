@@ -242,11 +242,13 @@ class Engine(abc.ABC):
     # --- the result
 
     @abc.abstractmethod
-    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+    def full_tensors(
+        self, trainable_only: bool, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
         """Each parameter and saved buffer of the unwrapped model, whole: (name, CPU tensor on rank 0, None elsewhere).
 
         Collective: every rank must run through all of it. One tensor at a time is whole anywhere, as long as the caller
-        lets go of the last one before it asks for the next.
+        lets go of the last one before it asks for the next. dtype: of floating-point tensors; None: as they are held.
         """
 
     def saved_shapes(self, trainable_only: bool) -> dict[str, Tensor]:
@@ -313,6 +315,12 @@ def saved_tensors(model: Any, trainable_only: bool) -> dict[str, Tensor]:
         for name, tensor in state.items()
         if first[id(tensor)] == name and (not trainable_only or tensor.requires_grad)
     }
+
+
+def in_type(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Returns it detached, in `dtype` where it is floating-point: on its device, before it is sent or copied."""
+    found = tensor.detach()
+    return found.to(dtype) if dtype is not None and found.is_floating_point() else found
 
 
 def norm_of_steps(stepper: StepInBackward, over_ranks: Callable[[Tensor], float]) -> float:

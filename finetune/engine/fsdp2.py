@@ -17,6 +17,7 @@ from finetune.engine.base import (
     BuildOptimizers,
     Engine,
     NamedTensors,
+    in_type,
     named_trainables,
     norm_of_steps,
     saved_tensors,
@@ -55,9 +56,11 @@ class Fsdp2(Engine):
         if self._meshes.tensor is not None:
             self._divided = divide(model, _group(self._meshes.tensor))
         experts = divide_experts(model, self.parallelism, self.device.type, self.stopwatch)
-        shard(model, units_of(model, self._plugin()), self._sharding(), experts)
+        sharding = self._sharding()
+        shard(model, units_of(model, self._plugin()), sharding, experts)
         if from_rank_0:
-            fill(model, weights, self._divided.cuts, self.device)
+            offloads = isinstance(sharding.offload, CPUOffloadPolicy)
+            fill(model, weights, self._divided.cuts, self.device, torch.device("cpu") if offloads else self.device)
         self.model = self.unwrapped = model
         self._waits = ShardWaits(self.model, self.stopwatch)
         trained = self._local_shards()
@@ -144,18 +147,25 @@ class Fsdp2(Engine):
             if local.numel() and (reading or self._counts(name, parameter))
         ]
 
-    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+    def full_tensors(
+        self, trainable_only: bool, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
         for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
-            yield name, self._whole(tensor.detach(), self._divided.cuts.get(name))
+            yield name, self._whole(in_type(tensor.to(self.device), dtype), self._divided.cuts.get(name))
 
     def _whole(self, tensor: Tensor, cut: Cut | None) -> Tensor | None:
         """Collective. The ranks that do not want it let go of it at once."""
-        whole = gathered(tensor.to(self.device))
+        whole = gathered(tensor)
         if cut is not None and self._meshes.tensor is not None:
             parts = [torch.empty_like(whole) for _ in range(cut.count)]
             torch.distributed.all_gather(parts, whole, group=self._meshes.tensor.get_group())
             whole = torch.cat(parts, cut.dim)
-        return whole.cpu() if self.is_main else None
+        if self.is_main:
+            return whole.cpu()
+        # Else all gathers of the model are queued while rank 0 writes, and the time that NCCL gives each one runs.
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return None
 
     def saved_shapes(self, trainable_only: bool) -> dict[str, Tensor]:
         cuts, found = self._divided.cuts, super().saved_shapes(trainable_only)

@@ -68,6 +68,15 @@ class Launch:
         return section
 
     @property
+    def offloads_optimizer(self) -> bool:
+        """Whether optimizer state lies outside the device, so that the CPU steps."""
+        if self.kind == "fsdp2":
+            return str((self.config.get("fsdp_config") or {}).get("fsdp_offload_params", "")).lower() == "true"
+        section = self.deepspeed
+        ours = ((section.get("zero_optimization") or {}).get("offload_optimizer") or {}).get("device")
+        return any(device in ("cpu", "nvme") for device in (section.get("offload_optimizer_device"), ours))
+
+    @property
     def where(self) -> str:
         """For reports: `zero3_offload`, `ddp`, or `single`."""
         if self.config_file:
@@ -136,6 +145,16 @@ def _launcher_arguments() -> list[str] | None:
             if name == "accelerate-launch" or words[i + 1] == "accelerate.commands.launch":
                 return words[i + 1 :]
     return None
+
+
+def chose_threads(launch: Launch) -> bool:
+    """Whether OMP_NUM_THREADS is the user's: it was there when the launcher started, which sets it where it was not."""
+    if "OMP_NUM_THREADS" not in os.environ or not launch.launched:
+        return "OMP_NUM_THREADS" in os.environ
+    try:
+        return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
+    except (psutil.Error, OSError):
+        return True  # a container may hide the processes above
 
 
 def _option(arguments: list[str] | None, name: str) -> str | None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, Phase, T, saved_tensors, update_shards
+from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, Phase, T, in_type, saved_tensors, update_shards
 from finetune.engine.launch import Launch
 from finetune.engine.parts import Part
 from finetune.engine.schedule import bubble_share, fitting
@@ -249,9 +249,11 @@ class Pipeline(Engine):
                 found.append(Part(name, tuple(p.shape), start, numel, p, start))
         return found
 
-    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+    def full_tensors(
+        self, trainable_only: bool, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
         for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
-            yield name, self._on_main(tensor.detach(), self._holders.get(name, [0])[0])
+            yield name, self._on_main(in_type(tensor, dtype), self._holders.get(name, [0])[0])
 
     def _on_main(self, tensor: Tensor, place: int) -> Tensor | None:
         """Sent by the first replica of the stage that holds it. Between these two only, and in one order."""

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from finetune.engine.base import (
     BuildOptimizers,
     Engine,
+    in_type,
     named_trainables,
     norm_of_steps,
     saved_tensors,
@@ -34,7 +35,7 @@ class Replicated(Engine):
     """
 
     def placement(self, recipe: Recipe) -> Placement:
-        return Placement("load", self.device)
+        return Placement("load", self.device, direct=recipe.mode == "full" and self.device.type != "cpu")
 
     def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
         self.unwrapped = model
@@ -110,6 +111,8 @@ class Replicated(Engine):
                 found.append(Part(name, tuple(p.shape), start, numel, p, start))
         return found
 
-    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+    def full_tensors(
+        self, trainable_only: bool, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
         for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
-            yield name, tensor.detach().cpu() if self.is_main else None
+            yield name, in_type(tensor, dtype).cpu() if self.is_main else None

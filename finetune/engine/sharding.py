@@ -144,17 +144,21 @@ def take_weights(model: Any, has_them: bool) -> Weights:
     return weights
 
 
-def fill(model: Any, weights: Weights, cuts: Mapping[str, Cut], device: torch.device) -> None:
+def fill(
+    model: Any, weights: Weights, cuts: Mapping[str, Cut], device: torch.device, shard_device: torch.device
+) -> None:
     """Give every rank its shard of what rank 0 has taken; one tensor at a time is whole. Collective.
 
-    cuts: of the parameters that tensor parallelism has cut before, by name.
+    cuts: of the parameters that tensor parallelism has cut before, by name. device: where a whole tensor is
+    communicated. shard_device: where shards stay, the CPU where they are offloaded. FSDP2 would move them there itself,
+    but only the local tensor within a DTensor, which then says another device than it is on.
     """
     filled: dict[str, Tensor] = {}
     known: dict[int, Tensor] = {}  # of tied weights, by what the model holds
     for name, held in model.state_dict(keep_vars=True).items():
         if id(held) not in known:
             whole = _broadcast(weights.pop(name, None), held, cuts.get(name), device)
-            known[id(held)] = _share(whole, held, cuts.get(name))
+            known[id(held)] = _share(whole, held, cuts.get(name), shard_device)
         filled[name] = known[id(held)]
     model.load_state_dict(filled, assign=True)
     model.tie_weights()
@@ -168,16 +172,17 @@ def _broadcast(own: Tensor | None, held: Tensor, cut: Cut | None, device: torch.
     return whole
 
 
-def _share(whole: Tensor, held: Tensor, cut: Cut | None) -> Tensor:
+def _share(whole: Tensor, held: Tensor, cut: Cut | None, shard_device: torch.device) -> Tensor:
     """A copy of this rank's part, as `held` is laid out."""
     mine = whole if cut is None else cut.of(whole)
     if not isinstance(held, DTensor):
         return mine.clone()
     first, rows = first_row(held), held.to_local().shape[0]
-    local = mine[first : first + rows].clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(
+    local = mine.narrow(0, first if rows else 0, rows).clone(memory_format=torch.contiguous_format)
+    part = DTensor.from_local(
         local, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
     )
+    return part.to(shard_device)  # from_local itself puts it on the mesh's device
 
 
 def gathered(tensor: Tensor) -> Tensor:

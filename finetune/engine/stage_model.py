@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.engine.precision import autocast_to
 from finetune.engine.stages import PLAN, Layout
 from finetune.errors import UserError
 from finetune.models.weights import Dtypes
@@ -69,7 +70,7 @@ class StageModel(nn.Module):
             if self.is_last:
                 return model(**arguments)
             given = {name: value for name, value in arguments.items() if name not in _OF_THE_HEAD}
-            with torch.autocast(self._device, dtype=self._compute, enabled=self._autocasts):
+            with autocast_to(self._compute, self._device, self._autocasts):
                 raise HandedOn(self._checked(base(**given)[0]))
 
     def _checked(self, hidden: Tensor) -> Tensor:

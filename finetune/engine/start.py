@@ -12,10 +12,11 @@ from collections.abc import Iterator
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from torch.torch_version import TorchVersion
 
 from finetune.engine.base import Engine
 from finetune.engine.fsdp2 import Fsdp2
-from finetune.engine.launch import Launch, check_started
+from finetune.engine.launch import Launch, check_started, chose_threads
 from finetune.engine.rehearsal import is_rehearsal, prepare_rehearsal
 from finetune.engine.replicated import Replicated
 from finetune.engine.timeout import collective_timeout
@@ -72,8 +73,10 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
             InitProcessGroupKwargs(timeout=collective_timeout()),
         ],
     )
-    if accelerator.device.type == "cuda" and "bf16" in recipe.train.precision and not torch.cuda.is_bf16_supported():
-        raise UserError(f"train.precision: {torch.cuda.get_device_name()} has no bf16: use fp16 or fp32")
+    if accelerator.device.type == "cuda":
+        _check_cuda(recipe, launch)
+        if (threads := optimizer_threads(launch)) is not None:
+            torch.set_num_threads(threads)
     kind = _KINDS.get(accelerator.distributed_type, "replicated")
     check_started(launch, accelerator.num_processes, kind)
     if launch.parallelism.pipeline > 1:
@@ -93,6 +96,37 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
             launch.processes,
         )
     return engine
+
+
+def _check_cuda(recipe: Recipe, launch: Launch) -> None:
+    """Raises UserError for what this device, or this torch on any CUDA device, cannot do right or fast."""
+    if "bf16" in recipe.train.precision and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(f"train.precision: {torch.cuda.get_device_name()} has no bf16: use fp16 or fp32")
+    check_in_backward(recipe, launch, torch.__version__)
+
+
+def check_in_backward(recipe: Recipe, launch: Launch, torch_version: str) -> None:
+    """Refuse to step offloaded gradients inside the backward on CUDA with a torch that does not wait for them.
+
+    Before 2.13 FSDP2 calls the hook of a parameter while its gradient is still being copied to pinned memory
+    (https://github.com/pytorch/pytorch/pull/180666). Raises UserError.
+    """
+    in_backward = recipe.optimizer.in_backward and launch.kind == "fsdp2" and launch.offloads_optimizer
+    if in_backward and TorchVersion(torch_version) < "2.13":
+        raise UserError(
+            f"`optimizer.in_backward` with {launch.name}: torch {torch_version} steps offloaded parameters before "
+            "their gradients have arrived in host memory: use torch 2.13 or newer, `in_backward: false`, or fsdp2"
+        )
+
+
+def optimizer_threads(launch: Launch) -> int | None:
+    """Threads for an optimizer that runs on the CPU: this process's share of the cores. None: leave what is set.
+
+    Launchers set OMP_NUM_THREADS=1 where the user has set nothing.
+    """
+    if not launch.offloads_optimizer or chose_threads(launch):
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _pass_nvme_paths(launch: Launch) -> None:

@@ -75,7 +75,7 @@ def _write_weights(engine: Engine, main: MainRank, dtype: torch.dtype, folder: P
     main.do(write_config, model, dtype, folder)
     coming = {name: cast(tensor, dtype) for name, tensor in engine.saved_shapes(False).items()}
     layout, writer = DiskLayout(model, coming), WeightsWriter(folder, shard_bytes)
-    for name, tensor in engine.full_tensors(False):
+    for name, tensor in engine.full_tensors(False, dtype):
         main.do(_take, layout, writer, dtype, name, tensor)
         del tensor  # before the next becomes whole
     main.do(writer.finish)

@@ -37,11 +37,14 @@ class Placement:
 
     meta: shapes only; the engine fills them in from rank 0. device: where quantised weights are packed; None where
     ZeRO-3 places them itself. layers: the decoder layers that need weights, the others may be left on `meta`.
+    direct: each weight is read straight to `device`. In fp32, which checkpoints are not, every rank would else make a
+    copy of the model in host memory.
     """
 
     weights: Literal["load", "meta"]
     device: torch.device | None
     layers: frozenset[int] | None = None
+    direct: bool = False
 
 
 def dtypes(recipe: Recipe) -> Dtypes:
@@ -104,8 +107,8 @@ def _base_model(
         return AutoModelForCausalLM.from_config(config, **common)
     if recipe.quantization is not None:
         common["quantization_config"] = quantization_config(recipe.quantization, dtypes(recipe).compute)
-        if placement.device is not None:
-            common["device_map"] = {"": placement.device}
+    if placement.device is not None and (recipe.quantization is not None or placement.direct):
+        common["device_map"] = {"": placement.device}
     name = recipe.model.name
     assert name is not None  # the schema wants it where there is no config
     load: Any = AutoModelForCausalLM

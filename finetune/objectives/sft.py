@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from finetune.data.batch import Batch, shifted_targets
+from finetune.models.attention import unread_mask
 from finetune.models.head import LossHead, TokenLosses
 
 
@@ -33,5 +34,7 @@ def supervised_losses(
         "use_cache": False,  # with one, transformers would let packed documents see each other
         **attention_arguments,
     }
+    if "documents" in attention_arguments:
+        arguments["attention_mask"] = unread_mask(device)
     positions, targets = positions.to(device, non_blocking=True), targets.to(device, non_blocking=True)
     return head.losses(model, arguments, positions, targets)

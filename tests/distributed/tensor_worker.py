@@ -61,7 +61,7 @@ def compared(shape: dict[str, Any], lora: Lora | None, meshes: Meshes) -> dict[s
     group = meshes.tensor.get_group()
     divided = divide(theirs, Group(group, meshes.tensor.get_local_rank(), 2))
     shard(theirs, layers, Sharding(meshes, MixedPrecisionPolicy(), OffloadPolicy(), True))
-    fill(theirs, weights, divided.cuts, torch.device("cpu"))
+    fill(theirs, weights, divided.cuts, torch.device("cpu"), torch.device("cpu"))
     losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for model in (ours, theirs)]
     for loss in losses:
         loss.backward()

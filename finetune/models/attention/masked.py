@@ -85,6 +85,17 @@ def refuse_extras(extras: dict[str, Any]) -> None:
             raise ValueError(f"this model's attention takes `{name}`: set model.attention: eager")
 
 
+def unread_mask(device: torch.device) -> Tensor:  # (1, 1, 0, 0)
+    """Returns the attention mask of a forward with documents, which our own ways do not read.
+
+    Without a mask transformers looks for packed documents in the positions, and waits for the device to know whether
+    there are any; a mask of four dimensions it hands through (masking_utils.py, `_preprocess_mask_arguments`). This one
+    has no elements: a model that reads it all the same fails by its shape, where a mask that allows everything would
+    let documents see each other.
+    """
+    return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
+
+
 WITHIN_DOCUMENTS: dict[str, Callable[..., Tensor]] = {}  # our own ways, by name
 
 

@@ -31,6 +31,7 @@ class LossHead:
 
     choice: CrossEntropyChoice
     formula: Formula
+    unasked: dict[str, bool]  # arguments of the model's forward: no balance loss of its own, which nothing reads here
 
     def for_evaluation(self) -> LossHead:
         """Without what only training adds: the negative log-likelihood alone, comparable between runs."""
@@ -45,7 +46,7 @@ class LossHead:
     ) -> TokenLosses:
         if self.choice.implementation != "plain":
             return model(**arguments, logits_to_keep=positions, targets=targets, formula=self.formula)
-        logits = at_least_fp32(model(**arguments, logits_to_keep=positions).logits[0])  # (S, V)
+        logits = at_least_fp32(model(**arguments, **self.unasked, logits_to_keep=positions).logits[0])  # (S, V)
         each = token_losses(logits, targets, self.formula)
         return TokenLosses(each.sum(), each.detach())
 
@@ -64,7 +65,8 @@ def attach_head(model: Any, asked: str, formula: Formula, device: str) -> LossHe
     if isinstance(found, LogitMap) and choice.implementation != "plain":
         _teach_head(module, choice.implementation, found, rows_at_once(vocabulary, device))
         _teach_model(causal)
-    return LossHead(choice, formula)
+    balances = getattr(causal.config.get_text_config(), "output_router_logits", False)
+    return LossHead(choice, formula, {"output_router_logits": False} if balances else {})
 
 
 def loss_module(model: Any) -> nn.Module:
