@@ -74,7 +74,7 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
         ],
     )
     if accelerator.device.type == "cuda":
-        _check_cuda(recipe, launch)
+        check_cuda(recipe, launch)
         if (threads := optimizer_threads(launch)) is not None:
             torch.set_num_threads(threads)
     kind = _KINDS.get(accelerator.distributed_type, "replicated")
@@ -98,7 +98,7 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
     return engine
 
 
-def _check_cuda(recipe: Recipe, launch: Launch) -> None:
+def check_cuda(recipe: Recipe, launch: Launch) -> None:
     """Raises UserError for what this device, or this torch on any CUDA device, cannot do right or fast."""
     if "bf16" in recipe.train.precision and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(f"train.precision: {torch.cuda.get_device_name()} has no bf16: use fp16 or fp32")

@@ -1,4 +1,4 @@
-"""Shards in host memory beside ranks that compute on CUDA: the device that tensors name, and who may step them."""
+"""What CUDA devices change: where offloaded shards say that they are, who steps them, which types a GPU has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from finetune.engine import sharding
 from finetune.engine.launch import Launch, read_config_file
 from finetune.engine.sharding import fill, take_weights
-from finetune.engine.start import check_in_backward, optimizer_threads
+from finetune.engine.start import check_cuda, check_in_backward, optimizer_threads
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 
@@ -71,6 +72,24 @@ def test_filled_shards_are_where_they_say(cuda_ranks: DeviceMesh, policy: Offloa
             assert parameter.device == stays
             assert parameter.detach().to_local().device == stays  # pyright: ignore[reportAttributeAccessIssue]
         assert model.scale.device == CUDA  # the forward reads it there
+
+
+def test_a_gpu_that_emulates_bf16_has_none(
+    recipe: dict[str, Any], write_recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A T4 or a V100, as torch sees them: a tensor of bf16 can be made."""
+    for name, value in {
+        "is_available": True,
+        "current_device": 0,
+        "get_device_name": "Tesla T4",
+        "get_device_properties": SimpleNamespace(major=7),
+        "_check_bf16_tensor_supported": True,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    recipe["train"]["precision"] = "bf16"
+    with pytest.raises(UserError, match="Tesla T4 has no bf16: use fp16 or fp32"):
+        check_cuda(load_recipe(write_recipe(recipe)), Launch("replicated", 1))
 
 
 # --- which configs let the CPU step
