@@ -112,7 +112,7 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
 
     from finetune.checkpoints.saver import Saver
     from finetune.data.dataset import build_dataset
-    from finetune.engine.agreement import check_launch
+    from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_launch
     from finetune.engine.start import start_engine
     from finetune.models.config import model_config
@@ -141,7 +141,7 @@ def train_accelerate(folder: Path, recipe: Any, window: int, saves: int) -> list
     from accelerate import Accelerator
 
     from finetune.engine.launch import read_launch
-    from finetune.engine.rehearsal import is_rehearsal, prepare_rehearsal
+    from finetune.engine.start import is_rehearsal, prepare_rehearsal
 
     if is_rehearsal():
         prepare_rehearsal(read_launch())

@@ -33,8 +33,7 @@ from workload import llama, random_documents, save_padded_tokenizer, save_weight
 
 from finetune.engine.launch import read_config_file
 from finetune.models.config import model_config
-from finetune.planning.communication import Traffic, Work, traffic, work_of
-from finetune.planning.memory import Held, Parameters, held
+from finetune.planning.costs import ParameterCounts, StateBytes, StepSizes, Traffic, state_bytes, step_sizes, traffic
 from finetune.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,8 +79,8 @@ class Cell:
     predicted: float  # by the formula, of a library that has every collective
     gloo: float  # by the formula, of gloo
     lines: list[Traffic]  # of the prediction
-    held: Held  # bytes, of the process that needs most memory
-    predicted_held: Held  # of the average process
+    held: StateBytes  # bytes, of the process that needs most memory
+    predicted_held: StateBytes  # of the average process
     peak: float  # bytes, libraries included
     step_s: float  # median, but for the first two
     predicted_peak: float = 0.0  # bytes
@@ -175,8 +174,8 @@ def measure(folder: Path, model: str, config: str, processes: int) -> Cell:
         predicted=sum(line.sent for line in lines),
         gloo=sum(line.sent * (1.0 if launch.kind == "zero" else GLOO.get(line.collective, 1.0)) for line in lines),
         lines=lines,
-        held=Held(*gib),
-        predicted_held=held(backend(config, launch), launch.parallelism, parameters),
+        held=StateBytes(*gib),
+        predicted_held=state_bytes(backend(config, launch), launch.parallelism, parameters),
         peak=last["memory_peak_gib"] * 2**30,
         step_s=statistics.median(line["step_s"] for line in logged[2:]),
     )
@@ -197,7 +196,7 @@ def backend(config: str, launch: Any) -> str:
     return {"replicated": "ddp", "fsdp2": "fsdp2"}.get(launch.kind, config)
 
 
-def sizes(folder: Path, model: str, micro_batches: int) -> tuple[Work, Parameters]:
+def sizes(folder: Path, model: str, micro_batches: int) -> tuple[StepSizes, ParameterCounts]:
     from transformers import AutoModelForCausalLM
 
     config = model_config(load_recipe(folder / f"{model}.yaml", []).model)
@@ -205,7 +204,7 @@ def sizes(folder: Path, model: str, micro_batches: int) -> tuple[Work, Parameter
     numels = {name: (p.numel(), True) for name, p in found.named_parameters()}
     layers = sum(numel for name, (numel, _) in numels.items() if ".layers." in name)
     others = sum(numel for numel, _ in numels.values()) - layers
-    return work_of(config, numels, micro_batches, TOKENS, recomputes=False), Parameters(layers, others, 1.0)
+    return step_sizes(config, numels, micro_batches, TOKENS, recomputes=False), ParameterCounts(layers, others, 1.0)
 
 
 # --- a launch in a network of its own

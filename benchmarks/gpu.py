@@ -30,6 +30,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from finetune.utils import write_atomically
+
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
@@ -178,9 +180,7 @@ def measured_before(path: Path) -> dict[str, Any] | None:
 
 def write(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, json.dumps(result, indent=1) + "\n")
 
 
 def problems(cells: list[Cell]) -> list[str]:

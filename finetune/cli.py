@@ -1,4 +1,4 @@
-"""The commands and their printing. Nothing heavy is imported before a command needs it: `--help` stays instant."""
+"""The command line. Heavy modules are imported by the command that needs them, so that `--help` is instant."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ app = typer.Typer(
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe file (YAML).", metavar="RECIPE")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="section.key=value, typed by the recipe's schema.", metavar="[KEY=VALUE]...")
+    list[str] | None, typer.Argument(help="Override recipe keys: section.key=value.", metavar="[KEY=VALUE]...")
 ]
 RunDir = Annotated[Path, typer.Argument(help="Run directory, such as runs/quickstart-full.", metavar="RUN_DIR")]
-_RANK_0_S = 30.0  # that it may take longer than another rank for its imports
+_RANK_0_DELAY_S = 30.0  # by which its imports may take longer than another rank's
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
 def main() -> None:
-    """Exit status: 0 success, 2 a mistake the user can mend, 1 a failure of the run or of ours, 75 stopped by a signal
+    """Exit status: 0 success, 2 an error the user can fix, 1 a failed run or an internal error, 75 stopped by a signal
     and saved."""
-    atexit.register(gc.freeze)  # the interpreter would look for cycles in all of torch: 0.7 s at every exit
+    atexit.register(gc.freeze)  # a garbage collection of all of torch takes 0.7 s at exit
     try:
         app()
     except Stopped as stopped:
@@ -45,39 +45,39 @@ def main() -> None:
             print(stopped, file=sys.stderr, flush=True)
         raise SystemExit(STOPPED_STATUS) from None
     except UserError as error:
-        _complain(str(error))
+        _print_error(str(error))
         raise SystemExit(2) from None
     except RunFailure as error:
-        _complain(str(error))
+        _print_error(str(error))
         raise SystemExit(1) from None
 
 
-def _complain(message: str) -> None:
-    """Once, where every rank must have found the same: rank 0 says it, and its launcher ends the others, who wait for
-    that. Would they leave first, the launcher would end rank 0 before it could speak."""
+def _print_error(message: str) -> None:
+    """Print an error once: before there is a process group all ranks have the same one, so the others wait until rank 0
+    has printed it and the launcher ends them. If one exited first, the launcher would end rank 0 before it prints."""
     rank = int(os.environ.get("RANK", "0"))
     torch = sys.modules.get("torch")
     in_group = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
     if rank and not in_group:
-        time.sleep(_RANK_0_S)
-    where = f"[rank {rank}] " if rank else ""
-    print(f"{where}error: {message}", file=sys.stderr, flush=True)
+        time.sleep(_RANK_0_DELAY_S)
+    prefix = f"[rank {rank}] " if rank else ""
+    print(f"{prefix}error: {message}", file=sys.stderr, flush=True)
 
 
 @app.command()
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    config_file: Annotated[Path | None, typer.Option(help="An accelerate config, where torchrun launched.")] = None,
+    config_file: Annotated[Path | None, typer.Option(help="Accelerate config, when launched by torchrun.")] = None,
 ) -> None:
-    """Train a recipe where this process was launched.
+    """Train a recipe on the launched processes.
 
     Example: [bold]accelerate launch --config_file accelerate_configs/ddp.yaml -m finetune train
     recipes/quickstart/full.yaml optimizer.lr=1e-3[/bold]
     """
     from finetune.training.stop import listening
 
-    with listening() as stop:  # before the imports, which take long
+    with listening() as stop:  # before the slow imports
         from finetune.recipe import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
@@ -86,10 +86,10 @@ def train(
         growing_segments()
         with few_collections():
             import_transformers()
-            from finetune.engine.start import leave_group, left_when_broken
+            from finetune.engine.start import abort_on_crash, leave_group
             from finetune.training.run import train as run
 
-        with left_when_broken():
+        with abort_on_crash():
             run(loaded, str(recipe), stop, Console(), str(config_file) if config_file else None)
         leave_group()
 
@@ -98,14 +98,14 @@ def train(
 def check(
     recipe: Annotated[Path, typer.Argument(help="Recipe file, or a folder of them.", metavar="RECIPE|FOLDER")],
     overrides: Overrides = None,
-    config_file: Annotated[Path | None, typer.Option(help="Check against this accelerate config as well.")] = None,
-    num_processes: Annotated[int | None, typer.Option(help="World size, where it is not the config's.")] = None,
-    recipe_only: Annotated[bool, typer.Option(help="Only the recipe itself: no tokenizer, no data.")] = False,
+    config_file: Annotated[Path | None, typer.Option(help="Also check against this accelerate config.")] = None,
+    num_processes: Annotated[int | None, typer.Option(help="World size, if not that of the config.")] = None,
+    recipe_only: Annotated[bool, typer.Option(help="Check the recipe only: no tokenizer, no data.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Everything that can be known without training: schema, launch, template, masks, data.
+    """Validate a recipe without training: schema, launch, chat template, loss masks, data.
 
-    A folder is searched for recipes and each checked by itself, without its data.
+    In a folder, every recipe is checked, without its data.
 
     Example: [bold]python -m finetune check recipes/quickstart/full.yaml
     --config-file accelerate_configs/fsdp2.yaml --num-processes 4[/bold]
@@ -135,23 +135,25 @@ def inspect(
     recipe: RecipePath,
     overrides: Overrides = None,
     rows: Annotated[
-        int | None, typer.Option(min=1, help="Examples to show: 3, on a page 20, each source in turn.")
+        int | None, typer.Option(min=1, help="Number of examples, from all sources. Default: 3, with --html 20.")
     ] = None,
     row: Annotated[
-        list[str] | None, typer.Option(metavar="PATH:NUMBER", help="This row instead; again for more of them.")
+        list[str] | None, typer.Option(metavar="PATH:NUMBER", help="Show this row instead; may be repeated.")
     ] = None,
-    packed: Annotated[int | None, typer.Option(min=0, help="Packed rows to show: 0, on a page 2.")] = None,
-    on_eval: Annotated[bool, typer.Option("--eval", help="data.eval instead of data.train.")] = False,
-    totals: Annotated[bool, typer.Option("--totals", help="No examples, only what they add up to.")] = False,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Borders between tokens, and their ids.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Long examples without leaving out their middle.")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page to read in a browser.")] = None,
+    packed: Annotated[
+        int | None, typer.Option(min=0, help="Number of packed sequences. Default: 0, with --html 2.")
+    ] = None,
+    on_eval: Annotated[bool, typer.Option("--eval", help="Inspect data.eval instead of data.train.")] = False,
+    totals: Annotated[bool, typer.Option("--totals", help="Only statistics, no examples.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show token boundaries and ids.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Show long examples in full.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What the model will see: examples with the trained tokens coloured, and what was dropped.
+    """Show what the model sees: examples with supervised tokens coloured, and what was dropped and why.
 
-    With --json one object per example: path, row, input_ids, labels (-100 where not trained), before packing.
-    With --json --totals one object with every count.
+    With --json one object per example: path, row, input_ids, labels (-100 where not supervised), before packing.
+    With --json --totals one object with all statistics.
 
     Example: [bold]python -m finetune inspect recipes/quickstart/full.yaml --rows 2[/bold]
     """
@@ -161,17 +163,17 @@ def inspect(
     quiet_libraries()
     with few_collections():
         import_transformers()
-        from finetune.planning.inspect import Asked, inspect
+        from finetune.planning.inspect import InspectOptions, inspect
 
-    asked = Asked(rows, tuple(row or ()), packed, on_eval, totals, tokens, full, html, as_json)
-    inspect(loaded, recipe, asked, Console())
+    options = InspectOptions(rows, tuple(row or ()), packed, on_eval, totals, tokens, full, html, as_json)
+    inspect(loaded, recipe, options, Console())
 
 
 @app.command()
 def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Tokenise a recipe's data into the cache, ahead of the run: needs no GPU, uses all cores.
+    """Tokenise a recipe's data into the cache before the run, without a GPU, on all cores.
 
-    A run with the same data, tokenizer and template then starts in seconds; FINETUNE_CACHE says where the cache lies.
+    A run with the same data, tokenizer and template then starts in seconds. FINETUNE_CACHE sets the cache's folder.
 
     Example: [bold]python -m finetune prepare recipes/quickstart/full.yaml[/bold]
     """
@@ -201,14 +203,14 @@ app.add_typer(cache_app, name="cache")
 
 @cache_app.command("list")
 def list_cache(as_json: AsJson = False) -> None:
-    """What is cached: of which source, how large, when it was last used, what made it.
+    """List cached datasets with source, size, last use and origin.
 
     Example: [bold]python -m finetune cache list[/bold]
     """
     quiet_libraries()
     from finetune.data.cache.entries import entries_folder
     from finetune.data.cache.listing import found_entries
-    from finetune.planning.cache import show_entries
+    from finetune.planning.prepare import show_entries
 
     entries = found_entries()
     if as_json:
@@ -219,20 +221,21 @@ def list_cache(as_json: AsJson = False) -> None:
 
 @cache_app.command("clean")
 def clean_cache(
-    older_than: Annotated[str, typer.Option(help="Not used for so long: 12h, 30d, 8w.", metavar="AGE")] = "30d",
-    everything: Annotated[bool, typer.Option("--all", help="Whenever it was used.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    older_than: Annotated[str, typer.Option(help="Minimum time since last use: 12h, 30d, 8w.", metavar="AGE")] = "30d",
+    everything: Annotated[bool, typer.Option("--all", help="Regardless of last use.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove entries that have not been used for a while, and what killed builds left behind.
+    """Remove entries that were not used recently, and remains of interrupted builds.
 
-    What is being built is left. A run that has started keeps what it reads.
+    Entries that are being built are kept; a running job keeps what it reads.
 
     Example: [bold]python -m finetune cache clean --older-than 14d[/bold]
     """
     quiet_libraries()
     from finetune.data.cache.entries import entries_folder
     from finetune.data.cache.listing import age_in_seconds, found_entries, not_used_for, remove
-    from finetune.planning.cache import readable_bytes, show_entries
+    from finetune.planning.prepare import show_entries
+    from finetune.utils import readable_bytes
 
     age = age_in_seconds(older_than)
     entries = not_used_for(found_entries(), 0 if everything else age)
@@ -242,31 +245,31 @@ def clean_cache(
     show_entries(Console(), entries_folder(), entries)
     if not yes:
         if not sys.stdin.isatty():
-            raise UserError("cache clean: nobody can be asked here; give --yes to remove what is listed")
-        typer.confirm("Remove these?", abort=True)
-    left = remove(entries)
-    gone = [entry for entry in entries if entry not in left]
-    print(f"removed {len(gone):,}, {readable_bytes(sum(entry.bytes for entry in gone))}")
-    for entry in left:
-        print(f"left, because it is being built: {entry.path}")
+            raise UserError("cache clean: no terminal to ask for confirmation; give --yes to remove what is listed")
+        typer.confirm("Remove these entries?", abort=True)
+    kept = remove(entries)
+    removed = [entry for entry in entries if entry not in kept]
+    print(f"removed {len(removed):,}, {readable_bytes(sum(entry.bytes for entry in removed))}")
+    for entry in kept:
+        print(f"kept, because it is being built: {entry.path}")
 
 
 @app.command()
 def generate(
     run_dir: RunDir,
-    prompt: Annotated[list[str] | None, typer.Argument(help="What to ask; without it, asks you.")] = None,
+    prompt: Annotated[list[str] | None, typer.Argument(help="Prompts. Default: read from the terminal.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Answer with a run's result.
+    """Generate answers with the trained model.
 
     Example: [bold]python -m finetune generate runs/quickstart-full "the 3rd of March, 2021"[/bold]
     """
     quiet_libraries()
     with few_collections():
         import_transformers()
-        from finetune.export.generate import answer_prompts
+        from finetune.export.commands import answer_prompts
 
     answer_prompts(run_dir, prompt or [], max_new_tokens, temperature, as_json)
 
@@ -276,14 +279,14 @@ def merge(
     run_dir: RunDir,
     out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/merged.")] = None,
 ) -> None:
-    """Merge a run's adapter into its base: one plain model folder, for servers without adapters.
+    """Merge a run's adapter into its base model: a plain model folder, for servers without adapter support.
 
     Example: [bold]python -m finetune merge runs/quickstart-lora[/bold]
     """
     quiet_libraries()
     with few_collections():
         import_transformers()
-        from finetune.export.merge import merge_adapter
+        from finetune.export.commands import merge_adapter
 
     print(f"merged into {merge_adapter(run_dir, out or run_dir / 'merged')}")
 
@@ -294,32 +297,32 @@ def checkpoints(
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare checksums.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What a run can go on from: step, metric, size, where and when it was written.
+    """List a run's checkpoints: step, metrics, size, when and where they were written.
 
-    With --verify the exit status is 2 where a checkpoint is damaged.
+    With --verify the exit status is 2 if a checkpoint is damaged.
 
     Example: [bold]python -m finetune checkpoints runs/quickstart-full --verify[/bold]
     """
     quiet_libraries()
-    from finetune.checkpoints.listing import found_checkpoints, show_checkpoints
+    from finetune.checkpoints.listing import describe_checkpoints, show_checkpoints
 
-    found = found_checkpoints(run_dir, verify)
+    entries = describe_checkpoints(run_dir, verify)
     if as_json:
-        print(json.dumps([entry.as_dict() for entry in found], indent=1))
+        print(json.dumps([entry.as_dict() for entry in entries], indent=1))
     else:
-        show_checkpoints(Console(), run_dir, found)
-    if any(entry.problem for entry in found):
+        show_checkpoints(Console(), run_dir, entries)
+    if any(entry.problem for entry in entries):
         raise SystemExit(2)
 
 
 @app.command()
 def doctor(
     folder: Annotated[
-        list[Path] | None, typer.Option(help="Measure the disk under this folder; may be repeated. Default: runs.")
+        list[Path] | None, typer.Option(help="Measure the disk of this folder; may be repeated. Default: runs.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What this launch runs on: topology, speed between the ranks, clocks, disks, versions, and what to change.
+    """Diagnose a launch: topology, bandwidth between ranks, clocks, disks, versions, and what to change.
 
     Example: [bold]accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4
     -m finetune doctor[/bold]
@@ -327,16 +330,15 @@ def doctor(
     quiet_libraries()
     from finetune.engine.links import join_group
     from finetune.engine.start import leave_group
-    from finetune.planning.doctor.advice import advice
-    from finetune.planning.doctor.diagnosis import diagnose
-    from finetune.planning.doctor.show import show_diagnosis
+    from finetune.planning.doctor import diagnose
+    from finetune.planning.doctor_advice import advice, show_diagnosis
 
     group = join_group()
-    found = diagnose(group, folder or [Path("runs")])
+    diagnosis = diagnose(group, folder or [Path("runs")])
     if group.rank == 0 and as_json:
-        print(json.dumps({**found.as_dict(), "advice": advice(found)}, indent=1))
+        print(json.dumps({**diagnosis.as_dict(), "advice": advice(diagnosis)}, indent=1))
     elif group.rank == 0:
-        show_diagnosis(Console(), found, advice(found))
+        show_diagnosis(Console(), diagnosis, advice(diagnosis))
     leave_group()
 
 

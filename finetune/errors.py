@@ -2,19 +2,19 @@
 
 
 class UserError(Exception):
-    """A mistake in what the user gave us. Commands print it without a traceback and exit with status 2.
+    """An error the user can fix, printed without a traceback; exit status 2.
 
     The message says what is wrong, where (file and line, dataset row, or both) and what to do.
     """
 
 
 class RunFailure(Exception):
-    """A run that had to stop although recipe and data were in order. Printed without a traceback; exit status 1."""
+    """A failed run although recipe and data are valid, printed without a traceback; exit status 1."""
 
 
 class Stopped(Exception):
-    """A run that was asked to stop, and saved. The same command goes on; exit status 75."""
+    """A run that was stopped by a signal and saved; exit status 75. The same command resumes it."""
 
 
-# EX_TEMPFAIL of BSD's sysexits.h: "try again later", which is what a scheduler should do with it.
+# EX_TEMPFAIL of BSD's sysexits.h: "try again later", which is what a scheduler should do.
 STOPPED_STATUS = 75

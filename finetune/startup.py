@@ -1,4 +1,4 @@
-"""What a process sets before and around the imports of the large libraries: they are most of a short command's time."""
+"""Settings before and around the imports of large libraries, which are most of a short command's time."""
 
 from __future__ import annotations
 
@@ -13,55 +13,51 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def few_collections() -> Iterator[None]:
-    """Around imports: what the libraries make there stays, and to look through it for garbage again and again is a
-    fifth of their time. Nor is it looked through afterwards."""
-    usual = gc.get_threshold()
-    gc.set_threshold(1_000_000, *usual[1:])
+    """Reduces garbage collections during imports, a fifth of their time: what libraries create there stays. Later
+    collections skip it, too."""
+    default = gc.get_threshold()
+    gc.set_threshold(1_000_000, *default[1:])
     try:
         yield
     finally:
         gc.freeze()
-        gc.set_threshold(*usual)
-
-
-def import_transformers() -> None:
-    """transformers, which reads each of its 1,600 model files at import, and then once more: it keeps what it found for
-    `.../models`, and asks for `.../models/__init__.py`. A tenth of a short command's time."""
-    from transformers.utils import import_utils
-
-    found_in = getattr(import_utils, _LISTING, None)
-    if found_in is None:  # another version's business
-        return
-    setattr(import_utils, _LISTING, lambda path: found_in(_folder(Path(path))))
-    try:
-        importlib.import_module("transformers.models")
-    finally:
-        setattr(import_utils, _LISTING, found_in)
+        gc.set_threshold(*default)
 
 
 _LISTING = "create_import_structure_from_path"
 
 
-def _folder(path: Path) -> Path:
-    return path.parent if path.is_file() else path
+def import_transformers() -> None:
+    """Import transformers, reading its 1,600 model files once instead of twice, a tenth of a short command's time: it
+    caches their listing for `.../models`, and asks for `.../models/__init__.py`."""
+    from transformers.utils import import_utils
+
+    original = getattr(import_utils, _LISTING, None)
+    if original is None:  # another version
+        return
+    setattr(import_utils, _LISTING, lambda path: original(Path(path).parent if Path(path).is_file() else Path(path)))
+    try:
+        importlib.import_module("transformers.models")
+    finally:
+        setattr(import_utils, _LISTING, original)
 
 
 def large_pages() -> None:
-    """For torch's large blocks of host memory, on Linux; before it is imported. Fewer page faults, and freed blocks fit
-    the next ones: a sixth less memory where activations are recomputed on the CPU (benchmarks/README.md)."""
+    """Use large pages for torch's host memory, on Linux; before torch is imported. Fewer page faults, and freed blocks
+    are reused: a sixth less memory where activations are recomputed on the CPU (benchmarks/README.md)."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def growing_segments() -> None:
-    """For torch's blocks of CUDA memory, on Linux; before it is imported. Packed rows differ in length from step to
-    step, and freed blocks of fixed segments would not fit the next ones. Nothing where the user has set the
-    allocator."""
+    """Let torch's segments of CUDA memory grow, on Linux; before torch is imported. Packed rows differ in length from
+    step to step, and freed blocks of fixed segments would not fit the next ones. Without effect where the user has
+    configured the allocator."""
     if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def quiet_libraries() -> None:
-    """Warnings of the libraries on the main process, errors only on the others; before they are imported."""
+    """Limit libraries to warnings on the main process and errors on the others; before they are imported."""
     import logging
     import warnings
 

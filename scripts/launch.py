@@ -3,7 +3,7 @@
     python scripts/launch.py --config_file accelerate_configs/ddp.yaml -m finetune train RECIPE [KEY=VALUE]...
     python scripts/launch.py torchrun --nnodes 1:4 ... -m finetune train RECIPE [KEY=VALUE]... --config-file FILE
 
-    75   stopped by SIGTERM, SIGINT or SIGUSR1, and saved: start the same command again
+    75   stopped by SIGTERM, SIGINT or SIGUSR1, and saved: run the same command again
     0    the run is complete; anything else is the launcher's own, 1 for every failure
 
 `accelerate launch` reports 1 for a run that has saved and asks to be started again, dies of SIGUSR1, and at SIGTERM
@@ -27,7 +27,7 @@ import psutil
 from finetune.errors import STOPPED_STATUS, UserError
 from finetune.recipe import load_recipe
 from finetune.startup import quiet_libraries
-from finetune.tracking.status import read_status
+from finetune.tracking.metrics import read_status
 from finetune.training.stop import SIGNALS
 
 DEFAULTS = {

@@ -94,6 +94,8 @@ CASES = (
     Case("lora dora", (*LORA, "lora.dora=true")),
     Case("lora and whole head", (*LORA, "lora.modules_to_save=[lm_head]", "optimizer.lr=1e-3")),
     Case("full chunked head", ("model.cross_entropy=chunked", "objective.z_loss=1e-3")),
+    Case("full focal", ("objective.name=focal",)),  # the trained head's logits again in the backward
+    Case("lora focal", (*LORA, "objective.name=focal")),  # the frozen head's gradients kept by token
     Case("full plain head", ("model.cross_entropy=plain",)),
     Case("lora plain head", (*LORA, "model.cross_entropy=plain"), on=("pp_zero_bubble",)),
     Case("full deep plain head", ("model.cross_entropy=plain",), model="llama_deep", on=("pp_zero_bubble_2",)),

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: complete or absent, and able to prove it.
+"""Checkpoint folders: written atomically, verified by checksums, deleted by age and metric.
 
     checkpoints/step-00000200/
       manifest.json              size and SHA-256 of every other file; written last
@@ -6,26 +6,37 @@
       recipe.yaml                the resolved recipe
       rank-00000-of-00002.safetensors
 
-It is written under another name, flushed to the disk, and renamed: a folder named `step-*` is whole unless a disk lied,
-which is what the checksums are for. It loses that name before it is deleted, too.
+A checkpoint is written under another name, flushed to the disk and renamed, so a folder named `step-*` is complete; the
+checksums are for disks that lie. It loses that name before it is deleted, too.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
-from finetune.checkpoints.tensor_file import FileEntry
 from finetune.errors import UserError
+from finetune.recipe.schema import Checkpoint
+from finetune.utils import fsync, sha256_file
 
 VERSION = 1
-_PARTIAL = ".partial-"  # being written, or left by a save that was interrupted
+Metrics = dict[str, float]
+_PARTIAL = ".partial-"  # being written, or left by an interrupted save
 _REMOVED = ".removed-"  # being deleted
-_ASIDE = "aside-"  # a checkpoint that a run did not go on from; never deleted by us
+_ASIDE = "aside-"  # a checkpoint that a run did not resume from; never deleted by us
+_SIGN = {"eval_loss": 1.0, "exact_match": -1.0}  # such that the lowest is best
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file as the manifest lists it."""
+
+    name: str
+    bytes: int
+    sha256: str
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -36,42 +47,42 @@ def partial_folder(root: Path, step: int) -> Path:
     return root / f"{_PARTIAL}step-{step:08d}"
 
 
-def complete(root: Path) -> list[Path]:
-    """Checkpoints by name, newest first; not yet verified."""
+def list_checkpoints(root: Path) -> list[Path]:
+    """Returns complete checkpoints, newest first; not yet verified."""
     return sorted((path for path in root.glob("step-*") if path.is_dir()), reverse=True)
 
 
-def aside(root: Path) -> list[Path]:
-    """Checkpoints that were set aside, newest first."""
+def list_set_aside(root: Path) -> list[Path]:
+    """Returns the checkpoints that were set aside, newest first."""
     return sorted((path for path in root.glob(f"{_ASIDE}step-*") if path.is_dir()), reverse=True)
 
 
 def start_partial(partial: Path) -> None:
-    """An empty folder to write to, whatever an interrupted save of this step (perhaps by more ranks) left there."""
+    """Make an empty folder to write to, whatever an interrupted save of this step left there."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
 def seal(partial: Path, final: Path, written: list[FileEntry]) -> None:
-    """Checksum what is not in `written`, flush and rename: after this returns, `final` survives a power cut."""
+    """Checksum the files that are not in `written`, flush and rename: on return, `final` survives a power cut."""
     names = {entry.name for entry in written}
     others = sorted(path for path in partial.iterdir() if path.name not in names)
-    entries = [*written, *(FileEntry(path.name, path.stat().st_size, _sha256(path)) for path in others)]
+    entries = [*written, *(FileEntry(path.name, path.stat().st_size, sha256_file(path)) for path in others)]
     files = {entry.name: {k: v for k, v in asdict(entry).items() if k != "name"} for entry in entries}
     manifest = partial / "manifest.json"
     manifest.write_text(json.dumps({"version": VERSION, "files": files}, indent=1), encoding="utf-8")
     for path in (*others, manifest, partial):
-        flush(path)
+        fsync(path)
     if final.exists():
         remove(final)
     partial.rename(final)
-    flush(final.parent)
+    fsync(final.parent)
 
 
-def problem(folder: Path, read: bool = True) -> str | None:
-    """Why a checkpoint cannot be trusted; None where every byte is as it was written.
+def find_problem(folder: Path, read: bool = True) -> str | None:
+    """Returns why a checkpoint cannot be trusted; None if every byte is as it was written.
 
-    read: False looks at names and sizes only.
+    read: False checks names and sizes only.
     """
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -90,37 +101,25 @@ def problem(folder: Path, read: bool = True) -> str | None:
         if path.stat().st_size != entry["bytes"]:
             return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
         try:
-            if read and _sha256(path) != entry["sha256"]:
+            if read and sha256_file(path) != entry["sha256"]:
                 return f"{name} is damaged: its checksum differs"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
     return None
 
 
-def size(folder: Path) -> int:
-    """Bytes of all its files."""
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-
-
 def remove(folder: Path) -> None:
-    """Delete a checkpoint. One that is killed meanwhile leaves nothing that looks like a checkpoint."""
+    """Delete a checkpoint; a kill in between leaves nothing that looks like one."""
     doomed = folder.with_name(_REMOVED + folder.name)
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     shutil.rmtree(doomed)
 
 
-def sweep(root: Path) -> None:
-    """Remove what interrupted saves and deletions left behind; while none is under way."""
-    for pattern in (_PARTIAL, _REMOVED):
-        for path in root.glob(f"{pattern}*"):
-            shutil.rmtree(path)
-
-
 def set_aside(folder: Path) -> Path:
-    """Take a checkpoint out of the way of the run that goes on without it; replaces what was set aside before it.
+    """Rename a checkpoint that the run does not resume from; replaces one that was set aside earlier.
 
-    Raises UserError where the folder above cannot be written to.
+    Raises UserError where the parent folder is not writable.
     """
     moved = folder.with_name(_ASIDE + folder.name)
     shutil.rmtree(moved, ignore_errors=True)
@@ -130,18 +129,56 @@ def set_aside(folder: Path) -> Path:
         raise UserError(f"{folder} cannot be set aside as {moved.name}: {error.strerror}; move it yourself") from None
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+def score(metrics: Metrics, name: str | None) -> float | None:
+    """Returns the metric such that the lowest is best; None if it was not measured or `name` is None."""
+    return metrics[name] * _SIGN[name] if name is not None and name in metrics else None
 
 
-def flush(path: Path) -> None:
-    """To the disk: a file, or a folder's list of names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+class Retention:
+    """Keeps the newest checkpoints and the best by a metric. Only verified ones count, so that a good one remains."""
+
+    def __init__(self, root: Path, settings: Checkpoint):
+        self._root, self._settings = root, settings
+        self._verified: set[Path] = set()  # written or read by this process
+
+    def trust(self, folder: Path) -> None:
+        """Count a checkpoint as verified without reading it."""
+        self._verified.add(folder)
+
+    def prune(self) -> None:
+        """Delete all but the `keep` newest and the best, and what interrupted saves and deletions left."""
+        folders = list_checkpoints(self._root)
+        kept = list(islice(filter(self._verify, folders), self._settings.keep))
+        if not kept:
+            return
+        best = self._best(folders)
+        for folder in folders:
+            if folder < kept[-1] and folder != best:
+                self._verified.discard(folder)
+                remove(folder)
+        for pattern in (_PARTIAL, _REMOVED):
+            for path in self._root.glob(f"{pattern}*"):
+                shutil.rmtree(path)
+
+    def best_score(self) -> float | None:
+        """Returns the score of the best existing checkpoint; None if there is none, or no `checkpoint.best`."""
+        best = self._best(list_checkpoints(self._root))
+        return self._score(best) if best else None
+
+    def _best(self, folders: list[Path]) -> Path | None:
+        scored = [(value, folder) for folder in folders if (value := self._score(folder)) is not None]
+        return next((folder for _, folder in sorted(scored) if self._verify(folder)), None)
+
+    def _score(self, folder: Path) -> float | None:
+        if self._settings.best is None:
+            return None
+        try:
+            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None  # a damaged one
+        return score(state["metrics"], self._settings.best)
+
+    def _verify(self, folder: Path) -> bool:
+        if folder not in self._verified and find_problem(folder) is None:
+            self._verified.add(folder)
+        return folder in self._verified

@@ -1,26 +1,29 @@
-"""Go on from a checkpoint: the same files for every backend, at any number of processes."""
+"""Resumes from a checkpoint: the same files for every backend, at any number of processes."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from finetune.checkpoints.folder import complete, problem, set_aside
-from finetune.checkpoints.same_run import changes
+import yaml
+
+from finetune.checkpoints.folder import find_problem, list_checkpoints, set_aside
 from finetune.checkpoints.shards import PartReader
 from finetune.engine.base import Engine
 from finetune.errors import UserError
-from finetune.recipe import Recipe
+from finetune.recipe import Recipe, dump_recipe
+from finetune.recipe.schema import Acceptable
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a checkpoint says beside the tensors."""
+    """What a checkpoint holds in addition to tensors."""
 
     progress: dict[str, Any]  # step, tokens, supervised_tokens, padding_tokens, tokens_by_source
     changes: list[str]  # of the recipe since
@@ -28,45 +31,45 @@ class Resumed:
 
 
 def newest_good(engine: Engine, root: Path) -> Path | None:
-    """The newest checkpoint that verifies; newer ones are set aside, with the reason. Collective: rank 0 looks.
+    """Returns the newest checkpoint that verifies; sets newer ones aside with a warning. Collective: rank 0 reads.
 
-    Raises UserError where there are checkpoints and none of them verifies: starting anew is for the user to say.
+    Raises UserError where there are checkpoints and none verifies: starting over is the user's decision.
     """
-    found, skipped = _look(root) if engine.is_main else (None, [])
-    found, skipped = engine.gather((found, skipped))[0]
-    if found is None and skipped:
+    newest, skipped = _find_newest(root) if engine.is_main else (None, [])
+    newest, skipped = engine.ranks.gather((newest, skipped))[0]
+    if newest is None and skipped:
         reasons = "\n  ".join(f"{folder}: {reason}" for folder, reason in skipped)
         raise UserError(
             f"no checkpoint can be trusted:\n  {reasons}\n"
-            "put a good one back, or start anew with `checkpoint.resume=never`"
+            "restore a valid one, or start over with `checkpoint.resume=never`"
         )
     for folder, reason in skipped if engine.is_main else []:
         log.warning("skipping checkpoint %s: %s; kept as %s", folder, reason, set_aside(folder).name)
-    return found
+    return newest
 
 
-def _look(root: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+def _find_newest(root: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     skipped: list[tuple[Path, str]] = []
-    for folder in complete(root):
-        reason = problem(folder)
+    for folder in list_checkpoints(root):
+        reason = find_problem(folder)
         if reason is None:
             return folder, skipped
         skipped.append((folder, reason))
     return None, skipped
 
 
-def start_anew(root: Path) -> list[Path]:
-    """Set the checkpoints of an earlier run aside, so that neither counts as the other's; their new places."""
-    return [set_aside(folder) for folder in complete(root)]
+def set_all_aside(root: Path) -> list[Path]:
+    """Set the checkpoints of an earlier run aside, so that the two do not mix; returns their new paths."""
+    return [set_aside(folder) for folder in list_checkpoints(root)]
 
 
 def resume(engine: Engine, recipe: Recipe, folder: Path, data: dict[str, Any]) -> Resumed:
-    """Restore weights, optimizer state and loss scale. Collective; every rank reads just what it trains.
+    """Restore weights, optimizer state and loss scale. Collective; each rank reads what it trains.
 
-    data: facts on the training rows, compared with the checkpoint's. Raises UserError where this is another run.
+    data: summary of the training data, compared with the checkpoint's. Raises UserError where this is another run.
     """
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    changed = changes(recipe, folder, data, state["data"])
+    changes = recipe_changes(recipe, folder, data, state["data"])
     reader = PartReader(sorted(folder.glob("rank-*.safetensors")))
     reader.restore(engine.parts(reading=True), engine.optimizers, state["scalars"], engine.make_room)
     engine.restored()
@@ -74,4 +77,55 @@ def resume(engine: Engine, recipe: Recipe, folder: Path, data: dict[str, Any]) -
     engine.loss_scale.good_steps = state["loss_scale"]["good_steps"]
     progress = {name: state[name] for name in ("step", "tokens", "supervised_tokens", "tokens_by_source")}
     progress["padding_tokens"] = state.get("padding_tokens", 0)  # older checkpoints count none
-    return Resumed(progress, changed, state["trackers"])
+    return Resumed(progress, changes, state["trackers"])
+
+
+# Stored weights and counts cannot be used if these change.
+_FIXED = ("mode", "lora", "optimizer.name", "batch.rows")
+# Weights or the order of samples depend on these; `checkpoint.accept_changes` allows another value.
+_ACCEPTABLE: tuple[str, ...] = get_args(Acceptable)
+
+
+def recipe_changes(recipe: Recipe, folder: Path, data: dict[str, Any], saved_data: dict[str, Any]) -> list[str]:
+    """Returns `key: before -> now` of every allowed difference to the checkpoint's recipe.
+
+    data: summary of the training data. Raises UserError listing the differences that are not allowed.
+    """
+    saved = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    now = yaml.safe_load(dump_recipe(recipe))
+    rows = [f"data.train, the rows themselves: {line}" for line in _differences("", saved_data, data)]
+    refused_keys = [key for key in _ACCEPTABLE if key not in recipe.checkpoint.accept_changes]
+    fixed, refused = _differences_at(_FIXED, saved, now), _differences_at(refused_keys, saved, now)
+    if "data.train" in refused_keys:
+        refused += rows
+    if fixed or refused:
+        raise UserError(_refusal(folder, fixed, refused))
+    return [*_differences("", saved, now), *rows]
+
+
+def _refusal(folder: Path, fixed: list[str], refused: list[str]) -> str:
+    keys = [key for key in _ACCEPTABLE if any(line.startswith(key) for line in refused)]
+    accept = f", or `checkpoint.accept_changes=[{','.join(keys)}]` to resume anyway" if not fixed else ""
+    return (
+        f"{folder} belongs to another run; these must not change on resume:\n  "
+        + "\n  ".join([*fixed, *refused])
+        + f"\nuse another `run.name`, or `checkpoint.resume=never` to start over{accept}"
+    )
+
+
+def _differences_at(keys: list[str] | tuple[str, ...], saved: Any, now: Any) -> list[str]:
+    return [line for key in keys for line in _differences(key, _at(saved, key), _at(now, key))]
+
+
+def _at(values: Any, key: str) -> Any:
+    for name in key.split("."):
+        values = (values or {}).get(name)
+    return values
+
+
+def _differences(key: str, saved: Any, now: Any) -> Iterator[str]:
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for name in sorted({*saved, *now}):
+            yield from _differences(f"{key}.{name}" if key else name, saved.get(name), now.get(name))
+    elif saved != now:
+        yield f"{key}: {json.dumps(saved)} -> {json.dumps(now)}"

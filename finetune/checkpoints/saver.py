@@ -1,10 +1,10 @@
-"""Saves a run's checkpoints while its steps go on.
+"""Saves checkpoints while training continues.
 
     loop      save: wait for the last one, copy this rank's ranges to CPU memory  |  steps  |  settle
-    thread                                       write, checksum, flush -> all ranks? -> seal, prune
+    thread                                       write, checksum, fsync -> all ranks? -> seal, prune
 
-Every rank's thread writes its own file; they agree over a process group of their own, so that a checkpoint appears when
-all its files are on the disk, and a failure on one rank is known to all.
+Every rank's thread writes its own file. The threads synchronise over a process group of their own: a checkpoint appears
+when all its files are on the disk, and a failure on one rank is known to all.
 """
 
 from __future__ import annotations
@@ -22,33 +22,30 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from finetune.checkpoints.folder import partial_folder, seal, start_partial, step_folder
-from finetune.checkpoints.retention import Metrics, Retention, score
-from finetune.checkpoints.shards import part_tensors, shape_metadata
-from finetune.checkpoints.staging import Staging
-from finetune.checkpoints.tensor_file import write_tensors
+from finetune.checkpoints.folder import Metrics, Retention, partial_folder, score, seal, start_partial, step_folder
+from finetune.checkpoints.shards import part_tensors, shape_metadata, write_tensors
 from finetune.engine.base import Engine
-from finetune.engine.parts import scalars
-from finetune.engine.timeout import collective_timeout
+from finetune.engine.launch import collective_timeout
+from finetune.engine.state_shards import scalars
 from finetune.errors import RunFailure
 from finetune.recipe import Recipe, dump_recipe
 
 log = logging.getLogger(__name__)
 
 Progress = dict[str, Any]  # step, tokens, supervised_tokens, tokens_by_source
-About = dict[str, Any]  # what else state.json says of the run: data, versions, trackers
 Result = TypeVar("Result")
 
 
 class _NotWritten(Exception):
-    """On all ranks: one of them could not write."""
+    """Raised on all ranks if one of them could not write."""
 
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """A moment of the run, apart from the tensors that steps go on to change."""
+    """State of the run at one step, independent of the tensors that later steps change."""
 
     step: int
     state: dict[str, Any]
@@ -58,29 +55,29 @@ class _Snapshot:
 
 
 class Saver:
-    """One checkpoint at a time: a new one waits for the last. Every method that says so is collective."""
+    """Saves one checkpoint at a time: a new one waits for the last."""
 
-    def __init__(self, engine: Engine, recipe: Recipe, root: Path, about: About):
-        """about: used on the main process. Collective."""
-        self._engine, self._recipe, self._root, self._about = engine, recipe, root, about
+    def __init__(self, engine: Engine, recipe: Recipe, root: Path, metadata: dict[str, Any]):
+        """metadata: what else state.json holds (data, versions, trackers), from the main process. Collective."""
+        self._engine, self._recipe, self._root, self._metadata = engine, recipe, root, metadata
         self.asynchronous = recipe.checkpoint.asynchronous and engine.copies_state
-        self._gather = engine.side_gather()
+        self._gather = engine.ranks.side_gather()
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
         self._retention = Retention(root, recipe.checkpoint)
-        self._best = engine.gather(self._retention.best_score() if engine.is_main else None)[0]
+        self._best = engine.ranks.gather(self._retention.best_score() if engine.is_main else None)[0]
 
     def improves(self, metrics: Metrics) -> bool:
-        """Whether these are better than any that were saved, by `checkpoint.best`."""
+        """Whether these are better than those of any saved checkpoint, by `checkpoint.best`."""
         value = score(metrics, self._recipe.checkpoint.best)
         return value is not None and (self._best is None or value < self._best)
 
     def save(self, progress: Progress, metrics: Metrics) -> int:
-        """Write step-N. Collective; returns when this rank's part is copied, or where not `asynchronous`, is written.
+        """Write step-N; returns once this rank's part is copied (not `asynchronous`: written). Collective.
 
-        metrics: of an evaluation at this step; empty where there was none. Returns the bytes of this rank's tensors,
-        which is what the copy takes. Raises RunFailure as `settle`.
+        metrics: of an evaluation at this step, or empty. Returns the bytes of this rank's tensors, the size of the
+        copy. Raises RunFailure as `settle`.
         """
         self.settle()
         snapshot = self._snapshot(progress, metrics)
@@ -93,13 +90,13 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether the save under way is known, on this rank, to have failed: all ranks should `settle`."""
+        """Whether the pending save has failed on this rank: all ranks should `settle`."""
         return self._pending is not None and self._pending.done() and self._pending.result() is not None
 
     def settle(self, must: bool = False) -> None:
-        """Wait until the save under way is complete. Collective.
+        """Wait for the pending save. Collective.
 
-        Raises RunFailure where it failed and `checkpoint.on_failure` is `stop`, or it `must` not; else says so.
+        Raises RunFailure where it failed and `must` or `checkpoint.on_failure: stop` is set; else logs a warning.
         """
         if self._pending is None:
             return
@@ -109,21 +106,21 @@ class Saver:
             return
         if must or self._recipe.checkpoint.on_failure == "stop":
             raise RunFailure(failure)
-        log.warning("%s. The run goes on (checkpoint.on_failure: continue)", failure)
+        log.warning("%s. Training continues (checkpoint.on_failure: continue)", failure)
 
     def tidy(self) -> None:
-        """At a run's end: a kill after the last save may have come before its deletions."""
+        """Delete what an earlier, killed launch left; at a run's end."""
         if self._engine.is_main:
             self._prune()
 
     def close(self) -> None:
-        """Let the save under way come to its end, whatever it is, and give its memory back.
+        """Wait for the pending save, failed or not, and release its memory.
 
-        It is waited for no longer than ranks wait for each other: one may be gone, and the thread wait for it.
+        Waits no longer than the timeout of collectives: another rank may be gone, and the thread waits for it.
         """
         running = [self._pending] if self._pending else []
         if futures.wait(running, collective_timeout().total_seconds()).not_done:
-            log.error("the checkpoint that was being written is given up: another rank does not answer")
+            log.error("the pending checkpoint is abandoned: another rank does not respond")
             self._thread.shutdown(wait=False)
             return
         self._thread.shutdown()
@@ -140,14 +137,14 @@ class Saver:
             "row_position": progress["step"] * self._recipe.batch.rows,  # position in the order of the run's rows
             "metrics": metrics,
             "loss_scale": {"value": engine.loss_scale.value, "good_steps": engine.loss_scale.good_steps},
-            **self._about,
+            **self._metadata,
         }
         return _Snapshot(progress["step"], state, tensors, shape_metadata(parts), scalars(parts, engine.optimizers))
 
     # --- in the thread
 
     def _write(self, snapshot: _Snapshot) -> str | None:
-        """The failure's message, alike on all ranks; None where the checkpoint is complete."""
+        """Returns the failure's message, the same on all ranks; None if the checkpoint is complete."""
         engine, step = self._engine, snapshot.step
         partial, final = partial_folder(self._root, step), step_folder(self._root, step)
         file = partial / f"rank-{engine.rank:05d}-of-{engine.world_size:05d}.safetensors"
@@ -162,7 +159,7 @@ class Saver:
         return None
 
     def _together(self, work: Callable[[], Result]) -> list[Result]:
-        """What every rank's work returns, in rank order; raises _NotWritten on all ranks where one could not write."""
+        """Returns the results of every rank, in rank order; raises _NotWritten on all ranks if one could not write."""
         outcome: tuple[Any, str | None]
         try:
             outcome = work(), None
@@ -175,15 +172,20 @@ class Saver:
         return [result for result, _ in outcomes]
 
     def _complete(self, snapshot: _Snapshot, shares: list[Any], partial: Path, final: Path) -> None:
-        numbers: dict[str, dict[str, float]] = {}
-        for _, share in shares:
-            numbers.update(share)
+        merged: dict[str, dict[str, float]] = {}
+        for _, scalars_of_rank in shares:
+            merged.update(scalars_of_rank)
         text = dump_recipe(self._recipe)
         state = {
             **snapshot.state,
             "recipe_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "written": self._written(),
-            "scalars": numbers,
+            "written": {
+                "where": self._engine.launch.where,
+                "world_size": self._engine.world_size,
+                "host": socket.gethostname(),
+                "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            },
+            "scalars": merged,
         }
         (partial / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         (partial / "recipe.yaml").write_text(text, encoding="utf-8")
@@ -192,16 +194,74 @@ class Saver:
         self._prune()
 
     def _prune(self) -> None:
-        """A checkpoint too many is no reason to end a run, or to call the new one not written."""
+        """Delete old checkpoints; a failure to do so does not fail the run."""
         try:
             self._retention.prune()
         except OSError as error:
             log.warning("older checkpoints could not be deleted: %s", error)
 
-    def _written(self) -> dict[str, Any]:
-        return {
-            "where": self._engine.launch.where,
-            "world_size": self._engine.world_size,
-            "host": socket.gethostname(),
-            "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        }
+
+_ALIGNMENT = 64  # bytes; a view of any type may begin there
+_PORTABLE = 1  # cudaHostRegisterPortable
+
+
+class Staging:
+    """Host memory for the copies of one save, kept from save to save.
+
+    Fresh memory is mapped page by page on first write, which takes several times as long as the copy, and a GPU copies
+    at full speed to pinned memory only, which is slower still to allocate. torch rounds pinned allocations up to a
+    power of two (https://github.com/pytorch/pytorch/issues/150517), up to twice what is needed; so ordinary memory is
+    registered with the driver instead.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+
+    def copies(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns copies of flat tensors on any device, complete on return; overwrites those of the previous call.
+
+        Raises RunFailure where memory cannot be pinned.
+        """
+        self._reserve(sum(map(_aligned_bytes, tensors.values())), any(tensor.is_cuda for tensor in tensors.values()))
+        copies, end = {}, 0
+        for name, tensor in tensors.items():
+            start, end = end, end + _aligned_bytes(tensor)
+            copy = self._memory[start : start + tensor.nbytes].view(tensor.dtype)  # (numel,)
+            copies[name] = copy.copy_(tensor.detach(), non_blocking=self._pinned)
+        if self._pinned:
+            torch.cuda.synchronize()
+        return copies
+
+    def release(self) -> None:
+        """Free the memory; only when the copies are no longer read."""
+        if self._pinned:
+            _driver().cudaHostUnregister(self._memory.data_ptr())  # fails only after what failed before it
+        self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
+
+    def _reserve(self, size: int, pinned: bool) -> None:
+        if size <= self._memory.numel() and pinned == self._pinned:
+            return
+        self.release()
+        self._memory = torch.empty(size, dtype=torch.uint8)
+        if pinned:
+            _pin(self._memory)
+            self._pinned = True
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _driver() -> Any:
+    """CUDA's runtime, or HIP's."""
+    return torch.cuda.cudart()
+
+
+def _pin(memory: Tensor) -> None:
+    error = int(_driver().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+    if error:
+        raise RunFailure(
+            f"{memory.nbytes / 1e9:.1f} GB of CPU memory for the checkpoint's copy cannot be pinned (CUDA error "
+            f"{error}): set checkpoint.asynchronous: false, which needs no copy"
+        )

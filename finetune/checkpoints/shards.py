@@ -1,15 +1,23 @@
-"""Ranges of flattened parameters in safetensors files: written by any number of ranks, read by any other.
+"""Ranges of flattened parameters in safetensors files: written by any number of ranks, read by any other number.
 
-A tensor's name in a file is `field|start|parameter`: elements from `start` on of that field of the parameter,
-flattened; `field|start:run:stride|parameter` where they are runs of so many elements, so far apart. No rank ever holds
-more than what it trains, and a reader takes from each file only the ranges it needs. State in 8 bits is stored as it
-is: codes under the field's name, and beside them `field:scales`, `field:book` and `field:phase`
-(`finetune/engine/blockwise.py`).
+A tensor's name in a file is `field|start|parameter`: elements from `start` on of that field of the flattened parameter,
+or `field|start:run:stride|parameter` for runs of `run` elements, `stride` apart. No rank holds more than what it
+trains, and a reader takes only the ranges it needs from each file. 8-bit state is stored as it is: codes under the
+field's name, with `field:scales`, `field:book` and `field:phase` (`finetune/engine/state_shards.py`).
+
+Files are written tensor by tensor, with one copy of one tensor in memory and the checksum computed on the way; the
+library's `save_file` takes the bytes of all tensors at once. The format is eight bytes with the length of a JSON
+header, the header, then the tensors' bytes without gaps (https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import struct
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,29 +27,42 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.optim import Optimizer
 
-from finetune.engine.blockwise import Blocks, Piece, fill_coded, is_coded
-from finetune.engine.parts import WEIGHT, MakeRoom, Part, by_stepped, fields, make_room, make_state
-from finetune.engine.ranges import Range, overlaps
+from finetune.checkpoints.folder import FileEntry
+from finetune.engine.state_shards import (
+    WEIGHT,
+    Blocks,
+    MakeRoom,
+    Part,
+    Range,
+    StoredPiece,
+    by_stepped,
+    fields,
+    fill_coded,
+    is_coded,
+    make_room,
+    make_state,
+    overlaps,
+)
 from finetune.errors import UserError
 
 
 def part_tensors(parts: list[Part], optimizers: list[Optimizer]) -> dict[str, Tensor]:
-    """What a rank writes, by its name in the file: flat views of what the optimizer steps and keeps."""
+    """Returns what a rank writes, by name in the file: flat views of weights and optimizer state."""
     return {
-        f"{field}|{_place(part.range)}|{part.name}": tensor
+        f"{field}|{_format_range(part.range)}|{part.name}": tensor
         for part in parts
         for field, tensor in fields(part, optimizers)
     }
 
 
-def _place(elements: Range) -> str:
+def _format_range(elements: Range) -> str:
     if elements.is_contiguous:
         return str(elements.start)
     return f"{elements.start}:{elements.run}:{elements.stride}"
 
 
-def _range(place: str, numel: int) -> Range:
-    start, *runs = map(int, place.split(":"))
+def _parse_range(text: str, numel: int) -> Range:
+    start, *runs = map(int, text.split(":"))
     if not runs:
         return Range(start, numel)
     run, stride = runs
@@ -49,12 +70,12 @@ def _range(place: str, numel: int) -> Range:
 
 
 def shape_metadata(parts: list[Part]) -> dict[str, str]:
-    """Of the whole parameters, for the file's header."""
+    """Returns the full shapes of the parameters, for the file's header."""
     return {f"shape {part.name}": str(list(part.shape)) for part in parts}
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredRange:
     elements: Range
     file: Path
     key: str
@@ -64,16 +85,16 @@ class PartReader:
     """Index over all rank files of a checkpoint."""
 
     def __init__(self, files: list[Path]):
-        # parameter -> field -> in order; what only explains a field (`state1:scales`) is found beside it
-        self._ranges: dict[str, dict[str, list[_Stored]]] = defaultdict(lambda: defaultdict(list))
+        # parameter -> field -> ranges in order; `state1:scales` and the like are read with their field
+        self._ranges: dict[str, dict[str, list[_StoredRange]]] = defaultdict(lambda: defaultdict(list))
         self.shapes: dict[str, str] = {}
         self._open = {file: safe_open(file, framework="pt") for file in files}
         for file, handle in self._open.items():
             for key in handle.keys():  # noqa: SIM118 (safe_open is no dict)
-                field, place, name = key.split("|", 2)
+                field, position, name = key.split("|", 2)
                 if ":" not in field:
-                    elements = _range(place, handle.get_slice(key).get_shape()[0])
-                    self._ranges[name][field].append(_Stored(elements, file, key))
+                    elements = _parse_range(position, handle.get_slice(key).get_shape()[0])
+                    self._ranges[name][field].append(_StoredRange(elements, file, key))
             metadata = handle.metadata() or {}
             self.shapes.update({k.removeprefix("shape "): v for k, v in metadata.items() if k.startswith("shape ")})
         for fields_of in self._ranges.values():
@@ -84,68 +105,108 @@ class PartReader:
         self,
         parts: list[Part],
         optimizers: list[Optimizer],
-        numbers: dict[str, dict[str, float]],
+        scalars: dict[str, dict[str, float]],
         room: MakeRoom = make_room,
     ) -> None:
-        """Fill weights and optimizer state; numbers: `scalars` by parameter.
+        """Fill weights and optimizer state. scalars: of the optimizer, by parameter.
 
-        Raises UserError where the checkpoint is of another model.
+        Raises UserError where the checkpoint belongs to another model.
         """
         for part in parts:
-            self._check_shape(part)
-        for together in by_stepped(parts):
-            merged = {field: number for part in together for field, number in numbers[part.name].items()}
-            self._restore_stepped(together, optimizers, merged, room)
-
-    def _check_shape(self, part: Part) -> None:
-        if self.shapes.get(part.name) != str(list(part.shape)):
-            held = self.shapes.get(part.name, "absent")
-            raise UserError(f"the checkpoint's {part.name} is {held}, the model's {list(part.shape)}: another model")
+            if self.shapes.get(part.name) != str(list(part.shape)):
+                stored = self.shapes.get(part.name, "absent")
+                raise UserError(
+                    f"the checkpoint's {part.name} is {stored}, the model's {list(part.shape)}: another model"
+                )
+        for group in by_stepped(parts):
+            merged = {field: number for part in group for field, number in scalars[part.name].items()}
+            self._restore_stepped(group, optimizers, merged, room)
 
     @torch.no_grad()
     def _restore_stepped(
-        self, parts: list[Part], optimizers: list[Optimizer], numbers: dict[str, float], room: MakeRoom
+        self, parts: list[Part], optimizers: list[Optimizer], scalars: dict[str, float], room: MakeRoom
     ) -> None:
-        """All parts of one stepped tensor at a time: 8-bit blocks may be shared by several."""
+        """Fill all parts of one stepped tensor together, because they may share 8-bit blocks."""
         stepped = parts[0].stepped
         _fill(stepped, [piece for part in parts for piece in self._pieces(part, WEIGHT)])
-        types = {field: dtype for part in parts for field, dtype in self._types(part.name).items()}
-        state = make_state(stepped, optimizers, types, numbers, room)
+        types = {field: dtype for part in parts for field, dtype in self._state_types(part.name).items()}
+        state = make_state(stepped, optimizers, types, scalars, room)
         for field in types:
-            held = [part for part in parts if field in self._ranges[part.name]]
-            pieces = [piece for part in held for piece in self._pieces(part, field)]
+            having = [part for part in parts if field in self._ranges[part.name]]
+            pieces = [piece for part in having for piece in self._pieces(part, field)]
             if is_coded(state[field]):
                 fill_coded(state, field, pieces)
             else:
                 _fill(state[field], pieces)
 
-    def _types(self, name: str) -> dict[str, torch.dtype]:
-        """Of the optimizer's fields of a parameter."""
+    def _state_types(self, name: str) -> dict[str, torch.dtype]:
+        """Returns the types of a parameter's optimizer state, by field."""
         firsts = {field: ranges[0] for field, ranges in self._ranges[name].items() if field != WEIGHT}
         return {field: self._open[r.file].get_slice(r.key)[:1].dtype for field, r in firsts.items()}
 
-    def _pieces(self, part: Part, field: str) -> list[Piece]:
-        """What overlaps a part, to be read when it is asked for. Raises UserError where elements are missing."""
+    def _pieces(self, part: Part, field: str) -> list[StoredPiece]:
+        """Returns the stored ranges that overlap a part, read lazily. Raises UserError where elements are missing."""
         pieces = []
         for stored in self._ranges[part.name][field]:
             values = self._open[stored.file].get_slice(stored.key)
             for overlap in overlaps(stored.elements, part.range):
                 placed = replace(overlap, at=overlap.at + part.offset)
-                pieces.append(Piece(self._source(stored, field, values), placed))
+                pieces.append(StoredPiece(self._source(stored, field, values), placed))
         filled = sum(piece.overlap.numel for piece in pieces)
         if filled != part.numel:
             raise UserError(f"the checkpoint holds {filled} of {part.numel} elements of {field} of {part.name}")
         return pieces
 
-    def _source(self, stored: _Stored, field: str, values: Any) -> Any:
-        """A stored range, with its scales and book where it is in 8 bits."""
+    def _source(self, stored: _StoredRange, field: str, values: Any) -> Any:
+        """Returns a stored range, with its scales and book where it is 8-bit."""
         if values.get_dtype() != "U8":
             return values
-        file, place = self._open[stored.file], stored.key.removeprefix(field)
-        scales, book, phase = (file.get_tensor(f"{field}:{what}{place}") for what in ("scales", "book", "phase"))
+        file, suffix = self._open[stored.file], stored.key.removeprefix(field)
+        scales, book, phase = (file.get_tensor(f"{field}:{what}{suffix}") for what in ("scales", "book", "phase"))
         return Blocks(values, scales, book, int(phase))
 
 
-def _fill(tensor: Tensor, pieces: list[Piece]) -> None:
+def _fill(tensor: Tensor, pieces: list[StoredPiece]) -> None:
     for piece in pieces:
         piece.place(tensor.detach().view(-1)).copy_(piece.values())
+
+
+_TYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint8: "U8",
+}
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> FileEntry:
+    """Write flat tensors, on any device, and flush them to the disk. Raises OSError."""
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # keeps each aligned to its type
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for block in _blocks(ordered, metadata):
+            file.write(block)
+            digest.update(block)
+            size += len(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(path.name, size, digest.hexdigest())
+
+
+def _blocks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+    header = _header(tensors, metadata)
+    yield struct.pack("<Q", len(header))
+    yield header
+    for tensor in tensors.values():
+        yield tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data
+
+
+def _header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)

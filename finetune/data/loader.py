@@ -68,9 +68,8 @@ class StepBatches:
     """What this rank runs in one optimizer step, and what all ranks together count in it: nobody has to be asked."""
 
     batches: list[Batch]  # heaviest first
-    tokens: int  # of the whole step over all ranks, as are the next two
-    supervised_tokens: int
-    padding: int  # tokens of its forwards that count for nothing: padding and fillers
+    counts: dict[str, int]  # of the whole step over all ranks, by unit: "tokens", "target_tokens"
+    padding: int  # over all ranks; tokens of its forwards that count for nothing: padding and fillers
     epoch: float  # passes over the data that are made after this step
 
 
@@ -107,7 +106,8 @@ class Loader:
 
     def __post_init__(self) -> None:
         if self.tokens_per_device is None and self.rows_per_step % (self.rows_per_device * self.world_size):
-            raise UserError(divisibility_message(self.rows_per_step, self.rows_per_device, self.world_size))
+            message = divisibility_message(self.rows_per_step, self.rows_per_device, self.world_size)
+            raise UserError(f"batch.rows: {message}")
 
     def step(self, step: int) -> StepBatches:
         """Of optimizer step `step` (0-based)."""
@@ -118,8 +118,7 @@ class Loader:
         dealing = self._dealing(positions)
         return StepBatches(
             batches=list(self._batches(dealing)),
-            tokens=dealing.tokens,
-            supervised_tokens=sum(self.rows.num_trained(position) for position in positions),
+            counts=self._counts(positions),
             padding=self._padding(dealing),
             epoch=self.rows.epochs(positions.stop),
         )
@@ -127,6 +126,16 @@ class Loader:
     def all_batches(self) -> Iterator[Batch]:
         """Every row once, for evaluation; all ranks get the same number of micro-batches."""
         return self._batches(self._dealing(range(self.total_rows)))
+
+    def all_counts(self) -> dict[str, int]:
+        """What `all_batches` of all ranks together count, by unit."""
+        return self._counts(range(self.total_rows))
+
+    def _counts(self, positions: range) -> dict[str, int]:
+        return {
+            "tokens": sum(int(self.rows.lengths(position).sum()) for position in positions),
+            "target_tokens": sum(self.rows.num_trained(position) for position in positions),
+        }
 
     def _padding(self, dealing: _Dealing) -> int:
         forwards = [*dealing.micro_batch_tokens, *(dealing.shortest,) * dealing.fillers]

@@ -12,8 +12,6 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -23,19 +21,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.data.token_shard import TokenShare
-from finetune.engine.in_backward import StepInBackward
 from finetune.engine.launch import Launch
-from finetune.engine.norms import squared_norm
-from finetune.engine.parts import Part, Types, make_room
-from finetune.engine.precision import LossScale, NonFinite
-from finetune.engine.stopwatch import Stopwatch
+from finetune.engine.optimizer_step import LossScale, NonFinite, StepInBackward, squared_norm
+from finetune.engine.ranks import Ranks
+from finetune.engine.state_shards import Part, Types, make_room
+from finetune.engine.timing import Stopwatch
+from finetune.models.loss_model import CausalLMWithLoss, Outputs
 from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 
-SIDE_TIMEOUT = timedelta(hours=6)  # for the slowest rank's disk, in a thread that nobody waits for
-T = TypeVar("T")  # a micro-batch; what is in it is no matter of this room
+T = TypeVar("T")  # a micro-batch; this room does not look into it
+Forward = Callable[[Any, T], Any]  # calls a model with a micro-batch's inputs, and returns what the model returns
+Loss = Callable[[Outputs, T], Tensor]  # () a micro-batch's part of the step's loss
 NamedTensors = list[tuple[str, Tensor]]
-Phase = Callable[[str], AbstractContextManager[None]]
 BuildOptimizers = Callable[[NamedTensors], list[Optimizer]]
 
 
@@ -49,9 +47,9 @@ class Engine(abc.ABC):
         self.world_size = accelerator.num_processes
         self.parallelism = launch.parallelism
         self.data_rank = self.parallelism.data_rank(self.rank)  # whose rows this rank works on
-        self.leads_rows = self.parallelism.leads_rows(self.rank)
-        place = self.parallelism.place(self.rank)
-        self.token_share = TokenShare(
+        self.is_data_parallel_leader = self.parallelism.is_data_parallel_leader(self.rank)
+        place = self.parallelism.coordinates(self.rank)
+        self.context_shard = TokenShare(
             self.parallelism.context, self.parallelism.sequence, place["context"], place["sequence"]
         )
         self.is_main = accelerator.is_main_process
@@ -61,8 +59,9 @@ class Engine(abc.ABC):
         self.loss_scale = LossScale.of(recipe.train.precision)
         self.steps_in_backward = recipe.optimizer.in_backward
         self.stopwatch = Stopwatch(self.device, self.world_size == 1 or self.knows_waits(recipe))
+        self.ranks = Ranks(accelerator, self.parallelism, self.stopwatch)
         self.optimizers: list[Optimizer] = []
-        self.model: Any = None  # what a forward goes through: the wrapper
+        self.model: Any = None  # what a forward goes through: `CausalLMWithLoss` in the backend's wrapper
         self.unwrapped: Any = None  # the transformers or peft model inside
 
     # --- set-up
@@ -77,7 +76,7 @@ class Engine(abc.ABC):
         yield
 
     @abc.abstractmethod
-    def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
+    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
         """Shard or replicate the model, then build the optimizers over what this rank steps."""
 
     # --- the loop
@@ -91,21 +90,18 @@ class Engine(abc.ABC):
         self.last = last
         yield
 
-    def accumulate(self, batches: Sequence[T], loss_of: Callable[[Any, T], Tensor], phase: Phase) -> None:
-        """Forward and backward of every micro-batch of a step.
-
-        loss_of: a model's share of the step's loss in a micro-batch. phase: what the time of a backward is booked to.
-        """
+    def accumulate(self, batches: Sequence[T], forward: Forward[T], loss: Loss[T]) -> None:
+        """Forward and backward of every micro-batch of a step."""
         for batch in batches:
             with self.micro_batch(last=batch is batches[-1]):
-                loss = loss_of(self.model, batch)
-                with phase("backward"):
-                    self.backward(loss)
+                value = loss(forward(self.model, batch), batch)
+                with self.stopwatch.phase("backward"):
+                    self.backward(value)
 
-    def forwards(self, batches: Iterable[T], values_of: Callable[[Any, T], Tensor]) -> Iterator[tuple[T, Tensor]]:
-        """What `values_of` a model gives of each micro-batch, where this rank is to count them. Collective."""
+    def forwards(self, batches: Iterable[T], forward: Forward[T]) -> Iterator[tuple[T, Outputs]]:
+        """Yields the outputs of each micro-batch, on the ranks that are to count them. Collective."""
         for batch in batches:
-            yield batch, values_of(self.model, batch)
+            yield batch, forward(self.model, batch)
 
     @property
     def forwards_alike(self) -> bool:
@@ -117,7 +113,7 @@ class Engine(abc.ABC):
         """Whether a forward may be given a cache of keys and values."""
         return True
 
-    def facts(self, micro_batches: int) -> dict[str, Any]:
+    def summary(self, micro_batches: int) -> dict[str, Any]:
         """What a plan says of how this backend divides the model; micro_batches: of a step on each process."""
         return {}
 
@@ -179,66 +175,6 @@ class Engine(abc.ABC):
         """What holds this rank's gradients between the last backward of a step and the step."""
         return [p.grad for p in self.unwrapped.parameters() if p.grad is not None]
 
-    # --- between the ranks
-
-    def sum(self, *values: float | Tensor) -> list[float]:
-        """Each value summed over all ranks, in fp64. One collective, one synchronisation."""
-        numbers = torch.tensor([v for v in values if not isinstance(v, Tensor)], dtype=torch.float64)
-        tensors = [v.detach().double() for v in values if isinstance(v, Tensor)]
-        local = torch.cat([*([torch.stack(tensors)] if tensors else []), numbers.to(self.device)])  # one copy for all
-        if self.world_size > 1:
-            with self.stopwatch.waiting():
-                torch.distributed.all_reduce(local)
-        summed = local.tolist()
-        of_tensors, of_numbers = iter(summed[: len(tensors)]), iter(summed[len(tensors) :])
-        return [next(of_tensors if isinstance(v, Tensor) else of_numbers) for v in values]
-
-    def total(self, *values: float | Tensor) -> list[float]:
-        """Each value summed over all ranks, where ranks that compute the very same (tensor parallel) count as one."""
-        return self.sum(*(value / self.parallelism.tensor for value in values))
-
-    def sum_table(self, counts: Tensor) -> Tensor:
-        """Whole numbers, each added up over all ranks as `total` does; on the CPU. Collective."""
-        summed = counts.clone()
-        if self.world_size > 1:
-            with self.stopwatch.waiting():
-                torch.distributed.all_reduce(summed)
-        return summed.cpu() // self.parallelism.tensor
-
-    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Equally many numbers of every rank, in rank order, in fp64. One collective, one synchronisation."""
-        if self.world_size == 1:
-            return [list(values)]
-        local = torch.tensor(values, dtype=torch.float64, device=self.device)
-        everyone = [torch.empty_like(local) for _ in range(self.world_size)]
-        with self.stopwatch.waiting():
-            torch.distributed.all_gather(everyone, local)
-        return torch.stack(everyone).tolist()
-
-    def gather(self, value: Any) -> list[Any]:
-        """A small picklable value of every rank, in rank order; in memory, between our own processes."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(values, value)
-        return values
-
-    def side_gather(self) -> Callable[[Any], list[Any]]:
-        """A `gather` over a process group of its own, on the CPU, for a thread beside the loop. Collective."""
-        if self.world_size == 1:
-            return lambda value: [value]
-        group = torch.distributed.new_group(backend="gloo", timeout=SIDE_TIMEOUT)
-
-        def gather(value: Any) -> list[Any]:
-            values: list[Any] = [None] * self.world_size
-            torch.distributed.all_gather_object(values, value, group=group)
-            return values
-
-        return gather
-
-    def barrier(self) -> None:
-        self.accelerator.wait_for_everyone()
-
     # --- the result
 
     @abc.abstractmethod
@@ -248,7 +184,8 @@ class Engine(abc.ABC):
         """Each parameter and saved buffer of the unwrapped model, whole: (name, CPU tensor on rank 0, None elsewhere).
 
         Collective: every rank must run through all of it. One tensor at a time is whole anywhere, as long as the caller
-        lets go of the last one before it asks for the next. dtype: of floating-point tensors; None: as they are held.
+        lets go of the last one before it asks for the next. dtype: that floating-point tensors are cast to on their
+        device; None: their own.
         """
 
     def saved_shapes(self, trainable_only: bool) -> dict[str, Tensor]:
@@ -317,10 +254,10 @@ def saved_tensors(model: Any, trainable_only: bool) -> dict[str, Tensor]:
     }
 
 
-def in_type(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Returns it detached, in `dtype` where it is floating-point: on its device, before it is sent or copied."""
-    found = tensor.detach()
-    return found.to(dtype) if dtype is not None and found.is_floating_point() else found
+def detached(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Returns a tensor without its graph, in `dtype` where that is given and it is floating-point."""
+    tensor = tensor.detach()
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def norm_of_steps(stepper: StepInBackward, over_ranks: Callable[[Tensor], float]) -> float:

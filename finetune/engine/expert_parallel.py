@@ -1,51 +1,94 @@
-"""Expert parallel under fully_shard: which rank holds which experts, and over whom they are sharded.
+"""Expert parallel under fully_shard: which rank has which experts, over which ranks they are sharded, and the
+all-to-all of tokens between them.
 
-    4 ranks in one shard group, expert 2, 8 experts      rank      0         1         2         3
-    divided over neighbours                              experts   0 1 2 3   4 5 6 7   0 1 2 3   4 5 6 7
-    those of ranks 0 and 2 are sharded over these two    shard     0 1       4 5       2 3       6 7
+    4 ranks in one shard group, expert 2, 8 experts        rank      0         1         2         3
+    expert parallel: neighbours have different experts     experts   0 1 2 3   4 5 6 7   0 1 2 3   4 5 6 7
+    those of ranks 0 and 2 are sharded over these two      shard     0 1       4 5       2 3       6 7
 
-A parameter is a DTensor over both dimensions of ranks, so its name, shape and rows are those of the whole: checkpoints
-and results need to know nothing of this. Its gradient is reduced over the ranks that hold the same experts, and comes
-from the tokens of all (`AllToAll.weight`).
+A parameter is a DTensor over both mesh dimensions, so its name, shape and rows are those of all experts: checkpoints
+and results need no special case. Its gradient is reduced over the ranks with the same experts, and comes from the
+tokens of all ranks (`AllToAll.weight`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from finetune.engine.all_to_all import AllToAll
 from finetune.engine.parallelism import Parallelism
-from finetune.engine.stopwatch import Stopwatch
+from finetune.engine.timing import Stopwatch
 from finetune.models.experts import dispatch_tokens, experts_of
 
 
-def divide_experts(
+def parallelize_experts(
     model: Any, parallelism: Parallelism, device_type: str, stopwatch: Stopwatch
 ) -> dict[nn.Module, DeviceMesh]:
-    """Leave each rank the experts that it holds, and let tokens travel. Before the model is sharded; collective.
+    """Leave each rank its experts, and dispatch tokens to theirs. Before the model is sharded; collective.
 
-    Returns the mesh over which each module of experts is to be sharded: the ranks that hold the same ones. Nothing
-    where experts are not divided. Raises UserError for a model whose experts cannot be.
+    Returns the mesh over which each module of experts must be sharded, the ranks with the same experts; empty without
+    expert parallel. Raises UserError for a model whose experts are not supported.
     """
     if parallelism.expert == 1:
         return {}
     sizes = {"replicate": parallelism.replicate, "same": parallelism.shard // parallelism.expert}
     grid = init_device_mesh(device_type, (*sizes.values(), parallelism.expert), mesh_dim_names=(*sizes, "expert"))
-    holders, same = grid["expert"], grid["replicate", "same"] if parallelism.replicate > 1 else grid["same"]
-    found = experts_of(model)
-    for experts in found.values():
+    mesh, same_experts = grid["expert"], grid["replicate", "same"] if parallelism.replicate > 1 else grid["same"]
+    modules = list(experts_of(model).values())
+    for experts in modules:
         for name, weight in list(experts.named_parameters(recurse=False)):
-            held = nn.Parameter(_held(weight.detach(), holders), weight.requires_grad)
-            experts.register_parameter(name, held)
-        dispatch_tokens(experts, AllToAll(holders.get_group(), stopwatch))
-    return dict.fromkeys(found.values(), same)
+            local = nn.Parameter(_local_experts(weight.detach(), mesh), weight.requires_grad)
+            experts.register_parameter(name, local)
+        dispatch_tokens(experts, AllToAll(mesh.get_group(), stopwatch))
+    return dict.fromkeys(modules, same_experts)
 
 
-def _held(weight: Tensor, holders: DeviceMesh) -> DTensor:  # (E, ...), of which E/P rows are here
-    rows = weight.shape[0] // holders.size()
-    local = weight.narrow(0, holders.get_local_rank() * rows, rows).clone()
-    return DTensor.from_local(local, holders, [Shard(0)], run_check=False, shape=weight.shape, stride=weight.stride())
+def _local_experts(weight: Tensor, mesh: DeviceMesh) -> DTensor:  # (E, ...), of which E / ranks rows are here
+    rows = weight.shape[0] // mesh.size()
+    local = weight.narrow(0, mesh.get_local_rank() * rows, rows).clone()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=weight.shape, stride=weight.stride())
+
+
+class AllToAll:
+    """An `Exchange` (models/experts.py) over a process group."""
+
+    def __init__(self, group: ProcessGroup, stopwatch: Stopwatch):
+        self.size, self._group, self._stopwatch = group.size(), group, stopwatch
+
+    def weight(self, stacked: Any) -> Tensor:
+        """FSDP averages over a `size`-th of the ranks, and these gradients are from the tokens of `size` ranks:
+        divided by `size`, they are averages over all ranks, as those of the rest of the model."""
+        local = stacked.to_local()
+        if local.requires_grad:
+            local.register_hook(lambda gradient: gradient / self.size)
+        return local
+
+    def counts(self, counts: Tensor) -> Tensor:
+        received = torch.empty_like(counts)
+        with self._stopwatch.waiting():
+            torch.distributed.all_to_all_single(received, counts, group=self._group)
+        return received
+
+    def rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        # torch's stubs have no type for `apply`.
+        return _TokenExchange.apply(rows, sent, received, self._group, self._stopwatch)  # pyright: ignore[reportReturnType]
+
+
+class _TokenExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup, stopwatch: Stopwatch
+    ) -> Tensor:
+        ctx.inverse = (received, sent, group, stopwatch)
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        with stopwatch.waiting():
+            torch.distributed.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _TokenExchange.apply(*gradients, *ctx.inverse), None, None, None, None

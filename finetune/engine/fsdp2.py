@@ -2,66 +2,85 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate import FullyShardedDataParallelPlugin
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from finetune.engine.base import (
     BuildOptimizers,
     Engine,
     NamedTensors,
-    in_type,
+    detached,
     named_trainables,
     norm_of_steps,
     saved_tensors,
     update_shards,
+    wait_after_gradients,
 )
-from finetune.engine.cut_linear import Group
-from finetune.engine.expert_parallel import divide_experts
-from finetune.engine.in_backward import StepInBackward
-from finetune.engine.parts import Part
-from finetune.engine.shard_waits import ShardWaits
-from finetune.engine.sharding import Sharding, device_meshes, fill, first_row, gathered, shard, take_weights, units_of
-from finetune.engine.tensor_parallel import Cut, Divided, divide
+from finetune.engine.expert_parallel import parallelize_experts
+from finetune.engine.launch import Launch
+from finetune.engine.optimizer_step import StepInBackward
+from finetune.engine.sharding import (
+    Sharding,
+    device_meshes,
+    fill_shards,
+    full_tensor,
+    local_tensor,
+    part_of_shard,
+    shard_model,
+    sharding_units,
+    take_weights,
+)
+from finetune.engine.state_shards import Part
+from finetune.engine.tensor_parallel import ParameterShard, ShardedParameters, TensorGroup, all_gathered, parallelize
+from finetune.engine.timing import Stopwatch
+from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import Placement, dtypes
 from finetune.recipe.schema import Recipe
 
 
 class Fsdp2(Engine):
-    """torch's fully_shard, called as `sharding.py` says, with the options of the accelerate config.
+    """torch's fully_shard, called as in `sharding.py`, with the options of the accelerate config.
 
-    Not accelerate's own wrapping: it knows no mesh of ours, one type for weights, reduction and output, pins offloaded
-    memory even where there is no device to pin it for, and wants an optimizer before there are shards. Ours is built
-    afterwards, over this rank's plain local shards, which 8-bit and fused optimizers understand and DTensor dispatch
-    does not slow down.
+    Not accelerate's own wrapping: it does not support our meshes, has one type for weights, reduction and output, pins
+    offloaded memory even where there is no device to pin it for, and needs an optimizer before there are shards. Ours
+    is built afterwards, over this rank's plain local shards: 8-bit and fused optimizers support these, and DTensor
+    dispatch does not slow them down.
     """
+
+    def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
+        super().__init__(accelerator, launch, recipe)
+        self._policy = MixedPrecisionPolicy()
+        if recipe.train.precision in ("bf16", "fp16"):
+            self._policy = MixedPrecisionPolicy(param_dtype=dtypes(recipe).compute, reduce_dtype=torch.float32)
 
     def placement(self, recipe: Recipe) -> Placement:
         """Only rank 0 reads the weights; quantised ones cannot be sent through `meta` and are a quarter of the size."""
         from_meta = recipe.mode != "qlora" and self.rank > 0
         return Placement("meta" if from_meta else "load", self.device)
 
-    def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
+    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+        self.model, self.unwrapped = model, model.causal_lm
         self._meshes = device_meshes(self.parallelism, self.device.type)
-        self._divided = Divided({}, frozenset())
-        from_rank_0 = not getattr(model, "is_quantized", False)
-        weights = take_weights(model, self.is_main) if from_rank_0 else {}
-        if self._meshes.tensor is not None:
-            self._divided = divide(model, _group(self._meshes.tensor))
-        experts = divide_experts(model, self.parallelism, self.device.type, self.stopwatch)
+        causal_lm = self.unwrapped
+        from_rank_0 = not getattr(causal_lm, "is_quantized", False)
+        weights = take_weights(causal_lm, self.is_main) if from_rank_0 else {}
+        self._sharded, self._tensor_group = ShardedParameters({}, frozenset()), None
+        if (mesh := self._meshes.tensor) is not None:
+            self._tensor_group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+            self._sharded = parallelize(causal_lm, self._tensor_group)
+        expert_meshes = parallelize_experts(causal_lm, self.parallelism, self.device.type, self.stopwatch)
         sharding = self._sharding()
-        shard(model, units_of(model, self._plugin()), sharding, experts)
+        shard_model(model, sharding_units(causal_lm, self._plugin()), sharding, expert_meshes)
         if from_rank_0:
-            offloads = isinstance(sharding.offload, CPUOffloadPolicy)
-            fill(model, weights, self._divided.cuts, self.device, torch.device("cpu") if offloads else self.device)
-        self.model = self.unwrapped = model
+            shard_device = torch.device("cpu") if isinstance(sharding.offload, CPUOffloadPolicy) else self.device
+            fill_shards(causal_lm, weights, self._sharded.shards, self.device, shard_device)
         self._waits = ShardWaits(self.model, self.stopwatch)
         trained = self._local_shards()
         if self.steps_in_backward:
@@ -72,7 +91,7 @@ class Fsdp2(Engine):
             self.optimizers = build(trained)
 
     def _plugin(self) -> Any:
-        """accelerate's, with what the config says of FSDP; where it says nothing, replicas are its shards of one."""
+        """Returns accelerate's, with the config's options; replicas of tensor parallel models are shards of one."""
         if self.launch.kind == "fsdp2":
             return self.accelerator.state.fsdp_plugin
         return FullyShardedDataParallelPlugin(
@@ -83,15 +102,15 @@ class Fsdp2(Engine):
         plugin = self._plugin()
         offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if offloads else OffloadPolicy()
-        return Sharding(self._meshes, self.policy, offload, plugin.reshard_after_forward)
+        return Sharding(self._meshes, self._policy, offload, plugin.reshard_after_forward)
 
     def _local_shards(self) -> NamedTensors:
-        """This rank's part of each trained parameter, sharing its memory; nothing where the part is empty."""
-        self._shards = [(name, p, _local(p.detach())) for name, p in named_trainables(self.unwrapped)]
+        """Returns this rank's non-empty shards of trained parameters, which share the parameters' memory."""
+        self._shards = [(name, p, local_tensor(p.detach())) for name, p in named_trainables(self.unwrapped)]
         return [(name, local) for name, _, local in self._shards if local.numel()]
 
     def backward(self, loss: Tensor) -> None:
-        """Every micro-batch is reduced at once: gradients that wait would be whole ones, on every rank."""
+        """Every micro-batch is reduced at once: accumulated gradients would be unsharded, on every rank."""
         sharing = self.parallelism.data * self.parallelism.tokens
         scaled = loss * (sharing * self.loss_scale.value)  # reduce-scatter averages, as does HSDP's all-reduce
         with self._waits.backward(scaled):
@@ -99,50 +118,52 @@ class Fsdp2(Engine):
 
     def step(self) -> float | None:
         if self.steps_in_backward:
-            return norm_of_steps(self.stepper, lambda local: self.sum(local / self.parallelism.replicate)[0])
+            return norm_of_steps(self.stepper, lambda local: self.ranks.sum(local / self.parallelism.replicate)[0])
         for _, parameter, local in self._shards:
-            local.grad = _local(parameter.grad) if parameter.grad is not None and local.numel() else None
-        self._complete_partial()
+            local.grad = local_tensor(parameter.grad) if parameter.grad is not None and local.numel() else None
+        self._reduce_partial_gradients()
         gradients = [local.grad for _, _, local in self._shards if local.grad is not None]
         counted = [local.grad for name, p, local in self._shards if local.grad is not None and self._counts(name, p)]
-        norm = update_shards(self, gradients, lambda local: self.sum(local)[0], counted)
+        norm = update_shards(self, gradients, lambda local: self.ranks.sum(local)[0], counted)
         self.drop_gradients()
         return norm
 
-    def _complete_partial(self) -> None:
-        """What each tensor rank has of a gradient from its own heads, added up: once a step, all in one."""
-        found = [local.grad for name, _, local in self._shards if name in self._divided.partial]
-        shares = [gradient for gradient in found if gradient is not None]
-        if not shares or self._meshes.tensor is None:
+    def _reduce_partial_gradients(self) -> None:
+        """Sum what each tensor parallel rank has of a gradient from its own heads: once a step, in one all-reduce."""
+        partial = [local.grad for name, _, local in self._shards if name in self._sharded.partial]
+        gradients = [gradient for gradient in partial if gradient is not None]
+        if not gradients or self._tensor_group is None:
             return
-        flat = torch.cat([share.flatten() for share in shares]).to(self.device)
+        flat = torch.cat([gradient.flatten() for gradient in gradients]).to(self.device)
         with self.stopwatch.waiting():
-            torch.distributed.all_reduce(flat, group=self._meshes.tensor.get_group())
-        for share, total in zip(shares, flat.split([share.numel() for share in shares]), strict=True):
-            share.copy_(total.view_as(share))
+            torch.distributed.all_reduce(flat, group=self._tensor_group.process_group)
+        for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+            gradient.copy_(total.view_as(gradient))
 
     def _counts(self, name: str, parameter: Tensor) -> bool:
-        """Whether this rank's shard is the one that counts, of those that several ranks hold alike."""
-        place = self.parallelism.place(self.rank)
-        is_everybodys = isinstance(parameter, DTensor) and parameter.device_mesh == self._meshes.ends
-        alone = place["tensor"] == 0 or name in self._divided.cuts or is_everybodys
-        return alone and place["replicate"] == 0
+        """Whether this rank's shard counts for the norm and is saved; of equal shards on several ranks the first's."""
+        coordinates = self.parallelism.coordinates(self.rank)
+        over_all_ranks = isinstance(parameter, DTensor) and parameter.device_mesh == self._meshes.ends
+        unique = coordinates["tensor"] == 0 or name in self._sharded.shards or over_all_ranks
+        return unique and coordinates["replicate"] == 0
 
     def drop_gradients(self) -> None:
         for _, parameter, local in self._shards:
             parameter.grad = local.grad = None
 
     def knows_waits(self, recipe: Recipe) -> bool:
-        """Not where layers are compiled: they have no room for the hooks that tell. Nor of sums in a layer."""
+        """Not where layers are compiled, without the hooks of `ShardWaits`; nor for tensor parallel sums in a layer."""
         return not recipe.train.compile and self.parallelism.tensor == 1
 
     def gradients(self) -> list[Tensor]:
-        return [_local(gradient) for gradient in super().gradients()]
+        return [local_tensor(gradient) for gradient in super().gradients()]
+
+    # --- checkpoints and the result
 
     def parts(self, reading: bool) -> list[Part]:
-        """Rows of each parameter, or of the columns of it that this rank holds; all that are held alike are read."""
+        """Rows of each parameter, or of this rank's columns of it; equal shards are read by all ranks."""
         return [
-            part_of_shard(name, parameter, local, self._divided.cuts.get(name))
+            part_of_shard(name, parameter, local, self._sharded.shards.get(name))
             for name, parameter, local in self._shards
             if local.numel() and (reading or self._counts(name, parameter))
         ]
@@ -151,54 +172,104 @@ class Fsdp2(Engine):
         self, trainable_only: bool, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor | None]]:
         for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
-            yield name, self._whole(in_type(tensor.to(self.device), dtype), self._divided.cuts.get(name))
+            yield name, self._full_on_main(detached(tensor.to(self.device), dtype), self._sharded.shards.get(name))
 
-    def _whole(self, tensor: Tensor, cut: Cut | None) -> Tensor | None:
-        """Collective. The ranks that do not want it let go of it at once."""
-        whole = gathered(tensor)
-        if cut is not None and self._meshes.tensor is not None:
-            parts = [torch.empty_like(whole) for _ in range(cut.count)]
-            torch.distributed.all_gather(parts, whole, group=self._meshes.tensor.get_group())
-            whole = torch.cat(parts, cut.dim)
+    def _full_on_main(self, tensor: Tensor, shard: ParameterShard | None) -> Tensor | None:
+        """Collective. The other ranks free it at once."""
+        full = full_tensor(tensor)
+        if shard is not None and self._tensor_group is not None:
+            full = all_gathered(full, self._tensor_group, shard.dim)
         if self.is_main:
-            return whole.cpu()
-        # Else all gathers of the model are queued while rank 0 writes, and the time that NCCL gives each one runs.
+            return full.cpu()
+        # Otherwise all gathers of the model are queued while rank 0 writes, and NCCL's timeout of each one runs.
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return None
 
     def saved_shapes(self, trainable_only: bool) -> dict[str, Tensor]:
-        cuts, found = self._divided.cuts, super().saved_shapes(trainable_only)
-        return {name: _whole_shape(tensor, cuts.get(name)) for name, tensor in found.items()}
-
-    def configure(self, recipe: Recipe) -> None:
-        """Remember the precision policy for the wrap."""
-        compute = dtypes(recipe).compute
-        mixed = recipe.train.precision in ("bf16", "fp16")
-        self.policy = (
-            MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
-        )
+        shapes, shards = super().saved_shapes(trainable_only), self._sharded.shards
+        return {
+            name: tensor.new_empty(shards[name].full_shape(tensor.shape)) if name in shards else tensor
+            for name, tensor in shapes.items()
+        }
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+class ShardWaits:
+    """Measures when a rank waits for shards: hooks around FSDP2's own, by torch's public ones.
+
+        forward    | pre-hooks: begin, FSDP2 gathers the layer's weights, end |  layer  |
+        backward   | hooks on the output's gradient: begin, FSDP2 gathers, end |  layer's backward  |
+                   | hook on the gradient of the input that FSDP2 returned: begin, FSDP2 reduces, end: of the input |
+        at the end | begin: all is computed, FSDP2 waits for the last reductions, end: the backward returns |
+
+    On the CPU a collective is complete when it returns, so this is its full duration; on CUDA it is the time in which
+    the compute stream waits, and the copy from the gathered buffer. With CPU offload also the transfer from there.
+    Without effect where the stopwatch does not count waits.
+    """
+
+    def __init__(self, model: nn.Module, stopwatch: Stopwatch):
+        self._stopwatch = stopwatch
+        self._in_backward = False
+        self._inputs: list[Tensor] = []  # of the module whose weights are being gathered
+        if not stopwatch.knows_waits:
+            return
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                self._watch(module)
+
+    def _watch(self, module: nn.Module) -> None:
+        """FSDP2's hooks are registered already: prepended ones run before them, the others after."""
+        module.register_forward_pre_hook(self._before_gather, prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(self._after_gather, with_kwargs=True)
+        module.register_forward_hook(self._before_backward_gather, prepend=True)
+        module.register_forward_hook(self._after_backward_gather)
+
+    @contextlib.contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        if self._stopwatch.knows_waits:
+            wait_after_gradients(loss, self._stopwatch)
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+            self._stopwatch.end_wait()
+
+    # Hooks of a forward that is recomputed in the backward register none on tensors: these get no gradient.
+
+    def _before_gather(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inputs = list(_differentiable((args, kwargs)))
+        self._stopwatch.begin_wait()
+
+    def _after_gather(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._stopwatch.end_wait()
+        if self._in_backward:
+            return
+        for own, returned in zip(self._inputs, _differentiable((args, kwargs)), strict=True):
+            if returned is not own:  # else FSDP2 does nothing when its gradient comes
+                returned.register_hook(self._stopwatch.begin_wait)
+                own.register_hook(self._stopwatch.end_wait)
+        self._inputs = []
+
+    def _before_backward_gather(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        self._register(output, self._stopwatch.begin_wait)
+
+    def _after_backward_gather(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        self._register(output, self._stopwatch.end_wait)
+
+    def _register(self, values: Any, hook: Any) -> None:
+        if not self._in_backward:
+            for tensor in _differentiable(values):
+                tensor.register_hook(hook)
 
 
-def part_of_shard(name: str, parameter: Tensor, local: Tensor, cut: Cut | None) -> Part:
-    """local: rows of a parameter, which is a DTensor where they are not all; itself cut where `cut`."""
-    first, width = first_row(parameter), math.prod(parameter.shape[1:])
-    if cut is None or cut.dim == 0:
-        whole = parameter.shape if cut is None else cut.whole(parameter.shape)
-        above = 0 if cut is None else cut.index * parameter.shape[0]
-        return Part(name, tuple(whole), (above + first) * width, local.numel(), local, 0)
-    pitch = width * cut.count
-    start = first * pitch + cut.index * width
-    return Part(name, tuple(cut.whole(parameter.shape)), start, local.numel(), local, 0, width, pitch)
-
-
-def _whole_shape(tensor: Tensor, cut: Cut | None) -> Tensor:
-    return tensor if cut is None else tensor.new_empty(cut.whole(tensor.shape))
-
-
-def _group(mesh: DeviceMesh) -> Group:
-    return Group(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+def _differentiable(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        if values.requires_grad:
+            yield values
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _differentiable(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _differentiable(value)

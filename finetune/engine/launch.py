@@ -1,16 +1,21 @@
-"""What `accelerate launch` or `torchrun` was told.
+"""How this process was started: by `accelerate launch`, by `torchrun` with an accelerate config, or alone.
 
-accelerate's launcher passes its choices on through environment variables, but not the name of the config file nor how
-many processes were asked for; both are read from the launching process itself, so that an error can name the file and a
-launch that came out smaller than asked (accelerate starts one process, without a word, for some configs on a machine
-without GPUs) is noticed.
+accelerate's launcher passes its options to its processes as environment variables, but neither the name of the config
+file nor the requested number of processes. Both are read from the launcher's command line, so that an error can name
+the file, and so that a launch with fewer processes than requested is noticed: without GPUs accelerate silently starts
+one process for some configs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -19,10 +24,16 @@ import psutil
 import yaml
 
 from finetune.engine.parallelism import Parallelism, read_parallelism
-from finetune.engine.torchrun import apply_config, is_torchrun
 from finetune.errors import UserError
 
 Kind = Literal["replicated", "fsdp2", "zero"]
+
+TIMEOUT_VARIABLE = "FINETUNE_TIMEOUT_S"
+_DEFAULT_TIMEOUT_S = 1800.0  # torch's own for gloo (torch/distributed/constants.py); with NCCL it would be 600
+_VISIBLE_AFTER_S = 5.0  # a file that another machine has created
+_SHARDED: tuple[tuple[str, Kind], ...] = (("ACCELERATE_USE_FSDP", "fsdp2"), ("ACCELERATE_USE_DEEPSPEED", "zero"))
+_KINDS: dict[str, Kind] = {"DEEPSPEED": "zero", "FSDP": "fsdp2"}
+_CONFIG_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")  # prefixes of those that describe a config
 
 
 @dataclass(frozen=True)
@@ -33,21 +44,21 @@ class Launch:
     processes: int
     config_file: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    launched: bool = False  # a launcher runs above this process
+    launched: bool = False  # by a launcher, not directly
 
     @property
     def name(self) -> str:
-        """For messages: the config file, or what stands in for one."""
+        """The config file, or what stands in for one in messages."""
         return self.config_file or "the accelerate launch"
 
     @cached_property
     def parallelism(self) -> Parallelism:
-        """How the processes divide the work. Raises UserError where the config's sizes do not fit their number."""
+        """Sizes of the parallel dimensions. Raises UserError where they do not multiply to the number of processes."""
         return read_parallelism(self.config, self.kind != "replicated", self.processes, self.name)
 
     @property
     def backend(self) -> dict[str, Any]:
-        """How the backend is set up: what lies where, and what is offloaded."""
+        """Settings of the backend that decide how much memory it needs: sharding and offload."""
         return {
             "kind": self.kind,
             "fsdp": self.config.get("fsdp_config"),
@@ -69,52 +80,45 @@ class Launch:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether optimizer state lies outside the device, so that the CPU steps."""
+        """Whether the optimizer state is in host memory or on NVMe, so that the CPU steps."""
         if self.kind == "fsdp2":
             return str((self.config.get("fsdp_config") or {}).get("fsdp_offload_params", "")).lower() == "true"
         section = self.deepspeed
-        ours = ((section.get("zero_optimization") or {}).get("offload_optimizer") or {}).get("device")
-        return any(device in ("cpu", "nvme") for device in (section.get("offload_optimizer_device"), ours))
+        in_file = (section.get("zero_optimization") or {}).get("offload_optimizer") or {}
+        devices = section.get("offload_optimizer_device"), in_file.get("device")
+        return any(device in ("cpu", "nvme") for device in devices)
 
     @property
     def where(self) -> str:
-        """For reports: `zero3_offload`, `ddp`, or `single`."""
+        """A short name for reports: `zero3_offload`, `ddp` or `single`."""
         if self.config_file:
             return Path(self.config_file).stem
         return "single" if self.processes == 1 and self.kind == "replicated" else self.kind
 
 
 def read_launch(config_file: str | None = None) -> Launch:
-    """From the environment, and the `accelerate launch` above this process if there is one.
+    """Returns the launch of this process, from its environment and the command line of its launcher.
 
-    config_file: an accelerate config for what torchrun started. Raises UserError where nothing can come of it.
+    config_file: an accelerate config for processes that torchrun started. Raises UserError.
     """
     arguments = _launcher_arguments()
     if config_file is not None:
         return _torchrun_launch(config_file, arguments)
-    config_file, config = _config(arguments)
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    asked = _number(arguments, "num_processes") or config.get("num_processes") or started
+    config_file, config = _launcher_config(arguments)
+    requested = _option(arguments, "num_processes") or ""
+    processes = int(requested) if requested.isdigit() else 0
+    processes = processes or config.get("num_processes") or os.environ.get("WORLD_SIZE", "1")
     kind = _kind(config)
-    for variable, sharded in _SHARDED:  # without a config file: options of the launcher
+    for variable, sharded in _SHARDED:  # options of the launcher, without a config file
         if os.environ.get(variable, "").lower() == "true":
             kind = sharded
     if kind == "fsdp2" and not config:
-        config = {"fsdp_config": {"fsdp_version": os.environ.get("FSDP_VERSION", "1")}}  # its default, too
-    return Launch(kind, int(asked), config_file, config, launched=arguments is not None or is_torchrun())
-
-
-def _torchrun_launch(config_file: str, arguments: list[str] | None) -> Launch:
-    """torchrun decides how many processes there are, also when their number changes; the file decides all else."""
-    if arguments is not None:
-        raise UserError(f"--config-file {config_file}: accelerate launch has an option of its own, --config_file")
-    config = _load_config(config_file)
-    apply_config(config_file, str(config["distributed_type"]))
-    return Launch(_kind(config), int(os.environ["WORLD_SIZE"]), config_file, config, launched=True)
+        config = {"fsdp_config": {"fsdp_version": os.environ.get("FSDP_VERSION", "1")}}  # accelerate's default
+    return Launch(kind, int(processes), config_file, config, launched=arguments is not None or _is_torchrun())
 
 
 def read_config_file(path: str, processes: int | None = None) -> Launch:
-    """The launch that `accelerate launch --config_file path` would be; for `check` without launching anything.
+    """Returns the launch that `accelerate launch --config_file path` would be.
 
     Raises UserError where the file is not an accelerate config.
     """
@@ -122,66 +126,22 @@ def read_config_file(path: str, processes: int | None = None) -> Launch:
     return Launch(_kind(config), int(processes or config.get("num_processes") or 1), path, config)
 
 
-_SHARDED: tuple[tuple[str, Kind], ...] = (("ACCELERATE_USE_FSDP", "fsdp2"), ("ACCELERATE_USE_DEEPSPEED", "zero"))
+def check_started(launch: Launch, world_size: int, kind: str) -> None:
+    """Raises UserError where other processes are running than the config describes; accelerate does not check that."""
+    if world_size != launch.processes:
+        raise UserError(
+            f"{launch.name} asks for {launch.processes} processes, but {world_size} "
+            f"{'is' if world_size == 1 else 'are'} running: each would train alone. "
+            "Use one of accelerate_configs/ and set the size with `accelerate launch --num_processes N`"
+        )
+    if kind != launch.kind:
+        raise UserError(
+            f"{launch.name} asks for {launch.kind}, but accelerate started {kind}: check its `distributed_type`"
+        )
 
 
 def _kind(config: dict[str, Any]) -> Kind:
-    kinds: dict[str, Kind] = {"DEEPSPEED": "zero", "FSDP": "fsdp2"}
-    return kinds.get(str(config.get("distributed_type")), "replicated")
-
-
-def _launcher_arguments() -> list[str] | None:
-    """Arguments after `accelerate launch` of the nearest process above this one that is one."""
-    try:
-        above = psutil.Process().parents()
-        command_lines = [process.cmdline() for process in above]
-    except (psutil.Error, OSError):
-        return None  # a container may hide the processes above
-    for words in command_lines:
-        names = [Path(word).name for word in words]
-        for i, name in enumerate(names[:-1]):
-            if name in ("accelerate", "accelerate_cli.py") and names[i + 1] == "launch":
-                return words[i + 2 :]
-            if name == "accelerate-launch" or words[i + 1] == "accelerate.commands.launch":
-                return words[i + 1 :]
-    return None
-
-
-def chose_threads(launch: Launch) -> bool:
-    """Whether OMP_NUM_THREADS is the user's: it was there when the launcher started, which sets it where it was not."""
-    if "OMP_NUM_THREADS" not in os.environ or not launch.launched:
-        return "OMP_NUM_THREADS" in os.environ
-    try:
-        return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
-    except (psutil.Error, OSError):
-        return True  # a container may hide the processes above
-
-
-def _option(arguments: list[str] | None, name: str) -> str | None:
-    """The value of `--name value`, `--name=value` or the same with dashes, before the program's own arguments."""
-    spellings = (f"--{name}", f"--{name.replace('_', '-')}")
-    for i, word in enumerate(arguments or []):
-        if word in spellings and arguments is not None and i + 1 < len(arguments):
-            return arguments[i + 1]
-        if word.split("=")[0] in spellings and "=" in word:
-            return word.split("=", 1)[1]
-        if word == "finetune":
-            return None
-    return None
-
-
-def _number(arguments: list[str] | None, name: str) -> int | None:
-    value = _option(arguments, name)
-    return int(value) if value and value.isdigit() else None
-
-
-def _config(arguments: list[str] | None) -> tuple[str | None, dict[str, Any]]:
-    if arguments is None:
-        return None, {}
-    from accelerate.commands.config.config_args import default_config_file
-
-    path = _option(arguments, "config_file") or (default_config_file if os.path.isfile(default_config_file) else None)
-    return (path, _load_config(path)) if path else (None, {})
+    return _KINDS.get(str(config.get("distributed_type")), "replicated")
 
 
 def _load_config(path: str) -> dict[str, Any]:
@@ -196,17 +156,138 @@ def _load_config(path: str) -> dict[str, Any]:
     return config
 
 
-def check_started(launch: Launch, world_size: int, kind: str) -> None:
-    """Raises UserError where the launch came out other than the config says; accelerate itself would go on in
-    silence.
+# --- accelerate launch
+
+
+def _launcher_arguments() -> list[str] | None:
+    """Returns the arguments after `accelerate launch` of the nearest parent process that is one."""
+    try:
+        command_lines = [process.cmdline() for process in psutil.Process().parents()]
+    except (psutil.Error, OSError):
+        return None  # a container may hide parent processes
+    for words in command_lines:
+        names = [Path(word).name for word in words]
+        for i, name in enumerate(names[:-1]):
+            if name in ("accelerate", "accelerate_cli.py") and names[i + 1] == "launch":
+                return words[i + 2 :]
+            if name == "accelerate-launch" or words[i + 1] == "accelerate.commands.launch":
+                return words[i + 1 :]
+    return None
+
+
+def user_set_threads(launch: Launch) -> bool:
+    """Whether OMP_NUM_THREADS is the user's. Launchers set it where it is not set, so their own environment decides."""
+    if "OMP_NUM_THREADS" not in os.environ or not launch.launched:
+        return "OMP_NUM_THREADS" in os.environ
+    try:
+        return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
+    except (psutil.Error, OSError):
+        return True  # a container may hide parent processes
+
+
+def _option(arguments: list[str] | None, name: str) -> str | None:
+    """Returns the value of `--name value` or `--name=value`, also with dashes, before the program's own arguments."""
+    spellings = (f"--{name}", f"--{name.replace('_', '-')}")
+    for i, word in enumerate(arguments or []):
+        if word in spellings and arguments is not None and i + 1 < len(arguments):
+            return arguments[i + 1]
+        if word.split("=")[0] in spellings and "=" in word:
+            return word.split("=", 1)[1]
+        if word == "finetune":
+            return None
+    return None
+
+
+def _launcher_config(arguments: list[str] | None) -> tuple[str | None, dict[str, Any]]:
+    if arguments is None:
+        return None, {}
+    from accelerate.commands.config.config_args import default_config_file
+
+    path = _option(arguments, "config_file") or (default_config_file if os.path.isfile(default_config_file) else None)
+    return (path, _load_config(path)) if path else (None, {})
+
+
+# --- torchrun: `accelerate launch` starts a fixed number of machines, torchrun as many as there are (`--nnodes 1:4`)
+
+
+def _is_torchrun() -> bool:
+    """Whether torch elastic started this process; it is what `accelerate launch` of several processes uses, too."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _torchrun_launch(config_file: str, arguments: list[str] | None) -> Launch:
+    """torchrun decides how many processes there are, which may change with each restart; the file decides the rest."""
+    if arguments is not None:
+        raise UserError(f"--config-file {config_file}: accelerate launch has an option of its own, --config_file")
+    config = _load_config(config_file)
+    if not _is_torchrun():
+        raise UserError(
+            f"--config-file {config_file} is for processes that torchrun started; under accelerate, "
+            f"`accelerate launch --config_file {config_file} -m finetune train ...`"
+        )
+    world_size = os.environ["WORLD_SIZE"]
+    if str(config["distributed_type"]) == "NO" and world_size != "1":
+        raise UserError(
+            f"{config_file} is for one process, and torchrun started {world_size}: use accelerate_configs/ddp.yaml"
+        )
+    variables = _variables_of_config(config_file, world_size)
+    os.environ.update({name: value for name, value in variables.items() if name.startswith(_CONFIG_VARIABLES)})
+    return Launch(_kind(config), int(world_size), config_file, config, launched=True)
+
+
+def _variables_of_config(path: str, world_size: str) -> dict[str, str]:
+    """Returns the environment that `accelerate launch` would give its processes, by accelerate's own functions."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    # torchrun has decided these already; both functions require them, and start nothing.
+    decided = ["--config_file", path, "--num_processes", world_size, "--num_machines", "1", "--main_process_port", "0"]
+    options = launch_command_parser().parse_args([*decided, "--num_cpu_threads_per_process", "1", "finetune"])
+    options, config, precision_from_config = _validate_launch_command(options)
+    if not options.use_deepspeed:
+        return prepare_multi_gpu_env(options)
+    fields = [*getattr(config, "deepspeed_config", {}), *(["mixed_precision"] if precision_from_config else [])]
+    options.deepspeed_fields_from_accelerate_config = ",".join(fields)
+    return prepare_deepspeed_cmd_env(options)[1]
+
+
+# --- what every launch has
+
+
+def collective_timeout() -> timedelta:
+    """Returns how long a collective waits before it fails; a broken link shows by nothing else.
+
+    torch takes it from programs only, not from the environment, so the variable is ours. Raises UserError where it is
+    not a number.
     """
-    if world_size != launch.processes:
+    text = os.environ.get(TIMEOUT_VARIABLE, str(_DEFAULT_TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e7:
         raise UserError(
-            f"{launch.name} asks for {launch.processes} processes, but {world_size} "
-            f"{'is' if world_size == 1 else 'are'} running: each would train alone. "
-            "Use one of accelerate_configs/ and set the size with `accelerate launch --num_processes N`"
+            f"{TIMEOUT_VARIABLE}={text}: seconds that ranks wait for each other, a number above 0, such as 300"
         )
-    if kind != launch.kind:
-        raise UserError(
-            f"{launch.name} asks for {launch.kind}, but accelerate started {kind}: check its `distributed_type`"
-        )
+    return timedelta(seconds=seconds)
+
+
+def hosts_without_shared_folder(gather: Callable[[Any], list[Any]], rank: int, folder: Path) -> list[str]:
+    """Returns the machines that do not see a file which rank 0 creates in `folder`, which exists. Collective."""
+    probe = folder / f".shared-{gather(uuid.uuid4().hex)[0]}"  # a new name: NFS caches the absence of files
+    if rank == 0:
+        probe.touch()
+    gather(None)  # the file exists from here on
+    hosts = gather(None if _becomes_visible(probe) else socket.gethostname())
+    if rank == 0:
+        probe.unlink()
+    return sorted({host for host in hosts if host})
+
+
+def _becomes_visible(path: Path) -> bool:
+    deadline = time.monotonic() + _VISIBLE_AFTER_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from finetune.engine.timeout import collective_timeout
+from finetune.engine.launch import collective_timeout
 
 _SMALL = 4 * 2**10  # bytes: what a message costs that carries nothing
 _LARGE = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # bytes: what a long one carries

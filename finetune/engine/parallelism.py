@@ -1,12 +1,12 @@
-"""How the processes of a launch divide the work: the accelerate config's `parallelism_config`, read and counted.
+"""Parallel dimensions of a launch: the accelerate config's `parallelism_config`.
 
     processes = pipeline x replicate x shard x context x sequence x tensor         (outermost first)
 
-Ranks that differ in `replicate` or `shard` train on other rows. The others work together on the same rows: on other
-layers of them (pipeline), other tokens (context, sequence), other columns of the same matrices (tensor). `expert`
-divides the ranks of one replica anew: each group of so many ranks holds every expert once.
+Ranks that differ in `replicate` or `shard` are data parallel: they train on different rows. The others share their
+rows: they have different layers (pipeline), tokens (context, sequence) or columns of the same matrices (tensor).
+`expert` is not a dimension of its own: it groups the ranks of one replica so that each group has every expert once.
 
-accelerate has no words for pipeline and expert; they stand in the same block, which its launcher passes over, as
+accelerate has no keys for pipeline and expert. Ours are in the same block, where its launcher ignores them:
 `parallelism_config_pp_*` and `parallelism_config_ep_size`.
 """
 
@@ -19,12 +19,12 @@ from typing import Any, Literal, get_args
 
 from finetune.errors import UserError
 
-Exchange = Literal["allgather", "alltoall", "ring"]
+ContextExchange = Literal["allgather", "alltoall", "ring"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "sequence", "tensor")  # outermost first
 _PREFIX = "parallelism_config_"
-_KEYS = {  # in accelerate's words, or ours after them
+_KEYS = {  # accelerate's keys, then ours
     "dp_replicate_size": "replicate",
     "dp_shard_size": "shard",
     "cp_size": "context",
@@ -36,13 +36,13 @@ _KEYS = {  # in accelerate's words, or ours after them
     "pp_stages_per_rank": "stages_per_rank",
     "ep_size": "expert",
 }
-_CHOICES = {"exchange": get_args(Exchange), "schedule": get_args(Schedule)}
+_CHOICES = {"exchange": get_args(ContextExchange), "schedule": get_args(Schedule)}
 _NO_EFFECT = {"cp_backend", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"}
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Sizes of a launch; 1 where a dimension is not used."""
+    """Sizes of the dimensions of a launch; 1 where one is not used."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -51,9 +51,9 @@ class Parallelism:
     sequence: int = 1
     tensor: int = 1
     expert: int = 1
-    exchange: Exchange = "allgather"  # of keys and values between context ranks
+    exchange: ContextExchange = "allgather"  # of keys and values between context ranks
     schedule: Schedule = "1f1b"
-    stages_per_rank: int = 1  # of a pipeline; more than one only where the schedule interleaves them
+    stages_per_rank: int = 1  # of a pipeline; more than one with interleaved schedules only
 
     @property
     def processes(self) -> int:
@@ -66,7 +66,7 @@ class Parallelism:
 
     @property
     def data(self) -> int:
-        """Groups of ranks that train on other rows at the same time."""
+        """Data parallel size: groups of ranks that train on different rows."""
         return self.replicate * self.shard
 
     @property
@@ -76,29 +76,29 @@ class Parallelism:
 
     @property
     def is_plain(self) -> bool:
-        """Only data parallel, replicated or sharded over all ranks, as every backend knows it."""
+        """Only data parallel, replicated or sharded over all ranks, which every backend supports."""
         return self.data == self.processes and self.expert == 1 and 1 in (self.replicate, self.shard)
 
-    def place(self, rank: int) -> dict[str, int]:
-        """Coordinate of a rank in every dimension: the last counts fastest.
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Returns the coordinate of a rank in every dimension; the last dimension varies fastest.
 
-        >>> Parallelism(shard=2, tensor=2).place(2)
+        >>> Parallelism(shard=2, tensor=2).coordinates(2)
         {'pipeline': 0, 'replicate': 0, 'shard': 1, 'context': 0, 'sequence': 0, 'tensor': 0}
         """
-        place: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for name, size in zip(reversed(DIMENSIONS), reversed(self.sizes), strict=True):
-            rank, place[name] = divmod(rank, size)
-        return dict(reversed(place.items()))
+            rank, coordinates[name] = divmod(rank, size)
+        return dict(reversed(coordinates.items()))
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `data` shares of the rows a rank works on."""
-        place = self.place(rank)
-        return place["replicate"] * self.shard + place["shard"]
+        """Returns the data parallel rank, 0 to `data` - 1."""
+        coordinates = self.coordinates(rank)
+        return coordinates["replicate"] * self.shard + coordinates["shard"]
 
-    def leads_rows(self, rank: int) -> bool:
-        """Whether a rank is the first of those that work on the same rows, and speaks for them."""
-        place = self.place(rank)
-        return not any(place[name] for name in DIMENSIONS if name not in ("replicate", "shard"))
+    def is_data_parallel_leader(self, rank: int) -> bool:
+        """Whether a rank is the first of those that share its rows, and reports for them."""
+        coordinates = self.coordinates(rank)
+        return not any(coordinates[name] for name in DIMENSIONS if name not in ("replicate", "shard"))
 
     def summary(self) -> str:
         """For reports: `shard 2 x tensor 2`."""
@@ -107,23 +107,24 @@ class Parallelism:
 
 
 def read_parallelism(config: dict[str, Any], sharded: bool, processes: int, name: str) -> Parallelism:
-    """Of an accelerate config. sharded: ranks that no dimension asks for are shards of one model, else replicas.
+    """Returns the sizes of an accelerate config. name: of the config, for messages.
 
-    The data-parallel size that the config leaves out is what the others leave over, so that one file serves any number
-    of processes. name: of the config, for messages. Raises UserError where keys or sizes do not fit.
+    The data parallel size that the config leaves out follows from the number of processes, so that one file serves any
+    number of them: `shard` where the backend is `sharded`, else `replicate`. Raises UserError where keys or sizes do
+    not fit.
     """
-    given = _given(config.get("parallelism_config") or {}, name)
-    rest = "shard" if sharded else "replicate"
-    asked = replace(Parallelism(), **given)
-    if rest not in given and asked.processes and processes % asked.processes == 0:
-        asked = replace(asked, **{rest: processes // asked.processes})
-    if asked.processes != processes:
-        raise UserError(_do_not_multiply(asked, rest in given, processes, name))
-    return asked
+    configured = _configured(config.get("parallelism_config") or {}, name)
+    free = "shard" if sharded else "replicate"
+    sizes = replace(Parallelism(), **configured)
+    if free not in configured and sizes.processes and processes % sizes.processes == 0:
+        sizes = replace(sizes, **{free: processes // sizes.processes})
+    if sizes.processes != processes:
+        raise UserError(_size_message(sizes, free in configured, processes, name))
+    return sizes
 
 
-def _given(block: dict[str, Any], name: str) -> dict[str, Any]:
-    problems, found = [], {}
+def _configured(block: dict[str, Any], name: str) -> dict[str, Any]:
+    problems, configured = [], {}
     for key, value in block.items():
         short = str(key).removeprefix(_PREFIX)
         if short in _NO_EFFECT:
@@ -134,31 +135,31 @@ def _given(block: dict[str, Any], name: str) -> dict[str, Any]:
         elif (problem := _problem(_KEYS[short], value)) is not None:
             problems.append(f"`{key}: {value}`: {problem}")
         else:
-            found[_KEYS[short]] = value
+            configured[_KEYS[short]] = value
     if problems:
         raise UserError(f"{name}: parallelism_config:\n" + "\n".join(f"  {problem}" for problem in problems))
-    return found
+    return configured
 
 
 def _problem(field: str, value: Any) -> str | None:
-    """Why a value cannot be."""
+    """Returns why a value is invalid."""
     if field in _CHOICES:
-        return None if value in _CHOICES[field] else f"one of {', '.join(_CHOICES[field])}"
-    return None if type(value) is int and value >= 1 else "a whole number from 1 on"
+        return None if value in _CHOICES[field] else f"must be one of {', '.join(_CHOICES[field])}"
+    return None if type(value) is int and value >= 1 else "must be an integer of at least 1"
 
 
-def _do_not_multiply(asked: Parallelism, all_given: bool, processes: int, name: str) -> str:
-    need = asked.processes
-    below, above = processes // need * need, (processes // need + 1) * need
-    nearest = f"{need}" if all_given else " or ".join(str(n) for n in (below, above) if n)
+def _size_message(sizes: Parallelism, is_complete: bool, processes: int, name: str) -> str:
+    unit = sizes.processes
+    below, above = processes // unit * unit, (processes // unit + 1) * unit
+    nearest = f"{unit}" if is_complete else " or ".join(str(n) for n in (below, above) if n)
+    needs = f"{unit}" if is_complete else f"a multiple of {unit}"
     return (
-        f"{name}: parallelism_config: {asked.summary()} {'are' if all_given else 'go into'} "
-        f"{need if all_given else f'multiples of {need}'} processes, not {processes}: "
+        f"{name}: parallelism_config: {sizes.summary()} needs {needs} processes, not {processes}: "
         f"launch with `--num_processes {nearest}`, or change the sizes"
     )
 
 
 def dimension_key(field: str) -> str:
-    """The key of the accelerate config that sets a field, for messages."""
+    """Returns the key of the accelerate config that sets a field."""
     assert field in {f.name for f in fields(Parallelism)}
     return _PREFIX + next(key for key, known in _KEYS.items() if known == field)

@@ -7,8 +7,8 @@ https://arxiv.org/abs/1811.06965). Beside it, replicas of the whole pipeline on 
             layers 0-6                             norm, head, loss
 
 Every rank of a pipeline has the same micro-batches from the loader, so only hidden states and their gradients travel:
-positions, documents and masks are made where they are used. The loss is the same function as everywhere, called on
-every rank; on all but the last stage it ends where it calls the model.
+positions, documents and masks are made where they are used. The forward is the same function as everywhere, called in
+every stage with that stage as its model; the loss is computed where the last stage is.
 """
 
 from __future__ import annotations
@@ -24,14 +24,24 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, Phase, T, in_type, saved_tensors, update_shards
+from finetune.engine.base import (
+    BuildOptimizers,
+    Engine,
+    Forward,
+    Loss,
+    NamedTensors,
+    T,
+    detached,
+    saved_tensors,
+    update_shards,
+)
 from finetune.engine.launch import Launch
-from finetune.engine.parts import Part
-from finetune.engine.schedule import bubble_share, fitting
-from finetune.engine.stage_model import HandedOn, StageModel, check_cuttable, holders, keep_only
-from finetune.engine.stages import Layout, lay_out
+from finetune.engine.pipeline_layout import Layout, bubble_share, lay_out, schedulable_micro_batches
+from finetune.engine.stage_model import StageModel, check_cuttable, holders, keep_only
+from finetune.engine.state_shards import Part
 from finetune.engine.torch_schedule import make_schedule, make_stage
 from finetune.models.config import model_config
+from finetune.models.loss_model import CausalLMWithLoss, Outputs
 from finetune.models.weights import Placement, dtypes, without_weights
 from finetune.recipe.schema import Recipe
 
@@ -39,24 +49,23 @@ BUCKET_BYTES = 25 * 2**20  # of gradients in one all-reduce, as DDP's buckets
 
 
 @dataclass(frozen=True)
-class _Work:
-    """Of the step that the schedule is running."""
+class _RunningStep:
+    """The step that the schedule is running."""
 
     batches: Sequence[Any]
     counted: int  # the batches after these only fill the schedule up
-    loss_of: Callable[[Any, Any], Tensor]
-    phase: Phase
+    forward: Forward[Any]
+    loss: Loss[Any]
 
 
 class Pipeline(Engine):
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         super().__init__(accelerator, launch, recipe)
-        sizes, place = self.parallelism, self.parallelism.place(self.rank)
+        sizes, place = self.parallelism, self.parallelism.coordinates(self.rank)
         self.place, self.replica = place["pipeline"], place["replicate"]
         self._along = [stage * sizes.replicate + self.replica for stage in range(sizes.pipeline)]  # ranks of a pipeline
         self._layout = self._lay_out(recipe)
-        self._types = dtypes(recipe)
-        self._compute = self._types.compute
+        self._compute = dtypes(recipe).compute
         self._prepared: tuple[tuple[int, int], Any] | None = None  # a schedule, for (micro-batches, tokens of each)
         self._stages: list[StageModel] = []
         self._pipeline = self._replicas = self._ends = None  # groups
@@ -70,13 +79,13 @@ class Pipeline(Engine):
     def placement(self, recipe: Recipe) -> Placement:
         return Placement("load", self.device, self._layout.layers_of(self.place))
 
-    def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
-        check_cuttable(model)
-        self.unwrapped, self.model = model, _Answering(self)
-        self._holders = holders(model, self._layout)
-        keep_only(model, lambda name: self.place in self._holders[name], self.device)
+    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+        check_cuttable(model.causal_lm)
+        self.unwrapped, self.model = model.causal_lm, _FullPipeline(self, model)
+        self._holders = holders(self.unwrapped, self._layout)
+        keep_only(self.unwrapped, lambda name: self.place in self._holders[name], self.device)
         stages = self._layout.stages_of(self.place)
-        self._stages = [StageModel(model, self._layout, index, self._types, self.device) for index in stages]
+        self._stages = [StageModel(model, self._layout, index, self._compute) for index in stages]
         self._width = model.config.get_text_config().hidden_size
         self._make_groups()
         self.optimizers = build(trained) if (trained := self._trained()) else []
@@ -101,14 +110,14 @@ class Pipeline(Engine):
 
     # --- a step
 
-    def accumulate(self, batches: Sequence[T], loss_of: Callable[[Any, T], Tensor], phase: Phase) -> None:
-        count = fitting(self.parallelism.schedule, self.parallelism.pipeline, len(batches))
+    def accumulate(self, batches: Sequence[T], forward: Forward[T], loss: Loss[T]) -> None:
+        count = schedulable_micro_batches(self.parallelism.schedule, self.parallelism.pipeline, len(batches))
         filled = [*batches, *[batches[-1]] * (count - len(batches))]
-        self._work = _Work(filled, len(batches), loss_of, phase)
+        self._step = _RunningStep(filled, len(batches), forward, loss)
         schedule = self._schedule_of(count, _tokens(batches[0]))
-        numbers = torch.arange(count)  # which micro-batch: torch deals one to each forward
+        indices = torch.arange(count)  # of the micro-batches: torch passes one to each forward
         with self.stopwatch.waiting():
-            schedule.step(*[numbers] * (self.place == 0), number=numbers, target=numbers, return_outputs=False)
+            schedule.step(*[indices] * (self.place == 0), number=indices, target=indices, return_outputs=False)
             self._add_up()
 
     def _schedule_of(self, count: int, tokens: int) -> Any:
@@ -130,16 +139,14 @@ class Pipeline(Engine):
             self._prepared = (count, tokens), make_schedule(self.parallelism.schedule, stages, count)
         return self._prepared[1]
 
-    def run_scheduled(self, stage: StageModel, received: Tensor | None, number: int) -> Tensor:
-        """A forward of the schedule: hidden states, or in the last stage the loss."""
-        work, batch = self._work, self._work.batches[number]
-        counts = number < work.counted
+    def run_scheduled(self, stage: StageModel, received: Tensor | None, index: int) -> Tensor:
+        """A forward of the schedule: hidden states, or in the last stage the loss; index: of the micro-batch."""
+        step, batch = self._step, self._step.batches[index]
         with self._computing():
-            try:
-                loss = work.loss_of(_Forward(stage, received, ends=not counts), batch)
-            except HandedOn as handed:
-                return handed.hidden.sum() * 0.0 if stage.is_last else handed.hidden
-            return loss * self.loss_scale.value
+            if stage.is_last and received is not None and index >= step.counted:
+                return received.sum() * 0.0
+            output = step.forward(_StageCall(stage, received), batch)
+            return step.loss(output, batch) * self.loss_scale.value if stage.is_last else output
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -152,7 +159,7 @@ class Pipeline(Engine):
 
     @contextlib.contextmanager
     def _computing_backward(self) -> Iterator[None]:
-        with self._computing(), self._work.phase("backward"):
+        with self._computing(), self.stopwatch.phase("backward"):
             yield
 
     def _add_up(self) -> None:
@@ -174,7 +181,7 @@ class Pipeline(Engine):
         trained = [(name, p.grad) for name, p in self._trained() if p.grad is not None]
         counted = [gradient for name, gradient in trained if self._holders[name][0] == self.place]
         copies = self.parallelism.replicate
-        norm = update_shards(self, [g for _, g in trained], lambda local: self.sum(local)[0] / copies, counted)
+        norm = update_shards(self, [g for _, g in trained], lambda local: self.ranks.sum(local)[0] / copies, counted)
         self.drop_gradients()
         return norm
 
@@ -184,19 +191,20 @@ class Pipeline(Engine):
 
     # --- forwards alone
 
-    def forwards(self, batches: Iterable[T], values_of: Callable[[Any, T], Tensor]) -> Iterator[tuple[T, Tensor]]:
-        """One after another, each stage on its rank; only the last one's rank has any to give."""
+    def forwards(self, batches: Iterable[T], forward: Forward[T]) -> Iterator[tuple[T, Outputs]]:
+        """One after another, each stage on its rank; only the last one's rank has outputs."""
         for batch in batches:
-            values = self._relay(lambda model, batch=batch: values_of(model, batch))
-            if values is not None:
-                yield batch, values
+            outputs = self._relay(lambda model, batch=batch: forward(model, batch))
+            if outputs is not None:
+                yield batch, outputs
 
-    def _relay(self, call: Callable[[Any], T]) -> T | None:
+    def _relay(self, call: Callable[[Any], Any]) -> Any:
+        """Returns what the last stage gives, on its rank; None on the others."""
         for stage in self._stages:
-            try:
-                return call(_Forward(stage, None, receive=self._receive if stage.index else None))
-            except HandedOn as handed:
-                dist.send(handed.hidden.contiguous(), self._rank_of(stage.index + 1), group=self._pipeline)
+            output = call(_StageCall(stage, receive=self._receive if stage.index else None))
+            if stage.is_last:
+                return output
+            dist.send(output.contiguous(), self._rank_of(stage.index + 1), group=self._pipeline)
         return None
 
     def _receive(self, stage: int, rows: int, tokens: int) -> Tensor:
@@ -230,7 +238,7 @@ class Pipeline(Engine):
     def forwards_alike(self) -> bool:
         return True
 
-    def facts(self, micro_batches: int) -> dict[str, Any]:
+    def summary(self, micro_batches: int) -> dict[str, Any]:
         sizes, layout = self.parallelism, self._layout
         share = bubble_share(sizes.schedule, sizes.pipeline, sizes.stages_per_rank, micro_batches)
         layers = [len(layout.layers(stage)) for stage in range(layout.stages)]
@@ -253,7 +261,7 @@ class Pipeline(Engine):
         self, trainable_only: bool, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor | None]]:
         for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
-            yield name, self._on_main(in_type(tensor, dtype), self._holders.get(name, [0])[0])
+            yield name, self._on_main(detached(tensor, dtype), self._holders.get(name, [0])[0])
 
     def _on_main(self, tensor: Tensor, place: int) -> Tensor | None:
         """Sent by the first replica of the stage that holds it. Between these two only, and in one order."""
@@ -274,24 +282,20 @@ class Pipeline(Engine):
         super().close()
 
 
-class _Forward:
-    """What a loss calls as its model: a stage."""
+class _StageCall:
+    """A stage as a forward calls it: like the full model."""
 
     def __init__(
         self,
         stage: StageModel,
-        received: Tensor | None,
-        ends: bool = False,
+        received: Tensor | None = None,
         receive: Callable[[int, int, int], Tensor] | None = None,
     ):
-        """ends: whether the hidden states are all that is wanted, in the last stage, too."""
-        self._stage, self._received, self._ends, self._receive = stage, received, ends, receive
+        self._stage, self._received, self._receive = stage, received, receive
 
     def __call__(self, **arguments: Any) -> Any:
         if self._receive is not None:
             self._received = self._receive(self._stage.index, *arguments["input_ids"].shape)
-        if self._ends and self._received is not None and self._stage.is_last:
-            raise HandedOn(self._received)
         return self._stage.run(arguments, self._received)
 
 
@@ -306,17 +310,17 @@ class _InSchedule(nn.Module):
         return self._engine.run_scheduled(self.stage, received if self.stage.index else None, int(number))
 
 
-class _Answering:
-    """What evaluation takes for the model: the pipeline as one, forwards only."""
+class _FullPipeline:
+    """The pipeline as one model, forwards only: what generation calls."""
 
-    def __init__(self, engine: Pipeline):
-        self._engine = engine
+    def __init__(self, engine: Pipeline, model: CausalLMWithLoss):
+        self._engine, self._model = engine, model
 
     def __call__(self, **arguments: Any) -> Any:
         return self._engine.answer(arguments)
 
     def train(self, mode: bool = True) -> None:
-        self._engine.unwrapped.train(mode)
+        self._model.train(mode)
 
     def eval(self) -> None:
         self.train(False)

@@ -1,15 +1,16 @@
-"""A model cut into shards by torch's fully_shard, and filled from the one rank that read its weights.
+"""A model sharded by torch's fully_shard, and filled from the one rank that loaded its weights.
 
-    decoder layer   one unit each: gathered before its forward, let go of behind it
-    embedding       a unit; where the head shares its weight, of the unit below
-    norm and head   a unit, not let go of between forward and backward, which begins with it
+    decoder layer   one unit each: gathered before its forward, freed after it
+    embedding       a unit; where the head shares its weight, part of the next unit
+    norm and head   a unit, not freed between forward and backward, which begins with it
     the rest        the root's
 
-Units follow the model's own list of layers that are not to be split, or the accelerate config's wrap policy.
+Units follow the model's own list of layers that must not be split, or the accelerate config's wrap policy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,37 +24,43 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.engine.parallelism import Parallelism
-from finetune.engine.tensor_parallel import Cut
+from finetune.engine.state_shards import Part
+from finetune.engine.tensor_parallel import ParameterShard
+from finetune.models.loss_model import CausalLMWithLoss
+from finetune.utils import unwrap_peft
+
+Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """Which ranks share a parameter. One dimension: shards; two: replicas of shards (HSDP)."""
+    """The ranks that share a parameter. One dimension: shards; two: replicas of shards (HSDP)."""
 
     layers: DeviceMesh
-    ends: DeviceMesh  # of embeddings, final norm and head, which tensor parallelism leaves whole: its ranks as well
-    tensor: DeviceMesh | None  # the ranks that hold other columns of a layer's matrices
+    ends: DeviceMesh  # of embeddings, final norm and head, which are not tensor parallel: over those ranks as well
+    tensor: DeviceMesh | None  # the ranks that have other columns of a layer's matrices
 
 
 def device_meshes(parallelism: Parallelism, device_type: str) -> Meshes:
-    """Of the process group. Ranks that share the tokens of a row hold other shards, like those with other rows."""
+    """Returns the meshes of this rank. Ranks that share the tokens of a row have different shards, as those with
+    different rows."""
     sharing = parallelism.shard * parallelism.tokens
     grid = _grid(parallelism, device_type, sharing, parallelism.tensor)
     if parallelism.tensor == 1:
-        return Meshes(_of_data(grid), _of_data(grid), None)
+        return Meshes(_data_mesh(grid), _data_mesh(grid), None)
     ends = _grid(parallelism, device_type, sharing * parallelism.tensor, 1)
-    return Meshes(_of_data(grid), _of_data(ends), grid["tensor"])
+    return Meshes(_data_mesh(grid), _data_mesh(ends), grid["tensor"])
 
 
 def _grid(parallelism: Parallelism, device_type: str, shard: int, tensor: int) -> DeviceMesh:
-    """Of all ranks."""
+    """Returns a mesh of all ranks."""
     sizes = {"pipeline": parallelism.pipeline, "replicate": parallelism.replicate, "shard": shard, "tensor": tensor}
     used = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
     return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
-def _of_data(grid: DeviceMesh) -> DeviceMesh:
-    """This rank's replicas x shards."""
+def _data_mesh(grid: DeviceMesh) -> DeviceMesh:
+    """Returns this rank's replicas x shards."""
     return grid["replicate", "shard"] if "replicate" in (grid.mesh_dim_names or ()) else grid["shard"]
 
 
@@ -70,65 +77,62 @@ class Sharding:
         return {"mesh": mesh, "mp_policy": self.precision, "offload_policy": self.offload}
 
 
-def shard(
-    model: Any, units: list[nn.Module], how: Sharding, elsewhere: Mapping[nn.Module, DeviceMesh] | None = None
+def shard_model(
+    model: CausalLMWithLoss,
+    units: list[nn.Module],
+    sharding: Sharding,
+    expert_meshes: Mapping[nn.Module, DeviceMesh] | None = None,
 ) -> None:
-    """Cut every parameter of a model, in place; its forward gathers them.
+    """Shard every parameter of a model, in place; its forward gathers them.
 
-    units: decoder layers, inner ones first. elsewhere: modules in them that are shared over other ranks than the rest,
-    each a unit of its own.
+    units: decoder layers, inner ones first. expert_meshes: modules in them that are sharded over other ranks, each a
+    unit of its own.
     """
-    for module, mesh in (elsewhere or {}).items():
-        fully_shard(module, **how.options(mesh), reshard_after_forward=how.reshard)
+    for module, mesh in (expert_meshes or {}).items():
+        fully_shard(module, **sharding.options(mesh), reshard_after_forward=sharding.reshard)
+    layers, ends = sharding.options(sharding.meshes.layers), sharding.options(sharding.meshes.ends)
     for module in units:
-        fully_shard(module, **how.options(how.meshes.layers), reshard_after_forward=how.reshard)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tail = [final_norm(model), head]
-    if _shares_weight(embedding, head):
+        fully_shard(module, **layers, reshard_after_forward=sharding.reshard)
+    causal_lm = model.causal_lm
+    embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    tail = [final_norm(causal_lm), head]
+    embedding_parameters = {id(parameter) for parameter in embedding.parameters()}
+    if any(id(parameter) in embedding_parameters for parameter in head.parameters()):  # tied
         tail.insert(0, embedding)  # the first of them to run gathers all
     else:
-        fully_shard(embedding, **how.options(how.meshes.ends), reshard_after_forward=how.reshard)
-    fully_shard(
-        [module for module in tail if module is not None], **how.options(how.meshes.ends), reshard_after_forward=False
-    )
-    fully_shard(model, **how.options(how.meshes.layers))
-
-
-def _shares_weight(embedding: Any, head: Any) -> bool:
-    ours = {id(parameter) for parameter in embedding.parameters()}
-    return any(id(parameter) in ours for parameter in head.parameters())
+        fully_shard(embedding, **ends, reshard_after_forward=sharding.reshard)
+    fully_shard([module for module in tail if module is not None], **ends, reshard_after_forward=False)
+    fully_shard(model, **layers)
 
 
 def final_norm(model: Any) -> nn.Module | None:
-    """The norm before the head: the last one that the base model holds directly."""
-    causal = model.get_base_model() if hasattr(model, "peft_config") else model
-    norms = [module for _, module in causal.base_model.named_children() if "Norm" in type(module).__name__]
+    """Returns the norm before the head: the last direct child of the base model that is a norm."""
+    norms = [child for child in unwrap_peft(model).base_model.children() if "Norm" in type(child).__name__]
     return norms[-1] if norms else None
 
 
-def units_of(model: Any, plugin: Any) -> list[nn.Module]:
-    """Modules to shard one by one, inner ones first. plugin: accelerate's, which knows the config's wrap policy."""
+def sharding_units(model: Any, plugin: Any) -> list[nn.Module]:
+    """Returns the modules to shard one by one, inner ones first. plugin: accelerate's, which has the wrap policy."""
     plugin.set_auto_wrap_policy(model)
     policy = plugin.auto_wrap_policy
     if policy is None:
         return []
-    inside = [module for module in model.modules() if module is not model]
-    return [module for module in reversed(inside) if policy(module, recurse=False, nonwrapped_numel=_numel(module))]
+    submodules = [module for module in model.modules() if module is not model]
+    numels = [sum(parameter.numel() for parameter in module.parameters()) for module in submodules]
+    return [
+        module
+        for module, numel in zip(reversed(submodules), reversed(numels), strict=True)
+        if policy(module, recurse=False, nonwrapped_numel=numel)
+    ]
 
 
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-# --- filling
-
-Weights = dict[str, Tensor]
+# --- weights
 
 
 def take_weights(model: Any, has_them: bool) -> Weights:
-    """Move a model to `meta` and return what it held: all on the rank that `has_them`, nothing on the others.
+    """Move a model to `meta`. Returns its weights on the rank that `has_them`, an empty dict on the others.
 
-    Buffers that are not saved stay as they are: every rank has made its own.
+    Buffers that are not saved stay as they are: every rank has computed its own.
     """
     weights = model.state_dict() if has_them else {}
     buffers = [
@@ -138,68 +142,91 @@ def take_weights(model: Any, has_them: bool) -> Weights:
         if name in module._non_persistent_buffers_set
     ]
     model.to("meta")
-    model.tie_weights()  # moved one by one, tied weights have come apart
+    model.tie_weights()  # moved one by one, tied weights are separate tensors
     for module, name, buffer in buffers:
         module.register_buffer(name, buffer, persistent=False)
     return weights
 
 
-def fill(
-    model: Any, weights: Weights, cuts: Mapping[str, Cut], device: torch.device, shard_device: torch.device
+def fill_shards(
+    model: Any,
+    weights: Weights,
+    shards: Mapping[str, ParameterShard],
+    device: torch.device,
+    shard_device: torch.device,
 ) -> None:
-    """Give every rank its shard of what rank 0 has taken; one tensor at a time is whole. Collective.
+    """Give every rank its shard of rank 0's weights; one tensor at a time is full. Collective.
 
-    cuts: of the parameters that tensor parallelism has cut before, by name. device: where a whole tensor is
-    communicated. shard_device: where shards stay, the CPU where they are offloaded. FSDP2 would move them there itself,
-    but only the local tensor within a DTensor, which then says another device than it is on.
+    shards: of the tensor parallel parameters, by name. device: where full tensors are communicated. shard_device: where
+    shards stay, the CPU where they are offloaded. FSDP2 would move them there itself, but only the local tensor in a
+    DTensor, which would then name another device than it is on.
     """
     filled: dict[str, Tensor] = {}
-    known: dict[int, Tensor] = {}  # of tied weights, by what the model holds
-    for name, held in model.state_dict(keep_vars=True).items():
-        if id(held) not in known:
-            whole = _broadcast(weights.pop(name, None), held, cuts.get(name), device)
-            known[id(held)] = _share(whole, held, cuts.get(name), shard_device)
-        filled[name] = known[id(held)]
+    by_identity: dict[int, Tensor] = {}  # of the model's tensors: tied weights have two names
+    for name, sharded in model.state_dict(keep_vars=True).items():
+        if id(sharded) not in by_identity:
+            full = _broadcast(weights.pop(name, None), sharded, shards.get(name), device)
+            by_identity[id(sharded)] = _local_shard(full, sharded, shards.get(name), shard_device)
+        filled[name] = by_identity[id(sharded)]
     model.load_state_dict(filled, assign=True)
     model.tie_weights()
 
 
-def _broadcast(own: Tensor | None, held: Tensor, cut: Cut | None, device: torch.device) -> Tensor:
-    shape = held.shape if cut is None else cut.whole(held.shape)
-    whole = torch.empty(shape, dtype=held.dtype, device=device) if own is None else own.to(device, held.dtype)
-    whole = whole.contiguous()
-    dist.broadcast(whole, src=0)
-    return whole
+def _broadcast(own: Tensor | None, sharded: Tensor, shard: ParameterShard | None, device: torch.device) -> Tensor:
+    shape = sharded.shape if shard is None else shard.full_shape(sharded.shape)
+    full = torch.empty(shape, dtype=sharded.dtype, device=device) if own is None else own.to(device, sharded.dtype)
+    full = full.contiguous()
+    dist.broadcast(full, src=0)
+    return full
 
 
-def _share(whole: Tensor, held: Tensor, cut: Cut | None, shard_device: torch.device) -> Tensor:
-    """A copy of this rank's part, as `held` is laid out."""
-    mine = whole if cut is None else cut.of(whole)
-    if not isinstance(held, DTensor):
-        return mine.clone()
-    first, rows = first_row(held), held.to_local().shape[0]
-    local = mine.narrow(0, first if rows else 0, rows).clone(memory_format=torch.contiguous_format)
-    part = DTensor.from_local(
-        local, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
+def _local_shard(full: Tensor, sharded: Tensor, shard: ParameterShard | None, shard_device: torch.device) -> Tensor:
+    """Returns a copy of this rank's shard, with the layout of `sharded`."""
+    columns = full if shard is None else shard.take(full)
+    if not isinstance(sharded, DTensor):
+        return columns.clone()
+    first, rows = first_row(sharded), sharded.to_local().shape[0]
+    local = columns.narrow(0, first if rows else 0, rows).clone(memory_format=torch.contiguous_format)
+    dtensor = DTensor.from_local(
+        local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
-    return part.to(shard_device)  # from_local itself puts it on the mesh's device
+    return dtensor.to(shard_device)  # from_local itself moves it to the mesh's device
 
 
-def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a shard. Collective. One dimension of ranks after the other: `full_tensor` warns where shards lie
-    in shards, as those of divided experts do."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Returns the unsharded tensor. Collective. One mesh dimension after the other: torch's `full_tensor` warns where
+    two dimensions shard the same one, as those of expert parallel do."""
     while isinstance(tensor, DTensor):
-        left = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-        if not left:
+        sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+        if not sharded:
             return tensor.to_local()
-        placements = [Replicate() if dim == left[0] else p for dim, p in enumerate(tensor.placements)]
+        placements = [Replicate() if dim == sharded[0] else p for dim, p in enumerate(tensor.placements)]
         tensor = tensor.redistribute(placements=placements)
     return tensor
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def first_row(parameter: Tensor) -> int:
-    """Of this rank's shard, in what the ranks of its mesh share."""
+    """Returns that of this rank's shard, among the rows that the ranks of its mesh share."""
     if not isinstance(parameter, DTensor):
         return 0
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return offset[0]
+
+
+def part_of_shard(name: str, parameter: Tensor, local: Tensor, shard: ParameterShard | None) -> Part:
+    """Returns the range of the unsharded parameter that `local` is.
+
+    local: rows of `parameter`, which is a DTensor where they are not all, and tensor parallel where `shard` is given.
+    """
+    first, width = first_row(parameter), math.prod(parameter.shape[1:])
+    if shard is None or shard.dim == 0:
+        shape = parameter.shape if shard is None else shard.full_shape(parameter.shape)
+        above = 0 if shard is None else shard.index * parameter.shape[0]
+        return Part(name, tuple(shape), (above + first) * width, local.numel(), local, 0)
+    pitch = width * shard.count
+    start = first * pitch + shard.index * width
+    return Part(name, tuple(shard.full_shape(parameter.shape)), start, local.numel(), local, 0, width, pitch)

@@ -14,20 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.engine.precision import autocast_to
-from finetune.engine.stages import PLAN, Layout
+from finetune.engine.pipeline_layout import PLAN, Layout
 from finetune.errors import UserError
-from finetune.models.weights import Dtypes
+from finetune.models.loss_model import CausalLMWithLoss
+from finetune.utils import unwrap_peft
 
-_OF_THE_HEAD = ("logits_to_keep", "targets", "formula")  # arguments that a stage without it has no use for
-
-
-class HandedOn(Exception):
-    """Ends a loss at the model's forward: hidden states go to the next stage, which makes the loss."""
-
-    def __init__(self, hidden: Tensor):
-        super().__init__("hidden states for the next stage")
-        self.hidden = hidden
+_HEAD_ARGUMENTS = ("logits_to_keep", "targets")  # that a stage without the head has no use for
 
 
 class _PassOn(nn.Module):
@@ -35,48 +27,43 @@ class _PassOn(nn.Module):
         return hidden
 
 
-def causal(model: Any) -> Any:
-    """transformers' model, out of peft's if it is in one."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
 class StageModel(nn.Module):
     """Its parameters are the stage's own; called with the hidden states of the stage before it."""
 
-    def __init__(self, model: Any, layout: Layout, index: int, types: Dtypes, device: torch.device):
+    def __init__(self, model: CausalLMWithLoss, layout: Layout, index: int, compute: torch.dtype):
+        """compute: the type of the hidden states that stages pass on."""
         super().__init__()
         self.index, self.is_last = index, index == layout.stages - 1
         self._model = [model]  # in a list: no submodule of ours
-        self._compute, self._autocasts, self._device = types.compute, types.compute != types.trained, device.type
-        base = causal(model).base_model
+        self._compute = compute
+        base = unwrap_peft(model.causal_lm).base_model
         mine = layout.layers(index)
         self._shown = {
             "layers": nn.ModuleList(layer if i in mine else _PassOn() for i, layer in enumerate(base.layers)),
             "norm": base.norm if self.is_last else _PassOn(),
         }
-        self.held = nn.ModuleList(parts_of(model, layout, index))
+        self.held = nn.ModuleList(parts_of(model.causal_lm, layout, index))
 
     def run(self, arguments: dict[str, Any], received: Tensor | None) -> Any:
-        """arguments: of the whole model's forward. received: (B, T, D), None in the first stage.
+        """Returns what the model gives, in the last stage; in the others hidden states (B, T, D).
 
-        Gives what the model gives, in the last stage; raises HandedOn in the others.
+        arguments: of the full model's forward. received: (B, T, D), None in the first stage.
         """
         (model,) = self._model
         if received is not None:
             arguments = {**arguments, "inputs_embeds": received}
             del arguments["input_ids"]
-        base = causal(model).base_model
-        with _showing(base, self._shown):
+        with _showing(unwrap_peft(model.causal_lm).base_model, self._shown):
             if self.is_last:
                 return model(**arguments)
-            given = {name: value for name, value in arguments.items() if name not in _OF_THE_HEAD}
-            with autocast_to(self._compute, self._device, self._autocasts):
-                raise HandedOn(self._checked(base(**given)[0]))
+            inputs = {name: value for name, value in arguments.items() if name not in _HEAD_ARGUMENTS}
+            return self._checked(model.hidden_states(**inputs))
 
     def _checked(self, hidden: Tensor) -> Tensor:
         if hidden.dtype != self._compute:
+            name = type(unwrap_peft(self._model[0].causal_lm)).__name__
             raise UserError(
-                f"pipeline: hidden states between the layers of {type(causal(self._model[0])).__name__} are "
+                f"pipeline: hidden states between the layers of {name} are "
                 f"{hidden.dtype}, not {self._compute}: use train.precision: fp32, or another accelerate config"
             )
         if torch.is_grad_enabled() and not hidden.requires_grad:
@@ -95,7 +82,7 @@ def _showing(base: Any, modules: dict[str, nn.Module]) -> Iterator[None]:
 
 
 def parts_of(model: Any, layout: Layout, stage: int) -> list[nn.Module]:
-    whole = causal(model)
+    whole = unwrap_peft(model)
     base = whole.base_model
     parts = [base.layers[i] for i in layout.layers(stage)]
     if stage == 0:
@@ -141,7 +128,7 @@ def check_cuttable(model: Any) -> None:
 
     Found by running it with every layer and the norm passing on what they get.
     """
-    whole = causal(model)
+    whole = unwrap_peft(model)
     base, name = whole.base_model, type(whole).__name__
     others = [
         key for key, part in base.named_children() if key not in PLAN and next(part.parameters(), None) is not None

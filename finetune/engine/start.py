@@ -1,25 +1,33 @@
-"""From a launch to an engine, with the launch checked against what was asked."""
+"""From a launch to an engine: join the process group, check it against the launch, choose the backend.
+
+On a machine without an accelerator any accelerate config runs on CPU processes, as a rehearsal. accelerate 1.15
+supports several processes without a GPU as plain data parallel only: for FSDP and DeepSpeed it names no communication
+backend there and starts N runs of one process each (accelerate/state.py, `PartialState._prepare_backend` and
+`AcceleratorState.__init__`). `prepare_rehearsal` supplies the backend, and only where no accelerator exists.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from torch.distributed import distributed_c10d
 from torch.torch_version import TorchVersion
 
 from finetune.engine.base import Engine
+from finetune.engine.ddp import Ddp
 from finetune.engine.fsdp2 import Fsdp2
-from finetune.engine.launch import Launch, check_started, chose_threads
-from finetune.engine.rehearsal import is_rehearsal, prepare_rehearsal
-from finetune.engine.replicated import Replicated
-from finetune.engine.timeout import collective_timeout
+from finetune.engine.launch import Launch, check_started, collective_timeout, user_set_threads
 from finetune.engine.zero import Zero, require_deepspeed
 from finetune.errors import RunFailure, Stopped, UserError
 from finetune.recipe import Recipe
@@ -27,19 +35,117 @@ from finetune.recipe import Recipe
 log = logging.getLogger(__name__)
 
 _KINDS = {DistributedType.FSDP: "fsdp2", DistributedType.DEEPSPEED: "zero"}
+_KNOWN_SIGNATURE = ["self", "cpu", "sagemaker_dp", "backend"]  # of PartialState._prepare_backend
+
+
+def start_engine(recipe: Recipe, launch: Launch) -> Engine:
+    """Returns the engine of this process, which has joined the process group. Raises UserError where that is not the
+    launch's."""
+    if launch.kind == "zero":
+        require_deepspeed()
+    if is_rehearsal():
+        prepare_rehearsal(launch)
+    _clear_environment(launch)
+    accelerator = Accelerator(
+        mixed_precision="no",  # precision is the model's own: see `CausalLMWithLoss`
+        gradient_accumulation_steps=1,  # the trainer accumulates
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=collective_timeout()),
+        ],
+    )
+    if accelerator.device.type == "cuda":
+        check_cuda(recipe, launch)
+        if (threads := optimizer_threads(launch)) is not None:
+            torch.set_num_threads(threads)
+    kind = _KINDS.get(accelerator.distributed_type, "replicated")
+    check_started(launch, accelerator.num_processes, kind)
+    engine = _engine(kind, accelerator, launch, recipe)
+    if is_rehearsal() and engine.is_main and launch.processes > 1:
+        log.warning(
+            "REHEARSAL: no accelerator here. %d CPU processes stand in for %d devices; "
+            "the maths is the same, speed and memory are not.",
+            launch.processes,
+            launch.processes,
+        )
+    return engine
+
+
+def _clear_environment(launch: Launch) -> None:
+    """Remove what accelerate must not act on, and pass what its launcher leaves out."""
+    # The launcher passes the words of the config file; accelerate cannot read its own `auto` here.
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
+    os.environ.pop("ACCELERATE_GRADIENT_CLIPPING", None)
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # read in parallelism.py
+    for tensors in ("optimizer", "param"):  # without these accelerate 1.15 would offload to a folder named `none`
+        if path := (launch.config.get("deepspeed_config") or {}).get(f"offload_{tensors}_nvme_path"):
+            os.environ[f"ACCELERATE_DEEPSPEED_OFFLOAD_{tensors.upper()}_NVME_PATH"] = str(path)
+
+
+def _engine(kind: str, accelerator: Accelerator, launch: Launch, recipe: Recipe) -> Engine:
+    if launch.parallelism.pipeline > 1:
+        from finetune.engine.pipeline import Pipeline  # torch's pipelining takes a third of a second to import
+
+        return Pipeline(accelerator, launch, recipe)
+    if kind == "fsdp2" or launch.parallelism.tensor > 1:  # replicas of tensor parallel models: shards of one
+        return Fsdp2(accelerator, launch, recipe)
+    return (Zero if kind == "zero" else Ddp)(accelerator, launch, recipe)
+
+
+# --- CUDA
+
+
+def check_cuda(recipe: Recipe, launch: Launch) -> None:
+    """Raises UserError for what this GPU, or this version of torch on any GPU, does not support."""
+    if "bf16" in recipe.train.precision and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(f"train.precision: {torch.cuda.get_device_name()} has no bf16: use fp16 or fp32")
+    check_in_backward(recipe, launch, torch.__version__)
+
+
+def check_in_backward(recipe: Recipe, launch: Launch, torch_version: str) -> None:
+    """Raises UserError for steps inside the backward of offloaded shards, where torch does not wait for gradients.
+
+    Before 2.13 FSDP2 calls a parameter's hook while its gradient is still being copied to pinned memory
+    (https://github.com/pytorch/pytorch/pull/180666).
+    """
+    in_backward = recipe.optimizer.in_backward and launch.kind == "fsdp2" and launch.offloads_optimizer
+    if in_backward and TorchVersion(torch_version) < "2.13":
+        raise UserError(
+            f"`optimizer.in_backward` with {launch.name}: torch {torch_version} steps offloaded parameters before "
+            "their gradients have arrived in host memory: use torch 2.13 or newer, `in_backward: false`, or fsdp2"
+        )
+
+
+def optimizer_threads(launch: Launch) -> int | None:
+    """Returns the threads of an optimizer that runs on the CPU, this process's share of the cores; None: as they are.
+
+    Launchers set OMP_NUM_THREADS=1 where the user has set nothing.
+    """
+    if not launch.offloads_optimizer or user_set_threads(launch):
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+# --- the process group
+
+
+def set_group_timeouts(timeout: timedelta) -> None:
+    """Set the timeout of every process group of this rank: device meshes and DeepSpeed create groups with torch's."""
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def leave_group() -> None:
-    """At the end of a process that trained: without it, communicators complain at exit."""
+    """Leave the process group after training: without it, communicators complain at exit."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
-def left_when_broken() -> Iterator[None]:
-    """Around a run: what fails here without the other ranks' knowing ends the process at once, with its traceback.
+def abort_on_crash() -> Iterator[None]:
+    """End the process at once, with its traceback, where one rank fails and the others do not know.
 
-    Python would wait for threads at its exit, and the one that writes a checkpoint may wait for a rank that is gone.
+    At a normal exit Python would join its threads, and the one that writes a checkpoint may wait for a crashed rank.
     """
     try:
         yield
@@ -54,83 +160,65 @@ def left_when_broken() -> Iterator[None]:
         raise
 
 
-def start_engine(recipe: Recipe, launch: Launch) -> Engine:
-    """Join the process group and check that it is the one asked for. Raises UserError where it is not."""
+# --- rehearsal
+
+
+def is_rehearsal() -> bool:
+    return not torch.accelerator.is_available()
+
+
+def prepare_rehearsal(launch: Launch) -> None:
+    """Make accelerate treat CPU processes as it treats GPUs. Call before `Accelerator()`.
+
+    Raises UserError where accelerate's private method is not the one this knows how to replace.
+    """
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # would force plain data parallel
+    if launch.kind != "replicated" and "LOCAL_RANK" not in os.environ:
+        _describe_group_of_one()
     if launch.kind == "zero":
-        require_deepspeed()
-    if is_rehearsal():
-        prepare_rehearsal(launch)
-    # The launcher passes the words of the config file on; accelerate cannot read its own `auto` here.
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
-    os.environ.pop("ACCELERATE_GRADIENT_CLIPPING", None)
-    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # ours to read: see parallelism.py
-    _pass_nvme_paths(launch)
-    accelerator = Accelerator(
-        mixed_precision="no",  # precision is the model's own; see precision.py
-        gradient_accumulation_steps=1,  # so is accumulation: the loop's
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=collective_timeout()),
-        ],
-    )
-    if accelerator.device.type == "cuda":
-        check_cuda(recipe, launch)
-        if (threads := optimizer_threads(launch)) is not None:
-            torch.set_num_threads(threads)
-    kind = _KINDS.get(accelerator.distributed_type, "replicated")
-    check_started(launch, accelerator.num_processes, kind)
-    if launch.parallelism.pipeline > 1:
-        from finetune.engine.pipeline import Pipeline  # and torch's, a third of a second
-
-        engine = Pipeline(accelerator, launch, recipe)
-    else:
-        wrapped = "fsdp2" if launch.parallelism.tensor > 1 else kind  # replicas of cut matrices: shards of one
-        engine = {"fsdp2": Fsdp2, "zero": Zero, "replicated": Replicated}[wrapped](accelerator, launch, recipe)
-    if isinstance(engine, Fsdp2):
-        engine.configure(recipe)
-    if is_rehearsal() and engine.is_main and launch.processes > 1:
-        log.warning(
-            "REHEARSAL: no accelerator here. %d CPU processes stand in for %d devices; "
-            "the maths is the same, speed and memory are not.",
-            launch.processes,
-            launch.processes,
-        )
-    return engine
+        _skip_shared_memory_build()
+    if "LOCAL_RANK" in os.environ:
+        _replace_prepare_backend(sharded=launch.kind != "replicated")
 
 
-def check_cuda(recipe: Recipe, launch: Launch) -> None:
-    """Raises UserError for what this device, or this torch on any CUDA device, cannot do right or fast."""
-    if "bf16" in recipe.train.precision and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(f"train.precision: {torch.cuda.get_device_name()} has no bf16: use fp16 or fp32")
-    check_in_backward(recipe, launch, torch.__version__)
+def _describe_group_of_one() -> None:
+    """Set the variables that a process group needs; for a single process the launcher sets none."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(group, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
-def check_in_backward(recipe: Recipe, launch: Launch, torch_version: str) -> None:
-    """Refuse to step offloaded gradients inside the backward on CUDA with a torch that does not wait for them.
+def _skip_shared_memory_build() -> None:
+    """Leave out DeepSpeed's all-reduce for inference on one machine, which training never calls.
 
-    Before 2.13 FSDP2 calls the hook of a parameter while its gradient is still being copied to pinned memory
-    (https://github.com/pytorch/pytorch/pull/180666). Raises UserError.
+    It would be compiled at the first start, for most of a minute and with a compiler that may be missing. A process
+    killed while it looks at the build leaves torch's lock file, for which every later start waits forever.
     """
-    in_backward = recipe.optimizer.in_backward and launch.kind == "fsdp2" and launch.offloads_optimizer
-    if in_backward and TorchVersion(torch_version) < "2.13":
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _replace_prepare_backend(sharded: bool) -> None:
+    from accelerate.state import PartialState
+
+    method = getattr(PartialState, "_prepare_backend", None)
+    if method is None or list(inspect.signature(method).parameters) != _KNOWN_SIGNATURE:
+        import accelerate
+
         raise UserError(
-            f"`optimizer.in_backward` with {launch.name}: torch {torch_version} steps offloaded parameters before "
-            "their gradients have arrived in host memory: use torch 2.13 or newer, `in_backward: false`, or fsdp2"
+            f"rehearsal on CPU processes does not know accelerate {accelerate.__version__} "
+            "(PartialState._prepare_backend has changed): pip install 'accelerate==1.15.*', or run on GPUs"
         )
+    # DDP refuses device_ids on the CPU, so replicas must be MULTI_CPU; accelerate considers FSDP and DeepSpeed on
+    # MULTI_GPU only.
+    kind = DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
 
+    def _prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):
+        return "gloo", kind
 
-def optimizer_threads(launch: Launch) -> int | None:
-    """Threads for an optimizer that runs on the CPU: this process's share of the cores. None: leave what is set.
-
-    Launchers set OMP_NUM_THREADS=1 where the user has set nothing.
-    """
-    if not launch.offloads_optimizer or chose_threads(launch):
-        return None
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _pass_nvme_paths(launch: Launch) -> None:
-    """Where accelerate 1.15 reads them. Its launcher forgets them, and everything would go to a folder named `none`."""
-    for what in ("optimizer", "param"):
-        if path := (launch.config.get("deepspeed_config") or {}).get(f"offload_{what}_nvme_path"):
-            os.environ[f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_NVME_PATH"] = str(path)
+    PartialState._prepare_backend = _prepare_backend

@@ -1,13 +1,13 @@
-"""Tensor parallel: the ranks of a group hold other columns of the same matrices and work on the same rows.
+"""Tensor parallel: the ranks of a group have different columns of the same matrices and work on the same rows.
 
-    x whole -> columns of a matrix (colwise) -> a part of the features -> rows of the next (rowwise) -> sum -> x whole
+    full x -> column parallel matrix -> some of the features -> row parallel matrix -> sum over the ranks -> full x
 
-(Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3.) Which matrices go in pairs is the model's own plan
-(transformers' `base_model_tp_plan`). Everything else is whole: norms between layers, embeddings, the head.
+(Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3.) The model's own plan says which matrices form a pair
+(transformers' `base_model_tp_plan`). All other parameters are full on every rank: norms, embeddings, the head.
 
-Parameters stay plain tensors of the size that a rank holds, so that what is added to a matrix (adapters, 8-bit
-optimizers, packed attention over the local heads) works on them as on a smaller model's; `Cut` says which part of the
-whole each is. An adapter of a matrix is cut where it touches the cut side: B of a colwise one, A of a rowwise one.
+Parameters stay plain tensors of the size of a rank's shard, so that adapters, 8-bit optimizers and packed attention
+over the local heads work as on a smaller model; `ParameterShard` says which part of the full parameter each is. Of an
+adapter, the matrix at the sharded side is sharded: B of a column parallel matrix, A of a row parallel one.
 """
 
 from __future__ import annotations
@@ -19,149 +19,281 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import dropout, linear
 
-from finetune.engine.cut_linear import Entry, Group, drop_as_if_whole, make_colwise, make_rowwise
-from finetune.engine.rules.asked import nearest, tensor_plan
+from finetune.engine.parallelism_rules import nearest_divisors, tensor_plan
 from finetune.errors import UserError
+from finetune.utils import unwrap_peft
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Of a parameter's dimension `dim`, the part `index` of `count`."""
+class TensorGroup:
+    """The ranks that share matrices."""
+
+    process_group: Any
+    index: int  # of this rank
+    size: int
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """Part `index` of `count` equal ones of a parameter, along dimension `dim`."""
 
     dim: int
     index: int
     count: int
 
-    def whole(self, shape: torch.Size) -> torch.Size:
-        """Of the whole, from that of a part."""
+    def full_shape(self, shape: torch.Size) -> torch.Size:
+        """Returns the shape of the full parameter, from that of the shard."""
         return torch.Size(size * self.count if dim == self.dim else size for dim, size in enumerate(shape))
 
-    def of(self, whole: Tensor) -> Tensor:
-        return whole.chunk(self.count, self.dim)[self.index]
+    def take(self, full: Tensor) -> Tensor:
+        return full.chunk(self.count, self.dim)[self.index]
+
+
+@dataclass(frozen=True)
+class ShardedParameters:
+    """Parameters of a tensor parallel model, by name."""
+
+    shards: Mapping[str, ParameterShard]
+    partial: frozenset[str]  # full, but each rank has only its heads' part of the gradient
 
 
 @dataclass(frozen=True)
 class Style:
-    """What the plan's word does to a linear layer."""
+    """How a linear layer is sharded, by the plan."""
 
-    dim: int  # of its weight that is cut: 0 the outputs, 1 the inputs
-    whole: bool = False  # what comes in, of a rowwise, or goes out, of a colwise one, is whole all the same
+    dim: int  # of its weight: 0 the outputs (column parallel), 1 the inputs (row parallel)
+    full: bool = False  # a column parallel layer gathers its output, a row parallel one scatters its input
 
 
 STYLES = {
     "colwise": Style(0),
     "rowwise": Style(1),
-    "colwise_gather_output": Style(0, whole=True),
-    "rowwise_split_input": Style(1, whole=True),
+    "colwise_gather_output": Style(0, full=True),
+    "rowwise_split_input": Style(1, full=True),
 }
-PARTIAL = "replicated_with_grad_allreduce"  # whole weights, whose gradient comes from this rank's heads alone
-WHOLE = {"replicate", "embedding_rowwise", "embedding_colwise"}  # on every rank, and so is what goes in and out
+PARTIAL = "replicated_with_grad_allreduce"  # full weights, whose gradient comes from this rank's heads only
+REPLICATED = {"replicate", "embedding_rowwise", "embedding_colwise"}  # full on every rank, with full input and output
 
 
-@dataclass(frozen=True)
-class Divided:
-    """Of a model that was cut, by parameter name."""
+def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
+    """Shard the matrices of a model on `meta`, in place, and make their modules communicate.
 
-    cuts: Mapping[str, Cut]
-    partial: frozenset[str]  # whole, but with a share of the gradient on each rank
-
-
-def divide(model: Any, group: Group) -> Divided:
-    """Cut the matrices of a model on `meta`, in place, and teach their modules to communicate.
-
-    Raises UserError where the model's plan has what is not known here, or sizes do not divide.
+    Raises UserError where the model's plan is not supported, or sizes do not divide.
     """
-    causal = model.get_base_model() if hasattr(model, "peft_config") else model
+    causal = unwrap_peft(model)
     base, plan = causal.base_model, tensor_plan(causal.config)
     names = {id(module): name for name, module in model.named_modules()}
-    cuts: dict[str, Cut] = {}
+    shards: dict[str, ParameterShard] = {}
     partial: set[str] = set()
-    entries: defaultdict[str, Entry] = defaultdict(lambda: Entry(group))  # by where an input comes in
-    for pattern, style, path, found in _planned(base, plan):
+    inputs: defaultdict[str, SharedInput] = defaultdict(lambda: SharedInput(group))  # by the module that receives it
+    for pattern, style, path, planned in _planned(base, plan):
         if style == PARTIAL:
-            partial |= {f"{names[id(found)]}.{name}" for name, _ in found.named_parameters()}
-        elif style not in WHOLE:
-            if style not in STYLES or not isinstance(found, nn.Module):
-                raise UserError(_unknown(causal, pattern, style))
-            for module in _matrices(found, STYLES[style], group, path):
-                own_input = names[id(module)] if "lora_" in names[id(module)] else path.rpartition(".")[0]
-                made = _cut(module, STYLES[style], group, entries[own_input], path)
-                cuts |= {f"{names[id(module)]}.{name}": cut for name, cut in made.items()}
-    _check_nothing_is_left_out(base, plan)
-    return Divided(cuts, frozenset(partial))
+            partial |= {f"{names[id(planned)]}.{name}" for name, _ in planned.named_parameters()}
+        elif style not in REPLICATED:
+            if style not in STYLES or not isinstance(planned, nn.Module):
+                known = ", ".join([*STYLES, PARTIAL, *sorted(REPLICATED)])
+                raise UserError(
+                    f"tensor parallel: the plan of {type(causal).__name__} has `{pattern}: {style}`, which is not "
+                    f"supported here (linear layers of {known} are): use fsdp2"
+                )
+            for module in _linear_layers(planned, STYLES[style], group, path):
+                receiver = names[id(module)] if "lora_" in names[id(module)] else path.rpartition(".")[0]
+                sharded = _shard_linear(module, STYLES[style], group, inputs[receiver], path)
+                shards |= {f"{names[id(module)]}.{name}": shard for name, shard in sharded.items()}
+    _check_plan_is_complete(base, plan)
+    return ShardedParameters(shards, frozenset(partial))
 
 
 def _planned(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, str, Any]]:
-    """(pattern, style, name, module or parameter) of all that the plan names."""
+    """Yields (pattern, style, name, module or parameter) of all that the plan names."""
     named: dict[str, Any] = {**dict(base.named_parameters()), **dict(base.named_modules())}
     for pattern, style in plan.items():
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        yield from ((pattern, style, name, found) for name, found in named.items() if regex.fullmatch(name))
+        yield from ((pattern, style, name, planned) for name, planned in named.items() if regex.fullmatch(name))
 
 
-def _unknown(causal: Any, pattern: str, style: str) -> str:
-    known = ", ".join([*STYLES, PARTIAL, *sorted(WHOLE)])
-    return (
-        f"tensor parallel: the plan of {type(causal).__name__} has `{pattern}: {style}`, which is not known here "
-        f"(linear layers of {known} are): use fsdp2"
-    )
-
-
-def _check_nothing_is_left_out(base: nn.Module, plan: Mapping[str, str]) -> None:
-    """A weight of which the plan says nothing, beside a matrix that passes on only some features, would see these alone
-    and its gradient would be a share. Raises UserError."""
+def _check_plan_is_complete(base: nn.Module, plan: Mapping[str, str]) -> None:
+    """Raises UserError where a weight without a plan is next to a column parallel matrix: it would see only some of the
+    features, and each rank would have a part of its gradient."""
     planned = {name for _, _, name, _ in _planned(base, plan)}
     parents = {name.rpartition(".")[0] for _, style, name, _ in _planned(base, plan) if style == "colwise"}
     for parent in parents:
         module = base.get_submodule(parent)
-        held = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
-        held |= {name for name, _ in module.named_parameters(recurse=False)}
-        for name in sorted(held):
+        weights = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
+        weights |= {name for name, _ in module.named_parameters(recurse=False)}
+        for name in sorted(weights):
             if f"{parent}.{name}" not in planned:
                 raise UserError(
-                    f"tensor parallel: the plan of {type(base).__name__} says nothing of `{parent}.{name}`, which lies "
-                    "beside matrices that it cuts: use fsdp2"
+                    f"tensor parallel: the plan of {type(base).__name__} does not mention `{parent}.{name}`, which is "
+                    "next to matrices that it shards: use fsdp2"
                 )
 
 
-def _matrices(module: nn.Module, style: Style, group: Group, path: str) -> Iterator[nn.Linear]:
-    """Linear layers to cut for one of the plan: itself, or what peft has put in its place."""
+def _linear_layers(module: nn.Module, style: Style, group: TensorGroup, path: str) -> Iterator[nn.Linear]:
+    """Yields the linear layers to shard for one of the plan: itself, or those of peft's layer in its place."""
     if type(module) is nn.Linear:
         yield module
     elif hasattr(module, "lora_A"):
         adapted: Any = module
-        if style.dim == 1 and not style.whole:
-            for drop in adapted.lora_dropout.values():
-                if isinstance(drop, nn.Dropout):
-                    drop_as_if_whole(drop, group)
+        if style.dim == 1 and not style.full:
+            for layer in adapted.lora_dropout.values():
+                if isinstance(layer, nn.Dropout):
+                    sharded_dropout(layer, group)
         for each in (adapted.base_layer, *(adapted.lora_B if style.dim == 0 else adapted.lora_A).values()):
-            yield from _matrices(each, style, group, path)
+            yield from _linear_layers(each, style, group, path)
     else:
         raise UserError(
             f"tensor parallel: {path} is a {type(module).__name__}; only linear layers, with LoRA or without, can be "
-            "cut: use fsdp2"
+            "sharded: use fsdp2"
         )
 
 
-def _cut(module: nn.Linear, style: Style, group: Group, entry: Entry, path: str) -> dict[str, Cut]:
-    """By the name of the module's parameter. Raises UserError where its size does not divide."""
+def _shard_linear(
+    module: nn.Linear, style: Style, group: TensorGroup, shared_input: SharedInput, path: str
+) -> dict[str, ParameterShard]:
+    """Returns the shards by the name of the module's parameter. Raises UserError where its size does not divide."""
     size = module.weight.shape[style.dim]
     if size % group.size:
         raise UserError(
-            f"tensor parallel: {path} has {size} {'outputs' if style.dim == 0 else 'inputs'}, which {group.size} ranks "
-            f"cannot share: make the tensor size {nearest(group.size, size)}"
+            f"tensor parallel: the {size} {'outputs' if style.dim == 0 else 'inputs'} of {path} are not divisible by "
+            f"{group.size} ranks: make the tensor size {nearest_divisors(group.size, size)}"
         )
-    cut = Cut(style.dim, group.index, group.size)
-    made = {name: cut for name, _ in module.named_parameters() if name == "weight" or style.dim == 0}
-    for name in made:
+    shard = ParameterShard(style.dim, group.index, group.size)
+    sharded = {name: shard for name, _ in module.named_parameters() if name == "weight" or style.dim == 0}
+    for name in sharded:
         parameter = getattr(module, name)
-        setattr(module, name, nn.Parameter(cut.of(parameter.detach()).clone(), parameter.requires_grad))
+        setattr(module, name, nn.Parameter(shard.take(parameter.detach()).clone(), parameter.requires_grad))
     if style.dim == 0:
         module.out_features //= group.size
-        make_colwise(module, group, entry, style.whole)
+        _make_column_parallel(module, group, shared_input, gather_output=style.full)
     else:
         module.in_features //= group.size
-        make_rowwise(module, group, style.whole)
-    return made
+        _make_row_parallel(module, group, scatter_input=style.full)
+    return sharded
+
+
+# --- communication of sharded linear layers
+#
+#           forward                                  backward
+# copy      x                                        sum of the gradients over the ranks
+# reduce    sum over the ranks                       the gradient
+# gather    the ranks' features, concatenated        this rank's features of the gradient
+# scatter   this rank's features of x                the ranks' gradients, concatenated
+
+
+class SharedInput:
+    """The input of several layers, copied to the ranks once, so that the backward sums its gradient once for all."""
+
+    def __init__(self, group: TensorGroup):
+        self._group, self._layers = group, 0
+        self._remaining, self._x, self._copy = 0, None, None
+
+    def add_layer(self) -> None:
+        self._layers += 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x is not self._x:
+            self._x, self._copy, self._remaining = x, _Copy.apply(x, self._group), self._layers
+        copy: Any = self._copy
+        self._remaining -= 1
+        if self._remaining == 0:
+            self._x = self._copy = None  # or an activation would live until the next forward
+        return copy
+
+
+def _make_column_parallel(module: Any, group: TensorGroup, shared_input: SharedInput, gather_output: bool) -> None:
+    """For a linear layer with this rank's rows of the weight: its outputs."""
+    original = module.forward
+    shared_input.add_layer()
+
+    def forward(x: Tensor) -> Tensor:
+        features = original(shared_input(x))
+        return _Gather.apply(features, group) if gather_output else features
+
+    module.forward = forward
+
+
+def _make_row_parallel(module: Any, group: TensorGroup, scatter_input: bool) -> None:
+    """For a linear layer with this rank's columns of the weight: its inputs."""
+
+    def forward(x: Tensor) -> Tensor:
+        features = _Scatter.apply(x, group) if scatter_input else x
+        output = _Reduce.apply(linear(features, module.weight), group)
+        return output if module.bias is None else output + module.bias.to(output.dtype)  # once, not on each rank
+
+    module.forward = forward
+
+
+def sharded_dropout(module: Any, group: TensorGroup) -> None:
+    """Every rank draws the same mask for the full width, as one process does, and takes its features of it."""
+
+    def forward(x: Tensor) -> Tensor:
+        if not module.training:
+            return x
+        mask = dropout(x.new_ones(*x.shape[:-1], x.shape[-1] * group.size), module.p)
+        return x * _own_features(mask, group)
+
+    module.forward = forward
+
+
+def _own_features(features: Tensor, group: TensorGroup) -> Tensor:
+    return features.chunk(group.size, -1)[group.index]
+
+
+def _all_reduced(tensor: Tensor, group: TensorGroup) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group.process_group)
+    return total
+
+
+def all_gathered(tensor: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
+    dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
+    return torch.cat(parts, dim)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_reduced(gradient, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        return _all_reduced(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return all_gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _own_features(gradient, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return _own_features(x, group).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_gathered(gradient, ctx.group), None

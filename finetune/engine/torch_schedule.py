@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from finetune.engine.parallelism import Schedule
-from finetune.engine.schedule import ONE_STAGE
+from finetune.engine.pipeline_layout import SINGLE_STAGE_SCHEDULES
 
 _CLASSES: dict[Schedule, Any] = {
     "gpipe": ScheduleGPipe,
@@ -38,7 +38,7 @@ class TimedStage(PipelineStage):
 
 def make_schedule(schedule: Schedule, stages: list[PipelineStage], micro_batches: int) -> Any:
     """Of one step. The last stage gives losses itself, already as shares of the step's: nothing is scaled here."""
-    which = stages[0] if schedule in ONE_STAGE else stages
+    which = stages[0] if schedule in SINGLE_STAGE_SCHEDULES else stages
     return _CLASSES[schedule](which, micro_batches, loss_fn=_itself, scale_grads=False)
 
 

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from finetune.engine.base import BuildOptimizers, Engine, in_type, named_trainables, saved_tensors
-from finetune.engine.nvme import is_swapped, make_files, map_groups
-from finetune.engine.parts import Part, Types
-from finetune.engine.precision import NonFinite
+from finetune.engine.base import BuildOptimizers, Engine, detached, named_trainables, saved_tensors
+from finetune.engine.optimizer_step import NonFinite
+from finetune.engine.state_shards import Part, Types
 from finetune.errors import UserError
-from finetune.models.head import loss_module
+from finetune.models.loss_model import CausalLMWithLoss, loss_head
 from finetune.models.weights import Placement, dtypes
 from finetune.recipe.schema import Recipe
+from finetune.utils import full_shape
 
 
 class Zero(Engine):
-    """Driven through accelerate's wrapping, then by DeepSpeed's own backward and step.
+    """Wrapped by accelerate, then driven by DeepSpeed's own backward and step.
 
-    DeepSpeed is always in its fp32 path: what is trained, its gradients and its state are fp32 there, and the compute
-    type is autocast's inside the forward, as on every backend. The optimizer is torch's also under offload
+    DeepSpeed always runs its fp32 path: trained weights, gradients and state are fp32 there, and the compute type is
+    that of autocast inside the forward, as on every backend. The optimizer is torch's also under offload
     (`zero_force_ds_cpu_optimizer: false`): the same arithmetic, and nothing to compile.
     """
 
@@ -40,19 +43,19 @@ class Zero(Engine):
 
     @contextlib.contextmanager
     def loading(self, recipe: Recipe) -> Iterator[None]:
-        """Under stage 3 transformers shards every model while it is made, so that no rank holds the whole.
+        """Under stage 3 transformers shards every model as it is created, so that no rank holds all of it.
 
-        It makes them in the type that the config computes in, which would be fp32: frozen weights would take twice
-        their memory. Random weights drawn in shards would depend on the number of ranks: these are made whole on every
-        rank, and sharded at wrap.
+        It does so in the config's compute type, which would be fp32: frozen weights would take twice their memory.
+        Random weights drawn in shards would depend on the number of ranks: these are created in full on every rank, and
+        sharded at wrap.
         """
         from transformers.integrations import unset_hf_deepspeed_config
 
         stage_3, dora = self.plugin.zero_stage == 3, recipe.lora is not None and recipe.lora.dora
         if stage_3 and dora and recipe.mode == "qlora" and self.device.type == "cpu":
             raise UserError(
-                "`lora.dora` with `mode: qlora` cannot be rehearsed under ZeRO-3: on CPUs peft puts new 4-bit weights "
-                "in place in every forward, which DeepSpeed does not know: use fsdp2, or set `lora.dora: false`"
+                "`lora.dora` with `mode: qlora` cannot be rehearsed under ZeRO-3: on CPUs peft creates new 4-bit "
+                "weights in every forward, which DeepSpeed does not know: use fsdp2, or set `lora.dora: false`"
             )
         half = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtypes(recipe).frozen)
         if recipe.mode == "lora" and half:
@@ -67,9 +70,9 @@ class Zero(Engine):
                 self.plugin.deepspeed_config[kind] = {"enabled": False}
             self.plugin.set_deepspeed_weakref()
 
-    def wrap(self, model: Any, build: BuildOptimizers, micro_batches: int) -> None:
-        self.unwrapped = model
-        self._gather_head_whole(model)
+    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+        self.unwrapped = model.causal_lm
+        self._make_head_a_leaf(self.unwrapped)
         config = self.plugin.deepspeed_config
         config.update(
             train_micro_batch_size_per_gpu=1,  # rows are ours; DeepSpeed only checks that the product fits
@@ -80,27 +83,27 @@ class Zero(Engine):
             zero_allow_untested_optimizer=True,
             steps_per_print=2**62,
         )
-        self._fit_buckets(config, model)
-        (optimizer,) = build(named_trainables(model))
+        self._limit_buckets(config, self.unwrapped)
+        (optimizer,) = build(named_trainables(self.unwrapped))
         self.accelerator.gradient_accumulation_steps = micro_batches
         self.model, wrapped = self.accelerator.prepare(model, optimizer)
         self.optimizers = [optimizer]
         self.zero = wrapped.optimizer
 
-    def _gather_head_whole(self, model: Any) -> None:
-        """A head with adapters is called once for each chunk of positions: stage 3 shall gather the weights below it
+    def _make_head_a_leaf(self, model: Any) -> None:
+        """A head with adapters is called once for each chunk of positions: stage 3 must gather the weights below it
         once for all of them."""
         from deepspeed.utils import set_z3_leaf_module
 
-        head = loss_module(model)
+        head = loss_head(model)
         if next(head.children(), None) is not None:
             set_z3_leaf_module(head, True)
 
     @staticmethod
-    def _fit_buckets(config: dict[str, Any], model: Any) -> None:
-        """DeepSpeed makes buffers for 5e8 gradients, 2 GB each in fp32 and two of them where it overlaps, also for
-        adapters of a few million: no larger than all there are. The buckets themselves stay what they were."""
-        trained = sum(getattr(p, "ds_numel", p.numel()) for _, p in named_trainables(model))
+    def _limit_buckets(config: dict[str, Any], model: Any) -> None:
+        """DeepSpeed allocates buffers for 5e8 gradients, 2 GB each in fp32 and two of them where it overlaps, also for
+        adapters of a few million parameters: at most the number of trained parameters."""
+        trained = sum(full_shape(p).numel() for _, p in named_trainables(model))
         section = config.setdefault("zero_optimization", {})
         if isinstance(size := section.get("reduce_bucket_size", 500_000_000), int | float):
             section["reduce_bucket_size"] = min(int(size), trained)
@@ -122,11 +125,11 @@ class Zero(Engine):
 
     def gradients(self) -> list[Tensor]:
         """Stages 1 and 2 build flat pieces of them, stage 3 has one buffer for all."""
-        found = super().gradients()
+        gradients = super().gradients()
         for group in self.zero.averaged_gradients.values():
-            found += [group] if isinstance(group, Tensor) else [piece for piece in group or () if piece is not None]
+            gradients += [group] if isinstance(group, Tensor) else [piece for piece in group or () if piece is not None]
         buffer = getattr(self.zero, "grad_partitions_flat_buffer", None)
-        return found if buffer is None else [*found, buffer]
+        return gradients if buffer is None else [*gradients, buffer]
 
     def drop_gradients(self) -> None:
         """As DeepSpeed's own step does where a gradient overflowed, and back to the first micro-batch of a step."""
@@ -137,15 +140,17 @@ class Zero(Engine):
             zero.averaged_gradients = {}
             return
         zero.averaged_gradients, zero.all_grad_tensors = {}, {}
-        zero.micro_step_id = -1  # INITIAL_MICRO_STEP_ID; the next forward counts it up
+        zero.micro_step_id = -1  # INITIAL_MICRO_STEP_ID; the next forward increments it
+
+    # --- checkpoints and the result
 
     def parts(self, reading: bool) -> list[Part]:
         """Ranges of parameters in DeepSpeed's flat fp32 groups, on NVMe in its swap files."""
         if not self.copies_state:
-            map_groups(self.zero)
-        find = self._sharded_part if self.plugin.zero_stage == 3 else self._flat_part
-        found = [find(name, parameter) for name, parameter in named_trainables(self.unwrapped)]
-        return [part for part in found if part is not None]
+            _map_swapped_groups(self.zero)
+        part_of = self._stage_3_part if self.plugin.zero_stage == 3 else self._flat_part
+        parts = [part_of(name, parameter) for name, parameter in named_trainables(self.unwrapped)]
+        return [part for part in parts if part is not None]
 
     def _flat_part(self, name: str, parameter: Any) -> Part | None:
         """Stages 1 and 2: the group's flat range on this rank may hold a piece of the parameter."""
@@ -156,8 +161,8 @@ class Zero(Engine):
         place, within = fragment.lp_fragment_address, fragment.hp_fragment_address
         return Part(name, tuple(parameter.shape), place.start, place.numel, stepped, within.start)
 
-    def _sharded_part(self, name: str, parameter: Any) -> Part | None:
-        """Stage 3: every rank has an equal range, padded at the end."""
+    def _stage_3_part(self, name: str, parameter: Any) -> Part | None:
+        """Every rank has an equal range, padded at the end."""
         group, offset, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
         start = self.rank * parameter.ds_tensor.ds_numel
         numel = min(parameter.ds_tensor.ds_numel, parameter.ds_numel - start)
@@ -166,12 +171,12 @@ class Zero(Engine):
 
     @property
     def copies_state(self) -> bool:
-        """Not what is on NVMe because memory does not hold it."""
+        """Not what is on NVMe because memory cannot hold it."""
         return not (self.plugin.zero_stage == 3 and self.zero.swap_optimizer)
 
     def make_room(self, owner: Optimizer, stepped: Tensor, types: Types) -> None:
-        if not self.copies_state and is_swapped(self.zero, stepped):
-            make_files(self.zero, owner, stepped, types)
+        if not self.copies_state and _is_swapped(self.zero, stepped):
+            _create_swap_files(self.zero, owner, stepped, types)
         else:
             super().make_room(owner, stepped, types)
 
@@ -194,14 +199,47 @@ class Zero(Engine):
         for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
             sharded = [tensor] if hasattr(tensor, "ds_id") else []
             with GatheredParameters(sharded):
-                whole = in_type(tensor, dtype).to("cpu", copy=True) if self.is_main else None
-            yield name, whole  # the devices hold their parts again
-            del whole
+                full = detached(tensor, dtype).to("cpu", copy=True) if self.is_main else None
+            yield name, full  # the devices hold their shards again
+            del full
 
 
 def require_deepspeed() -> None:
     """Raises UserError with the install line where DeepSpeed is missing."""
-    import importlib.util
-
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("this accelerate config needs DeepSpeed: pip install 'deepspeed>=0.19'")
+
+
+# --- optimizer state on NVMe
+#
+# Between steps DeepSpeed leaves a swapped group and its state without memory, each in a plain file. Mapped into memory,
+# the file is the tensor: reading one pages it in, writing one writes the file, and neither takes memory that the kernel
+# cannot reclaim. DeepSpeed's next swap-in replaces the mappings by its own buffers.
+
+
+def _map_swapped_groups(zero: Any) -> None:
+    """Give the swapped groups of a ZeRO-3 optimizer, and their state, their values."""
+    for group in zero.fp32_partitioned_groups_flat:
+        info = zero.optimizer_swapper._get_param_swap_info(group)
+        for swapped in info.tensors if info else ():
+            swapped.compute_tensor.data = _mapped(swapped.swap_path, info)
+
+
+def _is_swapped(zero: Any, stepped: Tensor) -> bool:
+    """Groups of less than a megabyte stay in memory."""
+    return zero.swap_optimizer and zero.optimizer_swapper._get_param_swap_info(stepped) is not None
+
+
+def _create_swap_files(zero: Any, owner: Optimizer, stepped: Tensor, fields: Iterable[str]) -> None:
+    """State before the first step: the files that DeepSpeed would create at its end (its `_get_state_tensors`)."""
+    swapper = zero.optimizer_swapper
+    info = swapper._get_param_swap_info(stepped)
+    for field in fields:
+        path = Path(swapper.swap_folder) / f"{field}-{swapper.parameter_id(stepped)}.tensor.swp"
+        path.touch()
+        os.truncate(path, swapper._io_aligned_numel(info.numel()) * info.dtype().itemsize)
+        owner.state[stepped][field] = _mapped(path, info)
+
+
+def _mapped(path: str | Path, info: Any) -> Tensor:  # (numel,)
+    return torch.from_file(str(path), shared=True, size=info.numel(), dtype=info.dtype())

@@ -1,33 +1,38 @@
-"""runs/<name>/model/: a plain Hugging Face folder, whole or absent, and read back before it counts.
-
-What it consists of:
+"""runs/<name>/model/: a plain Hugging Face folder, complete or absent, verified by reading it back.
 
     model.safetensors           or model-00001-of-0000N.safetensors with model.safetensors.index.json
     adapter_model.safetensors   instead of these, with adapter_config.json, where an adapter was trained
     config.json                 full fine-tuning only: an adapter names its base
-    generation_config.json      ends where this training taught the model to end
+    generation_config.json      end tokens that this training taught
     tokenizer files, chat template
     README.md                   the model card
+
+It is written to model.partial and renamed; model.old is the previous result during the exchange. Rank 0 writes while
+every rank takes part in the same collectives.
 """
 
 from __future__ import annotations
 
+import errno
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure
-from finetune.export.disk_layout import DiskLayout, State, as_transformers_knows_it, cast
-from finetune.export.main_rank import MainRank
-from finetune.export.replace import begin, exchange, partial_of
 from finetune.export.verify import Verification, weight_files
-from finetune.export.weights_writer import SHARD_BYTES, WeightsWriter
+from finetune.export.weights import SHARD_BYTES, DiskLayout, State, WeightsWriter, cast, with_own_class
+from finetune.recipe import Recipe, dump_recipe
+from finetune.recipe.urls import without_credentials
+from finetune.utils import fsync
 
 
 def save_result(
@@ -40,16 +45,15 @@ def save_result(
     folder: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Weights (or the adapter), tokenizer with chat template, generation config and card. Collective.
+    """Save weights (or the adapter), tokenizer with chat template, generation config and model card. Collective.
 
-    dtype: of the saved full weights; adapters stay as they were trained. Rank 0 holds one shard of `shard_bytes` and
-    the tensors on their way into it; an adapter is held whole. Written beside `folder`, verified, then renamed.
+    dtype: of saved full weights; adapters keep the type they were trained in. Rank 0 holds one shard of `shard_bytes`
+    and the tensors on their way into it, or the full adapter.
 
-    Raises RunFailure on every rank where rank 0 could not write, or could not read back what it wrote: then an earlier
-    `folder` is untouched.
+    Raises RunFailure on every rank if rank 0 fails to write or to read back: an earlier `folder` is then untouched.
     """
-    main, partial = MainRank(engine, folder), partial_of(folder)
-    main.do(begin, folder)
+    main, partial = MainRank(engine, folder), partial_path(folder)
+    main.do(start_replace, folder)
     main.settle()
     try:
         main.do(write_settings, engine.unwrapped, tokenizer, end_ids, partial)
@@ -65,31 +69,31 @@ def save_result(
             shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
         raise
     _verify(engine, main, expected, partial)
-    main.do(exchange, folder)
+    main.do(finish_replace, folder)
     main.settle()
 
 
 def _write_weights(engine: Engine, main: MainRank, dtype: torch.dtype, folder: Path, shard_bytes: int) -> State:
-    """One tensor at a time from all ranks to the disk. Returns what the files must hold."""
-    model = as_transformers_knows_it(engine.unwrapped)
+    """Gather and write one tensor at a time. Returns what the files must hold."""
+    model = with_own_class(engine.unwrapped)
     main.do(write_config, model, dtype, folder)
-    coming = {name: cast(tensor, dtype) for name, tensor in engine.saved_shapes(False).items()}
-    layout, writer = DiskLayout(model, coming), WeightsWriter(folder, shard_bytes)
+    shapes = {name: cast(tensor, dtype) for name, tensor in engine.saved_shapes(False).items()}
+    layout, writer = DiskLayout(model, shapes), WeightsWriter(folder, shard_bytes)
+
+    def write(name: str, tensor: Tensor) -> None:
+        converted = layout.convert(name, cast(tensor, dtype))
+        for name_on_disk in list(converted):
+            writer.add(name_on_disk, converted.pop(name_on_disk))
+
     for name, tensor in engine.full_tensors(False, dtype):
-        main.do(_take, layout, writer, dtype, name, tensor)
-        del tensor  # before the next becomes whole
+        main.do(write, name, tensor)
+        del tensor  # before the next one is gathered
     main.do(writer.finish)
     return layout.expected
 
 
-def _take(layout: DiskLayout, writer: WeightsWriter, dtype: torch.dtype, name: str, tensor: Tensor) -> None:
-    made = layout.convert(name, cast(tensor, dtype))
-    for on_disk in list(made):
-        writer.add(on_disk, made.pop(on_disk))
-
-
 def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:
-    """Small enough to be held whole, and peft's own to write. Returns what the file must hold."""
+    """Write the adapter through peft. Returns what the file must hold."""
     from peft import get_peft_model_state_dict
 
     model = engine.unwrapped
@@ -99,16 +103,16 @@ def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:
 
 
 def _verify(engine: Engine, main: MainRank, expected: State, folder: Path) -> None:
-    check = Verification(folder, expected)
-    for file in engine.gather(weight_files(folder) if engine.is_main else None)[0]:
-        main.do(check.read, file)
-        engine.barrier()  # the others' patience ends after a time: it must last for one file only
-    main.do(check.finish)
+    verification = Verification(folder, expected)
+    for file in engine.ranks.gather(weight_files(folder) if engine.is_main else None)[0]:
+        main.do(verification.read, file)
+        engine.ranks.barrier()  # so that the collective timeout has to cover one file only
+    main.do(verification.finish)
     main.settle()
 
 
 def write_config(model: Any, dtype: torch.dtype, folder: Path) -> None:
-    """config.json, and the code of a model whose class is not transformers' own."""
+    """Write config.json, and the code of a model whose class is not transformers' own."""
     model.config.dtype = dtype
     model.config.architectures = [type(model).__name__]
     model.config.use_cache = True  # off in training only
@@ -124,10 +128,115 @@ def write_settings(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[
 
 
 def generation_config(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int]) -> GenerationConfig:
-    """The model's own, ending where this training taught it to end."""
+    """Returns the model's generation config with the end tokens of this training."""
     config = GenerationConfig(**(model.generation_config.to_diff_dict() if model.generation_config else {}))
     ends = sorted(end_ids)
     config.eos_token_id = ends[0] if len(ends) == 1 else ends
     config.pad_token_id = tokenizer.pad_token_id
     config.bos_token_id = tokenizer.bos_token_id
     return config
+
+
+class MainRank:
+    """Runs steps on rank 0 until one fails; the others go through the same collectives and learn of it in `settle`."""
+
+    def __init__(self, engine: Engine, folder: Path):
+        self._engine, self._folder = engine, folder
+        self._failure: str | None = None
+
+    def do(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Run on rank 0 unless a step failed before; keeps an error of the disk or of a check for `settle`."""
+        if not self._engine.is_main or self._failure is not None:
+            return
+        try:
+            work(*arguments)
+        except (OSError, SafetensorError) as error:
+            self._failure = _not_written(self._folder, error)
+        except RunFailure as error:
+            self._failure = str(error)
+
+    def settle(self) -> None:
+        """Raises RunFailure on every rank if a step failed. Collective."""
+        failure = self._engine.ranks.gather(self._failure)[0]
+        if failure is not None:
+            raise RunFailure(failure)
+
+
+def _not_written(folder: Path, error: OSError | SafetensorError) -> str:
+    # safetensors reports the operating system's errors as text
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or f"(os error {errno.ENOSPC})" in str(error)
+    return (
+        f"{folder} could not be written: {error}; an earlier result is untouched and the last checkpoint is intact; "
+        f"{'free space' if full else 'fix this'} and run the same command again"
+    )
+
+
+def partial_path(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".partial")
+
+
+def _old_path(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".old")
+
+
+def start_replace(folder: Path) -> None:
+    """Make an empty partial folder; removes or restores what an interrupted save left. Raises OSError."""
+    old, partial = _old_path(folder), partial_path(folder)
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    for left in (old, partial):
+        if left.exists():
+            shutil.rmtree(left)
+    partial.mkdir(parents=True)
+
+
+def finish_replace(folder: Path) -> None:
+    """Rename the partial folder to `folder`; on return, it survives a power cut. Raises OSError."""
+    old, partial = _old_path(folder), partial_path(folder)
+    for path in (*partial.rglob("*"), partial):
+        fsync(path)
+    if folder.exists():
+        folder.rename(old)
+    try:
+        partial.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    fsync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)  # else the next save removes it
+
+
+def model_card(
+    recipe: Recipe, plan: dict[str, Any], state: dict[str, int], loss: float | None, evaluation: dict[str, float]
+) -> str:
+    """Returns Markdown with the hub's metadata block.
+
+    plan: plan.json; state: steps and tokens done; loss: of the last step.
+    """
+    metadata: dict[str, Any] = {
+        "library_name": "transformers" if recipe.mode == "full" else "peft",
+        "tags": ["finetune", "sft"],
+    }
+    if recipe.model.name:
+        metadata["base_model"] = recipe.model.name
+    rows = [
+        ("Base", recipe.model.name or f"from scratch ({(recipe.model.config or {}).get('model_type')})"),
+        ("Method", recipe.mode + (f", rank {recipe.lora.rank}" if recipe.lora else "")),
+        ("Parameters", f"{plan['parameters']:,} ({plan['trainable_parameters']:,} trained)"),
+        ("Training data", ", ".join(without_credentials(source.path) for source in recipe.data.train)),
+        ("Steps", f"{state['step']:,} of {recipe.batch.rows} rows of up to {recipe.data.max_length:,} tokens"),
+        ("Tokens", f"{state['tokens']:,} ({state['supervised_tokens']:,} supervised)"),
+        ("Precision", recipe.train.precision),
+        *((("Last training loss", f"{loss:.4f}"),) if loss is not None else ()),
+        *((name.replace("_", " ").capitalize(), f"{value:.4f}") for name, value in evaluation.items()),
+        ("Ran on", f"{plan['where']}, {plan['world_size']} x {plan['device']}"),
+        ("Code", plan["git_commit"] or "-"),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in plan["versions"].items())),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return (
+        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n# {recipe.run.name}\n\n"
+        f"| | |\n| --- | --- |\n{table}\n\n"
+        f"<details><summary>Recipe</summary>\n\n```yaml\n{dump_recipe(recipe)}```\n\n</details>\n"
+    )

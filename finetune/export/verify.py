@@ -1,4 +1,4 @@
-"""A written result, read back from the disk: are all its tensors there, whole, and numbers?"""
+"""Verifies a written result by reading it back: every tensor present, of the right shape and type, and finite."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from finetune.errors import RunFailure
-from finetune.export.weights_writer import INDEX, shard_name
+from finetune.export.weights import INDEX, shard_name
 
 
 class Verification:
-    """Of one folder. Read every file of `weight_files`, then `finish`; one tensor is in memory at a time.
+    """Verifies one folder: `read` every file of `weight_files`, then `finish`. Holds one tensor in memory.
 
-    expected: by name, shape and dtype of every tensor the files must hold between them, and of none besides. Each
-    failure is a RunFailure that names file, tensor and reason.
+    expected: shape and dtype of every tensor in the files, by name. A failure is a RunFailure that names file, tensor
+    and reason.
     """
 
     def __init__(self, folder: Path, expected: dict[str, Tensor]):
@@ -27,7 +27,7 @@ class Verification:
         self._bytes = 0
 
     def read(self, file: Path) -> None:
-        """Every tensor of a file. Raises RunFailure."""
+        """Check every tensor of a file. Raises RunFailure."""
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
@@ -47,7 +47,7 @@ class Verification:
         self._bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """What no single file can show: that nothing is missing, that the index is right. Raises RunFailure."""
+        """Check that nothing is missing and that the index is right. Raises RunFailure."""
         files = weight_files(self._folder)
         index = self._json(INDEX) if len(files) > 1 else {}
         for name in self._expected:
@@ -65,9 +65,9 @@ class Verification:
         places = index.get("weight_map", {})
         for name in sorted({*places, *self._places}):
             if places.get(name) != self._places.get(name):
-                raise self._failure(INDEX, f"{name}: is said to be in {places.get(name)}, not {self._places.get(name)}")
-        if (said := index.get("metadata", {}).get("total_size")) != self._bytes:
-            raise self._failure(INDEX, f"total_size is {said}, the tensors have {self._bytes} bytes")
+                raise self._failure(INDEX, f"{name}: the index says {places.get(name)}, not {self._places.get(name)}")
+        if (size := index.get("metadata", {}).get("total_size")) != self._bytes:
+            raise self._failure(INDEX, f"total_size is {size}, the tensors have {self._bytes} bytes")
 
     def _json(self, file: str) -> dict[str, Any]:
         try:
@@ -77,8 +77,8 @@ class Verification:
 
     def _failure(self, file: str, reason: str) -> RunFailure:
         return RunFailure(
-            f"the result is not as it should be: {self._folder / file}: {reason}. It is left there to be looked at; "
-            "an earlier result is untouched, and the same command goes on from the last checkpoint"
+            f"the saved result is invalid: {self._folder / file}: {reason}. It is kept for inspection; an earlier "
+            "result is untouched, and the same command resumes from the last checkpoint"
         )
 
 

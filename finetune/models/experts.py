@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from finetune.errors import UserError
 from finetune.models.offload import part_of_parameter
+from finetune.utils import full_shape
 
 _ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")  # of transformers' experts, >= 5.17
 
@@ -69,11 +70,7 @@ def _holds_experts(module: nn.Module) -> bool:
     number = getattr(module, "num_experts", None)
     weights = list(module.parameters(recurse=False))
     takes = tuple(inspect.signature(type(module).forward).parameters)
-    return bool(weights) and takes == _ARGUMENTS and all(_shape(w)[0] == number for w in weights)
-
-
-def _shape(weight: Any) -> torch.Size:
-    return getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 has cut it already
+    return bool(weights) and takes == _ARGUMENTS and all(full_shape(w)[0] == number for w in weights)
 
 
 def compute_experts_in(model: nn.Module, dtype: torch.dtype) -> None:

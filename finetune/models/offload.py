@@ -10,9 +10,10 @@ of what is copied: so it can be used again at once, in the order of that stream,
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,23 +23,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 SMALLEST = 2**20  # bytes; the copy of a smaller one costs its start, not its size
 AHEAD = 2**28  # bytes under way: some milliseconds of a PCIe bus, a layer's input or a few
-
-
-def offload_activations(model: Any, device: torch.device) -> None:
-    """Around the model's training forward, wherever it is called from. Parameters stay where they are: their engine
-    moves them."""
-    # On the CPU small ones as well: a rehearsal of a small model takes the same way.
-    forward, host = model.forward, HostMemory(device, SMALLEST if device.type != "cpu" else 1)
-
-    @functools.wraps(forward)  # peft and generate look at the signature
-    def with_offload(*args: Any, **kwargs: Any) -> Any:
-        if not (model.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        host.begin()
-        with saved_tensors_hooks(host.keep, host.bring):
-            return forward(*args, **kwargs)
-
-    model.forward = with_offload
 
 
 @dataclass(eq=False)
@@ -70,13 +54,18 @@ class View:
         return empty.set_(storage.untyped_storage(), self.offset, self.shape, self.stride)
 
 
-class HostMemory:
-    """`keep` and `bring` are the hooks of torch.autograd.graph.saved_tensors_hooks.
+class ActivationOffload:
+    """`keep` and `bring` are the hooks of torch.autograd.graph.saved_tensors_hooks. Parameters stay where they are:
+    their engine moves them.
 
     On the CPU the copy is made, and the backward reads it: nothing is saved there, but a rehearsal takes the same way.
     """
 
-    def __init__(self, device: torch.device, smallest: int = SMALLEST, ahead: int = AHEAD):
+    def __init__(self, device: torch.device, smallest: int | None = None, ahead: int = AHEAD):
+        """smallest: bytes of a storage that is moved; None: SMALLEST, and on the CPU all, so that a rehearsal of a
+        small model takes the same way."""
+        if smallest is None:
+            smallest = SMALLEST if device.type != "cpu" else 1
         self.device, self.smallest, self.ahead = device, smallest, ahead
         self.away = weakref.WeakValueDictionary[int, Kept]()  # all that a backward may still ask for
         self.leaving = deque[tuple[tuple[int, int], Kept]]()  # copies out that were not waited for, oldest first
@@ -84,6 +73,13 @@ class HostMemory:
         self.returning: dict[int, Kept] = {}  # copies back that were not waited for
         self.count = self.next = 0
         self.copies = None if device.type == "cpu" else torch.Stream(device=device)
+
+    @contextlib.contextmanager
+    def saved_tensors(self) -> Iterator[None]:
+        """Around a training forward: what it saves for its backward goes to the host."""
+        self.begin()
+        with saved_tensors_hooks(self.keep, self.bring):
+            yield
 
     def begin(self) -> None:
         """Before a forward; another's backward may still be to come."""

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from finetune.utils import unwrap_peft
+
 
 class Routers:
     """Of a model, in the order of its layers. To be made before an engine wraps it."""
@@ -19,28 +21,28 @@ class Routers:
     def __init__(self, modules: list[nn.Module], index: int, experts: int, top_k: int):
         """index: of the logits in what a router returns."""
         self.layers, self.experts, self.top_k, self._index = len(modules), experts, top_k, index
-        self._heard: list[Tensor] | None = None
+        self._recorded: list[Tensor] | None = None
         for module in modules:
-            module.register_forward_hook(self._hear)
+            module.register_forward_hook(self._record)
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[list[Tensor]]:
+    def recording(self) -> Iterator[list[Tensor]]:
         """The logits (T, E) of every router that is called within, with their graph."""
-        self._heard = heard = []
+        self._recorded = recorded = []
         try:
-            yield heard
+            yield recorded
         finally:
-            self._heard = None
+            self._recorded = None
 
-    def _hear(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if self._heard is not None:
-            self._heard.append(output[self._index])
+    def _record(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._recorded is not None:
+            self._recorded.append(output[self._index])
 
 
 def find_routers(model: Any) -> Routers | None:
     """None where there are none whose choice is the `top_k` of a softmax, for which the balance loss is defined: where
     transformers records no router logits, or has no such loss of its own (`router_aux_loss_coef`)."""
-    causal = model.get_base_model() if hasattr(model, "peft_config") else model
+    causal = unwrap_peft(model)
     config = causal.config.get_text_config()
     recorder = (getattr(causal, "_can_record_outputs", None) or {}).get("router_logits")
     kind, top_k = getattr(recorder, "target_class", None), getattr(config, "num_experts_per_tok", None)

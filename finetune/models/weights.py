@@ -20,6 +20,7 @@ from finetune.models.compiled import compile_layers
 from finetune.models.quantization import keep_weights_unpacked, quantization_config
 from finetune.models.tokenizer import first_line
 from finetune.recipe.schema import Recipe
+from finetune.utils import full_shape
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Placement:
 
     meta: shapes only; the engine fills them in from rank 0. device: where quantised weights are packed; None where
     ZeRO-3 places them itself. layers: the decoder layers that need weights, the others may be left on `meta`.
-    direct: each weight is read straight to `device`. In fp32, which checkpoints are not, every rank would else make a
-    copy of the model in host memory.
+    direct: each weight is read straight to `device`. Otherwise every rank would make a copy of the model in host memory
+    where it is in fp32, which checkpoints are not.
     """
 
     weights: Literal["load", "meta"]
@@ -174,7 +175,7 @@ def parameter_counts(model: Any) -> tuple[int, int]:
 
 
 def _whole_numel(parameter: torch.nn.Parameter) -> int:
-    numel = getattr(parameter, "ds_numel", parameter.numel())
+    numel = full_shape(parameter).numel()
     packed = type(parameter).__name__ == "Params4bit"  # two weights a byte
     return numel * 2 * parameter.element_size() if packed else numel
 

@@ -1,5 +1,6 @@
-"""(model, batch) -> summed loss over the batch's supervised tokens; one file each."""
+"""What a run optimises and measures. `recipe.objective` is read here and nowhere else."""
 
-from finetune.objectives.sft import supervised_losses
+from finetune.objectives.base import Counts, Objective, Sums, Term, Terms
+from finetune.objectives.table import OBJECTIVES, make_objective
 
-__all__ = ["supervised_losses"]
+__all__ = ["OBJECTIVES", "Counts", "Objective", "Sums", "Term", "Terms", "make_objective"]

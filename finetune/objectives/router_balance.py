@@ -16,36 +16,80 @@ Letters: L layers, T tokens of a forward, N rows in it, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class RouterBalance:
-    """Of the rows of a forward."""
-
-    loss: Tensor  # (): of its rows, each times its tokens, fp32
-    chosen: Tensor  # (L, E) int64: tokens that chose each expert
-
-
-def router_balance(logits: Sequence[Tensor], row_lengths: Sequence[int], top_k: int) -> RouterBalance:
-    """logits: (T, E) of each layer. row_lengths: tokens of each row; what lies behind them is padding and left out."""
-    layers = [_of_layer(of_layer, row_lengths, top_k) for of_layer in logits]
-    return RouterBalance(
-        loss=torch.stack([loss for loss, _ in layers]).mean(), chosen=torch.stack([chosen for _, chosen in layers])
-    )
+from finetune.data.batch import Batch
+from finetune.errors import UserError
+from finetune.models.loss_model import Outputs
+from finetune.models.routers import Routers
+from finetune.objectives.base import Objective, Sums, Term, Terms
+from finetune.recipe.schema import Objective as Settings
 
 
-def _of_layer(logits: Tensor, row_lengths: Sequence[int], top_k: int) -> tuple[Tensor, Tensor]:  # (), (E,)
+def balance_coefficient(settings: Settings, config: Any, routers: Routers | None, divided: str | None) -> float:
+    """Returns what the balance loss counts for; where the recipe is silent, as transformers' own forward adds it.
+
+    divided: how ranks share rows or layers, where they do. Raises UserError where a balance is wanted of routers that
+    are not known, or of rows that no rank sees; the recipe's own is refused for `divided` before a model loads.
+    """
+    coefficient = settings.router_aux_loss_coef
+    if coefficient is None:
+        adds = routers is not None and getattr(config, "output_router_logits", False)
+        coefficient = config.router_aux_loss_coef if adds else 0.0
+    if coefficient and routers is None:
+        raise UserError(
+            f"objective.router_aux_loss_coef: {coefficient}: {type(config).__name__} has no router whose balance loss "
+            "transformers knows: remove it"
+        )
+    if coefficient and divided is not None:
+        raise UserError(
+            "`output_router_logits` in the model's config asks for a balance of experts, and no rank sees all "
+            f"routers of a full row under {divided}: set objective.router_aux_loss_coef: 0"
+        )
+    return coefficient
+
+
+def balance_of_experts(coefficient: float, top_k: int) -> Objective:
+    """Returns the balance loss as a term, and how tokens were spread over the experts."""
+
+    def terms(outputs: Outputs, batch: Batch) -> Terms:
+        logits = outputs.router_logits if coefficient else [layer.detach() for layer in outputs.router_logits]
+        loss, chosen = router_balance(logits, batch.row_lengths, top_k)
+        return {"router_balance_loss": Term(loss, "tokens", coefficient or None), "expert_load": Term(chosen)}
+
+    return Objective(terms, _expert_metrics)
+
+
+def _expert_metrics(sums: Sums) -> dict[str, float]:
+    load = sums.totals["expert_load"]  # (L, E)
+    fullest = load.max(1).values / load.mean(1)  # (L,)
+    return {
+        "router_balance_loss": sums.mean("router_balance_loss"),  # before its coefficient
+        "experts/load_max_over_mean": fullest.max().item(),  # of the layer where it is largest
+        "experts/idle_share": (load == 0).double().mean().item(),  # of all experts of all layers
+    }
+
+
+def router_balance(logits: Sequence[Tensor], row_lengths: Sequence[int], top_k: int) -> tuple[Tensor, Tensor]:
+    """Returns the balance loss () of all rows, each times its tokens, and (L, E) how many tokens chose each expert.
+
+    logits: (T, E) of each layer. row_lengths: tokens of each row; padding after them is left out.
+    """
+    losses, chosen = zip(*(_layer_balance(layer, row_lengths, top_k) for layer in logits), strict=True)
+    return torch.stack(losses).mean(), torch.stack(chosen)
+
+
+def _layer_balance(logits: Tensor, row_lengths: Sequence[int], top_k: int) -> tuple[Tensor, Tensor]:  # (), (E,)
     probabilities = logits[: sum(row_lengths)].float().softmax(-1)  # (tokens, E)
     choices = probabilities.detach().topk(top_k, dim=-1).indices  # (tokens, K)
     chosen = logits.new_zeros(len(row_lengths), logits.shape[-1], dtype=torch.int64)
-    for row, of_row in enumerate(choices.split(list(row_lengths))):
-        chosen[row].scatter_add_(0, of_row.flatten(), torch.ones_like(of_row).flatten())
+    for row, row_choices in enumerate(choices.split(list(row_lengths))):
+        chosen[row].scatter_add_(0, row_choices.flatten(), torch.ones_like(row_choices).flatten())
     if not row_lengths:
         return probabilities.sum(), chosen.sum(0)
-    summed = torch.stack([of_row.sum(0) for of_row in probabilities.split(list(row_lengths))])  # (N, E)
+    summed = torch.stack([row.sum(0) for row in probabilities.split(list(row_lengths))])  # (N, E)
     tokens = torch.tensor(row_lengths, device=logits.device, dtype=summed.dtype)  # (N,)
     return logits.shape[-1] * ((chosen * summed).sum(1) / tokens).sum(), chosen.sum(0)

@@ -1,40 +1,39 @@
-"""Supervised fine-tuning: the negative log-likelihood of every supervised token.
+"""Objectives on single tokens.
 
-Letters: T tokens of the flat row, S supervised tokens among them, V vocabulary.
+Letters: S targets of a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
-
-from finetune.data.batch import Batch, shifted_targets
-from finetune.models.attention import unread_mask
-from finetune.models.head import LossHead, TokenLosses
+from finetune.data.batch import Batch
+from finetune.models.head import TokenLoss
+from finetune.models.loss_model import Outputs
+from finetune.objectives.base import Objective, Term, Terms
+from finetune.recipe.schema import Objective as Settings
 
 
-def supervised_losses(
-    model: Callable[..., Any],
-    batch: Batch,  # input_ids, position_ids: (1, T)
-    attention_arguments: dict[str, Any],
-    device: torch.device,
-    head: LossHead,
-) -> TokenLosses:  # in nats, fp32, in the order of `shifted_targets`; with a graph also where nothing is supervised
-    """Sums, never means: only the engine knows how many tokens the whole global batch has.
+def sft(settings: Settings, evaluating: bool) -> Objective:
+    """Supervised fine-tuning: the mean negative log-likelihood of the targets.
 
-    Only the positions whose next token is supervised reach the LM head; whether their logits (S, V) are ever there
-    together is the head's choice.
+    Evaluation leaves out z-loss and label smoothing, so that runs can be compared.
     """
-    positions, targets = shifted_targets(batch)  # (S,), (S,)
-    arguments = {
-        "input_ids": batch.input_ids.to(device, non_blocking=True),
-        "position_ids": batch.position_ids.to(device, non_blocking=True),
-        "use_cache": False,  # with one, transformers would let packed documents see each other
-        **attention_arguments,
-    }
-    if "documents" in attention_arguments:
-        arguments["attention_mask"] = unread_mask(device)
-    positions, targets = positions.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-    return head.losses(model, arguments, positions, targets)
+    token_loss = TokenLoss() if evaluating else TokenLoss(settings.z_loss, settings.label_smoothing)
+    return Objective(_sum_of_token_losses, token_loss=token_loss)
+
+
+def _sum_of_token_losses(outputs: Outputs, batch: Batch) -> Terms:
+    return {"nll": Term(outputs.total, "target_tokens", 1.0)}
+
+
+def focal(settings: Settings, evaluating: bool) -> Objective:
+    """Focal loss: tokens that the model predicts well count less, (1 - p)^gamma * -log p (Lin et al. 2017,
+    https://arxiv.org/abs/1708.02002, equation 4). Evaluation measures the plain negative log-likelihood."""
+    gamma = settings.gamma
+
+    def terms(outputs: Outputs, batch: Batch) -> Terms:
+        nll = outputs.token_losses  # (S,)
+        easy = (-nll).exp()
+        focused = ((1 - easy).clamp(min=0) ** gamma * nll).sum()
+        return {"focal": Term(focused, "target_tokens", 1.0), "nll": Term(nll.detach().sum(), "target_tokens")}
+
+    return sft(settings, evaluating) if evaluating else Objective(terms, differentiable=True)

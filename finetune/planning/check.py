@@ -1,4 +1,4 @@
-"""`check`: everything that would stop a run, found without one."""
+"""`check`: validates recipe, launch, tokenizer, template and data without training."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from finetune.startup import import_transformers
 
 
 @dataclass
-class Report:
-    """What was found of one recipe: `error` where it would not run, else facts by name and notes."""
+class CheckReport:
+    """Result for one recipe: `error` if it would not run, else facts by name, and notes."""
 
     recipe: str
     error: str | None = None
@@ -27,12 +27,15 @@ class Report:
     def text(self) -> str:
         if self.error:
             return self.error
-        facts = [f"  {name.replace('_', ' ')}: {_shown(value)}" for name, value in self.facts.items()]
+        facts = [
+            f"  {name.replace('_', ' ')}: {f'{value:,}' if isinstance(value, int) else value}"
+            for name, value in self.facts.items()
+        ]
         return "\n".join([f"{self.recipe}: ok", *facts, *(f"  note: {note}" for note in self.notes)])
 
 
-def check_folder(folder: Path, overrides: Sequence[str]) -> list[Report]:
-    """Every complete recipe below a folder, by itself. Files in a folder named `base` are parts of others.
+def check_folder(folder: Path, overrides: Sequence[str]) -> list[CheckReport]:
+    """Check every recipe below a folder, without data; files in a folder named `base` are parts of others.
 
     Raises UserError where there is none.
     """
@@ -48,9 +51,9 @@ def check_recipe(
     config_file: Path | None = None,
     num_processes: int | None = None,
     recipe_only: bool = False,
-) -> Report:
-    """Schema and rules; with an accelerate config the launch; unless `recipe_only` tokenizer, template and data."""
-    report = Report(str(path))
+) -> CheckReport:
+    """Check schema and rules; with an accelerate config the launch; unless `recipe_only` tokenizer, template, data."""
+    report = CheckReport(str(path))
     try:
         recipe = load_recipe(path, overrides)
         if not recipe_only:
@@ -65,10 +68,10 @@ def check_recipe(
 
 
 def _check_launch(
-    recipe: Recipe, path: Path, config_file: Path | None, processes: int | None, recipe_only: bool, report: Report
+    recipe: Recipe, path: Path, config_file: Path | None, processes: int | None, recipe_only: bool, report: CheckReport
 ) -> None:
-    """recipe_only: what the model's own config forbids is not looked at."""
-    from finetune.engine.agreement import check_launch
+    """recipe_only: without the rules that depend on the model's config."""
+    from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import Launch, read_config_file
     from finetune.models.config import model_config
 
@@ -76,17 +79,17 @@ def _check_launch(
     config = None if recipe_only else model_config(recipe.model)
     micro_batches = check_launch(recipe, str(path), launch, config)
     automatic = recipe.batch.rows_per_device == "auto"
-    most = "at most " if automatic or recipe.batch.tokens_per_device is not None else ""
-    forwards = f"{most}{micro_batches} forwards each per step"
+    at_most = "at most " if automatic or recipe.batch.tokens_per_device is not None else ""
+    steps = f"{at_most}{micro_batches} micro-batches per process and step"
     if automatic:
-        forwards += " (batch.rows_per_device: auto, found by trial at the first run there)"
-    divided = "" if launch.parallelism.is_plain else f" ({launch.parallelism.summary()})"
-    report.facts["launch"] = f"{launch.where}, {launch.processes} processes{divided}, {forwards}"
+        steps += " (batch.rows_per_device: auto, measured at the first run)"
+    sizes = "" if launch.parallelism.is_plain else f" ({launch.parallelism.summary()})"
+    report.facts["launch"] = f"{launch.where}, {launch.processes} processes{sizes}, {steps}"
     _note_balance(recipe, launch.parallelism.data, report)
 
 
-def _note_balance(recipe: Recipe, processes: int, report: Report) -> None:
-    """Where more rows run at the same time than stand together with like work."""
+def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
+    """Note where more packed sequences are computed at once than are grouped by attention work."""
     from finetune.data import group_rows
 
     if recipe.batch.rows_per_device == "auto":
@@ -95,12 +98,12 @@ def _note_balance(recipe: Recipe, processes: int, report: Report) -> None:
     group = group_rows(recipe.data.balance, recipe.batch.rows)
     if processes > 1 and group % at_once and recipe.batch.tokens_per_device is None:
         report.notes.append(
-            f"{at_once} rows run at the same time, and rows of like attention work stand in groups of {group}: "
-            f"processes wait less for each other with `data.balance: {at_once}`"
+            f"{at_once} packed sequences are computed at once, and those of similar attention work are grouped by "
+            f"{group}: processes wait less for each other with `data.balance: {at_once}`"
         )
 
 
-def _check_data(recipe: Recipe, report: Report) -> None:
+def _check_data(recipe: Recipe, report: CheckReport) -> None:
     from finetune.data.dataset import Stream, build_dataset, build_training, template_notes
     from finetune.models.config import check_token_ids, model_config
     from finetune.models.dropout import check_nothing_random
@@ -128,21 +131,19 @@ def _check_data(recipe: Recipe, report: Report) -> None:
             f"{len(data.examples):,} examples, {data.tokens:,} tokens, {share:.0%} supervised"
         )
         full = data.efficiency(recipe.data.max_length)
-        report.facts[f"{name}_rows"] = f"{len(data.rows):,} of {recipe.data.max_length:,} tokens, {full:.1%} full"
+        report.facts[f"{name}_rows"] = (
+            f"{len(data.rows):,} sequences of up to {recipe.data.max_length:,} tokens, {full:.1%} full"
+        )
         if name == "train":
             report.facts["steps"] = run_length(recipe, len(data.rows))[0]
-        lost = {key: count for key, count in data.examples.report.totals().items() if key in _LOSSES and count}
-        report.notes += [f"{name}: {count:,} {_LOSSES[key]}" for key, count in lost.items()]
+        changed = {key: count for key, count in data.examples.report.totals().items() if key in _CHANGED and count}
+        report.notes += [f"{name}: {count:,} {_CHANGED[key]}" for key, count in changed.items()]
 
 
-_LOSSES = {
+_CHANGED = {
     "bad": "bad rows skipped",
-    "dropped_overlong": "rows dropped for their length",
+    "dropped_overlong": "rows dropped because they exceed data.max_length",
     "truncated": "rows truncated",
     "split": "rows split",
-    "no_supervised_token": "examples dropped because nothing in them is trained",
+    "no_supervised_token": "examples dropped because they have no supervised token",
 }
-
-
-def _shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,14 +1,14 @@
-"""Floating-point operations of a step, from the architecture and the lengths of its documents.
+"""FLOPs of a step, from the architecture and the lengths of its documents.
 
-A multiply-add counts as two. What is counted are products of matrices: every weight that hidden states are multiplied
-with, and the two products of attention. Everything else (norms, activations, rotary angles, the optimizer) is left out,
-as is usual: https://arxiv.org/abs/2204.02311, appendix B.
+A multiply-add counts as two. Only matrix products are counted: every weight that hidden states are multiplied with, and
+the two products of attention; not norms, activations, rotary embeddings or the optimizer
+(https://arxiv.org/abs/2204.02311, appendix B).
 
-- `model`: what the maths needs. Forward; backward as far as it is needed: two products like the forward's for a trained
-  weight, one for a frozen one whose input needs a gradient, none below the first trained layer. Attention: pairs of
-  tokens that see each other, no more. The LM head: supervised positions. Experts: those that a token is sent to.
-- `hardware`: what is executed for it. On top: padding, pairs that a masked attention computes and throws away, what
-  activation checkpointing and fused attention compute again in the backward.
+- `model`: what the maths needs. Forward; backward where needed: two products like the forward's for a trained weight,
+  one for a frozen one whose input needs a gradient, none below the first trained layer. Attention: pairs of tokens that
+  attend to each other. LM head: supervised positions. Experts: those that a token is routed to.
+- `hardware`: what is executed. In addition: padding, masked pairs that are computed anyway, recomputation by activation
+  checkpointing and fused attention in the backward.
 
 Letters: T tokens, L length of one document, w attention window, H heads.
 """
@@ -26,6 +26,7 @@ import numpy as np
 from torch import nn
 
 from finetune.models.attention import DOCUMENTS
+from finetune.utils import full_shape
 
 _EMBEDDED = re.compile(r"lora_embedding_A|\boriginal_module\b|_bias\b")  # looked up, unused, added: not multiplied
 _ATTENTION = re.compile(r"attn|attention")
@@ -36,12 +37,12 @@ _MASKED = ("sdpa", "eager")  # compute every pair of the row, and mask
 
 class Flops(NamedTuple):
     model: float
-    hardware: float  # not a number where nobody can tell
+    hardware: float  # NaN where unknown
 
 
 @dataclass(frozen=True)
-class Attention:
-    """One layer's two products, of queries with keys and of their weights with values."""
+class AttentionFlops:
+    """The two attention products of one layer: queries with keys, weights with values."""
 
     per_pair: float  # FLOPs for a pair of tokens, forward
     scores: float  # of these, queries with keys
@@ -52,37 +53,35 @@ class Attention:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of a model for any lengths. Those `of` a token or position are sums over the whole model."""
+    """FLOPs of a model, as a function of lengths. Per-token numbers are sums over all layers."""
 
     token_forward: float
     token_backward: float
-    token_again: float  # executed in the backward besides
+    token_recomputed: float  # executed in addition in the backward
     head: float  # forward and backward of a position that reaches the LM head
-    attention: tuple[Attention, ...]  # a layer each
+    attention: tuple[AttentionFlops, ...]  # by layer
     implementation: str  # transformers' name
     recomputes: bool  # activation checkpointing of whole layers
     hardware_known: bool
 
     def of(self, counted: Sequence[int], executed: Sequence[int], supervised: int) -> Flops:
-        """Forward and backward of one micro-batch.
+        """Returns the FLOPs of forward and backward of one micro-batch.
 
-        counted: lengths of the documents that train; executed: of all that are computed, padding too; supervised:
-        positions that reach the LM head.
+        counted: lengths of the documents; executed: lengths including padding; supervised: positions that reach the LM
+        head.
         """
         model = hardware = self.head * supervised
         products = self.token_forward + self.token_backward
         model += products * sum(counted)
-        hardware += (products + self.token_again) * sum(executed)
-        for layer, number in self._kinds():
+        hardware += (products + self.token_recomputed) * sum(executed)
+        for layer in dict.fromkeys(self.attention):
+            number = self.attention.count(layer)
             model += number * layer.per_pair * causal_pairs(counted, layer.window) * (3 if layer.backward else 1)
             hardware += number * self._executed(layer) * self._executed_pairs(executed, layer.window)
         return Flops(model, hardware if self.hardware_known else math.nan)
 
-    def _kinds(self) -> list[tuple[Attention, int]]:
-        return [(layer, self.attention.count(layer)) for layer in dict.fromkeys(self.attention)]
-
-    def _executed(self, layer: Attention) -> float:
-        """For a pair. Fused attention keeps no scores: the backward makes them anew."""
+    def _executed(self, layer: AttentionFlops) -> float:
+        """Returns the executed FLOPs per pair. Fused attention recomputes the scores in the backward."""
         forwards = 2 if self.recomputes else 1
         scores_again = 0 if self.implementation == "eager" else layer.scores
         return layer.per_pair * forwards + (layer.per_pair * 2 + scores_again if layer.executed_backward else 0)
@@ -90,13 +89,13 @@ class ModelFlops:
     def _executed_pairs(self, lengths: Sequence[int], window: int | None) -> float:
         if self.implementation in _MASKED:
             return float(sum(lengths) ** 2)
-        if self.implementation == DOCUMENTS and window is not None:  # a band is a mask
+        if self.implementation == DOCUMENTS and window is not None:  # the window is a mask
             return float(sum(n * n if n > window else n * (n + 1) / 2 for n in lengths))
         return causal_pairs(lengths, window)
 
 
 def causal_pairs(lengths: Sequence[int], window: int | None) -> float:
-    """Pairs of a token and one that it sees, itself included: the sum of min(i, w) for i = 1 .. L of each document.
+    """Counts pairs of a token and one it attends to, itself included: the sum of min(i, w) for i = 1..L per document.
 
     >>> causal_pairs([3, 2], None), causal_pairs([3, 2], 2)
     (9.0, 8.0)
@@ -107,26 +106,26 @@ def causal_pairs(lengths: Sequence[int], window: int | None) -> float:
 
 
 def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> ModelFlops:
-    """Read off the modules of a loaded model, before it is wrapped; shards and 4-bit weights are fine.
+    """Counts from the modules of a loaded model, before it is wrapped; shards and 4-bit weights are supported.
 
     implementation: of attention, transformers' name. checkpointing: as `train.activation_checkpointing`.
-    Exact for one product after another. In the first layer that trains anything, which inputs need a gradient is told
-    from the modules' names; where these are unusual, that one layer is counted too high.
+    In the first layer that trains anything, module names decide which inputs need a gradient; with unusual names that
+    one layer is counted too high.
     """
     products = list(_products(model))
     first = _first_trained(model)
     needed = [_backward(product, first) for product in products]
     # transformers lets gradients reach the embedding table where a frozen model is checkpointed.
     hooked = getattr(model, "_require_grads_hooks", None) or getattr(model, "_require_grads_hook", None)
-    reached = _Place(-1, -1) if hooked else first
+    reached = _Position(-1, -1) if hooked else first
     executed = [_backward(product, reached) for product in products]
     recomputes = checkpointing is True
-    again = sum(executed) - sum(needed) + (sum(_recomputed(products)) if recomputes else 0.0)
+    recomputed = sum(executed) - sum(needed) + (sum(_recomputed(products)) if recomputes else 0.0)
     in_layers = [not product.head for product in products]
     return ModelFlops(
         token_forward=2 * sum(p.weights for p in products if not p.head),
         token_backward=2 * sum(itertools.compress(needed, in_layers)),
-        token_again=2 * again,
+        token_recomputed=2 * recomputed,
         head=2 * sum(p.weights + _backward(p, first) for p in products if p.head),
         attention=tuple(_attention(model.config, first, reached)),
         implementation=implementation,
@@ -136,12 +135,12 @@ def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> M
 
 
 def _makes_weights(path: str, module: nn.Module) -> bool:
-    """Adapters that make whole matrices at each forward: on experts in one tensor, and DoRA's norms."""
+    """Whether an adapter computes full matrices in each forward: on fused experts, and DoRA's norms."""
     return type(module).__name__ == "ParamWrapper" or bool(getattr(module, "lora_magnitude_vector", None))
 
 
-class _Place(NamedTuple):
-    """Order of execution, coarse: what stands before a layer is -1; its attention 0, 1; its feed-forward 2, 3."""
+class _Position(NamedTuple):
+    """Coarse order of execution. Stages of a layer: norms -1; attention 0, 1; feed-forward 2, 3."""
 
     layer: float
     stage: int
@@ -150,11 +149,11 @@ class _Place(NamedTuple):
 @dataclass(frozen=True)
 class _Product:
     path: str
-    place: _Place
+    position: _Position
     weights: float  # that one token is multiplied with
     trained: bool
     head: bool
-    after_trained: bool  # LoRA's second matrix reads what its first, a trained one, made
+    after_trained: bool  # LoRA's B: its input comes from A, which is trained
 
 
 def _products(model: Any) -> Iterator[_Product]:
@@ -163,18 +162,18 @@ def _products(model: Any) -> Iterator[_Product]:
         if isinstance(module, nn.Embedding):
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            whole = f"{path}.{name}"
+            full_name = f"{path}.{name}"
             shape = _shape(module, name, parameter)
-            if len(shape) < 2 or _EMBEDDED.search(whole):
+            if len(shape) < 2 or _EMBEDDED.search(full_name):
                 continue
             share = _active_share(model, path, shape)
             yield _Product(
-                path=whole,
-                place=_place(whole, head),
+                path=full_name,
+                position=_position(full_name, head),
                 weights=float(np.prod(shape)) * share,
                 trained=parameter.requires_grad,
-                head=bool(head) and whole.startswith(f"{head}."),
-                after_trained="lora_B" in whole or "lora_embedding_B" in whole,
+                head=bool(head) and full_name.startswith(f"{head}."),
+                after_trained="lora_B" in full_name or "lora_embedding_B" in full_name,
             )
 
 
@@ -182,11 +181,11 @@ def _shape(module: nn.Module, name: str, parameter: Any) -> tuple[int, ...]:
     if name == "weight" and hasattr(module, "in_features") and hasattr(module, "out_features"):
         features: Any = module
         return (features.out_features, features.in_features)  # 4-bit weights are stored flat
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # ds_shape: cut by ZeRO-3
+    return tuple(full_shape(parameter))
 
 
 def _active_share(model: Any, path: str, shape: tuple[int, ...]) -> float:
-    """Of an expert's weights, or of many experts' in one tensor."""
+    """Returns the share of expert weights that a token uses; 1 for others."""
     if len(shape) < 3 and not re.search(r"\bexperts\b", path):
         return 1.0
     config = model.config.get_text_config()
@@ -201,55 +200,55 @@ def _num_experts(config: Any) -> int | None:
 
 
 def _path_of(model: Any, module: Any) -> str:
-    """Where a module stands, or what wraps it (an adapter, a trained copy)."""
+    """Returns the path of a module, or of its wrapper (an adapter, a trained copy)."""
     path = next((path for path, found in model.named_modules() if found is module), "")
     return re.sub(r"\.(base_layer|modules_to_save\..*|original_module)$", "", path)
 
 
-def _place(path: str, head: str = "") -> _Place:
+def _position(path: str, head: str = "") -> _Position:
     if head and path.startswith(f"{head}."):
-        return _Place(float("inf"), 0)
+        return _Position(float("inf"), 0)
     number = re.search(r"\.(\d+)\.", path)
     if number is None:
-        return _Place(-1 if "embed" in path or "wte" in path else float("inf"), -1)
+        return _Position(-1 if "embed" in path or "wte" in path else float("inf"), -1)
     after = path[number.end() :]
     if "norm" in after:
-        return _Place(int(number[1]), -1)
+        return _Position(int(number[1]), -1)
     output = _OUTPUT.search(after) is not None
-    return _Place(int(number[1]), (0 if _ATTENTION.search(after) else 2) + output)
+    return _Position(int(number[1]), (0 if _ATTENTION.search(after) else 2) + output)
 
 
-def _first_trained(model: Any) -> _Place | None:
-    places = [_place(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+def _first_trained(model: Any) -> _Position | None:
+    places = [_position(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
     return min(places, default=None)
 
 
-def _backward(product: _Product, first_trained: _Place | None) -> float:
-    """Multiply-adds: for the gradient of the weight, and for that of the input where something before it is trained."""
-    input_needs = product.after_trained or (first_trained is not None and first_trained < product.place)
+def _backward(product: _Product, first_trained: _Position | None) -> float:
+    """Returns multiply-adds for the gradient of the weight, and of the input if something before it is trained."""
+    input_needs = product.after_trained or (first_trained is not None and first_trained < product.position)
     return product.weights * (product.trained + input_needs)
 
 
 def _recomputed(products: list[_Product]) -> Iterator[float]:
-    """Of each layer all but the last product: torch stops when it has what the backward needs, the last one's input."""
+    """Yields all but the last product of each layer: torch stops when it has the input of the last one."""
     layers: dict[float, list[_Product]] = {}
     for product in products:
-        if product.place.layer not in (-1, float("inf")):
-            layers.setdefault(product.place.layer, []).append(product)
+        if product.position.layer not in (-1, float("inf")):
+            layers.setdefault(product.position.layer, []).append(product)
     for members in layers.values():
-        yield sum(p.weights for p in members) - _last(members)
+        yield sum(p.weights for p in members) - _last_product(members)
 
 
-def _last(members: list[_Product]) -> float:
-    """Of a dense layer. Experts' outputs are weighted by the router, so they are needed."""
-    outputs = [p for p in members if p.place.stage == 3]
+def _last_product(members: list[_Product]) -> float:
+    """Returns 0 for experts: the router weights their outputs, so the backward needs them."""
+    outputs = [p for p in members if p.position.stage == 3]
     if not outputs or any("experts" in p.path for p in members):
         return 0.0
     adapters = [p for p in outputs if p.after_trained]
     return (adapters or outputs)[-1].weights
 
 
-def _attention(config: Any, first_trained: _Place | None, reached: _Place | None) -> Iterator[Attention]:
+def _attention(config: Any, first_trained: _Position | None, reached: _Position | None) -> Iterator[AttentionFlops]:
     config = config.get_text_config()
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -260,6 +259,6 @@ def _attention(config: Any, first_trained: _Place | None, reached: _Place | None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     for number, kind in enumerate(kinds):
         window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
-        after = _Place(number, 1)
+        after = _Position(number, 1)
         backward, executed = (place is not None and place < after for place in (first_trained, reached))
-        yield Attention(scores + values, scores, window, backward, executed)
+        yield AttentionFlops(scores + values, scores, window, backward, executed)

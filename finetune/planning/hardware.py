@@ -1,6 +1,6 @@
-"""What devices can do at most, by their vendors' data sheets: the denominator of MFU, and a planner's memory sizes.
+"""Peak FLOP/s and memory of devices, from vendors' data sheets: the denominator of MFU.
 
-Dense products, without structured sparsity (data sheets often print twice as much, with it), accumulated in fp32.
+Dense matrix products accumulated in fp32, without structured sparsity (with it, data sheets print twice as much).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AMD = "https://www.amd.com/en/products/accelerators/instinct"
 
 @dataclass(frozen=True)
 class Device:
-    """One device as torch sees it. Peaks in TFLOP/s by type of the operands; None where there is no such unit."""
+    """One device as torch counts it. Peaks in TFLOP/s by operand type; None if not supported."""
 
     name: str
     fp32: float
@@ -61,14 +61,14 @@ DEVICES: tuple[tuple[str, Device], ...] = (
 
 
 def find_device(name: str) -> Device | None:
-    """By torch's name of it; None where the table has no such device. A slice of one (MIG) is another device."""
+    """name: as in torch. Returns None for an unknown device, or a slice of one (MIG)."""
     if re.search(r"\bMIG\b", name):
         return None
     return next((device for pattern, device in DEVICES if re.search(pattern, name)), None)
 
 
 def peak_tflops(name: str, compute: torch.dtype) -> float | None:
-    """Dense peak for products of this type; fp32 ones run in TF32 where torch was told that they may."""
+    """Returns the dense peak for products of this type; fp32 ones run in TF32 where torch allows it."""
     if (device := find_device(name)) is None:
         return None
     if compute == torch.bfloat16:

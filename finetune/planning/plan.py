@@ -1,7 +1,8 @@
-"""What follows from recipe, data and launch: printed before step 1, written to plan.json, frozen."""
+"""The plan: what follows from recipe, data and launch. Printed before step 1, written to plan.json."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import platform
@@ -22,21 +23,21 @@ class Plan:
     world_size: int
     device: str
     steps: int  # optimizer steps of the whole run
-    micro_batches: int  # per step and process; with batch.tokens_per_device the most there can be
-    rows_per_device: int | None  # in one forward; None with batch.tokens_per_device
+    micro_batches: int  # per step and process; with batch.tokens_per_device the maximum
+    rows_per_device: int | None  # packed sequences of a micro-batch; None with batch.tokens_per_device
     rows_per_device_reason: str
-    rows_per_epoch: int | None  # packed rows; None for a stream, as the others by epoch
-    total_rows: int  # of the whole run; the last step may be short
+    rows_per_epoch: int | None  # packed sequences; None for a stream, as the other numbers per epoch
+    total_rows: int  # of the run; the last step may be short
     examples: int | None
     tokens_per_epoch: int | None
     supervised_tokens_per_epoch: int | None
     packing_efficiency: float | None  # tokens / (rows * max_length)
     parameters: int
     trainable_parameters: int
-    attention: str  # and why
-    cross_entropy: str  # and why
+    attention: str  # with the reason
+    cross_entropy: str  # with the reason
     precision: str
-    division: dict[str, Any]  # of the model, by backends that have more to say of it than where it runs
+    division: dict[str, Any]  # how the backend divides the model, such as pipeline stages
     versions: dict[str, str]
     git_commit: str | None
 
@@ -45,9 +46,9 @@ class Plan:
 
 
 def run_length(recipe: Recipe, rows_per_epoch: int | None) -> tuple[int, int]:
-    """(optimizer steps, packed rows) of the whole run, by `epochs` and `max_steps`, whichever ends first.
+    """Returns (optimizer steps, packed sequences) of the run, by `epochs` and `max_steps`, whichever ends first.
 
-    >>> # 100 rows, 64 a step, 2 epochs: 200 rows, the last step of 4 is short
+    100 sequences per epoch, 64 per step, 2 epochs: 200 sequences, 4 steps, the last one with 8.
     """
     epochs = recipe.train.epochs if rows_per_epoch is not None else None  # a stream is bounded by steps alone
     rows = math.inf if epochs is None else math.ceil(epochs * (rows_per_epoch or 0))
@@ -57,18 +58,16 @@ def run_length(recipe: Recipe, rows_per_epoch: int | None) -> tuple[int, int]:
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers depend on, where installed."""
-    found = {"python": platform.python_version()}
+    """Returns the versions of Python and of installed packages that numbers depend on."""
+    installed = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
+    return installed
 
 
 def git_commit() -> str | None:
-    """Of the current directory, with `+` where files differ from it; None outside a repository."""
+    """Returns the commit of the current directory, with `+` if files differ from it; None outside a repository."""
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
         status = subprocess.run(

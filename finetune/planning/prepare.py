@@ -1,27 +1,31 @@
-"""`prepare`: tokenise ahead of a run, and say what came out."""
+"""`prepare`, `cache list` and `cache clean`: fill the token cache before a run, and show what it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from finetune.data import prepare_examples
-from finetune.data.dataset import template_notes
+from finetune.data.cache.listing import FoundEntry
 from finetune.data.report import SourceReport
-from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
+from finetune.utils import readable_bytes
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """One source as it lies in the cache now."""
+    """One cached source."""
 
     part: str  # train | eval
     report: SourceReport
-    made_s: float | None  # None: it was there
+    made_s: float | None  # None: it was cached before
 
     def as_dict(self) -> dict[str, Any]:
         return {"part": self.part, "cached": self.made_s is None, "seconds": self.made_s or 0.0, **asdict(self.report)}
@@ -33,23 +37,26 @@ class Prepared:
 
 
 def prepare(recipe: Recipe) -> tuple[list[Prepared], list[str]]:
-    """Every source of a recipe into the cache, and notes on the template. Raises UserError."""
+    """Tokenise every source of a recipe into the cache; returns them and notes on the template. Raises UserError."""
+    from finetune.data.dataset import template_notes  # torch, which the commands of the cache do without
+    from finetune.models.tokenizer import load_tokenizer
+
     tokenizer = load_tokenizer(recipe.model)
     notes = template_notes(recipe, tokenizer)
     prepared: list[Prepared] = []
     if recipe.data.streaming:
-        notes.append("data.streaming: data.train is read as the run needs it, so nothing of it is prepared")
+        notes.append("data.streaming: data.train is read during the run, so it is not prepared")
     train = () if recipe.data.streaming else recipe.data.train
     for part, sources in (("train", train), ("eval", recipe.data.eval)):
         if sources:
             examples = prepare_examples(recipe, sources, tokenizer)
-            found = zip(examples.report.sources, examples.made_s, strict=True)
-            prepared += [Prepared(part, report, seconds) for report, seconds in found]
+            reports = zip(examples.report.sources, examples.made_s, strict=True)
+            prepared += [Prepared(part, report, seconds) for report, seconds in reports]
     return prepared, notes
 
 
 def show_prepared(console: Console, prepared: list[Prepared], notes: list[str]) -> None:
-    """Two lines a source, the rows that were skipped, and the notes."""
+    """Print two lines per source, the rows that were skipped, and the notes."""
     for one in prepared:
         for line in (*_lines(one), *(f"  skipped: {row}" for row in one.report.bad_rows)):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
@@ -59,9 +66,35 @@ def show_prepared(console: Console, prepared: list[Prepared], notes: list[str]) 
 
 def _lines(one: Prepared) -> Iterator[str]:
     report = one.report
-    how = "cached" if one.made_s is None else f"made in {one.made_s:,.1f} s"
+    how = "cached" if one.made_s is None else f"tokenised in {one.made_s:,.1f} s"
     yield f"{one.part}: {report.path} ({report.format}), {how}"
     yield (
         f"  {report.rows:,} rows, {report.examples:,} examples, {report.tokens:,} tokens, "
         f"{report.supervised_tokens / report.tokens:.0%} supervised, {one.dropped:,} dropped"
     )
+
+
+def show_entries(console: Console, folder: Path, entries: Sequence[FoundEntry]) -> None:
+    """Print a table of cache entries and their total size."""
+    if not entries:
+        console.print(f"{folder}: the cache is empty", soft_wrap=True, highlight=False)
+        return
+    table = Table("source", "tokenizer", "tokens", "size", "last used (UTC)", "written by")
+    for entry in entries:
+        table.add_row(*_cells(entry))
+    console.print(table)
+    size = readable_bytes(sum(entry.bytes for entry in entries))
+    console.print(f"{folder}: {len(entries):,} entries, {size}", soft_wrap=True, highlight=False)
+
+
+def _cells(entry: FoundEntry) -> Iterator[str]:
+    of, made = entry.of or {}, entry.made or {}
+    if not entry.is_whole:
+        yield "[yellow]incomplete[/yellow]"
+    else:
+        yield escape(f"{of['source']}\n{of['format']}") if of else "[yellow]unknown[/yellow]"
+    yield escape(f"{of['tokenizer']}\nmax_length {of['max_length']:,}") if of else "?"
+    yield f"{entry.tokens:,}" if entry.tokens is not None else "?"
+    yield readable_bytes(entry.bytes)
+    yield f"{datetime.fromtimestamp(entry.used, timezone.utc):%Y-%m-%d %H:%M}"
+    yield escape(f"finetune {of['finetune']}\n{made['host']}") if of and made else "?"

@@ -11,20 +11,24 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from finetune.recipe.problems import Key, Problem, RecipeError
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.schema import RUN_NAME, Recipe
-from finetune.recipe.yaml_tree import Tree, dump, override, read
+from finetune.recipe.yaml_tree import Key, Problem, RecipeError, Tree, dump, override, read
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, extend, override and check a recipe.
+    """Read, extend, override and validate a recipe.
 
-    Raises RecipeError with every problem of the overrides and the schema, or, where those are content, of the rules.
+    Raises RecipeError with every problem of overrides and schema, or, if there is none, of the rules.
     """
     path = Path(path)
     tree = read(path)
-    problems = _override(tree, overrides)
+    problems: list[Problem] = []
+    for text in overrides:
+        try:
+            override(tree, text, _is_text)
+        except RecipeError as error:
+            problems += error.problems
     recipe = None
     try:
         recipe = Recipe.model_validate(tree.values)
@@ -34,33 +38,19 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         findings = [(tuple(key.split(".")), message) for key, message in broken_rules(recipe)]
         problems = [Problem(tree.place(key), key, message) for key, message in findings]
     if recipe is None or problems:
-        raise RecipeError(path, _in_order(problems, path))
+        # the recipe's own file by line, then the files it extends, then the command line
+        problems.sort(key=lambda p: (p.place.line is None, p.place.file != str(path), p.place.line or 0))
+        raise RecipeError(path, problems)
     return recipe
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that loads to an equal recipe."""
+    """Returns the resolved recipe as YAML that loads to an equal recipe."""
     return dump(recipe.model_dump(mode="json"))
 
 
-def _override(tree: Tree, overrides: Sequence[str]) -> list[Problem]:
-    """Lay every override over the tree; the problems of those that cannot be."""
-    problems: list[Problem] = []
-    for text in overrides:
-        try:
-            override(tree, text, _is_text)
-        except RecipeError as error:
-            problems += error.problems
-    return problems
-
-
-def _in_order(problems: list[Problem], path: Path) -> list[Problem]:
-    """The recipe's own file by line, then the files it extends, then the command line."""
-    return sorted(problems, key=lambda p: (p.place.line is None, p.place.file != str(path), p.place.line or 0))
-
-
 def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
-    """pydantic's findings in our words, each key once."""
+    """Translates pydantic's errors to problems, one per key."""
     # A union reports the failure of every branch: one problem per key, what each branch expected joined by "or".
     by_key: dict[Key, list[dict[str, Any]]] = {}
     for detail in error.errors():
@@ -79,31 +69,25 @@ def _is_wrong_branch(key: Key, group: list[dict[str, Any]], keys: Iterable[Key])
 
 
 def _key(loc: tuple[str | int, ...], kind: str, values: Any) -> Key:
-    """The part of pydantic's location that exists in the recipe (it also names the branches of unions)."""
+    """Returns the part of pydantic's location that exists in the recipe (it also names branches of unions)."""
     key: Key = ()
     for i, part in enumerate(loc):
-        if _has(values, part):
-            key = (*key, part)
-            values = values[part]
+        is_index = isinstance(values, list) and isinstance(part, int) and part < len(values)
+        if is_index or (isinstance(values, dict) and part in values):
+            key, values = (*key, part), values[part]  # pyright: ignore[reportCallIssue, reportArgumentType]  (a list's)
         elif kind == "missing" and i == len(loc) - 1 and isinstance(part, str):
             key = (*key, part)
     return key
 
 
-def _has(values: Any, part: str | int) -> bool:
-    if isinstance(values, list):
-        return isinstance(part, int) and part < len(values)
-    return isinstance(values, dict) and part in values
-
-
 def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> str:
     first = group[0]
     if first["type"] == "extra_forbidden":
-        return "unknown key" + _meant(key)
-    if first["type"] == "missing" and isinstance(first["loc"][-1], int):  # of a list whose length is fixed
+        return "unknown key" + _suggest_key(key)
+    if first["type"] == "missing" and isinstance(first["loc"][-1], int):  # in a list of fixed length
         return f"expected {group[-1]['loc'][-1] + 1} items, got {_shown(_value_at(values, key))}"
     if first["type"] == "missing":
-        return "is missing" + _stray(key, values)
+        return "is missing" + _suggest_unknown(key, values)
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     expected = list(dict.fromkeys(_expected(detail) for detail in group))
@@ -117,7 +101,7 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
     return message
 
 
-# What other programs call a thing: their recipes and command lines are what people come with.
+# Names of other programs, whose recipes and command lines people start from.
 _ELSEWHERE = {
     "learning_rate": "optimizer.lr",
     "max_seq_length": "data.max_length",
@@ -143,28 +127,28 @@ _ELSEWHERE = {
 }
 
 
-def _meant(key: Key) -> str:
-    """Which key an unknown one was meant to be: near it, elsewhere in the recipe, or known from other programs."""
-    name, here = str(key[-1]), _fields_at(key[:-1])
+def _suggest_key(key: Key) -> str:
+    """Suggests a key for an unknown one: in its section, elsewhere in the recipe, or known from other programs."""
+    name, siblings = str(key[-1]), _fields_at(key[:-1])
     if name == "extends":
-        return "; it stands at the top of a recipe, in no section"
-    if difflib.get_close_matches(name.lower(), here, n=1, cutoff=0.7):
-        return _did_you_mean(name, here)
-    homes = [dotted for dotted in _dotted_names() if dotted.rpartition(".")[2] == name]
+        return "; it belongs at the top level of a recipe"
+    if difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.7):
+        return _did_you_mean(name, siblings)
+    same_name = [dotted for dotted in _dotted_names() if dotted.rpartition(".")[2] == name]
     elsewhere = _ELSEWHERE.get(name)
-    if elsewhere or homes:
-        return f"; did you mean `{elsewhere or '` or `'.join(homes)}`?"
+    if elsewhere or same_name:
+        return f"; did you mean `{elsewhere or '` or `'.join(same_name)}`?"
     if name in ("gradient_accumulation_steps", "accumulation_steps"):
         return "; accumulation follows from `batch.rows`, `batch.rows_per_device` and the number of processes"
-    return _did_you_mean(name, here)
+    return _did_you_mean(name, siblings)
 
 
-def _stray(key: Key, values: dict[str, Any]) -> str:
-    """The unknown key beside a missing one that was probably meant for it."""
+def _suggest_unknown(key: Key, values: dict[str, Any]) -> str:
+    """Names the unknown key of the same section that was probably meant for a missing one."""
     present, known = _value_at(values, key[:-1]), _fields_at(key[:-1])
-    strays = [name for name in present if name not in known] if isinstance(present, dict) else []
-    close = difflib.get_close_matches(str(key[-1]), strays, n=1)
-    return f"; is `{close[0]}` meant for it?" if close else ""
+    unknown = [name for name in present if name not in known] if isinstance(present, dict) else []
+    close = difflib.get_close_matches(str(key[-1]), unknown, n=1)
+    return f"; `{close[0]}` looks like a misspelling of it" if close else ""
 
 
 _EXPECTED = {
@@ -176,18 +160,18 @@ _EXPECTED = {
     "tuple_type": "a list",
     "dict_type": "a section",
     "model_type": "a section",
-    "string_too_short": "text that is not empty",
+    "string_too_short": "non-empty text",
 }
 _BOUNDS = {
-    "greater_than": "greater than",
-    "greater_than_equal": "of at least",
-    "less_than": "less than",
-    "less_than_equal": "of at most",
+    "greater_than": ">",
+    "greater_than_equal": ">=",
+    "less_than": "<",
+    "less_than_equal": "<=",
 }
 
 
 def _expected(detail: dict[str, Any]) -> str:
-    """What would have been right, in words."""
+    """Describes the expected value."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind in _EXPECTED:
         return _EXPECTED[kind]
@@ -197,15 +181,15 @@ def _expected(detail: dict[str, Any]) -> str:
         return f"a number {_BOUNDS[kind]} {next(iter(context.values()))}"
     if kind == "too_short":
         return f"at least {context['min_length']} item{'s' if context['min_length'] > 1 else ''}"
-    if kind == "too_long":  # a list whose length is fixed
+    if kind == "too_long":  # a list of fixed length
         return f"{context['max_length']} items"
     if kind == "string_pattern_mismatch" and context["pattern"] == RUN_NAME:
-        return "letters, digits, `.`, `_` and `-`, the first a letter or digit"
+        return "letters, digits, `.`, `_` and `-`, starting with a letter or digit"
     return detail["msg"]
 
 
 def _shown(value: Any) -> str:
-    """A value as it would stand in YAML, shortened; a quoted number shows its quotes."""
+    """Formats a value as in YAML, shortened; a quoted number shows its quotes."""
     if isinstance(value, dict):
         return "a section"
     if isinstance(value, list):
@@ -232,7 +216,7 @@ def _value_at(values: Any, key: Key) -> Any:
 
 
 def _fields_at(key: Key) -> list[str]:
-    """Names of the fields of the section at `key`."""
+    """Returns the names of the fields of the section at `key`."""
     section = _section_in(_annotation_at(key)) if key else Recipe
     if section is None:
         return []
@@ -240,11 +224,11 @@ def _fields_at(key: Key) -> list[str]:
 
 
 def _annotation_at(key: Key) -> Any:
-    """The type of the value at `key`; None where the schema has no such key."""
+    """Returns the type of the value at `key`; None if the schema has no such key."""
     annotation: Any = Recipe
     for part in key:
         if isinstance(part, int):
-            continue  # a list item: the section is found inside the list's annotation
+            continue  # a list item: its section is inside the list's annotation
         section = _section_in(annotation)
         field = section.model_fields.get(part) if section else None
         if field is None:
@@ -254,13 +238,13 @@ def _annotation_at(key: Key) -> Any:
 
 
 def _is_text(key: Key) -> bool:
-    """Whether the schema wants text at `key`, or text or nothing."""
+    """Whether the schema expects text, or text or null, at `key`."""
     annotation = _annotation_at(key)
     return annotation is str or str in typing.get_args(annotation)
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The model inside an annotation such as `Lora | None` or `tuple[Source, ...]`."""
+    """Returns the model inside an annotation such as `Lora | None` or `tuple[Source, ...]`."""
     if (
         isinstance(annotation, type)
         and not isinstance(annotation, types.GenericAlias)
@@ -273,16 +257,16 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _dotted_names(section: type[BaseModel] = Recipe, above: str = "") -> Iterator[str]:
-    """Every field of the recipe, as `optimizer.lr`."""
+def _dotted_names(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
+    """Yields every field of the recipe, such as `optimizer.lr`."""
     for name, field in section.model_fields.items():
-        yield above + name
+        yield prefix + name
         inner = _section_in(field.annotation)
         if inner is not None:
-            yield from _dotted_names(inner, f"{above}{name}.")
+            yield from _dotted_names(inner, f"{prefix}{name}.")
 
 
 def key_is_known(key: str) -> bool:
     """Whether a dotted key names a field of the recipe; used by tests that keep the documentation honest."""
-    *above, name = key.split(".")
-    return name in _fields_at(tuple(above))
+    *section, name = key.split(".")
+    return name in _fields_at(tuple(section))

@@ -1,6 +1,6 @@
-"""Rules that span sections: combinations that the schema alone cannot refuse. Each returns a problem or nothing.
+"""Rules across sections, for combinations that the schema alone cannot refuse.
 
-A rule is one function and one row in `RULES`; every rule names the key to change.
+A rule is one function, which yields problems, and one row in `RULES`; every problem names the key to change.
 """
 
 from __future__ import annotations
@@ -9,25 +9,26 @@ import re
 from collections.abc import Callable, Iterator
 
 from finetune.recipe.schema import Recipe
+from finetune.utils import divisors
 
-Finding = tuple[str, str]  # dotted key, what is wrong and what to do
+Finding = tuple[str, str]  # dotted key; what is wrong and what to do
 
 
 def lora_section(recipe: Recipe) -> Iterator[Finding]:
     if recipe.mode in ("lora", "qlora") and recipe.lora is None:
-        yield "mode", f"`mode: {recipe.mode}` needs a `lora:` section; `lora: {{rank: 16, alpha: 32}}` is a start"
+        yield "mode", f"`mode: {recipe.mode}` needs a `lora:` section, such as `lora: {{rank: 16, alpha: 32}}`"
     if recipe.mode == "full" and recipe.lora is not None:
-        yield "lora", "`mode: full` trains every weight and has no use for `lora:`; remove it or set `mode: lora`"
+        yield "lora", "`mode: full` trains every weight and does not use `lora:`; remove it or set `mode: lora`"
 
 
 def quantization_section(recipe: Recipe) -> Iterator[Finding]:
     if recipe.mode == "qlora" and recipe.quantization is None:
-        yield "mode", "`mode: qlora` needs a `quantization:` section; `quantization: {type: nf4}` is the usual one"
+        yield "mode", "`mode: qlora` needs a `quantization:` section, such as `quantization: {type: nf4}`"
     if recipe.mode != "qlora" and recipe.quantization is not None:
         yield "quantization", f"only `mode: qlora` quantises; remove this section or change `mode: {recipe.mode}`"
 
 
-def adapters_on_something(recipe: Recipe) -> Iterator[Finding]:
+def adapters_need_a_base(recipe: Recipe) -> Iterator[Finding]:
     if recipe.mode != "full" and recipe.model.config is not None:
         yield "model.config", f"`mode: {recipe.mode}` adapts a pretrained model: give `model.name`, or `mode: full`"
 
@@ -44,32 +45,30 @@ def automatic_rows(recipe: Recipe) -> Iterator[Finding]:
     if recipe.lora is not None and recipe.lora.dropout:
         yield (
             "batch.rows_per_device",
-            f"dropout is drawn for each forward, so under `auto` losses would depend on the hardware (lora.dropout: "
-            f"{recipe.lora.dropout}): give a number, or `lora.dropout: 0`",
+            "dropout is sampled per micro-batch, so with `auto` losses would depend on the hardware (lora.dropout: "
+            f"{recipe.lora.dropout}): set a number, or `lora.dropout: 0`",
         )
     if recipe.optimizer.in_backward:
         yield (
             "batch.rows_per_device",
-            "`optimizer.in_backward` needs one forward a step, which `auto` does not promise: give `batch.rows` "
-            "divided by the number of processes",
+            "`optimizer.in_backward` needs one micro-batch per step, which `auto` does not guarantee: set it to "
+            "`batch.rows` divided by the number of processes",
         )
 
 
 def divisibility_message(rows: int, rows_per_device: int, world_size: int) -> str:
-    """The nearest values that would do.
+    """Returns the message for a batch size that does not divide, with the nearest valid ones.
 
-    >>> divisibility_message(10, 4, 1)
-    '10 rows a step cannot be dealt in forwards of 4 rows to 1 process: the nearest valid `batch.rows` are 8 and 12'
+    >>> divisibility_message(8, 2, 3)
+    '8 must be divisible by rows_per_device x processes (2 x 3 = 6); nearest: 6, 12'
     """
     unit = rows_per_device * world_size
     below, above = rows // unit * unit, (rows // unit + 1) * unit
-    nearest = f"{below} and {above}" if below else f"{above} and its multiples"
-    fitting = [n for n in range(rows_per_device, 0, -1) if rows % (n * world_size) == 0]
-    smaller = f"; or `batch.rows_per_device: {fitting[0]}`" if fitting and world_size > 1 else ""
-    return (
-        f"{rows} rows a step cannot be dealt in forwards of {rows_per_device} rows to {world_size} "
-        f"process{'es' if world_size > 1 else ''}: the nearest valid `batch.rows` are {nearest}{smaller}"
-    )
+    nearest = f"{below}, {above}" if below else f"{above}"
+    fitting = [n for n in divisors(rows) if n <= rows_per_device and rows % (n * world_size) == 0]
+    smaller = f"; or `batch.rows_per_device: {fitting[-1]}`" if fitting and world_size > 1 else ""
+    factors = f"{rows_per_device} x {world_size} = {unit}"
+    return f"{rows} must be divisible by rows_per_device x processes ({factors}); nearest: {nearest}{smaller}"
 
 
 def frozen_dtype(recipe: Recipe) -> Iterator[Finding]:
@@ -83,8 +82,8 @@ def frozen_dtype(recipe: Recipe) -> Iterator[Finding]:
     if dtype != "auto" and dtype not in allowed[precision]:
         yield (
             "model.dtype",
-            f"`train.precision: {precision}` works with weights in {' or '.join(allowed[precision])}, not {dtype}; "
-            "`auto` always fits",
+            f"`train.precision: {precision}` supports weights in {' or '.join(allowed[precision])}, not {dtype}; "
+            "`auto` always works",
         )
 
 
@@ -93,13 +92,13 @@ def evaluation_has_data(recipe: Recipe) -> Iterator[Finding]:
         return
     for key in ("every_steps", "generate", "exact_match"):
         if getattr(recipe.evaluate, key):
-            yield f"evaluate.{key}", "there is nothing to evaluate on: give `data.eval`, or remove this"
+            yield f"evaluate.{key}", "needs evaluation data: add `data.eval`, or remove this"
 
 
 def generation_has_prompts(recipe: Recipe) -> Iterator[Finding]:
     wants = recipe.evaluate.generate or recipe.evaluate.exact_match
     if wants and recipe.data.eval and all(source.format == "text" for source in recipe.data.eval):
-        yield "evaluate.generate", "`text` rows have no prompt to answer: set `generate` and `exact_match` to 0"
+        yield "evaluate.generate", "rows of format `text` have no prompt: set `generate` and `exact_match` to 0"
 
 
 def answer_pattern(recipe: Recipe) -> Iterator[Finding]:
@@ -109,46 +108,46 @@ def answer_pattern(recipe: Recipe) -> Iterator[Finding]:
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        yield "evaluate.answer", f"not a regular expression: {error}"
+        yield "evaluate.answer", f"is not a valid regular expression: {error}"
         return
     if groups < 1:
-        yield "evaluate.answer", "needs a group that holds the answer, such as `#### (.+)`"
+        yield "evaluate.answer", "needs a group for the answer, such as `#### (.+)`"
     if not recipe.evaluate.exact_match:
-        yield "evaluate.answer", "is only used by `evaluate.exact_match`, which is 0"
+        yield "evaluate.answer", "is used only by `evaluate.exact_match`, which is 0"
 
 
 def warmup_within_run(recipe: Recipe) -> Iterator[Finding]:
-    steps = recipe.train.max_steps
-    if steps is not None and recipe.schedule.warmup_steps >= steps:
-        yield "schedule.warmup_steps", f"warm-up of {recipe.schedule.warmup_steps} steps never ends in {steps} steps"
+    steps, warmup = recipe.train.max_steps, recipe.schedule.warmup_steps
+    if steps is not None and warmup >= steps:
+        yield "schedule.warmup_steps", f"warmup_steps ({warmup}) must be below the number of steps ({steps})"
 
 
 def streaming_has_an_end(recipe: Recipe) -> Iterator[Finding]:
     if not recipe.data.streaming:
         return
     if recipe.train.max_steps is None or recipe.train.epochs is not None:
-        yield "data.streaming", "nobody knows how long a stream is: give `train.max_steps`, and no `train.epochs`"
+        yield "data.streaming", "the length of a stream is unknown: set `train.max_steps` and remove `train.epochs`"
     if not recipe.data.packing:
-        yield "data.streaming", "a stream is packed window by window: set `data.packing: true`"
+        yield "data.streaming", "streams are always packed: set `data.packing: true`"
     if recipe.data.mixture is not None and recipe.data.mixture.temperature is not None:
-        yield "data.mixture.temperature", "sizes are not known while streaming: remove it, and say shares by `weight`"
-    for number, source in enumerate(recipe.data.train):
+        yield "data.mixture.temperature", "the size of a stream is unknown: remove it, and set each source's `weight`"
+    for i, source in enumerate(recipe.data.train):
         if source.max_epochs is not None and source.max_epochs % 1:
-            yield f"data.train[{number}].max_epochs", "a stream is read whole: give a whole number of passes"
+            yield f"data.train[{i}].max_epochs", "must be a whole number with `data.streaming`"
 
 
-def tokens_of_a_forward(recipe: Recipe) -> Iterator[Finding]:
+def token_budget(recipe: Recipe) -> Iterator[Finding]:
     batch = recipe.batch
     if batch.tokens_per_device is None:
         return
     if recipe.data.packing:
-        yield "batch.tokens_per_device", "packed rows are all of one length: set `data.packing: false`, or remove this"
+        yield "batch.tokens_per_device", "packed sequences have equal length: set `data.packing: false` or remove this"
     if batch.rows_per_device != 1:
-        yield "batch.tokens_per_device", "takes the place of `rows_per_device`: remove one of the two"
+        yield "batch.tokens_per_device", "replaces `rows_per_device`: remove one of the two"
     if batch.tokens_per_device < recipe.data.max_length:
         yield (
             "batch.tokens_per_device",
-            f"{batch.tokens_per_device} is less than the longest example may have (data.max_length: "
+            f"{batch.tokens_per_device} must be at least the length of the longest example (data.max_length: "
             f"{recipe.data.max_length})",
         )
 
@@ -156,12 +155,12 @@ def tokens_of_a_forward(recipe: Recipe) -> Iterator[Finding]:
 def profile_within_run(recipe: Recipe) -> Iterator[Finding]:
     steps = recipe.train.max_steps
     if recipe.profile is not None and steps is not None and recipe.profile.steps[1] > steps:
-        yield "profile.steps", f"{list(recipe.profile.steps)} are behind the run's end, which is step {steps}"
+        yield "profile.steps", f"{list(recipe.profile.steps)} must end by the last step ({steps})"
 
 
 def mixture_has_parts(recipe: Recipe) -> Iterator[Finding]:
     if recipe.data.mixture is not None and len(recipe.data.train) == 1:
-        yield "data.mixture", "there is one source in `data.train`, so there is nothing to mix; remove this"
+        yield "data.mixture", "needs several sources in `data.train`; remove this"
 
 
 def cross_entropy_of_torch(recipe: Recipe) -> Iterator[Finding]:
@@ -169,12 +168,12 @@ def cross_entropy_of_torch(recipe: Recipe) -> Iterator[Finding]:
         return
     for key in ("z_loss", "label_smoothing"):
         if getattr(recipe.objective, key):
-            yield f"objective.{key}", "`model.cross_entropy: torch` does not have it in chunks; `auto` does"
+            yield f"objective.{key}", "is not supported by `model.cross_entropy: torch`; use `auto`"
     if recipe.train.precision != "fp32":
         yield (
             "model.cross_entropy",
-            f"`torch` gives losses in the 16 bits that `train.precision: {recipe.train.precision}` computes in; "
-            "`auto` gives fp32",
+            f"`torch` computes losses in 16 bits under `train.precision: {recipe.train.precision}`; use `auto`, which "
+            "computes them in fp32",
         )
 
 
@@ -185,33 +184,33 @@ def stepped_in_backward(recipe: Recipe) -> Iterator[Finding]:
     if optimizer.max_grad_norm is not None:
         yield (
             key,
-            "gradients are gone before their common norm is known, so they cannot be clipped by it: set "
+            "gradients are freed before their global norm is known, so they cannot be clipped: set "
             "`optimizer.max_grad_norm: null`, or `in_backward: false`",
         )
     if optimizer.name == "muon":
-        yield key, "steps single parameters, and Muon shares them out between two optimizers: use `adamw`, or false"
+        yield key, "does not support `muon`, which divides parameters between two optimizers: use `adamw`, or false"
     if recipe.train.precision == "fp16":
         yield (
             key,
-            "steps that fp16's loss scale must skip are made by then: use `train.precision: bf16`, or false",
+            "cannot skip steps that overflow, as fp16's loss scale requires: use `train.precision: bf16`, or false",
         )
     if recipe.batch.tokens_per_device is not None:
-        yield key, "needs one forward a step, and `batch.tokens_per_device` makes as many as the rows need: remove one"
+        yield key, "needs one micro-batch per step, which `batch.tokens_per_device` does not guarantee: remove one"
 
 
 def offloaded_activations(recipe: Recipe) -> Iterator[Finding]:
     if recipe.train.activation_offload and recipe.train.activation_checkpointing == "selective":
         yield (
             "train.activation_offload",
-            "the results that `activation_checkpointing: selective` keeps stay on the device: use `true`, where each "
-            "layer's input goes to the host, or `false`, where all goes",
+            "does not reach what `activation_checkpointing: selective` keeps: use `true`, which offloads each layer's "
+            "input, or `false`, which offloads all activations",
         )
 
 
 RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     lora_section,
     quantization_section,
-    adapters_on_something,
+    adapters_need_a_base,
     rows_divide,
     automatic_rows,
     frozen_dtype,
@@ -220,7 +219,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     answer_pattern,
     warmup_within_run,
     streaming_has_an_end,
-    tokens_of_a_forward,
+    token_budget,
     mixture_has_parts,
     profile_within_run,
     cross_entropy_of_torch,
@@ -230,5 +229,5 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
 
 
 def broken_rules(recipe: Recipe) -> list[Finding]:
-    """Every finding of every rule, in the order of the table."""
+    """Returns the findings of every rule, in the order of the table."""
     return [finding for rule in RULES for finding in rule(recipe)]

@@ -1,4 +1,4 @@
-"""URLs as they may be shown: a message or a label never holds a password, a token or a signature."""
+"""URLs without credentials: messages and labels never hold a password, a token or a signature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_url(path: str) -> bool:
 
 
 def without_credentials(url: str) -> str:
-    """A path or URL as it may be shown: no user, no password, and on the web no query, for it may hold a signature.
+    """Returns a path or URL without user, password and, for http(s), without the query, which may hold a signature.
 
     https://me:secret@host/a.jsonl?token=x -> https://host/a.jsonl?...
     """
@@ -29,7 +29,7 @@ def without_credentials(url: str) -> str:
 
 
 def scrubbed(text: str, url: str = "") -> str:
-    """A library's message without what is secret in the URLs it names; url: the one that was asked for."""
+    """Returns a library's message without the secrets of the URLs in it; url: the one that was requested."""
     text = _URL_IN_TEXT.sub(lambda match: without_credentials(match.group()), text)
     if is_url(url):
         parts = urlsplit(url)

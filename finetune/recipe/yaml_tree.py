@@ -1,7 +1,7 @@
-"""YAML read into plain values, with the place of every one; `extends` followed, command-line overrides laid on top.
+"""Reads YAML into plain values with the place (file, line) of each, resolves `extends` and applies overrides.
 
-Values are of YAML 1.2's core schema where it differs from PyYAML's 1.1 and bites: `1e-4` is a number, `on`, `off`,
-`yes` and `no` are words, `010` is ten. Raw dicts exist only here and in `load.py`.
+Values follow YAML 1.2 where PyYAML's 1.1 surprises: `1e-4` is a number, `on`, `off`, `yes` and `no` are strings, `010`
+is ten. Raw dicts exist only here and in `load.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,53 @@ from typing import Any
 
 import yaml
 
-from finetune.recipe.problems import Key, Place, Problem, RecipeError
+from finetune.errors import UserError
+
+Key = tuple[str | int, ...]  # path to a value: ("data", "train", 0, "path")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of a file (1-based), or an override on the command line (no line)."""
+
+    file: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+@dataclass(frozen=True)
+class Problem:
+    place: Place
+    key: Key
+    message: str
+
+    def __str__(self) -> str:
+        location = f"{self.place}: {dotted(self.key)}" if self.key else str(self.place)
+        return f"{location}: {self.message}"
+
+
+class RecipeError(UserError):
+    """All problems of one recipe, one per line, in the order of the file."""
+
+    def __init__(self, path: Path | str, problems: list[Problem]):
+        self.problems = tuple(problems)
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        lines = [f"{path}: {count}", *(f"  {problem}" for problem in problems)]
+        super().__init__("\n".join(lines))
+
+
+def dotted(key: Key) -> str:
+    """
+    >>> dotted(("data", "train", 0, "path"))
+    'data.train[0].path'
+    """
+    text = ""
+    for part in key:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
 
 _FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 _NUMBERS = (("int", r"[-+]?[0-9]+", "-+0123456789"), ("float", _FLOAT, "-+.0123456789"))
@@ -29,13 +75,13 @@ _PLAIN = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's idea of numbers and booleans."""
+    """SafeLoader with numbers and booleans of YAML 1.2."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own name and type)
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that also quotes text which only `_Loader` would take for a number, such as a commit `12e4567`."""
+    """SafeDumper that also quotes text that only `_Loader` reads as a number, such as a commit `12e4567`."""
 
 
 for _classes, _kinds in (((_Loader,), _WORDS), ((_Loader, _Dumper), _NUMBERS)):
@@ -45,7 +91,7 @@ for _classes, _kinds in (((_Loader,), _WORDS), ((_Loader, _Dumper), _NUMBERS)):
 
 
 def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """PyYAML's own reads `010` as eight."""
+    """Reads `010` as ten; PyYAML's own constructor reads eight."""
     return int(loader.construct_scalar(node))
 
 
@@ -53,30 +99,30 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
 
 
 def dump(values: dict[str, Any]) -> str:
-    """YAML that `read` reads back to equal values."""
+    """Returns YAML that `read` reads back to equal values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 @dataclass
 class Tree:
-    """Nested dicts, lists and scalars, and where each came from."""
+    """Nested dicts, lists and scalars, and the place of each."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[Key, Place] = field(default_factory=dict)  # () is always there
+    places: dict[Key, Place] = field(default_factory=dict)  # always has ()
 
     def place(self, key: Key) -> Place:
-        """The place of a key, or of the nearest thing above it."""
+        """Returns the place of a key, or of its nearest parent."""
         while key not in self.places:
             key = key[:-1]
         return self.places[key]
 
 
 def read(path: Path) -> Tree:
-    """A recipe file with everything it `extends`, nearest file last. Raises RecipeError."""
+    """Reads a recipe file and what it `extends`; the extending file's values win. Raises RecipeError."""
     return _read(path, ())
 
 
-def _read(path: Path, above: tuple[Path, ...]) -> Tree:
+def _read(path: Path, parents: tuple[Path, ...]) -> Tree:
     tree = _parse(path)
     base = tree.values.pop("extends", None)
     if base is None:
@@ -85,16 +131,16 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
     if not isinstance(base, str):
         raise _error(path, place, ("extends",), f"expected the path of one recipe file, got {base!r}")
     base_path = path.parent / base
-    above = (*above, path.resolve())
-    if base_path.resolve() in above:
-        chain = " -> ".join(p.name for p in (*above, base_path))
-        raise _error(path, place, ("extends",), f"recipes extend each other in a circle: {chain}")
+    parents = (*parents, path.resolve())
+    if base_path.resolve() in parents:
+        chain = " -> ".join(p.name for p in (*parents, base_path))
+        raise _error(path, place, ("extends",), f"circular `extends`: {chain}")
     if not base_path.is_file():
         raise _error(path, place, ("extends",), f"no such file: {base_path}")
-    below = _read(base_path, above)
-    lay_over(below, tree.values, tree.places, ())
-    below.places[()] = tree.places[()]
-    return below
+    base_tree = _read(base_path, parents)
+    merge_into(base_tree, tree.values, tree.places, ())
+    base_tree.places[()] = tree.places[()]
+    return base_tree
 
 
 def _error(path: Path | str, place: Place, key: Key, message: str) -> RecipeError:
@@ -102,9 +148,9 @@ def _error(path: Path | str, place: Place, key: Key, message: str) -> RecipeErro
 
 
 def _parse(path: Path) -> Tree:
-    text = _text(path)
+    text = _read_text(path)
     try:
-        tree, problems = _plain(text, lambda line: Place(str(path), line))
+        tree, problems = _parse_text(text, lambda line: Place(str(path), line))
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         message = f"not valid YAML: character U+{ord(text[error.position]):04X} is not allowed"
@@ -118,12 +164,12 @@ def _parse(path: Path) -> Tree:
     if tree.values is None:
         raise _error(path, Place(str(path)), (), "is empty; copy one of the files in recipes/")
     if not isinstance(tree.values, dict):
-        raise _error(path, tree.places[()], (), "expected sections (`key: value`), got something else")
+        raise _error(path, tree.places[()], (), "expected sections (`key: value`) at the top level")
     tree.places[()] = Place(str(path), 1)
     return tree
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -137,100 +183,100 @@ def _text(path: Path) -> str:
         raise _error(path, Place(str(path)), (), f"cannot be read: {error.strerror}") from None
 
 
-def _plain(text: str, place: Callable[[int], Place]) -> tuple[Tree, list[Problem]]:
-    """Values and places of one YAML text (nothing: None), and what YAML allows but a recipe does not."""
+def _parse_text(text: str, place: Callable[[int], Place]) -> tuple[Tree, list[Problem]]:
+    """Returns values (None if empty) and places of a YAML text, and problems that YAML allows but a recipe does not."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
-        reading = _Reading(loader, place)
-        values = None if node is None else reading.value(node, (), ())
-        return Tree(values, reading.places), reading.problems  # type: ignore[arg-type]  (callers check for a dict)
+        walk = _NodeWalk(loader, place)
+        values = None if node is None else walk.value(node, (), ())
+        return Tree(values, walk.places), walk.problems  # type: ignore[arg-type]  (callers check for a dict)
     finally:
         loader.dispose()
 
 
 @dataclass
-class _Reading:
-    """One walk over the nodes of a YAML text."""
+class _NodeWalk:
+    """Converts the nodes of a YAML text to plain values."""
 
     loader: _Loader
-    place: Callable[[int], Place]  # of a line
+    place: Callable[[int], Place]  # by line
     places: dict[Key, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def value(self, node: yaml.Node, key: Key, above: tuple[yaml.Node, ...]) -> Any:
-        """The plain value of a node. `above`: the nodes that it stands in."""
+    def value(self, node: yaml.Node, key: Key, parents: tuple[yaml.Node, ...]) -> Any:
+        """Returns the plain value of a node."""
         place = self.place(node.start_mark.line + 1)
         self.places.setdefault(key, place)
-        if any(node is other for other in above):
-            return self.problem(place, key, "an alias that stands inside what it names")
-        above = (*above, node)
+        if any(node is parent for parent in parents):
+            return self.problem(place, key, "an alias inside the value it refers to")
+        parents = (*parents, node)
         if not isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN:
-            return self.problem(place, key, f"the tag {node.tag!r} has no meaning here")
+            return self.problem(place, key, f"the tag {node.tag!r} is not supported")
         if isinstance(node, yaml.SequenceNode):
-            return [self.value(child, (*key, i), above) for i, child in enumerate(node.value)]
+            return [self.value(child, (*key, i), parents) for i, child in enumerate(node.value)]
         if isinstance(node, yaml.MappingNode):
-            return self.section(node, key, above)
+            return self.section(node, key, parents)
         try:
             return self.loader.construct_object(node, deep=True)
         except ValueError:  # an explicit tag such as `!!int x`
-            return self.problem(place, key, f"{node.value!r} does not fit its tag {node.tag.rpartition(':')[2]!r}")
+            return self.problem(place, key, f"{node.value!r} does not match its tag {node.tag.rpartition(':')[2]!r}")
 
-    def section(self, node: yaml.MappingNode, key: Key, above: tuple[yaml.Node, ...]) -> dict[str, Any]:
-        self.twice(node, key)
+    def section(self, node: yaml.MappingNode, key: Key, parents: tuple[yaml.Node, ...]) -> dict[str, Any]:
+        self.check_duplicates(node, key)
         self.loader.flatten_mapping(node)  # merge keys (<<) become plain ones
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             place = self.place(key_node.start_mark.line + 1)
             if not isinstance(key_node, yaml.ScalarNode):
-                self.problem(place, key, "a key must be a word")
+                self.problem(place, key, "a key must be a scalar")
                 continue
-            here = (*key, key_node.value)
-            self.places[here] = place
-            values[key_node.value] = self.value(value_node, here, above)
+            child_key = (*key, key_node.value)
+            self.places[child_key] = place
+            values[key_node.value] = self.value(value_node, child_key, parents)
         return values
 
-    def twice(self, node: yaml.MappingNode, key: Key) -> None:
-        """A problem for each key that the section itself gives again (what `<<` brings may be given again)."""
+    def check_duplicates(self, node: yaml.MappingNode, key: Key) -> None:
+        """Adds a problem for each duplicate key of the section itself (keys from `<<` may be overridden)."""
         seen: set[str] = set()
         for child, _ in node.value:
             if isinstance(child, yaml.ScalarNode) and child.value != "<<":
                 if child.value in seen:
-                    self.problem(self.place(child.start_mark.line + 1), (*key, child.value), "is given twice; keep one")
+                    self.problem(self.place(child.start_mark.line + 1), (*key, child.value), "duplicate key; keep one")
                 seen.add(child.value)
 
     def problem(self, place: Place, key: Key, message: str) -> None:
         self.problems.append(Problem(place, key, message))
 
 
-def lay_over(tree: Tree, values: dict[str, Any], places: dict[Key, Place], key: Key) -> None:
-    """Merge `values` into the tree: sections by key, everything else (lists too) replaced whole."""
+def merge_into(tree: Tree, values: dict[str, Any], places: dict[Key, Place], key: Key) -> None:
+    """Merge `values` into the tree: sections by key; all else, lists included, is replaced."""
     target: Any = tree.values
     for part in key:
         target = target[part]
     for name, value in values.items():
-        here = (*key, name)
-        # A model config is one value: half of one architecture under half of another is nobody's wish.
-        if isinstance(value, dict) and isinstance(target.get(name), dict) and here != ("model", "config"):
-            lay_over(tree, value, places, here)
+        child = (*key, name)
+        # A model config is one value: two architectures must not be mixed.
+        if isinstance(value, dict) and isinstance(target.get(name), dict) and child != ("model", "config"):
+            merge_into(tree, value, places, child)
         else:
-            _forget(tree.places, here)
-            tree.places.update({k: p for k, p in places.items() if k[: len(here)] == here})
+            _remove_places(tree.places, child)
+            tree.places.update({k: p for k, p in places.items() if k[: len(child)] == child})
             target[name] = value
-        tree.places[here] = places.get(here, tree.place(here))
+        tree.places[child] = places.get(child, tree.place(child))
 
 
-def _forget(places: dict[Key, Place], key: Key) -> None:
-    """Remove the places of a value and of everything in it."""
+def _remove_places(places: dict[Key, Place], key: Key) -> None:
+    """Remove the places of a value and of everything inside it."""
     for old in [k for k in places if k[: len(key)] == key]:
         del places[old]
 
 
 def override(tree: Tree, text: str, is_text: Callable[[Key], bool]) -> None:
-    """Lay `section.key=value` over the tree. List items go by number: `data.train.0.path=x`.
+    """Apply `section.key=value` to the tree. List items are addressed by index: `data.train.0.path=x`.
 
-    The value is read as YAML, and as it stands where the schema wants text (`is_text`): a commit or a regular
-    expression needs no quotes of YAML's inside those of the shell. Raises RecipeError.
+    The value is read as YAML, or literally where the schema expects text (`is_text`): a commit or a regular expression
+    needs no YAML quotes inside those of the shell. Raises RecipeError.
     """
     name, equals, raw = text.partition("=")
     place = Place(f"command line, {text!r}")
@@ -238,7 +284,7 @@ def override(tree: Tree, text: str, is_text: Callable[[Key], bool]) -> None:
     if not equals or not all(parts):
         raise _error("command line", place, (), "expected section.key=value, such as optimizer.lr=1e-4")
     if parts == ["extends"]:
-        raise _error("command line", place, ("extends",), "works inside a recipe file only")
+        raise _error("command line", place, ("extends",), "is allowed in recipe files only")
     target: Any = tree.values
     key: Key = ()
     for part in parts[:-1]:
@@ -251,19 +297,19 @@ def override(tree: Tree, text: str, is_text: Callable[[Key], bool]) -> None:
     index = _index(target, parts[-1], place, key)
     key = (*key, index)
     target[index] = _override_value(raw, place, key, is_text(key))
-    _forget(tree.places, key)
+    _remove_places(tree.places, key)
     tree.places[key] = place
 
 
 def _index(target: Any, part: str, place: Place, key: Key) -> Any:
-    """`part` as an index of `target`."""
+    """Returns `part` as an index of `target`."""
     if isinstance(target, dict):
         return part
     if not isinstance(target, list):
-        raise _error("command line", place, key, f"is {target!r}, it has no {part!r} inside")
+        raise _error("command line", place, key, f"is {target!r}, which has no key {part!r}")
     if not part.isdecimal() or int(part) >= len(target):
-        numbers = {0: "nothing to number yet", 1: "expected 0"}.get(len(target), f"expected 0 to {len(target) - 1}")
-        raise _error("command line", place, key, f"is a list of {len(target)}: {numbers}, got {part!r}")
+        expected = {0: "no valid index", 1: "expected index 0"}.get(len(target), f"expected 0 to {len(target) - 1}")
+        raise _error("command line", place, key, f"is a list of {len(target)}: {expected}, got {part!r}")
     return int(part)
 
 
@@ -271,10 +317,9 @@ def _override_value(raw: str, place: Place, key: Key, is_text: bool) -> Any:
     if is_text and raw.strip() not in ("", "~", "null") and raw[0] not in "'\"":
         return raw
     try:
-        tree, problems = _plain(raw, lambda line: place)
+        tree, problems = _parse_text(raw, lambda line: place)
     except yaml.YAMLError:
         return raw
     if problems:
-        inside = [Problem(place, (*key, *problem.key), problem.message) for problem in problems]
-        raise RecipeError("command line", inside)
+        raise RecipeError("command line", [Problem(place, (*key, *p.key), p.message) for p in problems])
     return tree.values

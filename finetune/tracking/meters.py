@@ -1,83 +1,91 @@
-"""What a train line says beside the loss: speed, use of the device, memory, where the time went, who was waited for.
+"""Meters of a training step: speed, device utilization, memory, time by phase, stragglers.
 
-Every rank measures itself; once a step the numbers of all meet in one small collective. Keys are absent where nobody
-knows: no MFU without a known peak, no communication where a backend hides its waits, no power without NVML.
+Every rank measures itself; once a step one small collective gathers the numbers of all. Keys are absent where a value
+is unknown: no MFU without a known peak, no communication where a backend hides its waits, no power without NVML.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from finetune.data.batch import Batch
 from finetune.engine.base import Engine
-from finetune.engine.held import held_gradients, held_state
-from finetune.engine.stopwatch import COMMUNICATION
-from finetune.tracking.clock import PHASES, STALLS, Lap, StepClock
-from finetune.tracking.device import DeviceMeter, DeviceReading
-from finetune.tracking.memory import peak_bytes
-from finetune.tracking.totals import Line
+from finetune.engine.state_bytes import measure_gradient_bytes, measure_state_bytes
+from finetune.engine.timing import COMMUNICATION, PHASES, STALLS
+from finetune.tracking.metrics import Line
+from finetune.utils import peak_resident_bytes
 
 GIB = 2**30
 
-_HELD = ("weights", "gradients", "optimizer_state")
+_STORED = ("weights", "gradients", "optimizer_state")
 _MEASURED = {"step_s", "tokens_per_s", "supervised_tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "straggler"}
 _MEASURED |= {"supervised_tokens_per_s_per_device", "tflops_per_device", "rank_spread", "memory_peak_gib"}
 _MEASURED |= {"device_utilization", "power_w", "energy_j", "tokens_per_j"}
 
 
 def is_measured(key: str) -> bool:
-    """Whether a key of a train line is read from a meter, so that the same run made again has another value there."""
+    """Whether a key of a training line is measured, so that repeating the run gives another value."""
     return key in _MEASURED or key.startswith(("time/", "share/", "memory/"))
 
 
-class FlopsOf(Protocol):
+class FlopsCounter(Protocol):
     """FLOPs of a model's micro-batches; see `planning.flops`."""
 
     def of(self, counted: Sequence[int], executed: Sequence[int], supervised: int) -> tuple[float, float]:
-        """(model, hardware)."""
+        """Returns (model, hardware)."""
         ...
 
 
-# What one rank says of a step, in this order; not a number: unknown.
-_WORK = ("model_flops", "hardware_flops", "peak")
-_SAID = ("step", *PHASES, *STALLS, *_WORK, *_HELD, *DeviceReading._fields)
+class DeviceReading(NamedTuple):
+    """NaN where unknown."""
+
+    utilization: float = math.nan  # share of the driver's last sampling period in which a kernel ran
+    power_w: float = math.nan
+    energy_j: float = math.nan  # since the meter was created
+
+
+# What one rank sends of a step, in this order; NaN: unknown.
+_FIELDS = ("step", *PHASES, *STALLS, "model_flops", "hardware_flops", "peak", *_STORED, *DeviceReading._fields)
 _Rank = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A step, over all ranks."""
+    """Meters of a step, over all ranks."""
 
     seconds: float
     line: Line
 
 
 class Meters:
-    """Of a run. `clock` is the loop's; `step` once a step, on every rank."""
+    """Meters of a run. Call `step` once a step, on every rank."""
 
-    def __init__(self, engine: Engine, flops: FlopsOf | None = None, peak_tflops: float | None = None):
-        """peak_tflops: of one device, for the type that products run in; None where it is not known."""
-        self.clock = StepClock(engine.stopwatch)
+    def __init__(self, engine: Engine, flops: FlopsCounter | None = None, peak_tflops: float | None = None):
+        """peak_tflops: of one device, in the type of matrix products; None if unknown."""
         self._engine, self._flops, self._peak = engine, flops, peak_tflops
         self._device = DeviceMeter(engine.device)
         self._gradients: int | None = None
         self._state: tuple[int, int] | None = None
         self._tokens = 0.0
 
-    def weigh_gradients(self) -> None:
-        """Once, at a moment when they are all there."""
+    def measure_gradients(self) -> None:
+        """Count gradient bytes, once, while all gradients exist."""
         if self._gradients is None:
-            self._gradients = held_gradients(self._engine)
+            self._gradients = measure_gradient_bytes(self._engine)
 
     def step(self, batches: Sequence[Batch], tokens: float, supervised: float) -> Measured:
         """tokens, supervised: of the step, over all ranks. Collective."""
-        mine = self._rank(batches)
-        everyone = self._engine.gather_numbers([mine[name] for name in _SAID])
-        ranks: list[_Rank] = [dict(zip(_SAID, numbers, strict=True)) for numbers in everyone]
+        local = self._measure_rank(batches)
+        gathered = self._engine.ranks.gather_numbers([local[name] for name in _FIELDS])
+        ranks: list[_Rank] = [dict(zip(_FIELDS, numbers, strict=True)) for numbers in gathered]
         seconds = _mean(ranks, "step")
         self._tokens += tokens
         line = _speed(tokens, supervised, seconds, len(ranks))
@@ -88,11 +96,12 @@ class Meters:
         known = {key: value for key, value in line.items() if math.isfinite(value)}
         return Measured(seconds, known)
 
-    def _rank(self, batches: Sequence[Batch]) -> _Rank:
-        lap: Lap = self.clock.lap()
+    def _measure_rank(self, batches: Sequence[Batch]) -> _Rank:
+        lap, device = self._engine.stopwatch.lap(), self._engine.device
         if self._state is None:
-            self._state = held_state(self._engine)
-        model, hardware = self._work(batches)
+            self._state = measure_state_bytes(self._engine)
+        model, hardware = self._count_flops(batches)
+        on_gpu = device.type == "cuda"
         weights, optimizer_state = self._state
         return {
             "step": lap.step,
@@ -100,24 +109,24 @@ class Meters:
             **lap.stalls,
             "model_flops": model,
             "hardware_flops": hardware,
-            "peak": peak_bytes(self._engine.device),
+            "peak": torch.cuda.max_memory_allocated(device) if on_gpu else peak_resident_bytes(),
             "weights": weights,
             "gradients": self._gradients or 0,
             "optimizer_state": optimizer_state,
             **self._device.read()._asdict(),
         }
 
-    def _work(self, batches: Sequence[Batch]) -> tuple[float, float]:
+    def _count_flops(self, batches: Sequence[Batch]) -> tuple[float, float]:
         if self._flops is None:
             return math.nan, math.nan
-        # As if all of a row that several ranks work on were this rank's, divided: all have as much of it.
+        # Ranks that share a row have equal parts of it: the FLOPs of the full row, divided by their number.
         parallelism = self._engine.parallelism
         work = [self._flops.of(_counted(b), b.document_lengths, b.num_supervised * parallelism.tokens) for b in batches]
         ranks = parallelism.processes / parallelism.data
         return sum(model for model, _ in work) / ranks, sum(hardware for _, hardware in work) / ranks
 
     def _use(self, ranks: list[_Rank], seconds: float) -> Line:
-        """Of a device, on average."""
+        """Returns the mean utilization of a device."""
         model = _mean(ranks, "model_flops") / seconds / 1e12
         hardware = _mean(ranks, "hardware_flops") / seconds / 1e12
         use = {"tflops_per_device": model}
@@ -125,7 +134,7 @@ class Meters:
 
 
 def _counted(batch: Batch) -> tuple[int, ...]:
-    """Lengths of the documents that count; what else is in a row stands behind them."""
+    """Returns the lengths of the documents; padding comes after them."""
     return batch.document_lengths[: len(batch.documents)]
 
 
@@ -142,15 +151,15 @@ def _mean(ranks: list[_Rank], name: str) -> float:
 
 
 def _memory(ranks: list[_Rank]) -> Line:
-    """Of the rank that needed most."""
+    """Returns the memory of the rank with the highest peak."""
     fullest = max(ranks, key=lambda rank: rank["peak"])
     line = {"memory_peak_gib": fullest["peak"] / GIB}
-    line |= {f"memory/{name}_gib": fullest[name] / GIB for name in _HELD}
-    return {**line, "memory/other_gib": max(0.0, fullest["peak"] - sum(fullest[name] for name in _HELD)) / GIB}
+    line |= {f"memory/{name}_gib": fullest[name] / GIB for name in _STORED}
+    return {**line, "memory/other_gib": max(0.0, fullest["peak"] - sum(fullest[name] for name in _STORED)) / GIB}
 
 
 def _times(ranks: list[_Rank], knows_waits: bool) -> Line:
-    """Means over the ranks. `other` is what the phases leave of the step; stalls come on top of it."""
+    """Returns times averaged over ranks. `other` is the step without its phases; stalls are added to the step."""
     step = _mean(ranks, "step")
     phases = {name: _mean(ranks, name) for name in PHASES if knows_waits or name != COMMUNICATION}
     stalls = {name: _mean(ranks, name) for name in STALLS}
@@ -163,7 +172,7 @@ def _times(ranks: list[_Rank], knows_waits: bool) -> Line:
 
 
 def _straggler(ranks: list[_Rank]) -> Line:
-    """Who waited least for others: they waited for it."""
+    """Returns the rank that waited least: the others waited for it."""
     busy = [rank["step"] - rank[COMMUNICATION] for rank in ranks]
     return {"straggler": busy.index(max(busy)), "rank_spread": max(busy) / statistics.median(busy)}
 
@@ -177,3 +186,42 @@ def _device(ranks: list[_Rank], tokens: float) -> Line:
         "energy_j": energy,
         "tokens_per_j": tokens / energy if energy > 0 else math.nan,
     }
+
+
+class DeviceMeter:
+    """Reads one CUDA device through NVML, if `nvidia-ml-py` is installed and the driver answers; else returns NaN."""
+
+    def __init__(self, device: torch.device):
+        self._handle: Any = None
+        self._broken: tuple[type[Exception], ...] = ()
+        if device.type != "cuda" or torch.version.hip or importlib.util.find_spec("pynvml") is None:
+            return
+        pynvml: Any = importlib.import_module("pynvml")
+        self._nvml, self._broken = pynvml, (pynvml.NVMLError,)
+        try:
+            pynvml.nvmlInit()
+            # NVML numbers devices by bus, CUDA as CUDA_VISIBLE_DEVICES says: only the UUID is the same.
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        except self._broken:
+            return  # no driver library, or a slice of a device
+        self._start = self._energy()
+
+    def read(self) -> DeviceReading:
+        if self._handle is None:
+            return DeviceReading()
+        return DeviceReading(
+            self._query(lambda nvml, device: nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100),
+            self._query(lambda nvml, device: nvml.nvmlDeviceGetPowerUsage(device) / 1000),  # milliwatts
+            self._energy() - self._start,
+        )
+
+    def _energy(self) -> float:
+        """Millijoules in NVML; Volta and later."""
+        return self._query(lambda nvml, device: nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1000)
+
+    def _query(self, read: Callable[[Any, Any], float]) -> float:
+        try:
+            return read(self._nvml, self._handle)
+        except self._broken:
+            return math.nan

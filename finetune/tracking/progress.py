@@ -1,4 +1,4 @@
-"""What a person sees while it trains: a bar in a terminal, sparse lines in a log file, nothing on other ranks."""
+"""Progress of training: a bar in a terminal, sparse lines in a log file, nothing on other ranks."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class TrainingProgress:
             self._bar.stop()
 
     def update(self, step: int, loss: float, tokens_per_s: float, mfu: float | None = None) -> None:
-        """step: optimizer steps done; mfu: where it is known."""
+        """step: optimizer steps done; mfu: None if unknown."""
         speed = f"{tokens_per_s:,.0f} tok/s" + (f"  MFU {mfu:.1%}" if mfu is not None else "")
         if self._bar:
             self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", speed=speed)
         elif self._shown:
-            self._line(step, loss, speed)
+            self._print_line(step, loss, speed)
 
-    def _line(self, step: int, loss: float, speed: str) -> None:
+    def _print_line(self, step: int, loss: float, speed: str) -> None:
         now = time.monotonic()
         if step > self._first + 1 and step < self._steps and now - self._last_line < _SECONDS_BETWEEN_LINES:
             return

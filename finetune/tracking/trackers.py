@@ -1,4 +1,4 @@
-"""W&B, TensorBoard and trackio, through accelerate's trackers; on the main process only."""
+"""W&B, TensorBoard and trackio, through accelerate's trackers, on the main process only."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SECRET = re.compile(
 )
 
 
-def wanted(tracking: Tracking) -> list[str]:
-    """Names of the trackers that a recipe switches on."""
+def enabled_trackers(tracking: Tracking) -> list[str]:
+    """Returns the names of the trackers that a recipe enables."""
     switches = {
         "wandb": tracking.wandb is not None,
         "tensorboard": tracking.tensorboard,
@@ -34,18 +34,18 @@ def wanted(tracking: Tracking) -> list[str]:
 
 
 def check_trackers(tracking: Tracking) -> None:
-    """Raises UserError where a tracker that the recipe asks for is not installed, or W&B has no key to log in with."""
-    missing = [_INSTALL[name] for name in wanted(tracking) if importlib.util.find_spec(name) is None]
+    """Raises UserError where an enabled tracker is not installed, or W&B has no API key."""
+    missing = [_INSTALL[name] for name in enabled_trackers(tracking) if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"tracking: pip install {' '.join(missing)}, or remove {', '.join(missing)} from the recipe")
     if tracking.wandb and _wandb_mode(tracking.wandb) == "online" and not _wandb_key():
         raise UserError(
-            "tracking.wandb: no key to log in with: `wandb login`, or WANDB_API_KEY, or tracking.wandb.mode=offline"
+            "tracking.wandb: no API key: run `wandb login`, set WANDB_API_KEY, or use tracking.wandb.mode=offline"
         )
 
 
 def _wandb_mode(settings: Wandb) -> str:
-    """W&B's own variable wins, as everywhere."""
+    """Returns W&B's mode; its own environment variable takes precedence."""
     return os.environ.get("WANDB_MODE") or settings.mode
 
 
@@ -60,19 +60,17 @@ def _wandb_key() -> bool:
 
 
 class Trackers:
-    """All trackers of a run. One that goes on from a checkpoint keeps its W&B id, one that starts anew gets a new
-    one.
-    """
+    """All trackers of a run. A resumed run keeps its W&B id."""
 
     def __init__(self, recipe: Recipe, run_dir: Path, config: Metrics, ids: dict[str, str]):
-        """ids: run ids by tracker, as a checkpoint has them; empty for a run that starts anew."""
+        """ids: run ids by tracker, from the checkpoint; empty for a new run."""
         self._wandb_id = ids.get("wandb") or secrets.token_hex(4)
-        self._all = [_START[name](recipe, run_dir, self._wandb_id) for name in wanted(recipe.tracking)]
+        self._all = [_START[name](recipe, run_dir, self._wandb_id) for name in enabled_trackers(recipe.tracking)]
         for tracker in self._all:
-            tracker.store_init_configuration(_plain(redact(config)))
+            tracker.store_init_configuration(_flatten(redact(config)))
 
     def run_ids(self) -> dict[str, str]:
-        """What a checkpoint keeps, so that the run goes on as the same one; W&B may be switched on later."""
+        """Returns what a checkpoint stores so that a resumed run keeps its id; W&B may be enabled later."""
         return {"wandb": self._wandb_id}
 
     def log(self, metrics: Metrics, step: int) -> None:
@@ -81,7 +79,7 @@ class Trackers:
             tracker.log(numbers, step=step)
 
     def table(self, name: str, columns: list[str], rows: list[list[str]], step: int) -> None:
-        """A table of generations: W&B shows it as one, the others as text where they can."""
+        """Log a table: as a table to W&B, as text to TensorBoard."""
         for tracker in self._all:
             if tracker.name == "wandb":
                 tracker.log_table(name, columns=columns, data=rows, step=step)
@@ -99,7 +97,7 @@ class Trackers:
             tracker.finish()
 
     def finish_preempted(self, exit_status: int) -> None:
-        """End a run that will go on: W&B shows it as preempted rather than finished or crashed."""
+        """Finish a run that will resume: W&B shows it as preempted instead of finished or crashed."""
         for tracker in self._all:
             if tracker.name == "wandb":
                 tracker.run.mark_preempting()
@@ -149,7 +147,7 @@ _START = {"wandb": _wandb, "tensorboard": _tensorboard, "trackio": _trackio}
 
 
 def redact(value: Any) -> Any:
-    """The same structure with anything that looks like a key or password replaced."""
+    """Returns the same structure with anything that looks like a key or password replaced."""
     if isinstance(value, dict):
         return {key: redact(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -157,12 +155,12 @@ def redact(value: Any) -> Any:
     return _SECRET.sub("[redacted]", value) if isinstance(value, str) else value
 
 
-def _plain(config: Metrics, above: str = "") -> Metrics:
-    """One level of dotted keys with values that every tracker takes."""
+def _flatten(config: Metrics, prefix: str = "") -> Metrics:
+    """Returns one level of dotted keys with values that every tracker accepts."""
     flat: Metrics = {}
     for key, value in config.items():
         if isinstance(value, dict):
-            flat.update(_plain(value, f"{above}{key}."))
+            flat.update(_flatten(value, f"{prefix}{key}."))
         else:
-            flat[above + key] = value if isinstance(value, int | float | str | bool) else json.dumps(value)
+            flat[prefix + key] = value if isinstance(value, int | float | str | bool) else json.dumps(value)
     return flat

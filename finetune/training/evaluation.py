@@ -10,15 +10,12 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data import Example, Examples
-from finetune.data.batch import Batch
 from finetune.data.loader import Loader
 from finetune.engine.base import Engine
-from finetune.models.attention import AttentionChoice
 from finetune.models.compiled import uncompiled
-from finetune.models.head import LossHead
-from finetune.objectives import supervised_losses
+from finetune.objectives.base import Sums, TermSums
+from finetune.objectives.forward import ForwardPass
 from finetune.recipe.schema import Evaluate
-from finetune.training.by_source import SourceSums
 from finetune.training.feed import fed_batches
 from finetune.training.generation import greedy
 
@@ -46,11 +43,9 @@ class Evaluator:
     engine: Engine
     loader: Loader
     examples: Examples  # that the loader deals
-    attention: AttentionChoice
-    head: LossHead
+    forward: ForwardPass
     tokenizer: PreTrainedTokenizerFast
     recipe: Evaluate
-    source_names: tuple[str, ...] = ()
 
     def run(self) -> tuple[dict[str, float], list[Generation]]:
         """Metrics by name (`eval_loss` in nats per supervised token), and the generations to show. Collective."""
@@ -67,21 +62,15 @@ class Evaluator:
         return metrics, generations[: self.recipe.generate]
 
     def _losses(self) -> dict[str, float]:
-        total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
-        items, sources = 0, SourceSums(self.source_names, self.engine.device)
+        objective, sums = self.forward.objective, TermSums()
         with fed_batches(self.loader.all_batches(), self.engine.device) as feed:
-            for batch, losses in self.engine.forwards(feed, self._token_losses):
-                total += losses.sum()
-                items += batch.num_supervised
-                sources.add(batch, losses)
-        loss, count, *of_sources = self.engine.total(total, items, *sources.values())
-        each = {f"eval_loss/{name}": value for name, value in sources.losses(of_sources).items()}
-        return {"eval_loss": loss / count, **each}
-
-    def _token_losses(self, model: Any, batch: Batch) -> torch.Tensor:
-        arguments = self.attention.forward_arguments(batch.document_lengths)
-        head = self.head.for_evaluation()
-        return supervised_losses(model, batch, arguments, self.engine.device, head).each
+            first = feed.peek()
+            for batch, outputs in self.engine.forwards(feed, self.forward):
+                sums.add(objective.terms(outputs, batch))
+        if not sums.terms:  # a pipeline's early stages have no outputs
+            sums.add(objective.no_terms(first))
+        total = Sums(self.engine.ranks.total(sums.totals), sums.terms, self.loader.all_counts())
+        return {"eval_loss": total.loss(), **{f"eval_{name}": v for name, v in objective.metrics(total).items()}}
 
     def _generations(self, wanted: int) -> list[Generation]:
         """The first `wanted` examples, dealt to ranks in turn, back in order on every rank."""
@@ -92,7 +81,7 @@ class Evaluator:
         outputs: list[list[int]] = []
         for i in range(rounds):
             outputs += self._answer(mine[i * _PROMPTS_AT_ONCE : (i + 1) * _PROMPTS_AT_ONCE])
-        shares = dict(self.engine.gather((self.engine.data_rank, outputs)))  # ranks of the same rows answer alike
+        shares = dict(self.engine.ranks.gather((self.engine.data_rank, outputs)))  # ranks of the same rows answer alike
         ordered = [shares[i % shared_by][i // shared_by] for i in range(len(questions))]
         return [self._judged(q, ids) for q, ids in zip(questions, ordered, strict=True)]
 

@@ -42,7 +42,7 @@ def greedy(
         chosen = output.logits[:, -1].argmax(-1)  # (B,)
         new.append(torch.where(ended, pad_id, chosen))
         ended = ended | torch.isin(chosen, ends)
-        if engine.sum((~ended).sum())[0] == 0:
+        if engine.ranks.sum((~ended).sum())[0] == 0:
             break
         input_ids = chosen[:, None] if cache is not None else torch.cat([input_ids, chosen[:, None]], dim=1)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from finetune.errors import UserError
 from finetune.recipe.schema import Optimizer as OptimizerRecipe
+from finetune.utils import full_shape
 
 NamedTensors = list[tuple[str, Tensor]]
 Group = dict[str, Any]
@@ -33,9 +34,8 @@ def decay_groups(named: NamedTensors, weight_decay: float) -> list[Group]:
 
 
 def is_matrix(tensor: Tensor) -> bool:
-    """By the whole parameter's shape: under ZeRO-3 the tensor itself is flat or empty."""
-    shape = getattr(tensor, "ds_shape", tensor.shape)
-    return len(shape) >= 2
+    """By the full shape: under ZeRO-3 the tensor itself is flat or empty."""
+    return len(full_shape(tensor)) >= 2
 
 
 def _adamw(recipe: OptimizerRecipe, named: NamedTensors) -> list[Optimizer]:

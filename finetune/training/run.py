@@ -1,4 +1,4 @@
-"""One run from recipe to result: the corridor.
+"""One run from recipe to result: the path of every training example begins here.
 
     recipe -> tokenizer -> rows of tokens -> engine -> plan -> model -> steps -> result
 
@@ -7,47 +7,52 @@ Every room is entered once, in this order. What can fail for a reason the user c
 
 from __future__ import annotations
 
-import contextlib
-import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
 
+import torch
 from rich.console import Console
 from rich.markup import escape
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from finetune.checkpoints.saver import Saver
-from finetune.data.dataset import build_dataset, build_training, template_notes
-from finetune.engine.agreement import check_launch
-from finetune.engine.launch import read_launch
-from finetune.engine.start import start_engine
-from finetune.errors import Stopped
-from finetune.export.card import model_card
-from finetune.export.result import save_result
-from finetune.models.compiled import CompilationWatch, compilations
+from finetune.checkpoints.resume import newest_good, resume, set_all_aside
+from finetune.data.dataset import Dataset, Stream, build_dataset, build_training, template_notes
+from finetune.data.loader import Loader, OrderedRows, RunRows
+from finetune.engine.base import Engine
+from finetune.engine.compatibility import check_launch
+from finetune.engine.context_parallel import apply_context_parallel
+from finetune.engine.launch import collective_timeout, read_launch
+from finetune.engine.start import set_group_timeouts, start_engine
+from finetune.errors import Stopped, UserError
+from finetune.models.adapters import keep_input_types
+from finetune.models.attention import AttentionChoice
 from finetune.models.config import check_token_ids, model_config
 from finetune.models.dropout import check_nothing_random
+from finetune.models.experts import compute_experts_in
+from finetune.models.loss_model import CausalLMWithLoss, CrossEntropyChoice
+from finetune.models.offload import ActivationOffload
+from finetune.models.routers import find_routers
 from finetune.models.tokenizer import load_tokenizer
-from finetune.models.weights import dtypes
-from finetune.recipe import Recipe, dump_recipe
-from finetune.tracking import (
-    Status,
-    Totals,
-    TrainingProgress,
-    check_trackers,
-    read_steps,
-    write_status,
-)
-from finetune.training.evaluation import end_ids
-from finetune.training.feed import fed_steps
-from finetune.training.loop import Step, StepMetrics, Wishes, training_steps
-from finetune.training.profile_summary import show_profile
-from finetune.training.report import show_evaluation, show_plan, show_totals
-from finetune.training.routing import ExpertLoad
+from finetune.models.weights import attention_for, dtypes, load_model, parameter_counts
+from finetune.objectives import Objective, make_objective
+from finetune.objectives.forward import ForwardPass
+from finetune.planning.flops import model_flops
+from finetune.planning.hardware import peak_tflops
+from finetune.planning.plan import Plan, git_commit, run_length, versions
+from finetune.recipe import Recipe
+from finetune.tracking import check_trackers
+from finetune.tracking.meters import Meters
+from finetune.training.evaluation import Evaluator
+from finetune.training.fit import FoundRows, find_rows, memory_of
+from finetune.training.optimizers import build_optimizers
+from finetune.training.profile import Profiler
 from finetune.training.run_folder import in_use, make_run_folder, run_folder
-from finetune.training.run_log import RunLog
-from finetune.training.setup import Ready, set_up
 from finetune.training.stop import StopRequest
+from finetune.training.trainer import State, Trainer
+
+Data = Dataset | Stream
 
 
 def train(
@@ -74,217 +79,223 @@ def train(
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
     with in_use(engine, run_folder(recipe)):
-        ready = set_up(recipe, engine, tokenizer, config, training, held_out, micro_batches, console or Console())
+        trainer = build_trainer(
+            recipe, engine, tokenizer, config, (training, held_out), micro_batches, stop, console or Console()
+        )
         for note in notes:
-            ready.say(f"note: {note}")
+            trainer.say(f"note: {note}")
         try:
-            Run(ready, stop).execute()
+            trainer.run()
         except Stopped:
-            engine.barrier()  # a launcher ends every process as soon as the first has left
+            engine.ranks.barrier()  # a launcher ends every process as soon as the first has left
             raise
         finally:
             engine.close()
-    return ready.folder
+    return trainer.folder
 
 
-class Run:
-    """A run that is set up: `execute` trains, evaluates and saves."""
+def build_trainer(
+    recipe: Recipe,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerFast,
+    config: PretrainedConfig,
+    datasets: tuple[Data, Dataset | None],
+    micro_batches: int,
+    stop: StopRequest,
+    console: Console,
+) -> Trainer:
+    """Load the model, hand it to the engine, and resume from the newest checkpoint. Collective.
 
-    def __init__(self, ready: Ready, stop: StopRequest):
-        self.ready, self.stop = ready, stop
-        # what nearly every line below speaks of
-        self.recipe, self.engine, self.plan, self.state = ready.recipe, ready.engine, ready.plan, ready.state
-        self.folder, self.say, self.console = ready.folder, ready.say, ready.console
-        self.totals, self._expert_load = Totals(), ExpertLoad()
-        self.evaluation: dict[str, float] = {}
-        self.last: StepMetrics | None = None
+    datasets: training and held-out; micro_batches: in a step of each process.
+    """
 
-    def execute(self) -> None:
-        """Raises Stopped after a save where a signal asked for it."""
-        if self.engine.is_main:
-            (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
-            self.plan.write(self.folder / "plan.json")
-            show_plan(self.console, self.recipe, self.plan)
-        about = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
-        self._run_log = RunLog(self.engine, self.recipe, self.folder, self.state.step + 1, about, self.ready.trackers)
-        self._saver = Saver(self.engine, self.recipe, self.ready.checkpoints, self._about())
-        self._saved_at, self._saved_before = time.monotonic(), False
-        try:
-            self._train()
-            self._write_expert_load()
-            self._saver.settle()
-            if self.engine.is_main:
-                show_totals(self.console, self.totals)
-            self._saver.tidy()
-            self._saver.close()  # its memory makes room for the result's
-            self._save_result()
-            self._run_log.finish(self.evaluation)
-            self._write_status("finished")
-        finally:
-            self._saver.close()
-            self._run_log.close()
+    def say(text: str) -> None:
+        if engine.is_main:
+            console.print(text)
 
-    def _about(self) -> dict[str, Any]:
-        """What a checkpoint says of the run beside its progress."""
-        return {
-            "steps": self.plan.steps,
-            "data": self.ready.training.facts(),
-            "trackers": self._run_log.run_ids(),
-            "versions": self.plan.versions,
-            "git_commit": self.plan.git_commit,
-        }
+    training, held_out = datasets
+    within = attention_for(recipe, config, engine.device.type)
+    attention = apply_context_parallel(within, engine.context_shard, engine.parallelism, engine.rank)
+    if not attention.isolates_documents:
+        _check_isolated(recipe, attention)
+        if recipe.data.packing:
+            say(f"[yellow]{attention.reason}; packing is off[/yellow]")
+        training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
+    model, objective = _load(recipe, engine, config, attention, training.source_names)
+    if recipe.train.activation_offload and engine.device.type == "cpu":
+        say("note: activation_offload: this run is in the host's memory already; it only makes copies")
+    forward = ForwardPass(attention, objective)
+    counts = parameter_counts(model.causal_lm)
+    flops = model_flops(model.causal_lm, within.implementation, recipe.train.activation_checkpointing)
+    engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
+    set_group_timeouts(collective_timeout())
+    rows = _rows_per_device(recipe, engine, config, forward, training, say)
+    plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice))
+    loader = _loader(recipe, engine, rows, training.in_order(recipe), plan.total_rows)
+    state, tracker_ids = _resume(recipe, engine, training, plan, say)
+    return Trainer(
+        recipe=recipe,
+        engine=engine,
+        tokenizer=tokenizer,
+        data=training,
+        forward=forward,
+        loader=replace(loader, alike=engine.forwards_alike),
+        evaluator=_evaluator(recipe, engine, rows, held_out, attention, tokenizer) if held_out else None,
+        plan=plan,
+        state=state,
+        meters=Meters(engine, flops, _peak(recipe, engine, plan, say)),
+        profiler=Profiler(recipe.profile, engine, run_folder(recipe), plan.steps) if recipe.profile else None,
+        stop=stop,
+        console=console,
+        folder=run_folder(recipe),
+        tracker_ids=tracker_ids,
+    )
 
-    def _train(self) -> None:
-        self._compilations = CompilationWatch()
-        self.evaluation = self._recorded_evaluation()
-        if not self.evaluation and self._evaluation_due():
-            self._evaluate()
-        self._write_status("running")  # a signal before this leaves nothing to save: 75 at once
-        self.stop.steps_begun = True
-        names, coming = self.ready.training.source_names, range(self.state.step, self.plan.steps)
-        self._profile({})
-        with (
-            fed_steps(self.ready.loader, coming, self.engine.device) as feed,
-            TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress,
-        ):
-            for step in training_steps(
-                self.engine,
-                feed,
-                self.ready.attention,
-                self.ready.head,
-                self.recipe,
-                self.plan,
-                self.state,
-                names,
-                self._wishes,
-                self.ready.meters,
-                self.ready.routing,
-            ):
-                self._record(step)
-                progress.update(
-                    step.metrics.step, step.metrics.loss, step.metrics.tokens_per_s, step.measured.get("mfu")
-                )
-                self._profile({"step_s": step.metrics.step_s, **step.measured})
-                self._between_steps(step.wishes)
 
-    def _wishes(self) -> Wishes:
-        minutes = self.recipe.checkpoint.every_minutes
-        overdue = minutes is not None and time.monotonic() - self._saved_at >= minutes * 60
-        return Wishes(
-            stop=float(self.stop.reason is not None),
-            save=float(overdue and self.engine.is_main),  # one clock decides
-            settle=float(self._saver.failed),
-        )
+def _check_isolated(recipe: Recipe, attention: AttentionChoice) -> None:
+    """Where an architecture cannot keep documents apart, a forward has one."""
+    if recipe.batch.rows_per_device not in (1, "auto") or recipe.batch.tokens_per_device is not None:
+        raise UserError(f"{attention.reason}: set batch.rows_per_device: 1, and no tokens_per_device")
 
-    def _record(self, step: Step) -> None:
-        self.last = step.metrics
-        compiled: dict[str, int] = {}
-        if self.recipe.train.compile:
-            compiled["compilations"] = compilations()
-            if (warning := self._compilations.step_done()) is not None:
-                self.say(f"[yellow]{escape(warning)}[/yellow]")
-        self._expert_load.add(step.metrics.step, step.expert_load)
-        line = {**asdict(step.metrics), **step.measured, **step.by_source, **step.routing, **compiled}
-        self._run_log.write(line, step.metrics.step)
-        self.totals.add(line)
-        self._run_log.rows(step.metrics.step, step.rows)
 
-    def _between_steps(self, wishes: Wishes) -> None:
-        """Evaluate, save, stop: what is due, the same on every rank."""
-        if wishes.settle:
-            with self.ready.meters.clock.stall("checkpoint"):
-                self._saver.settle()
-        measured = {}
-        if self._evaluation_due() and not wishes.stop:  # one that is left out is made when the run goes on
-            with self.ready.meters.clock.stall("evaluation"):
-                measured = self._evaluate()
-        if wishes.stop or self._save_due(measured, wishes):
-            with self.ready.meters.clock.stall("checkpoint"):
-                self._save_checkpoint(measured)
-        if wishes.stop:
-            self._leave()
+def _load(
+    recipe: Recipe, engine: Engine, config: PretrainedConfig, attention: AttentionChoice, source_names: tuple[str, ...]
+) -> tuple[CausalLMWithLoss, Objective]:
+    """The model as the engine wraps it, and what it is trained for."""
+    with engine.loading(recipe):
+        model = load_model(recipe, config, attention, engine.placement(recipe))
+    types, parallelism = dtypes(recipe), engine.parallelism
+    divided = parallelism.summary() if parallelism.tokens * parallelism.pipeline > 1 else None
+    routers = find_routers(model)
+    text_config = model.config.get_text_config()
+    objective = make_objective(recipe.objective, source_names, False, text_config, routers, divided)
+    casts = types.compute != types.trained
+    if casts:
+        compute_experts_in(model, types.compute)
+        keep_input_types(model)
+    loss_model = CausalLMWithLoss(
+        model,
+        cross_entropy=recipe.model.cross_entropy,
+        device_type=engine.device.type,
+        autocast=types.compute if casts else None,
+        offload=ActivationOffload(engine.device) if recipe.train.activation_offload else None,
+        routers=routers if divided is None else None,
+        only_sums=objective.only_sums,
+    )
+    return loss_model, objective
 
-    def _profile(self, line: dict[str, float]) -> None:
-        """Begin and end what `profile` asks for. line: of the step that was just made; empty before the first."""
-        if self.ready.profiler is None:
-            return
-        if not line and self.ready.profiler.misses(self.state.step):
-            self.say(f"note: profile.steps: nothing is traced, this launch begins behind step {self.state.step}")
-        turns = self.ready.profiler.turns(self.state.step)
-        with self.ready.meters.clock.stall("profile") if turns else contextlib.nullcontext():
-            found = self.ready.profiler.after(self.state.step, line)
-        if found:
-            show_profile(self.console, found)
 
-    def _evaluation_due(self) -> bool:
-        step, every = self.state.step, self.recipe.evaluate.every_steps
-        if self.ready.evaluator is None:
-            return False
-        if step == 0:
-            return self.recipe.evaluate.at_start
-        return step == self.plan.steps or bool(every and step % every == 0)
+def _rows_per_device(
+    recipe: Recipe,
+    engine: Engine,
+    config: PretrainedConfig,
+    forward: ForwardPass,
+    training: Data,
+    say: Callable[[str], None],
+) -> FoundRows:
+    """In one forward. Collective where they are to be found."""
+    if recipe.batch.rows_per_device != "auto":
+        return FoundRows(recipe.batch.rows_per_device, "asked for in the recipe")
+    if not forward.attention.isolates_documents:
+        return FoundRows(1, f"auto: {forward.attention.reason}")
+    build = partial(build_optimizers, recipe.optimizer)
+    return find_rows(engine, recipe, config, forward, training, build, memory_of(engine), say)
 
-    def _save_due(self, measured: dict[str, float], wishes: Wishes) -> bool:
-        settings, step = self.recipe.checkpoint, self.state.step
-        if settings.every_steps and step % settings.every_steps == 0:
-            return True
-        asked_for = settings.every_steps or settings.every_minutes or settings.best
-        at_the_end = asked_for and step == self.plan.steps
-        return bool(wishes.save or at_the_end or self._saver.improves(measured))
 
-    def _save_checkpoint(self, measured: dict[str, float]) -> None:
-        self._run_log.flush()
-        size = self._saver.save(asdict(self.state), measured)
-        self._saved_at = time.monotonic()
-        if not self._saved_before:
-            beside = ", copied to CPU memory and written beside the steps" if self._saver.asynchronous else ""
-            self.say(f"step {self.state.step}: first checkpoint, {size / 2**20:,.1f} MiB of each process{beside}")
-        self._saved_before = True
+def _plan(
+    recipe: Recipe,
+    engine: Engine,
+    training: Data,
+    parameters: tuple[int, int],
+    rows: FoundRows,
+    micro_batches: int,
+    choices: tuple[AttentionChoice, CrossEntropyChoice],
+) -> Plan:
+    """parameters: all, and those that train."""
+    size, (attention, cross_entropy) = training.size(recipe.data.max_length), choices
+    steps, total_rows = run_length(recipe, size.rows if size else None)
+    budget = recipe.batch.tokens_per_device
+    if budget is None:
+        micro_batches = recipe.batch.rows // (rows.rows * engine.parallelism.data)
+    return Plan(
+        where=engine.launch.where,
+        world_size=engine.world_size,
+        device=torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type,
+        steps=steps,
+        micro_batches=micro_batches,
+        rows_per_device=rows.rows if budget is None else None,
+        rows_per_device_reason=rows.reason if budget is None else "batch.tokens_per_device",
+        rows_per_epoch=size.rows if size else None,
+        total_rows=total_rows,
+        examples=size.examples if size else None,
+        tokens_per_epoch=size.tokens if size else None,
+        supervised_tokens_per_epoch=size.supervised_tokens if size else None,
+        packing_efficiency=size.packing_efficiency if size else None,
+        parameters=parameters[0],
+        trainable_parameters=parameters[1],
+        attention=f"{attention.implementation} ({attention.reason})",
+        cross_entropy=f"{cross_entropy.implementation} ({cross_entropy.reason})",
+        precision=recipe.train.precision,
+        division=engine.summary(micro_batches),
+        versions=versions(),
+        git_commit=git_commit(),
+    )
 
-    def _leave(self) -> NoReturn:
-        """After a signal, with everything on the disk."""
-        self._saver.settle(must=True)
-        reasons = sorted({reason for reason in self.engine.gather(self.stop.reason) if reason})
-        self._run_log.finish_preempted()
-        self._write_status("stopped")
-        raise Stopped(
-            f"stopped by {', '.join(reasons)} after step {self.state.step} of {self.plan.steps}; "
-            "the same command goes on from there"
-        )
 
-    def _recorded_evaluation(self) -> dict[str, float]:
-        """Of this step, where an earlier launch of this run made it; empty elsewhere. Collective."""
-        lines = read_steps(self.folder / "metrics.jsonl") if self.engine.is_main else []
-        found = [line for line in lines if line["step"] == self.state.step and "eval_loss" in line]
-        recorded = {key: value for key, value in found[-1].items() if key != "step"} if found else {}
-        return self.engine.gather(recorded)[0]
+def _peak(recipe: Recipe, engine: Engine, plan: Plan, say: Callable[[str], None]) -> float | None:
+    """TFLOP/s of one device, the denominator of MFU."""
+    if engine.device.type != "cuda":
+        return None
+    peak = peak_tflops(plan.device, dtypes(recipe).compute)
+    if peak is None:
+        say(f"note: no peak of {plan.device} in planning/hardware.py, so no MFU")
+    return peak
 
-    def _evaluate(self) -> dict[str, float]:
-        assert self.ready.evaluator is not None  # what is due has data
-        self.evaluation, generations = self.ready.evaluator.run()
-        self._compilations.evaluated()
-        self._write_expert_load()
-        self._run_log.write({"step": self.state.step, **self.evaluation}, self.state.step)
-        if self.engine.is_main:
-            show_evaluation(self.console, self.state.step, self.evaluation, generations)
-        if generations:
-            rows = [[g.prompt, g.output, g.reference] for g in generations]
-            self._run_log.table("generations", ["prompt", "output", "reference"], rows, self.state.step)
-        return self.evaluation
 
-    def _write_expert_load(self) -> None:
-        if self.engine.is_main:
-            self._expert_load.write(self.folder)
+def _loader(recipe: Recipe, engine: Engine, found: FoundRows, rows: RunRows, total_rows: int) -> Loader:
+    """Compiled layers are compiled for one length: every forward is padded to it."""
+    budget = recipe.batch.tokens_per_device
+    longest = budget or found.rows * recipe.data.max_length
+    return Loader(
+        rows,
+        recipe.batch.rows,
+        found.rows,
+        engine.data_rank,
+        engine.parallelism.data,
+        total_rows,
+        budget and budget * engine.parallelism.tokens,
+        longest if recipe.train.compile else None,
+        engine.context_shard,
+    )
 
-    def _save_result(self) -> None:
-        tokenizer, frozen = self.ready.tokenizer, dtypes(self.recipe).frozen
-        ends = end_ids(self.ready.training.first_example(), tokenizer)
-        loss = self.last.loss if self.last else None  # none where a finished run was only evaluated again
-        card = model_card(self.recipe, asdict(self.plan), asdict(self.state), loss, self.evaluation)
-        adapter = self.recipe.mode != "full"
-        save_result(self.engine, tokenizer, ends, adapter, frozen, card, self.folder / "model")
-        self.say(f"saved [bold]{self.folder / 'model'}[/bold]")
 
-    def _write_status(self, status: Status) -> None:
-        if self.engine.is_main:
-            write_status(self.folder, status, self.state.step, self.plan.steps)
+def _evaluator(
+    recipe: Recipe,
+    engine: Engine,
+    found: FoundRows,
+    held_out: Dataset,
+    attention: AttentionChoice,
+    tokenizer: PreTrainedTokenizerFast,
+) -> Evaluator:
+    loader = _loader(recipe, engine, found, OrderedRows(held_out.examples, held_out.rows), len(held_out.rows))
+    objective = make_objective(recipe.objective, held_out.source_names, evaluating=True)
+    return Evaluator(engine, loader, held_out.examples, ForwardPass(attention, objective), tokenizer, recipe.evaluate)
+
+
+def _resume(
+    recipe: Recipe, engine: Engine, training: Data, plan: Plan, say: Callable[[str], None]
+) -> tuple[State, dict[str, str]]:
+    """From the newest checkpoint that verifies, or step 0; and the trackers' run ids that it knows."""
+    checkpoints = run_folder(recipe) / "checkpoints"
+    if recipe.checkpoint.resume == "never":
+        for folder in set_all_aside(checkpoints) if engine.is_main else []:
+            say(f"note: the checkpoint of an earlier run is now {folder}")
+        return State(), {}
+    if (checkpoint := newest_good(engine, checkpoints)) is None:
+        return State(), {}
+    resumed = resume(engine, recipe, checkpoint, training.facts())
+    state = State(**resumed.progress)
+    say(f"resuming from {checkpoint}: step {state.step} of {plan.steps}")
+    for change in resumed.changes:
+        say(f"changed since then: {escape(change)}")
+    return state, resumed.trackers

@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from finetune.engine.base import Engine
-from finetune.engine.shared_folder import blind_hosts
+from finetune.engine.launch import hosts_without_shared_folder
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 
@@ -43,11 +43,12 @@ def in_use(engine: Engine, folder: Path) -> Iterator[None]:
     folders by this name.
     """
     lock = FileLock(folder / ".lock")
-    if engine.gather(_held_by_another(lock) if engine.is_main else False)[0]:
+    if engine.ranks.gather(_held_by_another(lock) if engine.is_main else False)[0]:
         raise UserError(f"another launch is training in {folder}: stop it, or use another `run.name`")
-    if engine.local_processes < engine.world_size and (blind := blind_hosts(engine.gather, engine.rank, folder)):
+    several_machines = engine.local_processes < engine.world_size
+    if several_machines and (hosts := hosts_without_shared_folder(engine.ranks.gather, engine.rank, folder)):
         raise UserError(
-            f"run.dir: {folder.resolve()} is another folder on {', '.join(blind)} than on rank 0's machine, and a "
+            f"run.dir: {folder.resolve()} is another folder on {', '.join(hosts)} than on rank 0's machine, and a "
             "checkpoint has a file of every rank: choose a `run.dir` on a file system that all machines share"
         )
     try:

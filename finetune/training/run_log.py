@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from finetune.engine.base import Engine
 from finetune.errors import STOPPED_STATUS
 from finetune.recipe import Recipe
 from finetune.tracking import StepLog, Trackers, prepare_samples, sample_file
-from finetune.tracking.background import Background
+from finetune.tracking.metrics import Background
 
 
 class RunLog:
@@ -79,5 +82,25 @@ def _samples(engine: Engine, folder: Path, first_step: int) -> StepLog | None:
     """One file for the rows of each share; none where other ranks train on the same."""
     if engine.is_main:
         prepare_samples(folder, first_step)
-    engine.barrier()
-    return StepLog(sample_file(folder, engine.rank), first_step) if engine.leads_rows else None
+    engine.ranks.barrier()
+    return StepLog(sample_file(folder, engine.rank), first_step) if engine.is_data_parallel_leader else None
+
+
+class ExpertLoad:
+    """Every expert's load since the last time it was written: experts.json of a run."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []  # the first and the last
+        self._load: Tensor | None = None
+
+    def add(self, step: int, load: Tensor) -> None:
+        """load: (layers, experts) tokens of the step that chose each expert."""
+        self._steps = [*self._steps[:1], step]
+        self._load = load if self._load is None else self._load + load
+
+    def write(self, folder: Path) -> None:
+        """{"steps": [first, last], "load": tokens that chose each expert, a list for each layer}; then from 0 again."""
+        if self._load is not None:
+            content = {"steps": [self._steps[0], self._steps[-1]], "load": self._load.long().tolist()}
+            (folder / "experts.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+        self._steps, self._load = [], None

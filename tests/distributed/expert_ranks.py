@@ -13,9 +13,9 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from finetune.engine.expert_parallel import divide_experts
+from finetune.engine.expert_parallel import parallelize_experts
 from finetune.engine.parallelism import Parallelism
-from finetune.engine.stopwatch import Stopwatch
+from finetune.engine.timing import Stopwatch
 
 EXPERTS, TOP_K, HIDDEN = 8, 2, 16
 KINDS: dict[str, Any] = {
@@ -35,7 +35,7 @@ def differences(rank: int, size: int, store: Path, kind: str, implementation: st
         torch.manual_seed(0)
         whole = nn.ModuleList([_layer(kind, implementation)])
         divided = copy.deepcopy(whole)
-        divide_experts(divided, Parallelism(shard=size, expert=size), "cpu", Stopwatch(torch.device("cpu"), True))
+        parallelize_experts(divided, Parallelism(shard=size, expert=size), "cpu", Stopwatch(torch.device("cpu"), True))
         torch.manual_seed(1 + rank)
         inputs = _inputs(3 + 5 * rank, choices)
         output = torch.randn(3 + 5 * rank, HIDDEN)

@@ -29,7 +29,7 @@ def run_case(recipe_file: str, out: Path, name: str, overrides: list[str], fits:
     from rich.console import Console
 
     from finetune.data.dataset import build_training
-    from finetune.engine.agreement import check_launch
+    from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_launch
     from finetune.engine.start import start_engine
     from finetune.models.config import model_config

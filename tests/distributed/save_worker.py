@@ -27,7 +27,7 @@ FILE_LIMIT = 200_000
 def run_case(
     recipe_file: str, out: Path, name: str, overrides: list[str], folder: str, shard_bytes: int, wrong: str | None
 ) -> dict[str, Any]:
-    from finetune.engine.agreement import check_launch
+    from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_launch
     from finetune.engine.start import start_engine
     from finetune.errors import RunFailure

@@ -33,13 +33,13 @@ def run(rank: int, size: int, meeting: str, check: Callable[[int, Any], None], d
 def shared(rank: int, sizes: Any) -> tuple[Any, Any]:
     """(this rank's share, its attention)"""
     from finetune.data.token_shard import TokenShare
-    from finetune.engine.shared_tokens import share_tokens
+    from finetune.engine.context_parallel import apply_context_parallel
     from finetune.models.attention import DOCUMENTS, AttentionChoice, per_document
 
-    place = sizes.place(rank)
+    place = sizes.coordinates(rank)
     share = TokenShare(sizes.context, sizes.sequence, place["context"], place["sequence"])
     within = AttentionChoice(DOCUMENTS, "one call a document", True, per_document.prepare)
-    return share, share_tokens(within, share, sizes, rank)
+    return share, apply_context_parallel(within, share, sizes, rank)
 
 
 def exchanges(rank: int, sizes: Any) -> None:
@@ -64,7 +64,7 @@ def compared(
     window: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    from finetune.engine.shared_tokens import shared_attention
+    from finetune.engine.context_parallel import shared_attention
     from finetune.models.attention import per_document
 
     share, attention = shared(rank, sizes)
@@ -92,7 +92,7 @@ def documents(rank: int, sizes: Any) -> None:
     """Through a whole model: a token that changes moves nothing in another document, and no gradient goes there."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from finetune.engine.shared_tokens import SHARED_TOKENS
+    from finetune.engine.context_parallel import SHARED_TOKENS
     from finetune.models.activations import recompute_activations
 
     torch.manual_seed(0)
@@ -133,7 +133,7 @@ def generating(rank: int, sizes: Any) -> None:
     """No documents but a padding mask: every rank has whole prompts, and asks no other."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from finetune.engine.shared_tokens import SHARED_TOKENS
+    from finetune.engine.context_parallel import SHARED_TOKENS
 
     shape = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     found = []

@@ -24,11 +24,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.engine.cut_linear import Group
-from finetune.engine.fsdp2 import part_of_shard
 from finetune.engine.parallelism import Parallelism
-from finetune.engine.sharding import Meshes, Sharding, device_meshes, fill, shard, take_weights
-from finetune.engine.tensor_parallel import Divided, divide
+from finetune.engine.sharding import (
+    Meshes,
+    Sharding,
+    device_meshes,
+    fill_shards,
+    part_of_shard,
+    shard_model,
+    take_weights,
+)
+from finetune.engine.tensor_parallel import ShardedParameters, TensorGroup, parallelize
 from finetune.models.adapters import add_adapters
 from finetune.recipe.schema import Lora
 
@@ -59,9 +65,9 @@ def compared(shape: dict[str, Any], lora: Lora | None, meshes: Meshes) -> dict[s
     layers = [m for m in theirs.modules() if type(m).__name__ in theirs._no_split_modules]
     weights = take_weights(theirs, dist.get_rank() == 0)
     group = meshes.tensor.get_group()
-    divided = divide(theirs, Group(group, meshes.tensor.get_local_rank(), 2))
-    shard(theirs, layers, Sharding(meshes, MixedPrecisionPolicy(), OffloadPolicy(), True))
-    fill(theirs, weights, divided.cuts, torch.device("cpu"), torch.device("cpu"))
+    sharded = parallelize(theirs, TensorGroup(group, meshes.tensor.get_local_rank(), 2))
+    shard_model(theirs, layers, Sharding(meshes, MixedPrecisionPolicy(), OffloadPolicy(), True))
+    fill_shards(theirs, weights, sharded.shards, torch.device("cpu"), torch.device("cpu"))
     losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for model in (ours, theirs)]
     for loss in losses:
         loss.backward()
@@ -70,13 +76,13 @@ def compared(shape: dict[str, Any], lora: Lora | None, meshes: Meshes) -> dict[s
     for name, parameter in theirs.named_parameters():
         if not parameter.requires_grad:
             continue
-        local = own_gradient(parameter, name, divided, group)
-        part = part_of_shard(name, parameter, local, divided.cuts.get(name))
+        local = own_gradient(parameter, name, sharded, group)
+        part = part_of_shard(name, parameter, local, sharded.shards.get(name))
         elements = part.range.start + part.range.stride * torch.arange(part.range.count)[:, None]
         wanted = gradients[name][(elements + torch.arange(part.range.run)).flatten()]
         worst = max(worst, ((local.flatten() - wanted).abs().max() / gradients[name].abs().max()).item())
         held += local.numel()
-        if name not in divided.cuts and parameter.device_mesh != meshes.ends:
+        if name not in sharded.shards and parameter.device_mesh != meshes.ends:
             both = [torch.empty_like(local) for _ in range(2)]
             dist.all_gather(both, local, group=group)
             copies &= torch.equal(*both)
@@ -88,10 +94,10 @@ def compared(shape: dict[str, Any], lora: Lora | None, meshes: Meshes) -> dict[s
     }
 
 
-def own_gradient(parameter: Tensor, name: str, divided: Divided, group: Any) -> Tensor:
+def own_gradient(parameter: Tensor, name: str, sharded: ShardedParameters, group: Any) -> Tensor:
     assert isinstance(parameter.grad, DTensor)
     local = parameter.grad.to_local().contiguous()
-    if name in divided.partial:
+    if name in sharded.partial:
         dist.all_reduce(local, group=group)
     return local
 

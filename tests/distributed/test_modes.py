@@ -21,7 +21,7 @@ from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from finetune.engine.agreement import check_launch
+from finetune.engine.compatibility import check_launch
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
 from finetune.recipe import load_recipe

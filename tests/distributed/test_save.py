@@ -160,7 +160,7 @@ def test_a_value_that_is_not_finite_is_a_failure_of_all(saved: Saved, config: st
         for part in (f"{kept}/", ".safetensors: ", tensor, "values are not finite in float32", "last checkpoint"):
             assert part in ranks[0]["message"], part
     assert not (out / "lora_nan").exists()
-    assert list((out / "lora_nan.partial").glob("*.safetensors")), "left there to be looked at"
+    assert list((out / "lora_nan.partial").glob("*.safetensors")), "kept for inspection"
 
 
 @pytest.mark.parametrize(("config", "processes"), LAUNCHES)
@@ -172,5 +172,5 @@ def test_a_file_that_cannot_be_written_is_a_failure_of_all(saved: Saved, config:
     for rank in ranks:
         assert f"{out / 'again'} could not be written" in rank["message"]
         assert "the last checkpoint is intact" in rank["message"]
-        assert "start the same command again" in rank["message"]
+        assert "run the same command again" in rank["message"]
     assert not (out / "again.partial").exists(), "its space is given back"

@@ -63,7 +63,7 @@ def test_two_hosts_that_do_not_share_a_disk(folder: Path, tmp_path: Path) -> Non
     ]
     assert [(p["ranks"], p["between_nodes"]) for p in found["links"]["pairs"]] == [([0, 1], True)]
     assert abs(found["links"]["skews"]["1"]) < 1.0  # the same clock
-    assert any("runs is another folder on" in line for line in found["advice"])
+    assert any("runs is not the same folder on" in line for line in found["advice"])
     assert "{" not in nothing
 
 

@@ -125,7 +125,7 @@ def test_console_script() -> None:
         (["train"], "Missing argument 'RECIPE'"),
         (["check", "--procs", "2"], "No such option: --procs"),
         (["inspect", "x.yaml", "--rows", "0"], "Invalid value for '--rows'"),
-        (["inspect", "recipes/quickstart/full.yaml", "--json", "--html", "a.html"], "--html has no effect beside"),
+        (["inspect", "recipes/quickstart/full.yaml", "--json", "--html", "a.html"], "--html has no effect with"),
         (["inspect", "recipes/quickstart/full.yaml", "--html", "a.yaml"], "expected the name of a page to write"),
         (["train", "absent.yaml"], "absent.yaml"),
         (["check", "absent.yaml"], "absent.yaml"),
@@ -353,8 +353,8 @@ def test_check_of_rows_to_be_found(here: Callable[..., Outcome], recipe: dict[st
     code, out, err = here("check", write_recipe(recipe), "--config-file", config, "--num-processes", 2, "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)[0]["launch"] == (
-        "zero3, 2 processes, at most 4 forwards each per step (batch.rows_per_device: auto, found by trial at the "
-        "first run there)"
+        "zero3, 2 processes, at most 4 micro-batches per process and step (batch.rows_per_device: auto, measured at "
+        "the first run)"
     )
 
 
@@ -395,7 +395,7 @@ def test_check_against_an_accelerate_config_names_both_files(
         assert part in err, err
     code, out, _ = here("check", path, *launched[:3], 1, launched[4])
     assert code == 0, out
-    assert f"launch: {file.stem}, 1 processes, 2 forwards each per step" in out
+    assert f"launch: {file.stem}, 1 processes, 2 micro-batches per process and step" in out
 
 
 def test_check_says_where_processes_would_wait_for_each_other(
@@ -414,7 +414,7 @@ def test_check_without_a_file_but_with_a_size(
 ) -> None:
     code, _, err = here("check", write_recipe(recipe), "--num-processes", 3, "--recipe-only")
     assert code == 2
-    assert "nearest valid `batch.rows` are 6" in err
+    assert "nearest: 6" in err
 
 
 def test_check_json(here: Callable[..., Outcome], recipe: dict[str, Any], write_recipe: Any) -> None:
@@ -425,7 +425,7 @@ def test_check_json(here: Callable[..., Outcome], recipe: dict[str, Any], write_
     assert (report["recipe"], report["ok"], report["error"], report["steps"]) == (str(path), True, None, 6)
     assert report["train_data"].startswith("120 examples, ")
     assert report["eval_data"].startswith("16 examples, ")
-    assert report["launch"] == "ddp, 2 processes, 1 forwards each per step"
+    assert report["launch"] == "ddp, 2 processes, 1 micro-batches per process and step"
     code, out, _ = here("check", path, "--json", "data.max_length=3")
     (report,) = json.loads(out)
     assert (code, report["ok"]) == (2, False)
@@ -435,7 +435,7 @@ def test_check_json(here: Callable[..., Outcome], recipe: dict[str, Any], write_
 def test_check_counts_what_was_dropped(here: Callable[..., Outcome], recipe: dict[str, Any], write_recipe: Any) -> None:
     code, out, _ = here("check", write_recipe(recipe), "data.max_length=24")
     assert code == 0
-    dropped = re.search(r"note: train: (\d+) rows dropped for their length", out)
+    dropped = re.search(r"note: train: (\d+) rows dropped because they exceed data\.max_length", out)
     assert dropped
     kept = re.search(r"train data: (\d+) examples", out)
     assert kept
@@ -521,7 +521,7 @@ def test_prepare_makes_what_a_run_then_finds(
     code, out, _ = here("prepare", path)
     assert code == 0
     assert re.search(
-        r"train: .*rows\.jsonl \(messages\), made in [\d.]+ s\n  120 rows, 120 examples, [\d,]+ tokens", out
+        r"train: .*rows\.jsonl \(messages\), tokenised in [\d.]+ s\n  120 rows, 120 examples, [\d,]+ tokens", out
     )
     code, out, _ = here("prepare", path, "--json")
     sources = json.loads(out)["sources"]
@@ -539,7 +539,7 @@ def test_cache_is_listed_and_cleaned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    assert here("cache", "list")[1] == f"{tmp_path / 'cache' / 'data'}: nothing is cached\n"
+    assert here("cache", "list")[1] == f"{tmp_path / 'cache' / 'data'}: the cache is empty\n"
     here("prepare", write_recipe(recipe))
     listed = json.loads(here("cache", "list", "--json")[1])
     assert {Path(entry["of"]["source"]).name for entry in listed} == {"rows.jsonl", "held_out.jsonl"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import train_here
 
-from finetune.engine.stopwatch import Stopwatch
+from finetune.engine.timing import Stopwatch
 from finetune.planning.hardware import find_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -26,7 +26,7 @@ def test_a_phase_is_as_long_as_the_device_took() -> None:
         for _ in range(20):
             matrix = (matrix @ matrix).clamp(-1, 1)
     ended.record()
-    measured = stopwatch.read()["forward"]
+    measured = stopwatch.lap().phases["forward"]
     assert measured == pytest.approx(began.elapsed_time(ended) / 1000, rel=0.05)
 
 

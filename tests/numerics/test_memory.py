@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.engine.in_backward import StepInBackward
+from finetune.engine.optimizer_step import StepInBackward
 from finetune.errors import RunFailure, UserError
 from finetune.models.config import model_config
 from finetune.models.offload import HostMemory, View

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from finetune.engine import norms
-from finetune.engine.norms import squared_norm
+from finetune.engine.optimizer_step import squared_norm
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.engine.precision import LossScale, NonFinite, autocast_forward
+from finetune.engine.optimizer_step import LossScale, NonFinite, autocast_forward
 from finetune.models.attention.per_document import prepare
 from finetune.models.config import model_config
 from finetune.models.weights import Placement, attention_for, dtypes, load_model

@@ -1,4 +1,4 @@
-"""What a micro-batch costs besides its maths: synchronisations, casts, copies of weights; counted on the CPU."""
+"""Synchronisations, casts and copies of weights in a micro-batch, counted on the CPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.data.dataset import build_training
 from finetune.data.loader import Loader
-from finetune.engine.precision import autocast_forward
+from finetune.models.adapters import keep_input_types
 from finetune.models.config import model_config
-from finetune.models.head import Formula, attach_head
+from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, attention_for, dtypes, load_model
-from finetune.objectives import supervised_losses
+from finetune.objectives import make_objective
+from finetune.objectives.forward import ForwardPass
 from finetune.recipe import load_recipe
 
 CPU = torch.device("cpu")
@@ -44,16 +45,21 @@ Step = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 class Case:
-    """A model of a recipe as a run has it, and a packed micro-batch."""
+    """A recipe's model as a run wraps it, and a packed micro-batch."""
 
-    def __init__(self, values: dict[str, Any], write_recipe: Any, **changes: Any):
+    def __init__(self, values: dict[str, Any], write_recipe: Any, balances: bool = False, **changes: Any):
+        """balances: whether the model's config asks for a balance loss in each forward."""
         recipe = load_recipe(write_recipe({**values, **changes}))
-        config = model_config(recipe.model)
-        self.choice, types = attention_for(recipe, config, "cpu"), dtypes(recipe)
-        self.model = load_model(recipe, config, self.choice, Placement("load", CPU))
-        self.head = attach_head(self.model, recipe.model.cross_entropy, Formula(), "cpu")
-        if types.compute != types.trained:
-            autocast_forward(self.model, types.compute, "cpu")
+        config, types = model_config(recipe.model), dtypes(recipe)
+        if balances:
+            config.output_router_logits = True
+        attention = attention_for(recipe, config, "cpu")
+        self.model = load_model(recipe, config, attention, Placement("load", CPU))
+        if casts := types.compute != types.trained:
+            keep_input_types(self.model)
+        autocast = types.compute if casts else None
+        self.loss_model = CausalLMWithLoss(self.model, recipe.model.cross_entropy, "cpu", autocast)
+        self.forward = ForwardPass(attention, make_objective(recipe.objective, ("rows",)))
         self.batch = (
             Loader(build_training(recipe, load_tokenizer(recipe.model)).in_order(recipe), 4, 2, 0, 1, 10**6)
             .step(0)
@@ -63,8 +69,7 @@ class Case:
 
     def run(self) -> Step:
         self.model.zero_grad()
-        arguments = self.choice.forward_arguments(self.batch.document_lengths)
-        loss = supervised_losses(self.model, self.batch, arguments, CPU, self.head).total
+        loss = self.forward(self.loss_model, self.batch).total
         loss.backward()
         return loss.detach(), {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
@@ -108,10 +113,9 @@ def test_a_balance_loss_of_transformers_does_not_read_it(
 ) -> None:
     """`output_router_logits` in a model's config asks for one in each forward, over the tokens that a mask keeps."""
     recipe["model"] |= {"name": str(made / "mixtral"), "cross_entropy": cross_entropy}
-    case = Case(recipe, write_recipe)
-    without = case.run()
-    case.model.config.output_router_logits = True
-    case.head = attach_head(case.model, cross_entropy, Formula(), "cpu")
+    without = Case(recipe, write_recipe).run()
+    case = Case(recipe, write_recipe, balances=True)
+    assert case.model.config.output_router_logits
     assert_same(case.run(), without)
 
 
@@ -150,8 +154,8 @@ def test_inputs_that_more_than_a_product_reads_are(
     assert all(getattr(module, "cast_input_dtype_enabled", True) for module in case.model.modules())
 
 
-class Held(TorchDispatchMode):
-    """Bytes of the copies of weights in 16 bit that are there at once, at most."""
+class WeightCopies(TorchDispatchMode):
+    """Peak bytes of copies of weights in another type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,11 +179,11 @@ def test_autocast_keeps_no_copy_of_the_weights(
     case = Case(recipe, write_recipe)
     layer = sum(p.numel() * 2 for p in case.model.model.layers[0].parameters())
     head = case.model.get_output_embeddings().weight.numel() * 2
-    with Held() as ours:
+    with WeightCopies() as ours:
         without = case.run()
     usual = torch.autocast
     monkeypatch.setattr(torch, "autocast", lambda *a, **k: usual(*a, **{**k, "cache_enabled": True}))
-    with Held() as theirs:
+    with WeightCopies() as theirs:
         assert_same(case.run(), without)
     assert ours.peak <= max(layer, head) < theirs.peak
 

@@ -11,13 +11,13 @@ import hashlib
 import json
 import os
 import time
-import uuid
 from pathlib import Path
 
 import filelock
 
 from finetune.data.cache.root import cache_root
 from finetune.errors import UserError
+from finetune.utils import sha256_file, write_atomically
 
 SETTLED_S = 2.0  # the coarsest tick of file times in use, that of FAT
 
@@ -61,21 +61,16 @@ def _hashed(path: Path, memo: Path, key: list[int]) -> str:
     begun = time.time()
     digest = _sha256(path, key)
     if begun - max(key[3:]) / 1e9 >= SETTLED_S:
-        temporary = memo.with_suffix(f".{uuid.uuid4().hex}.tmp")
-        temporary.write_text(json.dumps({"key": key, "sha256": digest}), encoding="utf-8")
-        temporary.replace(memo)
+        write_atomically(memo, json.dumps({"key": key, "sha256": digest}))
     return digest
 
 
 def _sha256(path: Path, key: list[int]) -> str:
-    digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        digest = sha256_file(path)
         changed = _key(path) != key
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     if changed:
         raise UserError(f"{path}: the file changes while it is read; start again when it is complete")
-    return digest.hexdigest()
+    return digest

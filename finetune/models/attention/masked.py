@@ -86,7 +86,7 @@ def refuse_extras(extras: dict[str, Any]) -> None:
 
 
 def unread_mask(device: torch.device) -> Tensor:  # (1, 1, 0, 0)
-    """Returns the attention mask of a forward with documents, which our own ways do not read.
+    """Returns the attention mask of a forward with documents, which our implementations do not read.
 
     Without a mask transformers looks for packed documents in the positions, and waits for the device to know whether
     there are any; a mask of four dimensions it hands through (masking_utils.py, `_preprocess_mask_arguments`). This one

@@ -1,4 +1,4 @@
-"""`inspect`: what the model will see, in a terminal, as a page and for programs."""
+"""`inspect`: shows examples, packed sequences and statistics in a terminal, as an HTML page or as JSON."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from finetune.data.dataset import build_dataset, template_notes
 from finetune.data.show import Look
 from finetune.errors import UserError
 from finetune.models.tokenizer import load_tokenizer
-from finetune.planning.inspect.choose import find_row, first_examples
+from finetune.planning.inspect.dataset_view import DatasetView, dataset_statistics, find_row, first_examples
 from finetune.planning.inspect.page import write_page
 from finetune.planning.inspect.terminal import print_examples, print_packed_rows, print_totals
-from finetune.planning.inspect.totals import totals_of
-from finetune.planning.inspect.view import View
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
 
-ROWS, PAGE_ROWS, PAGE_PACKED = 3, 20, 2  # what is shown unless asked for more
+ROWS, PAGE_ROWS, PAGE_PACKED = 3, 20, 2  # shown by default
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The options of the command; each is named as it is typed."""
+class InspectOptions:
+    """Options of the command, by their names on the command line."""
 
     rows: int | None = None  # examples
-    row: tuple[str, ...] = ()  # certain ones, PATH:NUMBER
-    packed: int | None = None  # packed rows
+    row: tuple[str, ...] = ()  # single ones, PATH:NUMBER
+    packed: int | None = None  # packed sequences
     eval: bool = False  # data.eval instead of data.train
-    totals: bool = False  # nothing else
+    totals: bool = False  # statistics only
     tokens: bool = False  # borders and ids
-    full: bool = False  # nothing left out of long examples
+    full: bool = False  # long examples without truncation
     html: Path | None = None
     json: bool = False
 
@@ -45,84 +43,79 @@ _EXAMPLES = {"rows", "row"}
 _LOOKS = {"packed", "tokens", "full"}
 
 
-def check_options(asked: Asked) -> None:
+def check_options(options: InspectOptions) -> None:
     """Raises UserError where an option would have no effect."""
-    for one, others in (
+    for name, others in (
         ("json", {"html", *_LOOKS}),
         ("totals", {"html", *_EXAMPLES, *_LOOKS}),
         ("row", {"rows"}),
     ):
-        clash = [name for name in sorted(others) if getattr(asked, name)]
-        if getattr(asked, one) and clash:
-            raise UserError(f"--{clash[0]} has no effect beside --{one}: leave one of the two out")
-    if asked.html and asked.html.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--html {asked.html}: expected the name of a page to write, such as inspect.html")
+        unused = [other for other in sorted(others) if getattr(options, other)]
+        if getattr(options, name) and unused:
+            raise UserError(f"--{unused[0]} has no effect with --{name}: remove one of the two")
+    if options.html and options.html.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--html {options.html}: expected the name of a page to write, such as inspect.html")
 
 
-def inspect(recipe: Recipe, recipe_path: Path, asked: Asked, console: Console) -> None:
-    """Show what `asked` wants of a recipe's data. Raises UserError."""
-    check_options(asked)
-    view = _view(recipe, recipe_path, asked)
-    if asked.json:
-        for line in _json_lines(view, asked):
+def inspect(recipe: Recipe, recipe_path: Path, options: InspectOptions, console: Console) -> None:
+    """Show a recipe's data. Raises UserError."""
+    check_options(options)
+    view = _build_view(recipe, recipe_path, options.eval)
+    if options.json:
+        for line in _json_lines(view, options):
             print(line)
         return
-    chosen = [] if asked.totals else _chosen(view, asked, PAGE_ROWS if asked.html else ROWS)
-    packed = min(len(view.data.rows), PAGE_PACKED * recipe.data.packing if asked.packed is None else asked.packed)
-    if asked.html:
-        write_page(asked.html, view, chosen, range(packed), borders=asked.tokens, full=asked.full)
-        size = asked.html.stat().st_size / 1e3
-        shown = f"{len(chosen)} examples, {packed} packed rows"
-        console.print(f"wrote {asked.html}: {shown}, {size:,.0f} kB", markup=False, highlight=False, soft_wrap=True)
+    chosen = [] if options.totals else _chosen(view, options, PAGE_ROWS if options.html else ROWS)
+    packed = min(len(view.data.rows), PAGE_PACKED * recipe.data.packing if options.packed is None else options.packed)
+    if options.html:
+        write_page(options.html, view, chosen, range(packed), borders=options.tokens, full=options.full)
+        size = options.html.stat().st_size / 1e3
+        shown = f"{len(chosen)} examples, {packed} packed sequences"
+        console.print(f"wrote {options.html}: {shown}, {size:,.0f} kB", markup=False, highlight=False, soft_wrap=True)
         return
-    look = Look(colour=_has_colour(console), borders=asked.tokens, full=asked.full)
+    has_colour = console.color_system is not None and not console.no_color
+    look = Look(colour=has_colour, borders=options.tokens, full=options.full)
     print_examples(console, view, chosen, look)
-    print_packed_rows(console, view, range(packed if asked.packed else 0), look)
+    print_packed_rows(console, view, range(packed if options.packed else 0), look)
     print_totals(console, view)
 
 
-def _view(recipe: Recipe, recipe_path: Path, asked: Asked) -> View:
+def _build_view(recipe: Recipe, recipe_path: Path, use_eval: bool) -> DatasetView:
     tokenizer = load_tokenizer(recipe.model)
     notes = template_notes(recipe, tokenizer)
     template = resolve_template(recipe.model.chat_template, tokenizer)
-    sources = _sources(recipe, asked.eval)
-    if recipe.data.streaming and not asked.eval:
-        notes.append(f"data.streaming: the first {recipe.data.window:,} rows of each source stand for the stream")
+    sources = _sources(recipe, use_eval)
+    if recipe.data.streaming and not use_eval:
+        notes.append(f"data.streaming: only the first {recipe.data.window:,} rows of each source are inspected")
     data = build_dataset(recipe, sources, tokenizer)
-    split = "eval" if asked.eval else "train"
-    name = template.name if template else "none"
-    totals = totals_of(data, recipe.data, split, notes)
-    return View(recipe, recipe_path, sources, tokenizer, name, data, totals)
+    totals = dataset_statistics(data, recipe.data, "eval" if use_eval else "train", notes)
+    return DatasetView(recipe, recipe_path, sources, tokenizer, template.name if template else "none", data, totals)
 
 
-def _sources(recipe: Recipe, of_eval: bool) -> tuple[Source, ...]:
-    if of_eval:
+def _sources(recipe: Recipe, use_eval: bool) -> tuple[Source, ...]:
+    if use_eval:
         if not recipe.data.eval:
-            raise UserError("--eval: the recipe has no data.eval; add a source there, or leave --eval out")
+            raise UserError("--eval: the recipe has no data.eval; add a source there, or remove --eval")
         return recipe.data.eval
     if not recipe.data.streaming:
         return recipe.data.train
-    most = recipe.data.window  # a stream has no end that could be waited for
-    return tuple(s.model_copy(update={"limit": min(s.limit or most, most)}) for s in recipe.data.train)
+    window = recipe.data.window  # a stream may have no end
+    return tuple(s.model_copy(update={"limit": min(s.limit or window, window)}) for s in recipe.data.train)
 
 
-def _chosen(view: View, asked: Asked, rows: int) -> list[int]:
-    """Numbers of the examples to show."""
-    if asked.row:
-        return [number for place in asked.row for number in find_row(view, place)]
-    return first_examples(view.data.examples, asked.rows or rows)
+def _chosen(view: DatasetView, options: InspectOptions, rows: int) -> list[int]:
+    """Returns the indices of the examples to show."""
+    if options.row:
+        return [index for address in options.row for index in find_row(view, address)]
+    return first_examples(view.data.examples, options.rows or rows)
 
 
-def _json_lines(view: View, asked: Asked) -> Iterator[str]:
-    """One object with all totals, or one per example, before packing."""
-    if asked.totals:
+def _json_lines(view: DatasetView, options: InspectOptions) -> Iterator[str]:
+    """Yields one object with all statistics, or one per example, before packing."""
+    if options.totals:
         yield json.dumps(view.totals.as_dict(), ensure_ascii=False)
         return
     examples = view.data.examples
-    chosen = _chosen(view, asked, ROWS) if asked.row else range(min(len(examples), asked.rows or ROWS))
-    for line in to_json_lines(examples[number] for number in chosen):
+    chosen = _chosen(view, options, ROWS) if options.row else range(min(len(examples), options.rows or ROWS))
+    for line in to_json_lines(examples[index] for index in chosen):
         yield json.dumps(line, ensure_ascii=False)
-
-
-def _has_colour(console: Console) -> bool:
-    return console.color_system is not None and not console.no_color

@@ -75,14 +75,14 @@ function show(token) {
   tip.hidden = !token;
   if (!token) return;
   token.classList.add("on");
-  const trained = token.parentElement.localName === "mark";
+  const supervised = token.parentElement.localName === "mark";
   const line = (...pieces) => {
     const div = document.createElement("div");
     div.append(...pieces);
     return div;
   };
   const strong = document.createElement("b");
-  strong.textContent = trained ? "trained" : "not trained";
+  strong.textContent = supervised ? "supervised" : "context";
   tip.replaceChildren(line(`id ${token.dataset.id}, position ${token.dataset.p}`), line(strong));
   if (token.dataset.b) tip.append(line(`bytes ${token.dataset.b}`));
   const box = token.getBoundingClientRect();

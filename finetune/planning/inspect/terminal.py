@@ -1,4 +1,4 @@
-"""Examples, packed rows and totals in a terminal; without colours what is trained stands in [[ ]]."""
+"""Examples, packed sequences and statistics in a terminal; without colours, supervised tokens are in [[ ]]."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from rich.text import Text
 from finetune.data import SourceReport, render_rich
 from finetune.data.show import Look
 from finetune.data.token_text import visible
-from finetune.planning.inspect.totals import LOSSES, Histogram, Totals
-from finetune.planning.inspect.view import View, num_trained
+from finetune.planning.inspect.dataset_view import LOSSES, DatasetStatistics, DatasetView, Histogram, num_trained
 
 COUNTS = {
     "rows": "rows read",
@@ -24,24 +23,24 @@ COUNTS = {
     "dropped_overlong": "dropped overlong",
     "truncated": "truncated",
     "split": "split",
-    "no_supervised_token": "without a trained token",
+    "no_supervised_token": "without a supervised token",
     "unrolled": "unrolled",
     "duplicates": "duplicates",
     "examples": "examples",
-    "taken": "taken in an epoch",
+    "taken": "sampled per epoch",
     "tokens": "tokens",
     "supervised_tokens": "supervised tokens",
 }
-SOURCES_IN_A_TABLE = 3  # more are another table: none is cut
+SOURCES_PER_TABLE = 3  # so that no column is cut
 BAR_WIDTH = 40
 EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def print_examples(console: Console, view: View, chosen: Iterable[int], look: Look) -> None:
-    """A panel for each, and what the colours say."""
-    shown = [view.data.examples[number] for number in chosen]
+def print_examples(console: Console, view: DatasetView, chosen: Iterable[int], look: Look) -> None:
+    """Print a panel per example, and a legend."""
+    shown = [view.data.examples[index] for index in chosen]
     for example in shown:
-        tokens = f"{len(example.input_ids):,} tokens, {num_trained(example):,} trained"
+        tokens = f"{len(example.input_ids):,} tokens, {num_trained(example):,} supervised"
         title = Text(visible(f"{example.path}:{example.row}   {tokens}"))
         console.print(Panel(render_rich(example, view.tokenizer, look), title=title, title_align="left"))
     if shown:
@@ -50,39 +49,39 @@ def print_examples(console: Console, view: View, chosen: Iterable[int], look: Lo
 
 def _legend(look: Look) -> Text:
     if not look.colour:
-        return Text("[[trained]]  context  ⏎ newline, ⇥ tab, · space that is trained and ends a line")
-    legend = Text.assemble(("trained", "bold green"), "  ", ("context", "dim"), "  ", ("special token", "magenta"))
-    return legend.append("  ⏎ newline, ⇥ tab, · space that is trained and ends a line", style="dim")
+        return Text("[[supervised]]  context  ⏎ newline, ⇥ tab, · trailing space in supervised text")
+    legend = Text.assemble(("supervised", "bold green"), "  ", ("context", "dim"), "  ", ("special token", "magenta"))
+    return legend.append("  ⏎ newline, ⇥ tab, · trailing space in supervised text", style="dim")
 
 
-def print_packed_rows(console: Console, view: View, numbers: Iterable[int], look: Look) -> None:
-    """Rows as the model sees them: documents end to end, each from position 0, attention within it only."""
-    most = view.totals.max_length
+def print_packed_rows(console: Console, view: DatasetView, numbers: Iterable[int], look: Look) -> None:
+    """Print packed sequences as the model sees them: documents end to end, positions and attention per document."""
     for number in numbers:
         members = view.data.rows[number].tolist()
         lengths = view.data.examples.lengths[members]
-        parts, place = [], 0
+        parts, start = [], 0
         for n, member in enumerate(members, start=1):
             example = view.data.examples[member]
-            end = place + len(example.input_ids)
-            label = f"document {n}  {example.path}:{example.row}  places {place:,} to {end - 1:,}, positions from 0"
+            end = start + len(example.input_ids)
+            label = f"document {n}  {example.path}:{example.row}  tokens {start:,} to {end - 1:,}, positions from 0"
             parts += [
                 Rule(Text(visible(label)), align="left", style="cyan"),
                 render_rich(example, view.tokenizer, look),
             ]
-            place = end
+            start = end
         work = f"attention work {int(np.sum(lengths.astype(np.int64) ** 2)):,}"
-        title = f"row {number}   {len(members)} documents, {place:,} of {most:,} tokens, {work}"
+        tokens = f"{start:,} of {view.totals.max_length:,} tokens"
+        title = f"packed sequence {number}   {len(members)} documents, {tokens}, {work}"
         console.print(Panel(Group(*parts), title=Text(title), title_align="left", border_style="cyan"))
 
 
-def print_totals(console: Console, view: View) -> None:
-    """Tables of what was read, dropped and kept, of lengths and of rows; then bad rows and notes."""
+def print_totals(console: Console, view: DatasetView) -> None:
+    """Print tables of rows by source, of an epoch, of lengths and of supervised shares; then bad rows and notes."""
     totals = view.totals
     sources = totals.report.sources
-    for begin in range(0, len(sources), SOURCES_IN_A_TABLE):
+    for begin in range(0, len(sources), SOURCES_PER_TABLE):
         console.print()
-        console.print(_sources(totals, sources[begin : begin + SOURCES_IN_A_TABLE]))
+        console.print(_sources(totals, sources[begin : begin + SOURCES_PER_TABLE]))
     for table in (
         _tokens(totals),
         _bars(totals.lengths, "Lengths (tokens)", _length_labels(totals), totals),
@@ -100,24 +99,24 @@ def print_totals(console: Console, view: View) -> None:
         console.print(Text(visible(f"note: {note}")))
 
 
-def _sources(totals: Totals, sources: Sequence[SourceReport]) -> Table:
-    """A column for each source, and one for all of them where there are several."""
+def _sources(totals: DatasetStatistics, sources: Sequence[SourceReport]) -> Table:
+    """Returns a table with a column per source, and one for their sum if there are several."""
     table = Table("", title=f"Rows of data.{totals.split}", title_justify="left")
     several = len(totals.report.sources) > 1
     for source in sources:
         table.add_column(Text(visible(source_name(source))), justify="right", overflow="fold")
     if several:
         table.add_column("all", justify="right")
-    every = totals.report.totals()
+    sums = totals.report.totals()
     for key, name in COUNTS.items():
-        cells = [getattr(source, key) for source in sources] + ([every[key]] if several else [])
+        cells = [getattr(source, key) for source in sources] + ([sums[key]] if several else [])
         table.add_row(name, *(f"{cell:,}" for cell in cells))
     shares = [source_share(source) for source in sources]
-    overall = [every["supervised_tokens"] / max(1, every["tokens"])] if several else []
+    overall = [sums["supervised_tokens"] / max(1, sums["tokens"])] if several else []
     table.add_row("supervised share", *(f"{share:.1%}" for share in shares + overall))
     table.add_row("format", *(source.format or "-" for source in sources))
     table.add_row("weight", *(f"{source.weight:g}" for source in sources))
-    table.add_row("passes in an epoch", *(f"{source.passes:.4g}" for source in sources))
+    table.add_row("passes per epoch", *(f"{source.passes:.4g}" for source in sources))
     return table
 
 
@@ -130,69 +129,63 @@ def source_share(source: SourceReport) -> float:
     return source.supervised_tokens / source.tokens if source.tokens else 0.0
 
 
-def _tokens(totals: Totals) -> Table:
+def _tokens(totals: DatasetStatistics) -> Table:
     table = Table(title="An epoch", show_header=False, title_justify="left")
     for name, value in epoch_facts(totals).items():
         table.add_row(name, value)
     return table
 
 
-def epoch_facts(totals: Totals) -> dict[str, str]:
-    """What an epoch consists of, in words."""
+def epoch_facts(totals: DatasetStatistics) -> dict[str, str]:
+    """Returns the statistics of an epoch as text, by name."""
     packing, lengths = totals.packing, totals.percentiles
     documents, work = packing.documents_per_row, packing.attention_work_per_row
     facts = {
         "examples": f"{totals.examples:,}",
         "tokens": f"{totals.tokens:,}, {totals.supervised:.1%} supervised",
         "length": ", ".join(f"{name}\u00a0{value:,}" for name, value in lengths.items()),
-        "rows": f"{packing.rows:,} of {totals.max_length:,} tokens, {packing.efficiency:.1%} full",
-        "documents per row": f"mean {documents['mean']:,.1f}, from {documents['min']:,} to {documents['max']:,}",
-        "attention work per row": f"mean {work['mean']:,.0f} token pairs, from {work['min']:,} to {work['max']:,}",
+        "packed sequences": f"{packing.rows:,} of up to {totals.max_length:,} tokens, {packing.efficiency:.1%} full",
+        "documents per sequence": f"mean {documents['mean']:,.1f}, from {documents['min']:,} to {documents['max']:,}",
+        "attention work per sequence": f"mean {work['mean']:,.0f} token pairs, from {work['min']:,} to {work['max']:,}",
     }
     if not packing.packed:
-        facts |= {"rows": f"{packing.rows:,}, one example each (data.packing is off)"}
-        del facts["documents per row"]
+        del facts["packed sequences"], facts["documents per sequence"]
+        facts |= {"sequences": f"{packing.rows:,}, one example each (data.packing is off)"}
     return facts
 
 
-def _bars(histogram: Histogram, title: str, labels: Sequence[str], totals: Totals | None) -> Table:
-    """A line for each bin; bins that stay empty for long are one line that says so."""
+def _bars(histogram: Histogram, title: str, labels: Sequence[str], totals: DatasetStatistics | None) -> Table:
+    """Returns a table with a line per bin; runs of empty bins are one line."""
     table = Table("", "examples", "", title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.columns[0].justify = table.columns[1].justify = "right"
-    most = max(histogram.counts)
-    for is_empty, bins in groupby(zip(labels, histogram.counts, strict=True), key=lambda found: found[1] == 0):
+    highest = max(histogram.counts)
+    for is_empty, bins in groupby(zip(labels, histogram.counts, strict=True), key=lambda line: line[1] == 0):
         lines = list(bins)
         if is_empty and len(lines) > 2:
             table.add_row("...", "0", Text(f"{len(lines)} empty bins", style="dim"))
             continue
         for label, count in lines:
-            table.add_row(label, f"{count:,}", Text(_bar(count / most), style="green"))
+            table.add_row(label, f"{count:,}", Text(_bar(count / highest), style="green"))
     if totals:
-        table.add_row(*_over(totals))
+        count, what = overlong(totals)
+        table.add_row(f"over {totals.max_length:,}", f"{count:,}", Text("max_length" + (f"; {what}" if count else "")))
     return table
 
 
-def _over(totals: Totals) -> tuple[str, str, Text]:
-    """The line of what is longer than max_length."""
-    count, what = overlong(totals)
-    return f"over {totals.max_length:,}", f"{count:,}", Text(f"max_length; {what}" if count else "max_length")
-
-
-def overlong(totals: Totals) -> tuple[int, str]:
-    """(rows longer than max_length, what became of them)."""
-    every = totals.report.totals()
+def overlong(totals: DatasetStatistics) -> tuple[int, str]:
+    """Returns (rows longer than max_length, what was done to them)."""
     key = {"drop": "dropped_overlong", "truncate": "truncated", "split": "split"}.get(totals.overlong, "")
-    words = {"dropped_overlong": "dropped", "truncated": "cut off there", "split": "cut into pieces"}
-    return every.get(key, 0), words.get(key, "")
+    words = {"dropped_overlong": "dropped", "truncated": "truncated", "split": "split into pieces"}
+    return totals.report.totals().get(key, 0), words.get(key, "")
 
 
 def _bar(share: float) -> str:
-    """As many eighths of a cell as there are; what is not empty has one."""
+    """Draws a share in eighths of a cell; at least one if it is not 0."""
     eighths = max(round(share * BAR_WIDTH * 8), 1 if share else 0)
     return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
 
 
-def _length_labels(totals: Totals) -> list[str]:
+def _length_labels(totals: DatasetStatistics) -> list[str]:
     edges = [int(edge) for edge in totals.lengths.edges]
     return [f"{low + 1:,} to {high:,}" for low, high in pairwise(edges)]
 

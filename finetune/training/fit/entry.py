@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from finetune.data.cache.root import cache_root
 from finetune.recipe import Recipe
 from finetune.training.fit.search import Found
+from finetune.utils import write_atomically
 
 # Of a recipe: what no forward's memory depends on. The rows' length and number are looked at in themselves.
 _WITHOUT = {
@@ -55,7 +54,4 @@ def write_entry(path: Path, of: dict[str, Any], found: Found) -> None:
     after = found.next_needs if math.isfinite(found.next_needs) else None
     about = {"rows": found.size, "needs_bytes": found.needs, "next_needs_bytes": after, "of": of}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(about, file, indent=1, default=str)
-    os.replace(name, path)
+    write_atomically(path, json.dumps(about, indent=1, default=str))

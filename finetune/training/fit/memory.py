@@ -17,6 +17,7 @@ import torch
 
 from finetune.engine.base import Engine
 from finetune.errors import UserError
+from finetune.utils import peak_resident_bytes
 
 MARGIN = 0.08
 
@@ -97,13 +98,7 @@ class HostMemory:
                 "(/proc/self/clear_refs): give a number"
             ) from None
         work()
-        return _status()["VmHWM"]
-
-
-def _status() -> dict[str, int]:
-    """Bytes by name, of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for line in lines if (words := line.split())[-1] == "kB"}
+        return peak_resident_bytes()
 
 
 def _cgroup() -> tuple[float, float]:

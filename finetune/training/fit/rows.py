@@ -16,14 +16,14 @@ from transformers import PretrainedConfig
 
 from finetune.data.dataset import Dataset, Stream
 from finetune.engine.base import Engine
-from finetune.models.attention import AttentionChoice
-from finetune.models.head import LossHead
+from finetune.objectives.forward import ForwardPass
 from finetune.planning.plan import versions
 from finetune.recipe import Recipe
 from finetune.training.fit.entry import dependencies, entry_file, read_entry, write_entry
 from finetune.training.fit.memory import Memory
-from finetune.training.fit.search import Found, divisors, largest_that_fits
+from finetune.training.fit.search import Found, largest_that_fits
 from finetune.training.fit.trial import Build, HeaviestRow, Trials, optimizer_bytes
+from finetune.utils import divisors
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,7 @@ def find_rows(
     engine: Engine,
     recipe: Recipe,
     config: PretrainedConfig,
-    attention: AttentionChoice,
-    head: LossHead,
+    forward: ForwardPass,
     data: Dataset | Stream,
     build: Build,
     memory: Memory,
@@ -58,18 +57,18 @@ def find_rows(
         model=config.to_dict(),
         row={"tokens": row.tokens, "supervised": row.supervised},
         rows_per_rank=sizes[-1],
-        attention=attention.implementation,
+        attention=forward.attention.implementation,
         backend=engine.launch.backend,
-        hardware=engine.gather(memory.name),
+        hardware=engine.ranks.gather(memory.name),
         versions=versions(),
     )
-    path, limit = entry_file(of), min(engine.gather(memory.limit))
-    kept: Found | None = engine.gather(read_entry(path) if engine.is_main else None)[0]
+    path, limit = entry_file(of), min(engine.ranks.gather(memory.limit))
+    kept: Found | None = engine.ranks.gather(read_entry(path) if engine.is_main else None)[0]
     if kept is not None and kept.needs <= limit < kept.next_needs:
         say(f"batch.rows_per_device: auto: {kept.size}, as kept in {path}")
         return _found(kept, limit, sizes, "as found before")
     say(f"batch.rows_per_device: auto: trying forwards of up to {sizes[-1]} rows of {row.tokens:,} tokens")
-    found = _try(engine, recipe, attention, head, row, build, memory, sizes, limit, say)
+    found = _try(engine, recipe, forward, row, build, memory, sizes, limit, say)
     if engine.is_main:
         _keep(path, of, found)
     return _found(found, limit, sizes, "found by trial")
@@ -78,8 +77,7 @@ def find_rows(
 def _try(
     engine: Engine,
     recipe: Recipe,
-    attention: AttentionChoice,
-    head: LossHead,
+    forward: ForwardPass,
     row: HeaviestRow,
     build: Build,
     memory: Memory,
@@ -87,14 +85,14 @@ def _try(
     limit: int,
     say: Callable[[str], None],
 ) -> Found:
-    trials = Trials(engine, memory, attention, head, row, optimizer_bytes(engine, build))
+    trials = Trials(engine, memory, forward, row, optimizer_bytes(engine, build))
 
     def attempt(rows: float) -> float:
         needs = trials.attempt(rows)
         say(f"  {rows:g}: {needs / _GIB:.1f} of {limit / _GIB:.1f} GiB")
         return needs
 
-    power = 2 if attention.implementation in _SQUARE_IN_TOKENS else 1
+    power = 2 if forward.attention.implementation in _SQUARE_IN_TOKENS else 1
     devices = [engine.device] if engine.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         try:

@@ -48,11 +48,3 @@ def predicted(needs: dict[float, float], best: int, size: int, power: int) -> fl
     below = max(other for other in needs if other < best)
     slope = (needs[best] - needs[below]) / (best**power - below**power)
     return needs[best] + max(slope, 0.0) * (size**power - best**power)
-
-
-def divisors(number: int) -> list[int]:
-    """
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    return [n for n in range(1, number + 1) if number % n == 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,9 @@ from finetune.data.examples import Example
 from finetune.data.token_shard import WHOLE, TokenShare, token_shard
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
-from finetune.models.attention import AttentionChoice
-from finetune.models.head import LossHead
-from finetune.objectives import supervised_losses
+from finetune.objectives.base import UNSCALED
+from finetune.objectives.forward import ForwardPass
+from finetune.training.feed import moved
 from finetune.training.fit.memory import Memory
 
 Build = Callable[[list[tuple[str, Tensor]]], list[Optimizer]]
@@ -55,8 +56,7 @@ class Trials:
 
     engine: Engine
     memory: Memory
-    attention: AttentionChoice
-    head: LossHead
+    forward: ForwardPass
     row: HeaviestRow
     optimizer_bytes: int  # of state that is not there yet
 
@@ -73,7 +73,7 @@ class Trials:
 
     def attempt(self, rows: float) -> float:
         """Bytes that the rank that needs most would need; infinite where a rank ran out."""
-        return max(self.engine.gather(self._attempt(rows) + self.optimizer_bytes))
+        return max(self.engine.ranks.gather(self._attempt(rows) + self.optimizer_bytes))
 
     def _attempt(self, rows: float) -> float:
         try:
@@ -88,9 +88,13 @@ class Trials:
         return math.inf  # here the error, which holds the forward's tensors, is gone
 
     def _run(self, rows: float) -> None:
-        engine, batch = self.engine, self.row.batch(rows, self.engine.token_share)
-        arguments = self.attention.forward_arguments(batch.document_lengths)
-        engine.trial(lambda model: supervised_losses(model, batch, arguments, engine.device, self.head).total)
+        batch = moved(self.row.batch(rows, self.engine.context_shard), lambda tensor: tensor.to(self.engine.device))
+        objective = self.forward.objective
+
+        def loss(model: Any) -> Tensor:
+            return objective.loss(objective.terms(self.forward(model, batch), batch), UNSCALED)
+
+        self.engine.trial(loss)
 
 
 def optimizer_bytes(engine: Engine, build: Build) -> int:

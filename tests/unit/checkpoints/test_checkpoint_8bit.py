@@ -13,9 +13,8 @@ from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 from safetensors import safe_open
 from torch import Tensor
 
-from finetune.checkpoints.shards import PartReader, part_tensors, shape_metadata
-from finetune.checkpoints.tensor_file import write_tensors
-from finetune.engine.parts import Part, scalars
+from finetune.checkpoints.shards import PartReader, part_tensors, shape_metadata, write_tensors
+from finetune.engine.state_shards import Part, scalars
 
 N = 9000  # no multiple of a block
 FIELDS = ("state1", "state2")

@@ -11,11 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune.checkpoints.folder import complete, partial_folder, problem, seal, set_aside, step_folder
-from finetune.checkpoints.retention import Retention
-from finetune.checkpoints.shards import PartReader, part_tensors, shape_metadata
-from finetune.checkpoints.tensor_file import write_tensors
-from finetune.engine.parts import Part
+from finetune.checkpoints.folder import (
+    Retention,
+    find_problem,
+    list_checkpoints,
+    partial_folder,
+    seal,
+    set_aside,
+    step_folder,
+)
+from finetune.checkpoints.shards import PartReader, part_tensors, shape_metadata, write_tensors
+from finetune.engine.state_shards import Part
 from finetune.errors import UserError
 from finetune.recipe.schema import Checkpoint
 
@@ -32,7 +38,7 @@ def sealed(root: Path, step: int) -> Path:
 def test_sealed_is_whole_and_nothing_partial_is_left(tmp_path: Path) -> None:
     folder = sealed(tmp_path, 200)
     assert folder.name == "step-00000200"
-    assert problem(folder) is None
+    assert find_problem(folder) is None
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
@@ -67,14 +73,14 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
 def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], object], reason: str) -> None:
     folder = sealed(tmp_path, 1)
     damage(folder)
-    assert reason in (problem(folder) or "")
+    assert reason in (find_problem(folder) or "")
 
 
 def test_an_interrupted_save_is_no_checkpoint_and_is_swept_up(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         sealed(tmp_path, step)
     partial_folder(tmp_path, 4).mkdir()
-    assert [path.name for path in complete(tmp_path)] == ["step-00000003", "step-00000002", "step-00000001"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000003", "step-00000002", "step-00000001"]
     Retention(tmp_path, Checkpoint(keep=2)).prune()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
@@ -176,4 +182,4 @@ def test_what_cannot_be_set_aside_is_said(tmp_path: Path) -> None:
     (tmp_path / f"aside-{folder.name}").write_text("a file in the way")
     with pytest.raises(UserError, match="cannot be set aside as aside-step-00000001"):
         set_aside(folder)
-    assert problem(folder) is None
+    assert find_problem(folder) is None

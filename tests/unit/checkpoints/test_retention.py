@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from finetune.checkpoints.folder import complete, partial_folder, problem, remove, seal, step_folder
-from finetune.checkpoints.retention import Retention, score
+from finetune.checkpoints.folder import (
+    Retention,
+    find_problem,
+    list_checkpoints,
+    partial_folder,
+    remove,
+    score,
+    seal,
+    step_folder,
+)
 from finetune.recipe.schema import Checkpoint
 
 
@@ -25,7 +33,7 @@ def damage(folder: Path) -> None:
 
 
 def steps(root: Path) -> list[int]:
-    return [int(folder.name.removeprefix("step-")) for folder in complete(root)]
+    return [int(folder.name.removeprefix("step-")) for folder in list_checkpoints(root)]
 
 
 def test_the_newest_stay(tmp_path: Path) -> None:
@@ -42,7 +50,7 @@ def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
     damage(tmp_path / "step-00000002")
     Retention(tmp_path, Checkpoint(keep=1)).prune()
     assert steps(tmp_path) == [4, 3]
-    assert problem(tmp_path / "step-00000003") is None
+    assert find_problem(tmp_path / "step-00000003") is None
 
 
 def test_nothing_is_deleted_where_none_is_good(tmp_path: Path) -> None:

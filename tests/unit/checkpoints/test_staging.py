@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from finetune.checkpoints.staging import Staging
+from finetune.checkpoints.saver import Staging
 
 
 def flat_tensors(scale: float) -> dict[str, Tensor]:

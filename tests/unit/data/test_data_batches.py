@@ -362,7 +362,9 @@ def test_rows_longer_than_all_documents_together(tmp_path):
 
 
 def test_rows_that_cannot_be_dealt(tmp_path):
-    with pytest.raises(UserError, match="24 rows a step cannot be dealt in forwards of 2 rows to 5 processes"):
+    with pytest.raises(
+        UserError, match=r"batch.rows: 24 must be divisible by rows_per_device x processes \(2 x 5 = 10\)"
+    ):
         loaders(tmp_path, 5)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from finetune.engine.combinations import check_combination
 from finetune.engine.launch import Kind, Launch
-from finetune.engine.rules.asked import Shape
+from finetune.engine.parallelism_rules import Architecture, check_combination
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 
@@ -28,12 +27,17 @@ def launch(kind: Kind, processes: int, **sizes: int) -> Launch:
     [
         (launch("zero", 4, dp_replicate=2), LLAMA, {}, "DeepSpeed shards over all ranks here: use hsdp"),
         (launch("replicated", 4, dp_shard=2), LLAMA, {}, "MULTI_GPU` shards nothing: use fsdp2 or hsdp"),
-        (launch("zero", 2, tp=2), LLAMA, {}, "DeepSpeed takes whole matrices: use fsdp2_tp or tp"),
-        (launch("fsdp2", 4, tp=4), LLAMA, {}, "4 ranks cannot share 12 attention heads and 6 key-value heads.*3 or 6"),
+        (launch("zero", 2, tp=2), LLAMA, {}, "DeepSpeed needs unsharded matrices: use fsdp2_tp or tp"),
+        (
+            launch("fsdp2", 4, tp=4),
+            LLAMA,
+            {},
+            "the 12 attention heads and the 6 key-value heads: set it to 3 or 6",
+        ),
         (launch("fsdp2", 2, tp=2), {**LLAMA, "attention_dropout": 0.1}, {}, "`attention_dropout: 0.1`.*use fsdp2"),
-        (launch("fsdp2", 2, tp=2), MIXTRAL, {}, "4 experts are not cut by columns here: .*ep_size`, or use fsdp2"),
-        (launch("fsdp2", 2, tp=2), GPT2, {}, "transformers has no plan to cut this model: use fsdp2"),
-        (launch("replicated", 2, tp=2), LLAMA, {"optimizer": {"name": "muon"}}, "Muon needs whole matrices"),
+        (launch("fsdp2", 2, tp=2), MIXTRAL, {}, "4 experts cannot be sharded by columns here: .*ep_size`, or fsdp2"),
+        (launch("fsdp2", 2, tp=2), GPT2, {}, "transformers has no tensor parallel plan for this model: use fsdp2"),
+        (launch("replicated", 2, tp=2), LLAMA, {"optimizer": {"name": "muon"}}, "Muon needs unsharded matrices"),
         (
             launch("fsdp2", 2, tp=2),
             LLAMA,
@@ -73,6 +77,6 @@ def test_what_can_be_is_not_refused(recipe: dict[str, Any], write_recipe: Any, w
 
 
 def test_a_plan_and_dropout_are_read_from_the_config() -> None:
-    shape = Shape.of(AutoConfig.for_model(**{**LLAMA, "attention_dropout": 0.1}))
-    assert (shape.heads, shape.kv_heads, shape.drops) == (12, 6, {"attention_dropout": 0.1})
-    assert shape.tensor_styles == {"colwise", "rowwise"}
+    model = Architecture.of(AutoConfig.for_model(**{**LLAMA, "attention_dropout": 0.1}))
+    assert (model.heads, model.kv_heads, model.dropouts) == (12, 6, {"attention_dropout": 0.1})
+    assert model.tensor_styles == {"colwise", "rowwise"}

@@ -1,4 +1,4 @@
-"""What CUDA devices change: where offloaded shards say that they are, who steps them, which types a GPU has."""
+"""On CUDA devices: the device of offloaded shards, the threads that step them, the types that a GPU supports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from finetune.engine import sharding
 from finetune.engine.launch import Launch, read_config_file
-from finetune.engine.sharding import fill, take_weights
+from finetune.engine.sharding import fill_shards, take_weights
 from finetune.engine.start import check_cuda, check_in_backward, optimizer_threads
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
@@ -62,12 +62,12 @@ class Two(nn.Sequential):
 @pytest.mark.parametrize(("policy", "stays"), [(CPUOffloadPolicy(pin_memory=False), CPU), (OffloadPolicy(), CUDA)])
 def test_filled_shards_are_where_they_say(cuda_ranks: DeviceMesh, policy: OffloadPolicy, stays: torch.device) -> None:
     """FSDP2 puts the local tensor of an offloaded shard on the CPU. Were the DTensor around it made on the GPU, it
-    would say so ever after: not even `detach` can take that."""
+    would name the GPU from then on, and not even `detach` works on it."""
     model = Two()
     weights = take_weights(model, has_them=False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fully_shard(model, mesh=cuda_ranks, offload_policy=policy)
-        fill(model, weights, {}, CUDA, stays)
+        fill_shards(model, weights, {}, CUDA, stays)
         for parameter in model.parameters():
             assert parameter.device == stays
             assert parameter.detach().to_local().device == stays  # pyright: ignore[reportAttributeAccessIssue]

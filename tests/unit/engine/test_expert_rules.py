@@ -9,8 +9,8 @@ import tiny
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.engine.combinations import check_combination
 from finetune.engine.launch import Kind, Launch
+from finetune.engine.parallelism_rules import check_combination
 from finetune.errors import UserError
 from finetune.models.adapters import add_adapters
 from finetune.models.experts import experts_of
@@ -30,11 +30,11 @@ def check(path: Any, model: str, sizes: dict[str, int], kind: Kind, processes: i
     ("model", "sizes", "kind", "processes", "overrides", "says"),
     [
         ("llama", {"ep_size": 2}, "fsdp2", 2, (), "`parallelism_config_ep_size: 2`: the model has no experts: remove"),
-        ("mixtral", {"ep_size": 3}, "fsdp2", 6, (), "does not divide the model's 8 experts: set it to 2 or 4"),
-        ("mixtral", {"ep_size": 4}, "fsdp2", 6, (), "does not divide the 6 shards of a model: set it to 3 or 6"),
-        ("mixtral", {"ep_size": 2}, "fsdp2", 1, (), "does not divide the 1 shards of a model: set it to 1"),
-        ("mixtral", {"ep_size": 2}, "replicated", 2, (), "divides the shards of FSDP: set `distributed_type: FSDP`"),
-        ("mixtral", {"ep_size": 2}, "zero", 2, (), "divides the shards of FSDP: set `distributed_type: FSDP`"),
+        ("mixtral", {"ep_size": 3}, "fsdp2", 6, (), "must divide the model's 8 experts: set it to 2 or 4"),
+        ("mixtral", {"ep_size": 4}, "fsdp2", 6, (), "must divide the 6 shards of a model: set it to 3 or 6"),
+        ("mixtral", {"ep_size": 2}, "fsdp2", 1, (), "must divide the 1 shards of a model: set it to 1"),
+        ("mixtral", {"ep_size": 2}, "replicated", 2, (), "needs FSDP's shards: set `distributed_type: FSDP`"),
+        ("mixtral", {"ep_size": 2}, "zero", 2, (), "needs FSDP's shards: set `distributed_type: FSDP`"),
         ("mixtral", {"ep_size": 2}, "fsdp2", 2, ("train.compile=true",), "with `train.compile: true`"),
         ("qwen3_moe", {"ep_size": 2}, "fsdp2", 2, LORA, "with `lora.targets: all-linear`.*name layers"),
         (

@@ -14,10 +14,9 @@ import yaml
 from accelerate.state import PartialState
 
 from finetune.engine import launch as launch_module
-from finetune.engine.agreement import check_launch
-from finetune.engine.launch import Launch, _option, check_started, read_config_file, read_launch
-from finetune.engine.rehearsal import _leave_out_shared_memory, _replace_prepare_backend
-from finetune.engine.timeout import collective_timeout
+from finetune.engine.compatibility import check_launch
+from finetune.engine.launch import Launch, _option, check_started, collective_timeout, read_config_file, read_launch
+from finetune.engine.start import _replace_prepare_backend, _skip_shared_memory_build
 from finetune.errors import UserError
 from finetune.models.config import model_config
 from finetune.recipe import load_recipe
@@ -126,7 +125,7 @@ def test_accumulation_that_a_trial_is_to_find(recipe: dict[str, Any], write_reci
     assert check_launch(loaded, "recipe.yaml", left_open) == 4
     with pytest.raises(UserError, match=r"gradient_accumulation_steps: 4` against `batch.rows_per_device: auto`"):
         check_launch(loaded, "recipe.yaml", launch_of(tmp_path, "ddp", gradient_accumulation_steps=4))
-    with pytest.raises(UserError, match=r"nearest valid `batch.rows` are 6 and 9"):
+    with pytest.raises(UserError, match=r"nearest: 6, 9"):
         check_launch(loaded, "recipe.yaml", read_config_file(str(CONFIGS / "ddp.yaml"), 3))
 
 
@@ -143,7 +142,7 @@ def test_a_deepspeed_json_is_read_too(recipe: dict[str, Any], write_recipe: Any,
 
 def test_rows_that_do_not_divide_name_the_nearest(recipe: dict[str, Any], write_recipe: Any) -> None:
     launch = read_config_file(str(CONFIGS / "ddp.yaml"), 3)
-    with pytest.raises(UserError, match=r"nearest valid `batch.rows` are 6 and its multiples"):
+    with pytest.raises(UserError, match=r"nearest: 6"):
         check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch)
 
 
@@ -159,9 +158,9 @@ def test_8_bit_state_is_not_swapped_to_nvme(recipe: dict[str, Any], write_recipe
 @pytest.mark.parametrize(
     ("optimizer", "precision", "compiled", "fragment"),
     [
-        ("muon", "fp32", False, "Muon needs whole matrices, and shards"),
+        ("muon", "fp32", False, "Muon needs unsharded matrices"),
         ("adamw", "bf16_true", False, "against `bf16_true`"),
-        ("adamw", "fp32", True, "`train.compile` does not go with DeepSpeed"),
+        ("adamw", "fp32", True, "`train.compile` does not support DeepSpeed"),
     ],
 )
 def test_what_zero_cannot_do_is_refused(
@@ -178,18 +177,18 @@ def test_what_zero_cannot_do_is_refused(
 @pytest.mark.parametrize(
     ("config", "processes", "fragments"),
     [
-        ("ddp", 2, ("DDP holds every gradient until all ranks have added theirs", "use fsdp2")),
+        ("ddp", 2, ("DDP stores every gradient until it is reduced over all ranks", "use fsdp2")),
         ("zero2", 2, ("DeepSpeed steps its own groups of gradients", "use fsdp2")),
         ("zero3", 1, ("DeepSpeed steps its own groups of gradients",)),
         (
             "fsdp2",
             2,
-            ("are 4 forwards of 1 on each of 2: set `batch.rows: 2`, or", "rows_per_device: 4`"),
+            ("is 4 micro-batches of 1 on each of 2: set `batch.rows: 2`, or", "rows_per_device: 4`"),
         ),
         (
             "single",
             1,
-            ("are 8 forwards of 1 on each of 1: set `batch.rows: 1`, or", "rows_per_device: 8`"),
+            ("is 8 micro-batches of 1 on each of 1: set `batch.rows: 1`, or", "rows_per_device: 8`"),
         ),
     ],
 )
@@ -273,7 +272,7 @@ def test_a_rehearsal_compiles_nothing_of_deepspeed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", True)
     from deepspeed.comm.torch import build_shm_op
 
-    _leave_out_shared_memory()
+    _skip_shared_memory_build()
     assert build_shm_op() is None
 
 

@@ -33,7 +33,7 @@ def test_what_the_config_leaves_out_is_left_over() -> None:
 
 def test_ranks_of_the_same_rows_have_one_data_rank() -> None:
     sizes = Parallelism(pipeline=2, replicate=2, shard=2, context=2, tensor=2)
-    places = [sizes.place(rank) for rank in range(sizes.processes)]
+    places = [sizes.coordinates(rank) for rank in range(sizes.processes)]
     assert [tuple(place[name] for name in DIMENSIONS) for place in places] == list(product(*map(range, sizes.sizes)))
     for rank, place in enumerate(places):
         assert sizes.data_rank(rank) == place["replicate"] * 2 + place["shard"]
@@ -43,13 +43,13 @@ def test_ranks_of_the_same_rows_have_one_data_rank() -> None:
 @pytest.mark.parametrize(
     ("config", "processes", "says"),
     [
-        (block(tp_size=2), 3, "tensor 2 go into multiples of 2 processes, not 3.*--num_processes 2 or 4"),
+        (block(tp_size=2), 3, "tensor 2 needs a multiple of 2 processes, not 3.*--num_processes 2 or 4"),
         (block(tp_size=2), 1, "not 1: launch with `--num_processes 2`"),
-        (block(dp_shard_size=2, tp_size=2), 8, "shard 2 x tensor 2 are 4 processes, not 8.*--num_processes 4"),
+        (block(dp_shard_size=2, tp_size=2), 8, "shard 2 x tensor 2 needs 4 processes, not 8.*--num_processes 4"),
         (block(tp_siz=2), 2, "`parallelism_config_tp_siz` is not known; did you mean `parallelism_config_tp_size`"),
-        (block(tp_size="two"), 2, "`parallelism_config_tp_size: two`: a whole number from 1 on"),
-        (block(tp_size=0), 2, "a whole number from 1 on"),
-        (block(cp_comm_strategy="gather"), 2, "one of allgather, alltoall, ring"),
+        (block(tp_size="two"), 2, "`parallelism_config_tp_size: two`: must be an integer of at least 1"),
+        (block(tp_size=0), 2, "must be an integer of at least 1"),
+        (block(cp_comm_strategy="gather"), 2, "must be one of allgather, alltoall, ring"),
         (block(sp_seq_length=4096), 2, "`parallelism_config_sp_seq_length` has no effect here: remove it"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.engine.parallelism import Schedule
-from finetune.engine.schedule import ONE_STAGE, bubble_share, fitting
+from finetune.engine.pipeline_layout import SINGLE_STAGE_SCHEDULES, bubble_share, schedulable_micro_batches
 from finetune.engine.torch_schedule import make_schedule, make_stage
 
 SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1}  # a backward is as long as two forwards; I and W are its halves
@@ -34,7 +34,7 @@ def order(schedule: Schedule, ranks: int, stages_per_rank: int, micro_batches: i
         for index in stages
     ]
     found = make_schedule(schedule, list(made), micro_batches)
-    actions = found._get_pipeline_order() if schedule in ONE_STAGE else found.pipeline_order
+    actions = found._get_pipeline_order() if schedule in SINGLE_STAGE_SCHEDULES else found.pipeline_order
     computing = {rank: [one for one in of_rank if one and one.is_compute_op] for rank, of_rank in actions.items()}
     return {rank: list(numbered(of_rank)) for rank, of_rank in computing.items()}
 
@@ -96,9 +96,9 @@ def test_bubble_is_what_torchs_order_leaves(ranks: int, schedule: Schedule, stag
 @pytest.mark.parametrize("ranks", [2, 3, 4], indirect=True)
 @pytest.mark.parametrize("schedule", get_args(Schedule))
 def test_torch_takes_as_many_micro_batches_as_are_said_to_fit(ranks: int, schedule: Schedule) -> None:
-    stages_per_rank = 1 if schedule in ONE_STAGE else 2
+    stages_per_rank = 1 if schedule in SINGLE_STAGE_SCHEDULES else 2
     for count in range(1, 12):
-        fits = fitting(schedule, ranks, count)
+        fits = schedulable_micro_batches(schedule, ranks, count)
         assert fits >= count
         assert order(schedule, ranks, stages_per_rank, fits)
         if fits != count:

@@ -13,10 +13,10 @@ import torch
 import yaml
 from transformers import AutoConfig
 
-from finetune.engine.agreement import check_launch
+from finetune.engine.compatibility import check_launch
 from finetune.engine.launch import Launch
+from finetune.engine.pipeline_layout import Layout, lay_out, stage_bounds
 from finetune.engine.stage_model import HandedOn, StageModel, check_cuttable, holders, keep_only
-from finetune.engine.stages import Layout, cut, lay_out
 from finetune.errors import UserError
 from finetune.models.weights import Dtypes, without_weights
 from finetune.recipe import load_recipe
@@ -51,7 +51,7 @@ def test_a_cut_is_the_best_of_all_cuts() -> None:
     for stages in range(2, 8):
         every = [(0, *inner, 7) for inner in combinations(range(1, 7), stages - 1)]
         best = min((max(costs(bounds)), sum(cost**2 for cost in costs(bounds))) for bounds in every)
-        found = costs(cut(layers, stages, first, last))
+        found = costs(stage_bounds(layers, stages, first, last))
         assert (max(found), sum(cost**2 for cost in found)) == best
 
 
@@ -117,11 +117,15 @@ def refused(
 @pytest.mark.parametrize(
     ("keys", "processes", "says"),
     [
-        ({"pp_size": 4}, 4, "4 stages of 2 layers, and each needs one: `parallelism_config_pp_size: 2` at most"),
+        (
+            {"pp_size": 4},
+            4,
+            "4 stages need as many layers, and the model has 2: set it to 2 or less",
+        ),
         (
             {"pp_size": 2, "pp_schedule": "interleaved", "pp_stages_per_rank": 2},
             2,
-            "4 stages of 2 layers, and each needs one: `parallelism_config_pp_size: 1` at most",
+            "4 stages need as many layers, and the model has 2: set it to 1 or less",
         ),
         ({"pp_size": 2, "pp_schedule": "interleaved"}, 2, "needs `parallelism_config_pp_stages_per_rank: 2` or more"),
         ({"pp_size": 2, "pp_stages_per_rank": 2}, 2, "`interleaved` or `zero_bubble` only: remove it"),
@@ -129,13 +133,13 @@ def refused(
         (
             {"pp_size": 2, "tp_size": 2},
             4,
-            "`parallelism_config_pp_size: 2` with `parallelism_config_tp_size: 2`: they do not go together",
+            "`parallelism_config_pp_size: 2` with `parallelism_config_tp_size: 2`: not supported: remove one",
         ),
-        ({"pp_size": 2, "dp_shard_size": 2}, 4, "does not go with shards inside its stages"),
+        ({"pp_size": 2, "dp_shard_size": 2}, 4, "cannot be combined with sharding of its stages"),
         (
             {"pp_size": 2, "dp_replicate_size": 2},
             4,
-            "`parallelism_config_pp_schedule: 1f1b` on 2 ranks does not take 1 micro-batches a step: "
+            "`parallelism_config_pp_schedule: 1f1b` on 2 ranks cannot run 1 micro-batches a step: "
             "set `batch.rows_per_device: 1` or `batch.rows: 8` or `parallelism_config_pp_schedule: gpipe`",
         ),
     ],
@@ -149,11 +153,11 @@ def test_pipelines_that_cannot_be_are_refused(
 @pytest.mark.parametrize(
     ("section", "values", "says"),
     [
-        ("batch", {"rows_per_device": "auto"}, "a stage holds those of several micro-batches: give a number"),
-        ("optimizer", {"in_backward": True, "max_grad_norm": None}, "a pipeline lives from several"),
+        ("batch", {"rows_per_device": "auto"}, "a stage holds several at a time: give a number"),
+        ("optimizer", {"in_backward": True, "max_grad_norm": None}, "a pipeline needs several"),
         ("lora", {"rank": 4, "alpha": 8, "dropout": 0.1}, "a stage does not know those of the layers before it"),
-        ("train", {"compile": True}, "torch cannot take a compiled backward apart"),
-        ("train", {"activation_checkpointing": True}, "what is computed again for it is there once"),
+        ("train", {"compile": True}, "torch cannot split a compiled backward"),
+        ("train", {"activation_checkpointing": True}, "recomputed activations exist once"),
         ("model", {"cross_entropy": "auto"}, "has its gradients once: use `1f1b`, or `cross_entropy: plain`"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from finetune.engine.ranges import Overlap, Range, overlaps
+from finetune.engine.state_shards import Overlap, Range, overlaps
 
 
 def elements(r: Range) -> Tensor:

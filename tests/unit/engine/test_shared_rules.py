@@ -8,10 +8,10 @@ import pytest
 from transformers import Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, Qwen3NextConfig
 
 from finetune.data.token_shard import TokenShare
-from finetune.engine.combinations import check_combination
+from finetune.engine.context_parallel import apply_context_parallel
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism
-from finetune.engine.shared_tokens import share_tokens
+from finetune.engine.parallelism_rules import check_combination
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
 from finetune.recipe import load_recipe
@@ -38,15 +38,25 @@ REFUSED = [
         SEQUENCE | {"sp_size": 4},
         LlamaConfig(**SMALL),
         (),
-        "`parallelism_config_sp_size: 4` does not divide 6 heads: .*3 or 6",
+        "`parallelism_config_sp_size: 4` must divide the 6 attention heads: .*3 or 6",
     ),
-    (CONTEXT, MistralConfig(**SMALL, sliding_window=8), (), "has sliding attention.*use `parallelism_config_sp_size`"),
-    (CONTEXT, Gemma2Config(**SMALL, head_dim=8), (), "has sliding attention.*caps attention's logits.*sp_size"),
-    (CONTEXT, Qwen3NextConfig(**SMALL), (), "has linear attention, which is not cut over ranks: remove it"),
-    (SEQUENCE, Qwen3NextConfig(**SMALL), (), "has linear attention, which keeps no documents apart: remove it"),
+    (
+        CONTEXT,
+        MistralConfig(**SMALL, sliding_window=8),
+        (),
+        "this model's sliding attention: use .*sp_size",
+    ),
+    (
+        CONTEXT,
+        Gemma2Config(**SMALL, head_dim=8),
+        (),
+        "sliding attention.*soft-capped attention logits.*sp_size",
+    ),
+    (CONTEXT, Qwen3NextConfig(**SMALL), (), "not support this model's linear attention: remove it"),
+    (SEQUENCE, Qwen3NextConfig(**SMALL), (), "has linear attention, which does not keep documents apart: remove it"),
     (CONTEXT, LlamaConfig(**SMALL), ("train.compile=true",), "compiled layers .*set `train.compile: false`, or use"),
     (SEQUENCE, LlamaConfig(**SMALL), ("model.attention=sdpa",), "`model.attention: sdpa`.*set `model.attention: auto`"),
-    (CONTEXT, LlamaConfig(**SMALL), ("model.attention=documents",), "a way of its own.*set `auto`"),
+    (CONTEXT, LlamaConfig(**SMALL), ("model.attention=documents",), "has attention of its own.*set `auto`"),
     (CONTEXT, LlamaConfig(**SMALL), ("mode=lora", "lora.dropout=0.1"), r"set `lora.dropout` \(now 0.1\) to 0"),
     (SEQUENCE, GPT2Config(n_head=6, n_embd=48), (), "set the model's `attn_pdrop` to 0"),
 ]
@@ -68,18 +78,21 @@ def test_whole_rows_may_have_windows_and_caps(recipe: dict[str, Any], write_reci
 @pytest.mark.parametrize(
     ("choice", "says"),
     [
-        (AttentionChoice("eager", "Mamba carries state", False), "Mamba carries state, so its tokens cannot be cut"),
+        (
+            AttentionChoice("eager", "Mamba carries state", False),
+            "Mamba carries state, so its tokens cannot be sharded",
+        ),
         (
             AttentionChoice("eager", "no sdpa", True),
-            "transformers' own `eager` here .no sdpa.*use data parallel alone",
+            "transformers' own `eager` here .no sdpa.*use data parallel only",
         ),
     ],
 )
 def test_attention_that_does_not_know_of_other_ranks_is_refused(choice: AttentionChoice, says: str) -> None:
     with pytest.raises(UserError, match=f"context 2: .*{says}"):
-        share_tokens(choice, TokenShare(2), Parallelism(context=2), 0)
+        apply_context_parallel(choice, TokenShare(2), Parallelism(context=2), 0)
 
 
 def test_one_rank_attends_as_ever() -> None:
     choice = AttentionChoice("eager", "no sdpa", True)
-    assert share_tokens(choice, TokenShare(), Parallelism(replicate=4), 0) is choice
+    assert apply_context_parallel(choice, TokenShare(), Parallelism(replicate=4), 0) is choice

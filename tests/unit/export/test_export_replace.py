@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.export.replace import begin, exchange, partial_of
+from finetune.export.result import finish_replace, partial_path, start_replace
 
 
 def make(folder: Path, content: str) -> Path:
@@ -16,8 +16,8 @@ def make(folder: Path, content: str) -> Path:
 
 
 def fill(folder: Path, content: str) -> None:
-    (partial_of(folder) / "inner").mkdir()
-    (partial_of(folder) / "inner" / "file").write_text(content)
+    (partial_path(folder) / "inner").mkdir()
+    (partial_path(folder) / "inner" / "file").write_text(content)
 
 
 def held(folder: Path) -> str:
@@ -29,10 +29,10 @@ def test_the_new_one_takes_the_name(tmp_path: Path, earlier: bool) -> None:
     folder = tmp_path / "model"
     if earlier:
         make(folder, "old")
-    begin(folder)
+    start_replace(folder)
     assert held(folder) == "old" if earlier else not folder.exists()
     fill(folder, "new")
-    exchange(folder)
+    finish_replace(folder)
     assert held(folder) == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -48,7 +48,7 @@ def test_the_new_one_takes_the_name(tmp_path: Path, earlier: bool) -> None:
 def test_what_an_interrupted_save_left_is_swept_up(tmp_path: Path, left: tuple[str, ...], stays: str) -> None:
     for name in left:
         make(tmp_path / name, name)
-    begin(tmp_path / "model")
+    start_replace(tmp_path / "model")
     assert held(tmp_path / "model") == stays
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.partial"]
     assert not list((tmp_path / "model.partial").iterdir())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from finetune.errors import RunFailure
 from finetune.export.verify import Verification, weight_files
-from finetune.export.weights_writer import INDEX, WeightsWriter
+from finetune.export.weights import INDEX, WeightsWriter
 
 STATE = {"embed.weight": torch.ones(6, 4), "layer.weight": torch.ones(4, 4), "norm.weight": torch.ones(4)}
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
@@ -108,12 +108,12 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     (
         "index elsewhere",
         change_index(lambda index: index["weight_map"].update({"norm.weight": FIRST})),
-        f"{INDEX}: norm.weight: is said to be in {FIRST}, not {SECOND}",
+        f"{INDEX}: norm.weight: the index says {FIRST}, not {SECOND}",
     ),
     (
         "index with more",
         change_index(lambda index: index["weight_map"].update({"bias": FIRST})),
-        f"{INDEX}: bias: is said to be in {FIRST}, not None",
+        f"{INDEX}: bias: the index says {FIRST}, not None",
     ),
     (
         "index of another size",

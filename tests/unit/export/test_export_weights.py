@@ -16,8 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from finetune.export.disk_layout import DiskLayout, cast
-from finetune.export.weights_writer import INDEX, WeightsWriter
+from finetune.export.weights import INDEX, DiskLayout, WeightsWriter, cast
 
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 

@@ -15,13 +15,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.engine.launch import read_config_file
 from finetune.engine.parallelism import Parallelism
-from finetune.planning.communication import Work, all_reduce, one_way, traffic, work_of
-from finetune.planning.memory import Held, Parameters, held
+from finetune.planning.costs import (
+    ParameterCounts,
+    StateBytes,
+    StepSizes,
+    all_reduce,
+    one_way,
+    state_bytes,
+    step_sizes,
+    traffic,
+)
 
 MEASURED = json.loads((ROOT / "benchmarks" / "results" / "communication.json").read_text(encoding="utf-8"))
 CELLS = [cell for cell in MEASURED["cells"] if cell["processes"] > 1]
 # 4 layers of 10 bytes of weights each, 20 beside them (8 of them the head's); all of it trains.
-WORK = Work(40.0, 20.0, 8.0, 60.0, 4, 6, 6, 2, 4, 3, 100, recomputes=False)
+WORK = StepSizes(40.0, 20.0, 8.0, 60.0, 4, 6, 6, 2, 4, 3, 100, recomputes=False)
 
 
 def test_collectives() -> None:
@@ -52,12 +60,12 @@ def test_bytes_sent(backend: str, division: Parallelism, sent: float) -> None:
 
 
 def test_state_held() -> None:
-    parameters = Parameters(layers=600, others=200, trained=1.0)
-    assert held("ddp", Parallelism(replicate=4), parameters) == Held(3200, 3200, 6400)
-    assert held("fsdp2", Parallelism(shard=4), parameters) == Held(800, 800, 1600)
-    assert held("zero2", Parallelism(shard=4), parameters) == Held(3200, 800, 1600 + 800)
-    assert held("fsdp2", Parallelism(shard=2, tensor=2), parameters) == Held(800, 800, 1600)
-    assert held("ddp", Parallelism(pipeline=2), parameters).total == 6400
+    parameters = ParameterCounts(layers=600, others=200, trained=1.0)
+    assert state_bytes("ddp", Parallelism(replicate=4), parameters) == StateBytes(3200, 3200, 6400)
+    assert state_bytes("fsdp2", Parallelism(shard=4), parameters) == StateBytes(800, 800, 1600)
+    assert state_bytes("zero2", Parallelism(shard=4), parameters) == StateBytes(3200, 800, 1600 + 800)
+    assert state_bytes("fsdp2", Parallelism(shard=2, tensor=2), parameters) == StateBytes(800, 800, 1600)
+    assert state_bytes("ddp", Parallelism(pipeline=2), parameters).total == 6400
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +83,7 @@ def test_what_was_counted(cell: dict[str, Any], benchmark: Any, tmp_path: Path) 
     numels = {name: (p.numel(), True) for name, p in model.named_parameters()}
     processes = cell["processes"]
     launch = read_config_file(str(benchmark.config_of(tmp_path, cell["config"], processes)), processes)
-    work = work_of(config, numels, MEASURED["rows"] // launch.parallelism.data, MEASURED["tokens"], recomputes=False)
+    work = step_sizes(config, numels, MEASURED["rows"] // launch.parallelism.data, MEASURED["tokens"], recomputes=False)
     lines = traffic(benchmark.backend(cell["config"], launch), launch.parallelism, work)
     factors = {} if launch.kind == "zero" else benchmark.GLOO
     predicted = sum(line.sent * factors.get(line.collective, 1.0) for line in lines)

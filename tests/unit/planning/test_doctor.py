@@ -13,10 +13,8 @@ import pytest
 import torch
 
 from finetune.engine.links import Group, Links, Pair, chosen_pairs, measure_links
-from finetune.planning.doctor.advice import RULES, advice
-from finetune.planning.doctor.diagnosis import Diagnosis, diagnose
-from finetune.planning.doctor.disk import Disk
-from finetune.planning.doctor.host import Host, Interface, Rdma, _rdma
+from finetune.planning.doctor import Diagnosis, Disk, Host, Interface, Rdma, _rdma, diagnose
+from finetune.planning.doctor_advice import RULES, advice
 
 ALONE = Group(0, 1, 0, torch.device("cpu"))
 
@@ -87,14 +85,14 @@ AILING: list[tuple[str, Diagnosis, str]] = [
         diagnosis({"interfaces": TWO_NETWORKS}),
         "several networks (eth0, ib0): name the fast one in NCCL",
     ),
-    ("mtu_differs", diagnosis({"interfaces": OTHER_MTU}), "packets in 10.0.0.0/24 differ in size"),
-    ("long_timeout", diagnosis({"variables": {}}), "a link that is cut shows after 30 minutes"),
-    ("folders_not_shared", diagnosis(not_shared={"runs": ["node1"]}), "runs is another folder on node1"),
-    ("no_direct_reach", diagnosis({"reaches": [True, False]}), "does not reach 1 of its neighbours"),
+    ("mtu_differs", diagnosis({"interfaces": OTHER_MTU}), "the MTU in 10.0.0.0/24 differs"),
+    ("long_timeout", diagnosis({"variables": {}}), "a lost connection is detected after 30 minutes"),
+    ("folders_not_shared", diagnosis(not_shared={"runs": ["node1"]}), "runs is not the same folder on node1"),
+    ("no_direct_reach", diagnosis({"reaches": [True, False]}), "has no peer access to 1 of the other devices"),
     ("clocks_differ", diagnosis(links=skewed(-2.0)), "the clock of node 1 is 2.0 s behind node 0's"),
     ("slow_links", diagnosis(links=slow((1, 2))), "ranks 1, 2 reach each other at 1.00 GB/s"),
-    ("slow_disk", diagnosis(disks=[Disk("runs", 2**40, 20e6, 1e9)]), "runs takes 20 MB/s"),
-    ("slow_disk", diagnosis(disks=[Disk("runs", 2**30, 1e9, 1e9)]), "runs has 1.0 GiB left"),
+    ("slow_disk", diagnosis(disks=[Disk("runs", 2**40, 20e6, 1e9)]), "runs writes 20 MB/s"),
+    ("slow_disk", diagnosis(disks=[Disk("runs", 2**30, 1e9, 1e9)]), "runs has 1.0 GiB free"),
 ]
 
 

@@ -21,9 +21,9 @@ from rich.console import Console
 from finetune.data import UNTRAINED, Example
 from finetune.data.show import tokens_of
 from finetune.errors import UserError
-from finetune.planning.inspect import Asked, check_options, inspect
+from finetune.planning.inspect import InspectOptions, check_options, inspect
+from finetune.planning.inspect.dataset_view import _length_edges
 from finetune.planning.inspect.page import tokens_html
-from finetune.planning.inspect.totals import _length_edges
 from finetune.recipe import load_recipe
 
 HOSTILE = [
@@ -61,7 +61,7 @@ def looked(recipe: dict[str, Any], write_recipe: Callable[..., Path], tmp_path: 
         recipe["data"] |= changes or {}
         path = write_recipe(recipe)
         console = Console(file=io.StringIO(), width=width)
-        inspect(load_recipe(path), path, Asked(**asked), console)
+        inspect(load_recipe(path), path, InspectOptions(**asked), console)
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()
 
@@ -189,15 +189,15 @@ def test_of_a_stream_its_first_window(looked, capsys):
     looked(ROWS, {"streaming": True, "window": 10}, json=True, totals=True)
     totals = json.loads(capsys.readouterr().out)
     assert totals["counts"]["rows"] == 10
-    assert "data.streaming: the first 10 rows of each source stand for the stream" in totals["notes"]
+    assert "data.streaming: only the first 10 rows of each source are inspected" in totals["notes"]
 
 
 def test_packed_rows_have_borders_and_restart(looked):
     out = looked(ROWS, packed=1)
-    assert "row 0 " in out
+    assert "packed sequence 0 " in out
     assert "document 1 " in out
     assert out.count(", positions from 0") == out.count("document ")
-    assert "places 0 to " in out
+    assert "tokens 0 to " in out
 
 
 @pytest.mark.parametrize(
@@ -213,13 +213,13 @@ def test_packed_rows_have_borders_and_restart(looked):
     ],
 )
 def test_options_without_an_effect_are_refused(asked):
-    with pytest.raises(UserError, match="has no effect beside"):
-        check_options(Asked(**asked))
+    with pytest.raises(UserError, match="has no effect with"):
+        check_options(InspectOptions(**asked))
 
 
 def test_a_page_has_the_name_of_a_page():
     with pytest.raises(UserError, match=r"--html recipe\.yaml: expected the name of a page"):
-        check_options(Asked(html=Path("recipe.yaml")))
+        check_options(InspectOptions(html=Path("recipe.yaml")))
 
 
 # --- the page

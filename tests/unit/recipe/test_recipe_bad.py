@@ -77,14 +77,14 @@ CASES = [
     ),
     Bad(
         "extends in a section",
-        [":1: run.extends: unknown key; it stands at the top of a recipe, in no section"],
+        [":1: run.extends: unknown key; it belongs at the top level of a recipe"],
         {1: "run: {name: a, extends: b}"},
     ),
     # --- missing ---
     Bad(
         "missing, and its misspelling",
         [
-            ":4: data.max_length: is missing; is `max_lenght` meant for it?",
+            ":4: data.max_length: is missing; `max_lenght` looks like a misspelling of it",
             ":4: data.max_lenght: unknown key; did you mean `max_length`?",
         ],
         {4: "data: {train: [{path: a.jsonl, format: messages}], max_lenght: 64}"},
@@ -138,16 +138,16 @@ CASES = [
         {6: f"optimizer: {{lr: {'x' * 80}}}"},
     ),
     # --- ranges ---
-    Bad("greater than", [":6: optimizer.lr: expected a number greater than 0, got 0"], {6: "optimizer: {lr: 0}"}),
-    Bad("at least", [":5: batch.rows: expected a number of at least 1, got 0"], {5: "batch: {rows: 0}"}),
+    Bad("greater than", [":6: optimizer.lr: expected a number > 0, got 0"], {6: "optimizer: {lr: 0}"}),
+    Bad("at least", [":5: batch.rows: expected a number >= 1, got 0"], {5: "batch: {rows: 0}"}),
     Bad(
         "at most",
-        [":8: schedule.min_lr_ratio: expected a number of at most 1, got 1.5"],
+        [":8: schedule.min_lr_ratio: expected a number <= 1, got 1.5"],
         {8: "schedule: {min_lr_ratio: 1.5}"},
     ),
     Bad(
         "less than",
-        [":1: run.seed: expected a number less than 2147483648, got 2147483648"],
+        [":1: run.seed: expected a number < 2147483648, got 2147483648"],
         {1: "run: {name: a, seed: 2147483648}"},
     ),
     Bad(
@@ -167,13 +167,13 @@ CASES = [
     ),
     Bad(
         "an item",
-        [":6: optimizer.betas[1]: expected a number of at most 1, got 95"],
+        [":6: optimizer.betas[1]: expected a number <= 1, got 95"],
         {6: "optimizer: {lr: 1e-4, betas: [0.9, 95]}"},
     ),
-    Bad("empty text", [':1: run.name: expected text that is not empty, got "" (text)'], {1: "run: {name: ''}"}),
+    Bad("empty text", [':1: run.name: expected non-empty text, got "" (text)'], {1: "run: {name: ''}"}),
     Bad(
         "a run name that is no folder name",
-        [':1: run.name: expected letters, digits, `.`, `_` and `-`, the first a letter or digit, got "a/b" (text)'],
+        [':1: run.name: expected letters, digits, `.`, `_` and `-`, starting with a letter or digit, got "a/b" (text)'],
         {1: "run: {name: a/b}"},
     ),
     Bad(
@@ -195,7 +195,7 @@ CASES = [
     # --- a section's own rules ---
     Bad(
         "no model",
-        [":2: model: give either `name` (pretrained weights) or `config` (from scratch), one of them is needed"],
+        [":2: model: give either `name` (pretrained weights) or `config` (from scratch)"],
         {2: "model: {dtype: auto}"},
     ),
     Bad(
@@ -217,19 +217,19 @@ CASES = [
     # --- rules across sections ---
     Bad(
         "lora without its section",
-        [":3: mode: `mode: lora` needs a `lora:` section; `lora: {rank: 16, alpha: 32}` is a start"],
+        [":3: mode: `mode: lora` needs a `lora:` section, such as `lora: {rank: 16, alpha: 32}`"],
         {3: "mode: lora"},
     ),
     Bad(
         "full with lora",
-        [":8: lora: `mode: full` trains every weight and has no use for `lora:`; remove it or set `mode: lora`"],
+        [":8: lora: `mode: full` trains every weight and does not use `lora:`; remove it or set `mode: lora`"],
         {8: LORA},
     ),
     Bad(
         "qlora without its sections",
         [
-            ":3: mode: `mode: qlora` needs a `lora:` section; `lora: {rank: 16, alpha: 32}` is a start",
-            ":3: mode: `mode: qlora` needs a `quantization:` section; `quantization: {type: nf4}` is the usual one",
+            ":3: mode: `mode: qlora` needs a `lora:` section, such as `lora: {rank: 16, alpha: 32}`",
+            ":3: mode: `mode: qlora` needs a `quantization:` section, such as `quantization: {type: nf4}`",
         ],
         {3: "mode: qlora"},
     ),
@@ -245,25 +245,22 @@ CASES = [
     ),
     Bad(
         "rows that do not divide",
-        [
-            ":5: batch.rows: 10 rows a step cannot be dealt in forwards of 4 rows to 1 process: "
-            "the nearest valid `batch.rows` are 8 and 12"
-        ],
+        [":5: batch.rows: 10 must be divisible by rows_per_device x processes (4 x 1 = 4); nearest: 8, 12"],
         {5: "batch: {rows: 10, rows_per_device: 4}"},
     ),
     Bad(
         "rows to be found where losses would depend on them",
         [
-            ":5: batch.rows_per_device: dropout is drawn for each forward, so under `auto` losses would depend on the "
-            "hardware (lora.dropout: 0.1): give a number, or `lora.dropout: 0`",
+            ":5: batch.rows_per_device: dropout is sampled per micro-batch, so with `auto` losses would depend on the "
+            "hardware (lora.dropout: 0.1): set a number, or `lora.dropout: 0`",
         ],
         {3: "mode: lora", 5: "batch: {rows: 8, rows_per_device: auto}", 8: "lora: {dropout: 0.1}"},
     ),
     Bad(
         "rows to be found where there may be one forward",
         [
-            ":5: batch.rows_per_device: `optimizer.in_backward` needs one forward a step, which `auto` does not "
-            "promise: give `batch.rows` divided by the number of processes",
+            ":5: batch.rows_per_device: `optimizer.in_backward` needs one micro-batch per step, which `auto` does not "
+            "guarantee: set it to `batch.rows` divided by the number of processes",
         ],
         {
             5: "batch: {rows: 8, rows_per_device: auto}",
@@ -273,46 +270,46 @@ CASES = [
     Bad(
         "weights of a type that the precision cannot use",
         [
-            ":2: model.dtype: `train.precision: fp32` works with weights in float32, not bfloat16; `auto` always fits",
+            ":2: model.dtype: `train.precision: fp32` supports weights in float32, not bfloat16; `auto` always works",
         ],
         {2: "model: {name: a, dtype: bfloat16}", 7: "train: {epochs: 1, precision: fp32}"},
     ),
     Bad(
         "evaluation of nothing",
         [
-            f":8: evaluate.{key}: there is nothing to evaluate on: give `data.eval`, or remove this"
+            f":8: evaluate.{key}: needs evaluation data: add `data.eval`, or remove this"
             for key in ("every_steps", "generate", "exact_match")
         ],
         {8: "evaluate: {every_steps: 5, generate: 2, exact_match: 10}"},
     ),
     Bad(
         "generation from text",
-        [":8: evaluate.generate: `text` rows have no prompt to answer: set `generate` and `exact_match` to 0"],
+        [":8: evaluate.generate: rows of format `text` have no prompt: set `generate` and `exact_match` to 0"],
         {4: EVAL.replace("b.jsonl, format: messages", "b.txt, format: text"), 8: "evaluate: {generate: 2}"},
     ),
     Bad(
         "no regular expression",
-        [":8: evaluate.answer: not a regular expression: missing ), unterminated subpattern at position 5"],
+        [":8: evaluate.answer: is not a valid regular expression: missing ), unterminated subpattern at position 5"],
         {4: EVAL, 8: "evaluate: {exact_match: 10, answer: '#### (.+'}"},
     ),
     Bad(
         "a regular expression without a group",
-        [":8: evaluate.answer: needs a group that holds the answer, such as `#### (.+)`"],
+        [":8: evaluate.answer: needs a group for the answer, such as `#### (.+)`"],
         {4: EVAL, 8: "evaluate: {exact_match: 10, answer: '#### .+'}"},
     ),
     Bad(
         "an answer that nobody asks for",
-        [":8: evaluate.answer: is only used by `evaluate.exact_match`, which is 0"],
+        [":8: evaluate.answer: is used only by `evaluate.exact_match`, which is 0"],
         {4: EVAL, 8: "evaluate: {answer: '#### (.+)'}"},
     ),
     Bad(
         "a stream without an end",
-        [":4: data.streaming: nobody knows how long a stream is: give `train.max_steps`, and no `train.epochs`"],
+        [":4: data.streaming: the length of a stream is unknown: set `train.max_steps` and remove `train.epochs`"],
         {4: "data: {train: [{path: a.jsonl}], max_length: 64, streaming: true}"},
     ),
     Bad(
         "a stream that is not packed",
-        [":4: data.streaming: a stream is packed window by window: set `data.packing: true`"],
+        [":4: data.streaming: streams are always packed: set `data.packing: true`"],
         {
             4: "data: {train: [{path: a.jsonl}], max_length: 64, streaming: true, packing: false}",
             7: "train: {max_steps: 9}",
@@ -321,8 +318,8 @@ CASES = [
     Bad(
         "sizes of a stream",
         [
-            ":4: data.mixture.temperature: sizes are not known while streaming: remove it, and say shares by `weight`",
-            ":4: data.train[1].max_epochs: a stream is read whole: give a whole number of passes",
+            ":4: data.mixture.temperature: the size of a stream is unknown: remove it, and set each source's `weight`",
+            ":4: data.train[1].max_epochs: must be a whole number with `data.streaming`",
         ],
         {
             4: "data: {train: [{path: a}, {path: b, max_epochs: 1.5}], max_length: 64, streaming: true, "
@@ -332,36 +329,36 @@ CASES = [
     ),
     Bad(
         "a mixture of one",
-        [":4: data.mixture: there is one source in `data.train`, so there is nothing to mix; remove this"],
+        [":4: data.mixture: needs several sources in `data.train`; remove this"],
         {4: "data: {train: [{path: a.jsonl}], max_length: 64, mixture: {by: rows}}"},
     ),
     Bad(
         "torch's cross entropy where it cannot",
         [
-            ":2: model.cross_entropy: `torch` gives losses in the 16 bits that `train.precision: bf16` computes in; "
-            "`auto` gives fp32",
-            ":8: objective.z_loss: `model.cross_entropy: torch` does not have it in chunks; `auto` does",
-            ":8: objective.label_smoothing: `model.cross_entropy: torch` does not have it in chunks; `auto` does",
+            ":2: model.cross_entropy: `torch` computes losses in 16 bits under `train.precision: bf16`; use "
+            "`auto`, which computes them in fp32",
+            ":8: objective.z_loss: is not supported by `model.cross_entropy: torch`; use `auto`",
+            ":8: objective.label_smoothing: is not supported by `model.cross_entropy: torch`; use `auto`",
         ],
         {2: "model: {name: m, cross_entropy: torch}", 8: "objective: {z_loss: 1e-4, label_smoothing: 0.1}"},
     ),
     Bad(
         "a token budget for packed rows",
         [
-            ":5: batch.tokens_per_device: packed rows are all of one length: set `data.packing: false`, or remove this",
-            ":5: batch.tokens_per_device: takes the place of `rows_per_device`: remove one of the two",
-            ":5: batch.tokens_per_device: 32 is less than the longest example may have (data.max_length: 64)",
+            ":5: batch.tokens_per_device: packed sequences have equal length: set `data.packing: false` or remove this",
+            ":5: batch.tokens_per_device: replaces `rows_per_device`: remove one of the two",
+            ":5: batch.tokens_per_device: 32 must be at least the length of the longest example (data.max_length: 64)",
         ],
         {5: "batch: {rows: 8, rows_per_device: 2, tokens_per_device: 32}"},
     ),
     Bad(
         "warm-up longer than the run",
-        [":8: schedule.warmup_steps: warm-up of 100 steps never ends in 100 steps"],
+        [":8: schedule.warmup_steps: warmup_steps (100) must be below the number of steps (100)"],
         {7: "train: {max_steps: 100}", 8: "schedule: {warmup_steps: 100}"},
     ),
     # --- YAML ---
     Bad("an empty file", [": is empty; copy one of the files in recipes/"], text="# nothing\n"),
-    Bad("a list", [":2: expected sections (`key: value`), got something else"], text="# one\n- run\n"),
+    Bad("a list", [":2: expected sections (`key: value`) at the top level"], text="# one\n- run\n"),
     Bad(
         "a bracket left open",
         [":3: not valid YAML: while parsing a flow mapping, expected ',' or '}', but got ':'"],
@@ -384,7 +381,7 @@ CASES = [
     ),
     Bad(
         "an unknown tag",
-        [":1: run: the tag '!thing' has no meaning here"],
+        [":1: run: the tag '!thing' is not supported"],
         {1: "run: !thing {name: a}"},
     ),
     Bad(
@@ -394,18 +391,18 @@ CASES = [
     ),
     Bad(
         "a tag that does not fit",
-        [":5: batch.rows: 'many' does not fit its tag 'int'"],
+        [":5: batch.rows: 'many' does not match its tag 'int'"],
         {5: "batch: {rows: !!int many}"},
     ),
     Bad(
         "keys given twice, at several depths",
-        [":2: model.name: is given twice; keep one", ":8: mode: is given twice; keep one"],
+        [":2: model.name: duplicate key; keep one", ":8: mode: duplicate key; keep one"],
         {2: "model: {name: a, name: b}", 8: "mode: lora"},
     ),
-    Bad("a key that is no word", [":5: batch: a key must be a word"], {5: "batch: {rows: 8, [1, 2]: 3}"}),
+    Bad("a key that is no word", [":5: batch: a key must be a scalar"], {5: "batch: {rows: 8, [1, 2]: 3}"}),
     Bad(
         "an alias inside what it names",
-        [":5: batch.rows: an alias that stands inside what it names"],
+        [":5: batch.rows: an alias inside the value it refers to"],
         {5: "batch: &batch {rows: *batch}"},
     ),
     # --- extends ---
@@ -413,12 +410,12 @@ CASES = [
     Bad("extends two", [":8: extends: expected the path of one recipe file, got ['a', 'b']"], {8: "extends: [a, b]"}),
     Bad(
         "extends itself",
-        [":8: extends: recipes extend each other in a circle: recipe.yaml -> recipe.yaml"],
+        [":8: extends: circular `extends`: recipe.yaml -> recipe.yaml"],
         {8: "extends: recipe.yaml"},
     ),
     Bad(
         "extends in a circle",
-        ["b.yaml:1: extends: recipes extend each other in a circle: recipe.yaml -> b.yaml -> recipe.yaml"],
+        ["b.yaml:1: extends: circular `extends`: recipe.yaml -> b.yaml -> recipe.yaml"],
         {8: "extends: b.yaml"},
         files={"b.yaml": "extends: recipe.yaml\n"},
     ),
@@ -464,7 +461,7 @@ CASES = [
     ),
     Bad(
         "override by a number that the list does not have",
-        ["command line, 'data.train.1.path=b': data.train: is a list of 1: expected 0, got '1'"],
+        ["command line, 'data.train.1.path=b': data.train: is a list of 1: expected index 0, got '1'"],
         overrides=["data.train.1.path=b"],
     ),
     Bad(
@@ -475,13 +472,13 @@ CASES = [
     ),
     Bad(
         "override in an empty list",
-        ["command line, 'data.eval.0.path=b': data.eval: is a list of 0: nothing to number yet, got '0'"],
+        ["command line, 'data.eval.0.path=b': data.eval: is a list of 0: no valid index, got '0'"],
         {4: EVAL.replace("{path: b.jsonl, format: messages}", "")},
         overrides=["data.eval.0.path=b"],
     ),
     Bad(
         "override inside a list's value",
-        ["command line, 'lora.targets.0.x=1': lora.targets[0]: is 'q_proj', it has no 'x' inside"],
+        ["command line, 'lora.targets.0.x=1': lora.targets[0]: is 'q_proj', which has no key 'x'"],
         {3: "mode: lora", 8: "lora: {targets: [q_proj]}"},
         overrides=["lora.targets.0.x=1"],
     ),
@@ -492,19 +489,19 @@ CASES = [
     ),
     Bad(
         "override that gives a key twice",
-        ["command line, 'batch={rows: 8, rows: 9}': batch.rows: is given twice; keep one"],
+        ["command line, 'batch={rows: 8, rows: 9}': batch.rows: duplicate key; keep one"],
         overrides=["batch={rows: 8, rows: 9}"],
     ),
     Bad(
         "extends on the command line",
-        ["command line, 'extends=b': extends: works inside a recipe file only"],
+        ["command line, 'extends=b': extends: is allowed in recipe files only"],
         overrides=["extends=b"],
     ),
     Bad(
         "a rule broken by an override",
         [
-            "command line, 'mode=lora': mode: `mode: lora` needs a `lora:` section; "
-            "`lora: {rank: 16, alpha: 32}` is a start"
+            "command line, 'mode=lora': mode: `mode: lora` needs a `lora:` section, "
+            "such as `lora: {rank: 16, alpha: 32}`"
         ],
         overrides=["mode=lora"],
     ),
@@ -516,7 +513,7 @@ CASES = [
             ':4: data.max_length: expected a whole number, got "long" (text)',
             ":6: optimizer.lr: is missing",
             "command line, 'x': expected section.key=value, such as optimizer.lr=1e-4",
-            "command line, 'batch.rows=0': batch.rows: expected a number of at least 1, got 0",
+            "command line, 'batch.rows=0': batch.rows: expected a number >= 1, got 0",
         ],
         {1: "run: {name: a, sed: 1}", 4: GOOD[3].replace("64", "long"), 6: "optimizer: {}"},
         overrides=["batch.rows=0", "x"],
@@ -574,12 +571,12 @@ def test_file_in_another_encoding(tmp_path: Path):
 @pytest.mark.parametrize(
     ("rows", "rows_per_device", "world_size", "advice"),
     [
-        (8, 2, 3, "to 3 processes: the nearest valid `batch.rows` are 6 and 12"),
+        (8, 2, 3, "(2 x 3 = 6); nearest: 6, 12"),
         (
             8,
             4,
             4,
-            "to 4 processes: the nearest valid `batch.rows` are 16 and its multiples; or `batch.rows_per_device: 2`",
+            "(4 x 4 = 16); nearest: 16; or `batch.rows_per_device: 2`",
         ),
     ],
 )

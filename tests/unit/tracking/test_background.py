@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.tracking.background import Background
+from finetune.tracking.metrics import Background
 
 
 def test_calls_are_made_in_order_by_another_thread_and_flush_waits_for_them():

@@ -11,14 +11,13 @@ import pytest
 import torch
 from conftest import train_here
 
-from finetune.engine.held import Scale
-from finetune.engine.stopwatch import Stopwatch
+from finetune.engine.state_bytes import StorageCounter
+from finetune.engine.timing import Stopwatch
 from finetune.errors import UserError
-from finetune.tracking import StepClock, Totals
-from finetune.tracking.device import DeviceMeter
-from finetune.tracking.memory import peak_resident_bytes
-from finetune.tracking.meters import is_measured
+from finetune.tracking import Totals
+from finetune.tracking.meters import DeviceMeter, is_measured
 from finetune.training.profile_summary import advice
+from finetune.utils import peak_resident_bytes
 
 CPU = torch.device("cpu")
 PHASES = {"data", "forward", "backward", "communication", "optimizer", "other"}
@@ -93,32 +92,31 @@ def test_a_profile_behind_the_end_is_refused(recipe: dict[str, Any], write_recip
 
 def test_waits_are_taken_out_of_their_phase_and_stalls_out_of_the_step() -> None:
     stopwatch = Stopwatch(CPU, knows_waits=True)
-    clock = StepClock(stopwatch)
-    with clock.phase("backward"):
+    with stopwatch.phase("backward"):
         with stopwatch.waiting(), stopwatch.waiting():
             sum(range(20_000))
         stopwatch.end_wait()  # of nothing
-    with clock.stall("checkpoint"), stopwatch.waiting():
+    with stopwatch.stall("checkpoint"), stopwatch.waiting():
         sum(range(20_000))
-    lap = clock.lap()
+    lap = stopwatch.lap()
     assert set(lap.phases) == {"backward", "communication"}
     assert min(*lap.phases.values(), lap.stalls["checkpoint"]) > 0
     assert sum(lap.phases.values()) <= lap.step
-    assert clock.lap().phases == {}
+    assert stopwatch.lap().phases == {}
 
 
 def test_a_backend_that_hides_its_waits_has_none() -> None:
     stopwatch = Stopwatch(CPU, knows_waits=False)
     with stopwatch.phase("forward"), stopwatch.waiting():
         pass
-    assert set(stopwatch.read()) == {"forward"}
+    assert set(stopwatch.lap().phases) == {"forward"}
 
 
-def test_memory_is_weighed_once() -> None:
-    whole, scale = torch.zeros(100), Scale(CPU)
-    assert scale.weigh([whole[:10], whole[50:], torch.zeros(3, dtype=torch.int8)]) == 403
-    assert scale.weigh([whole]) == 0
-    assert Scale(torch.device("cuda")).weigh([whole]) == 0
+def test_memory_is_counted_once() -> None:
+    tensor, counter = torch.zeros(100), StorageCounter(CPU)
+    assert counter.add([tensor[:10], tensor[50:], torch.zeros(3, dtype=torch.int8)]) == 403
+    assert counter.add([tensor]) == 0
+    assert StorageCounter(torch.device("cuda")).add([tensor]) == 0
     assert peak_resident_bytes() > 2**20
 
 

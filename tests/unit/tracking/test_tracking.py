@@ -71,7 +71,7 @@ def test_wandb_without_a_key_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     check_trackers(online)  # WANDB_MODE=offline wins
     monkeypatch.delenv("WANDB_MODE")
-    with pytest.raises(UserError, match=r"`wandb login`, or WANDB_API_KEY, or tracking\.wandb\.mode=offline"):
+    with pytest.raises(UserError, match=r"`wandb login`, set WANDB_API_KEY, or use tracking\.wandb\.mode=offline"):
         check_trackers(online)
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
     (tmp_path / "netrc").chmod(0o600)

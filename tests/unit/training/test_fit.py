@@ -31,9 +31,10 @@ from finetune.recipe import Recipe, load_recipe
 from finetune.training.fit import FoundRows, find_rows
 from finetune.training.fit.entry import dependencies, entry_file
 from finetune.training.fit.memory import MARGIN, HostMemory
-from finetune.training.fit.search import HALF, divisors, largest_that_fits
+from finetune.training.fit.search import HALF, largest_that_fits
 from finetune.training.fit.trial import HeaviestRow, Trials, optimizer_bytes
 from finetune.training.optimizers import BUILDERS, build_optimizers
+from finetune.utils import divisors
 
 MIB = 2**20
 

@@ -1,0 +1,139 @@
+"""Whether recipe and launch go together: the recipe owns the maths, and a backend offers what it can do exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from finetune.engine.launch import Launch
+from finetune.engine.parallelism_rules import check_combination
+from finetune.errors import UserError
+from finetune.recipe import Recipe, divisibility_message
+
+_DECIDED_BY_RECIPE = ("optimizer", "scheduler", "train_micro_batch_size_per_gpu", "train_batch_size")
+
+
+def check_launch(recipe: Recipe, recipe_file: str, launch: Launch, config: Any | None = None) -> int:
+    """Check all that recipe and launch decide together, before a process group exists. Raises UserError.
+
+    config: transformers', where it is known. Returns the micro-batches that each process runs per step; with
+    `tokens_per_device` and with `rows_per_device: auto` the largest possible number.
+    """
+    automatic = recipe.batch.rows_per_device == "auto"
+    rows = 1 if recipe.batch.rows_per_device == "auto" else recipe.batch.rows_per_device
+    check_combination(recipe, recipe_file, launch, config)
+    unit = rows * launch.parallelism.data
+    if recipe.batch.rows % unit and recipe.batch.tokens_per_device is None:
+        message = divisibility_message(recipe.batch.rows, rows, launch.parallelism.data)
+        raise UserError(f"{recipe_file} on {launch.name}: batch.rows: {message}")
+    micro_batches = -(-recipe.batch.rows // unit)
+    check_agreement(recipe, recipe_file, launch, None if automatic else micro_batches)
+    return micro_batches
+
+
+def check_agreement(recipe: Recipe, recipe_file: str, launch: Launch, micro_batches: int | None) -> None:
+    """Raises UserError naming both files where the accelerate config contradicts the recipe.
+
+    micro_batches: of each process in a step; None with `rows_per_device: auto`, before the trial.
+    """
+    problems = [*_contradictions(recipe, launch, micro_batches), *_not_offered(recipe, launch)]
+    if recipe.optimizer.in_backward and micro_batches is not None:  # a recipe rule refuses it with `auto`
+        problems += _not_in_backward(recipe, launch, micro_batches)
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise UserError(f"{launch.name} and {recipe_file} do not agree; the recipe owns the maths:\n{lines}")
+
+
+def _contradictions(recipe: Recipe, launch: Launch, micro_batches: int | None) -> Iterator[str]:
+    """Settings that both files could have: each must be the same in both, `auto`, or absent from the config."""
+    for name, configured, expected, key in _shared_settings(recipe, launch, micro_batches):
+        if configured not in (None, "auto", "none") and not _same(configured, expected):
+            yield f"`{name}: {configured}` against `{key}`: remove it from the accelerate config, or write `auto`"
+    for name in _DECIDED_BY_RECIPE:
+        if launch.deepspeed.get(name) not in (None, "auto"):
+            yield f"deepspeed `{name}` is decided by the recipe: remove it from the accelerate config"
+    if str((launch.config.get("dynamo_config") or {}).get("dynamo_backend", "NO")).upper() != "NO":
+        yield "`dynamo_config` is decided by `train.compile`: remove it from the accelerate config"
+
+
+def _shared_settings(recipe: Recipe, launch: Launch, micro_batches: int | None) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yields (name in the accelerate config, its value there, the recipe's value, the recipe's key)."""
+    config, deepspeed, fsdp = launch.config, launch.deepspeed, launch.config.get("fsdp_config") or {}
+    train, clip = recipe.train, recipe.optimizer.max_grad_norm
+    precision = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "bf16_true": "no"}[train.precision]
+    yield "mixed_precision", config.get("mixed_precision"), precision, f"train.precision: {train.precision}"
+    for kind in ("bf16", "fp16"):
+        enabled = (deepspeed.get(kind) or {}).get("enabled")
+        yield f"deepspeed {kind}.enabled", enabled, precision == kind, "train.precision"
+    accumulation = f"batch.rows / batch.rows_per_device / processes = {micro_batches}"
+    if micro_batches is None:
+        accumulation = "batch.rows_per_device: auto"
+    for prefix, section in (("", config), ("deepspeed ", deepspeed)):
+        name = "gradient_accumulation_steps"
+        yield f"{prefix}{name}", section.get(name), micro_batches, accumulation
+    for prefix, section in (("", config), ("deepspeed ", deepspeed)):
+        name = "gradient_clipping"
+        yield f"{prefix}{name}", section.get(name), clip or 0.0, f"optimizer.max_grad_norm: {clip}"
+    for name, key in (
+        ("fsdp_activation_checkpointing", "activation_checkpointing"),
+        ("fsdp_activation_checkpointing_offload", "activation_offload"),
+    ):
+        setting = getattr(train, key)
+        yield name, fsdp.get(name), setting, f"train.{key}: {str(setting).lower()}"
+
+
+def _same(configured: Any, expected: Any) -> bool:
+    if isinstance(expected, str) or isinstance(configured, bool) or isinstance(expected, bool):
+        return str(configured).lower() == str(expected).lower()
+    try:
+        return float(configured) == float(expected)
+    except (TypeError, ValueError):
+        return False
+
+
+def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
+    """Settings that a backend does not offer with the recipe's meaning."""
+    fsdp_version = (launch.config.get("fsdp_config") or {}).get("fsdp_version", 1 if launch.kind == "fsdp2" else 2)
+    if launch.kind == "fsdp2" and int(fsdp_version) != 2:
+        yield "`fsdp_version: 1` loses the optimizer state on resume: set `fsdp_version: 2`"
+    name, precision = recipe.optimizer.name, recipe.train.precision
+    if launch.kind != "replicated" and name == "muon":
+        yield "Muon needs unsharded matrices, and the optimizer gets shards here: use ddp, or another optimizer"
+    if launch.kind == "zero" and precision == "bf16_true":
+        yield "DeepSpeed keeps fp32 copies of what it trains, against `bf16_true`: use ddp or fsdp2, or `bf16`"
+    if name.endswith("8bit") and _optimizer_on_nvme(launch.deepspeed):
+        yield (
+            f"DeepSpeed swaps optimizer state to NVMe as fp32, which `{name}` does not survive: "
+            "use `adamw`, or another config such as zero3_offload"
+        )
+    if launch.kind == "zero" and recipe.train.compile:
+        yield "`train.compile` does not support DeepSpeed's hooks on parameters: use ddp or fsdp2, or `compile: false`"
+
+
+def _not_in_backward(recipe: Recipe, launch: Launch, micro_batches: int) -> Iterator[str]:
+    """Why the optimizer cannot step inside the backward here."""
+    if launch.kind == "replicated" and launch.processes > 1:
+        yield (
+            "`optimizer.in_backward`: DDP stores every gradient until it is reduced over all ranks, so nothing would "
+            "be saved: use fsdp2, or `in_backward: false`"
+        )
+    if launch.kind == "zero":
+        yield (
+            "`optimizer.in_backward`: DeepSpeed steps its own groups of gradients, after the backward: use fsdp2, or "
+            "`in_backward: false`"
+        )
+    if micro_batches > 1:
+        sharing = launch.parallelism.data
+        rows, rows_per_device = recipe.batch.rows, recipe.batch.rows_per_device
+        one = f", or `batch.rows_per_device: {rows // sharing}`" if rows % sharing == 0 else ""
+        yield (
+            f"`optimizer.in_backward` needs one micro-batch a step on each process, and `batch.rows: {rows}` is "
+            f"{micro_batches} micro-batches of {rows_per_device} on each of {sharing}: "
+            f"set `batch.rows: {rows_per_device * sharing}`{one}"
+        )
+
+
+def _optimizer_on_nvme(deepspeed: dict[str, Any]) -> bool:
+    """By accelerate's keys, or by those of a DeepSpeed file."""
+    section = (deepspeed.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    return "nvme" in (deepspeed.get("offload_optimizer_device"), section.get("device"))

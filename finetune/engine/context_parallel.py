@@ -1,0 +1,338 @@
+"""Attention where several ranks share the tokens of a row: context parallel, Ulysses, or Ulysses within each context
+rank.
+
+Context parallel: queries stay on their rank, and attend to the keys and values of all ranks of their row. Every
+exchange computes the same, pieces merged by log-sum-exp (`models.attention.pieces`). They differ in how keys and values
+arrive: all at once (`allgather`, https://arxiv.org/abs/2407.21783, section 3.3.2), or those of one rank after the
+other, round the ring, during attention to the previous ones (https://arxiv.org/abs/2310.01889), from neighbour to
+neighbour (`ring`) or by a collective of all (`alltoall`). Each is waited for where it is needed; in the backward they
+arrive once more, and the gradients of keys and values return to their rank.
+
+Ulysses (sequence parallel): ranks with some tokens of all heads exchange them for all tokens of some heads, attend as
+one device would, and exchange back (https://arxiv.org/abs/2309.14509).
+
+Letters: T tokens of the row, t of them on this rank, n ranks, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from finetune.data.token_shard import TokenShare
+from finetune.engine.parallelism import DIMENSIONS, ContextExchange, Parallelism
+from finetune.errors import UserError
+from finetune.models.attention import AttentionChoice
+from finetune.models.attention.block import Attended
+from finetune.models.attention.masked import WITHIN_DOCUMENTS, in_one_type, register
+from finetune.models.attention.pieces import Piece, attend, attend_backward, nothing_seen, pieces
+
+SHARED_TOKENS = "finetune_shared_tokens"  # in transformers' table of attention functions
+Arrival = Callable[[], Tensor]  # waits for a tensor
+
+
+class SharedRow:
+    """How the tokens of one micro-batch are exchanged, and the attention among them."""
+
+    def __init__(self, sequence_group: Any, attention: Callable[..., Tensor], documents: Any):
+        self.sequence_group = sequence_group  # of Ulysses; None without
+        self.attention = attention
+        self.documents = documents
+
+
+def apply_context_parallel(
+    choice: AttentionChoice, shard: TokenShare, parallelism: Parallelism, rank: int
+) -> AttentionChoice:
+    """Returns the same attention for rows of which this rank has a shard. Collective where it creates groups.
+
+    Raises UserError where the attention does not support it.
+    """
+    if parallelism.tokens == 1:
+        return choice
+    if (obstacle := _obstacle(choice, parallelism)) is not None:
+        raise UserError(f"{parallelism.summary()}: {obstacle}")
+    sequence_group = _group("sequence", parallelism, rank)
+    prepare: Callable[[tuple[int, ...]], Any]
+    if parallelism.context > 1:
+        group, exchange = _group("context", parallelism, rank), parallelism.exchange
+        method = f"keys and values by {exchange}; one call for each document's part, no mask"
+        attention: Callable[..., Tensor] = context_attention
+        prepare = partial(ContextRow, shard=shard, exchange=exchange, group=group)
+    else:
+        method = f"{choice.implementation}: {choice.reason}"
+        attention = WITHIN_DOCUMENTS[choice.implementation]
+        prepare = partial(_documents, choice)
+    reason = f"{parallelism.summary()}; {method}"
+    return AttentionChoice(SHARED_TOKENS, reason, True, partial(_arguments, sequence_group, attention, prepare))
+
+
+def _documents(choice: AttentionChoice, document_lengths: tuple[int, ...]) -> Any:
+    return choice.prepare(document_lengths)["documents"]
+
+
+def _arguments(
+    sequence_group: Any,
+    attention: Callable[..., Tensor],
+    prepare: Callable[[tuple[int, ...]], Any],
+    document_lengths: tuple[int, ...],
+) -> dict[str, Any]:
+    return {"documents": SharedRow(sequence_group, attention, prepare(document_lengths))}
+
+
+def _obstacle(choice: AttentionChoice, parallelism: Parallelism) -> str | None:
+    """What the parallelism rules cannot know before the model's class and the installed packages are known."""
+    if not choice.isolates_documents:
+        return f"{choice.reason}, so its tokens cannot be sharded: use data parallel only"
+    if choice.implementation in WITHIN_DOCUMENTS:
+        return None
+    if parallelism.context > 1 and choice.implementation == "flash_attention_2":
+        return None
+    instead = "use data parallel only" if choice.implementation == "eager" else "set model.attention: documents"
+    return (
+        f"its attention is transformers' own `{choice.implementation}` here ({choice.reason}), "
+        f"which does not communicate with other ranks: {instead}"
+    )
+
+
+def shared_attention(
+    query: Tensor,  # (1, H, t, D)
+    key: Tensor,  # (1, K, t, D)
+    value: Tensor,  # (1, K, t, D)
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    row: SharedRow,
+) -> Tensor:  # (1, t, H, D)
+    settings = (dropout, scaling, sliding_window, softcap, row.documents)
+    if row.sequence_group is None:
+        return row.attention(query, key, value, *settings)
+    out = row.attention(*to_heads(row.sequence_group, query, key, value), *settings)
+    return to_tokens(row.sequence_group, out.transpose(1, 2)).transpose(1, 2)
+
+
+register(SHARED_TOKENS, shared_attention)
+
+
+def _group(dimension: str, parallelism: Parallelism, rank: int) -> Any:
+    """Returns the group of ranks that differ from this one in one dimension only; None where it is not used."""
+    if getattr(parallelism, dimension) == 1:
+        return None
+    return _groups(dist.group.WORLD, dimension, parallelism)[rank]
+
+
+@cache
+def _groups(world: Any, dimension: str, parallelism: Parallelism) -> dict[int, Any]:
+    """Returns the groups of a dimension by rank, created once in the process group `world`. Collective."""
+    others = [name for name in DIMENSIONS if name != dimension]
+    groups: dict[int, Any] = {}
+    for coordinates in product(*(range(getattr(parallelism, name)) for name in others)):
+        fixed = dict(zip(others, coordinates, strict=True))
+        ranks = [r for r in range(parallelism.processes) if fixed.items() <= parallelism.coordinates(r).items()]
+        groups |= dict.fromkeys(ranks, dist.new_group(ranks))
+    return groups
+
+
+# --- context parallel
+
+
+class ContextRow:
+    """Which keys this rank's queries attend to in one micro-batch, for every arrival. Created once for all layers.
+
+    A plain object, as the `documents` of every attention implementation.
+    """
+
+    def __init__(self, document_lengths: tuple[int, ...], shard: TokenShare, exchange: ContextExchange, group: Any):
+        self.exchange, self.group, self.size = exchange, group, shard.context
+        tokens = sum(document_lengths)
+        queries = shard.stretches(tokens, shard.context_rank)
+        if exchange == "allgather":
+            arrivals = [((0, tokens),)]
+        else:
+            senders = [(shard.context_rank - step) % shard.context for step in range(shard.context)]
+            arrivals = [shard.stretches(tokens, sender) for sender in senders]
+        self.arrivals: list[list[Piece]] = [pieces(document_lengths, queries, arrival) for arrival in arrivals]
+
+
+def context_attention(
+    query: Tensor,  # (1, H, t, D)
+    key: Tensor,  # (1, K, t, D)
+    value: Tensor,  # (1, K, t, D)
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    row: ContextRow,
+) -> Tensor:  # (1, t, H, D)
+    """Causal attention within each document of the row. Collective over the row's context ranks."""
+    if dropout or sliding_window is not None or softcap is not None:
+        raise ValueError("context parallel attention has no dropout, no sliding window and no soft-capping")
+    query, key, value = in_one_type(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    with torch.autocast(query.device.type, enabled=False):  # products in fp32 stay in fp32
+        out: Any = _ContextAttention.apply(query, torch.cat([key, value], dim=-1), scale, row)
+    return out.transpose(1, 2)
+
+
+class _ContextAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key_value: Tensor, scale: float, row: ContextRow) -> Tensor:
+        attended = nothing_seen(query, key_value.shape[-1] - query.shape[-1])
+        if row.exchange == "allgather":
+            attend(query, _all_gathered_row(key_value, row), row.arrivals[0], scale, attended)
+        else:
+            current = key_value
+            for step, arrival in enumerate(row.arrivals):
+                coming = _shift(current, row) if step < row.size - 1 else None
+                attend(query, current, arrival, scale, attended)
+                current = coming() if coming else current
+        out = attended.out.to(query.dtype)
+        ctx.save_for_backward(query, key_value, out, attended.lse)
+        ctx.scale, ctx.row = scale, row
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key_value, out, lse = ctx.saved_tensors
+        backward = _allgather_backward if ctx.row.exchange == "allgather" else _ring_backward
+        attended = Attended(out, lse)
+        grad_query, grad_key_value = backward(gradients[0], query, key_value, attended, ctx.scale, ctx.row)
+        return grad_query.to(query.dtype), grad_key_value.to(key_value.dtype), None, None
+
+
+def _allgather_backward(
+    gradient: Tensor, query: Tensor, key_value: Tensor, attended: Attended, scale: float, row: ContextRow
+) -> tuple[Tensor, Tensor]:
+    full = _all_gathered_row(key_value, row)
+    grad_query, grad_full = (torch.zeros_like(tensor, dtype=attended.lse.dtype) for tensor in (query, full))
+    attend_backward(gradient, query, full, attended, row.arrivals[0], scale, grad_query, grad_full)
+    return grad_query, _reduce_scattered_row(grad_full, row)
+
+
+def _ring_backward(
+    gradient: Tensor, query: Tensor, key_value: Tensor, attended: Attended, scale: float, row: ContextRow
+) -> tuple[Tensor, Tensor]:
+    """The gradient of keys and values follows them one step later, and is on their rank after the last."""
+    grad_query = torch.zeros_like(query, dtype=attended.lse.dtype)
+    current, following = key_value, None
+    for step, arrival in enumerate(row.arrivals):
+        coming = _shift(current, row) if step < row.size - 1 else None
+        grad_current = torch.zeros_like(current, dtype=attended.lse.dtype)
+        attend_backward(gradient, query, current, attended, arrival, scale, grad_query, grad_current)
+        if following:
+            grad_current += following()
+        following = _shift(grad_current, row)
+        current = coming() if coming else current
+    assert following is not None
+    return grad_query, following()
+
+
+def _shift(tensor: Tensor, row: ContextRow) -> Arrival:
+    """Send to the next rank of the ring; returns what waits for the tensor of the previous one."""
+    sent = tensor.contiguous()
+    arrived = torch.empty_like(sent)
+    works = (_shift_by_neighbours if row.exchange == "ring" else _shift_by_all_to_all)(sent, arrived, row)
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        assert sent.shape == arrived.shape  # and keeps `sent` alive until it is sent
+        return arrived
+
+    return wait
+
+
+def _shift_by_neighbours(sent: Tensor, arrived: Tensor, row: ContextRow) -> list[Any]:
+    rank = dist.get_rank(row.group)
+    following, previous = (dist.get_global_rank(row.group, (rank + step) % row.size) for step in (1, -1))
+    send = dist.P2POp(dist.isend, sent, following, row.group)
+    receive = dist.P2POp(dist.irecv, arrived, previous, row.group)
+    return dist.batch_isend_irecv([send, receive])
+
+
+def _shift_by_all_to_all(sent: Tensor, arrived: Tensor, row: ContextRow) -> list[Any]:
+    """All of it to one rank, nothing to the others."""
+    rank = dist.get_rank(row.group)
+    send_sizes, receive_sizes = [0] * row.size, [0] * row.size
+    send_sizes[(rank + 1) % row.size] = receive_sizes[(rank - 1) % row.size] = sent.numel()
+    flat_arrived, flat_sent = arrived.view(-1), sent.view(-1)
+    work = dist.all_to_all_single(flat_arrived, flat_sent, receive_sizes, send_sizes, group=row.group, async_op=True)
+    return [work]
+
+
+def _all_gathered_row(local: Tensor, row: ContextRow) -> Tensor:  # (1, K, t, D) -> (1, K, T, D), in the row's order
+    gathered = local.new_empty(row.size, *local.shape[1:])
+    dist.all_gather_into_tensor(gathered, local.contiguous(), group=row.group)
+    early, late = gathered.unflatten(2, (2, -1)).unbind(2)  # (ranks, K, t / 2, D): the two chunks of each
+    return torch.cat([early, late.flip(0)]).transpose(0, 1).flatten(1, 2)[None]
+
+
+def _reduce_scattered_row(full: Tensor, row: ContextRow) -> Tensor:  # (1, K, T, D) -> (1, K, t, D), summed over ranks
+    chunks = full[0].unflatten(1, (2 * row.size, -1)).transpose(0, 1)  # (2 * ranks, K, t / 2, D)
+    by_rank = torch.stack([chunks[: row.size], chunks[row.size :].flip(0)], dim=2).flatten(2, 3)  # (ranks, K, t, D)
+    local = full.new_empty(1, *by_rank.shape[1:])
+    dist.reduce_scatter_tensor(local, by_rank.contiguous(), group=row.group)
+    return local
+
+
+# --- Ulysses
+
+
+def to_heads(group: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(1, H, t, D) -> (1, H / n, n * t, D), the tokens in the order of the ranks. Collective.
+
+    Heads of keys and values are repeated where n does not divide them. n divides the query heads: a rule refuses it
+    otherwise.
+    """
+    size, kv_heads = dist.get_world_size(group), key.shape[1]
+    copies = math.lcm(kv_heads, size) // kv_heads
+    key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
+    exchanged: Any = _HeadExchange.apply(group, True, query, key, value)
+    return exchanged
+
+
+def to_tokens(group: Any, output: Tensor) -> Tensor:
+    """The inverse: (1, H / n, n * t, D) -> (1, H, t, D). Collective."""
+    exchanged: Any = _HeadExchange.apply(group, False, output)
+    return exchanged[0]
+
+
+class _HeadExchange(torch.autograd.Function):
+    """Each direction is the backward of the other: values only move."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.to_heads = group, to_heads
+        exchange = _tokens_to_heads if to_heads else _heads_to_tokens
+        return tuple(exchange(group, tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        exchange = _heads_to_tokens if ctx.to_heads else _tokens_to_heads
+        return (None, None, *(exchange(ctx.group, gradient) for gradient in gradients))
+
+
+def _tokens_to_heads(group: Any, tensor: Tensor) -> Tensor:  # (1, H, t, D) -> (1, H / n, n * t, D)
+    parts = tensor[0].unflatten(0, (dist.get_world_size(group), -1))  # (n, H / n, t, D), by rank of the heads
+    return _all_to_all(group, parts).transpose(0, 1).flatten(1, 2)[None]
+
+
+def _heads_to_tokens(group: Any, tensor: Tensor) -> Tensor:  # (1, H / n, n * t, D) -> (1, H, t, D)
+    size = dist.get_world_size(group)
+    parts = tensor[0].unflatten(1, (size, -1)).transpose(0, 1)  # (n, H / n, t, D), by rank of the tokens
+    return _all_to_all(group, parts).flatten(0, 1)[None]
+
+
+def _all_to_all(group: Any, parts: Tensor) -> Tensor:
+    """Part i to rank i; from rank i, part i."""
+    sent = parts.contiguous()
+    arrived = torch.empty_like(sent)
+    dist.all_to_all_single(arrived, sent, group=group)
+    return arrived

@@ -1,0 +1,112 @@
+"""Replicas of the whole model: one process, or several with DDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from finetune.engine.base import (
+    BuildOptimizers,
+    Engine,
+    detached,
+    named_trainables,
+    norm_of_steps,
+    saved_tensors,
+    update_shards,
+    wait_after_gradients,
+)
+from finetune.engine.optimizer_step import StepInBackward
+from finetune.engine.state_shards import Part, replica_parts
+from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.weights import Placement
+from finetune.recipe.schema import Recipe
+
+
+class Ddp(Engine):
+    """DDP averages gradients at the last micro-batch of a step; the factor of the loss undoes the average.
+
+    DDP decides in a forward whether its backward communicates, so `no_sync` must wrap both. Until then gradients
+    accumulate in the buckets that are sent. With several micro-batches a step they are zeroed in place, not dropped:
+    otherwise each gradient would be in memory twice.
+    """
+
+    def placement(self, recipe: Recipe) -> Placement:
+        return Placement("load", self.device, direct=recipe.mode == "full" and self.device.type != "cpu")
+
+    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+        self.unwrapped = model.causal_lm
+        self.model = self.accelerator.prepare_model(model)
+        self.accumulates = micro_batches > 1
+        trained = named_trainables(self.unwrapped)
+        if self.steps_in_backward:
+            self.stepper = StepInBackward(((name, p, p) for name, p in trained), build, self.device)
+            self.optimizers = self.stepper.optimizers
+        else:
+            self.optimizers = build(trained)
+
+    @property
+    def _communicates(self) -> bool:
+        return isinstance(self.model, DistributedDataParallel)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with self.model.no_sync() if self._communicates and not last else contextlib.nullcontext():
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        scaled = loss * (self.world_size * self.loss_scale.value)
+        if self.world_size > 1:
+            wait_after_gradients(scaled, self.stopwatch)
+        scaled.backward()
+        self.stopwatch.end_wait()
+
+    def step(self) -> float | None:
+        if self.steps_in_backward:
+            return norm_of_steps(self.stepper, lambda local: local.item())
+        norm = update_shards(self, self.gradients(), lambda local: local.item())
+        self.drop_gradients()
+        return norm
+
+    @property
+    def warm_ups(self) -> int:
+        """DDP rebuilds its buckets after the first backward, in the order in which gradients came (torch's
+        Reducer::rebuild_buckets), and the position of an element decides in which order three or more ranks are summed.
+        After one more, gradients are in these buckets from the first micro-batch on."""
+        if not self._communicates:
+            return 0
+        return 2 if self.accumulates else int(self.world_size > 2)
+
+    def knows_waits(self, recipe: Recipe) -> bool:
+        """For the part of DDP's reduction that the backward does not hide, and for sums of the loss."""
+        return True
+
+    @property
+    def trial_is_collective(self) -> bool:
+        return self.parallelism.tokens > 1  # attention waits for the ranks that share its rows
+
+    def trial(self, loss: Callable[[Any], Tensor]) -> None:
+        """Without DDP, which would reduce: a rank that runs out of memory leaves no other waiting."""
+        (loss(getattr(self.model, "module", self.model)) * (self.world_size * self.loss_scale.value)).backward()
+
+    def drop_gradients(self) -> None:
+        gradients = self.gradients()
+        if self._communicates and self.accumulates and gradients:
+            torch._foreach_zero_(gradients)
+            return
+        for _, parameter in named_trainables(self.unwrapped):
+            parameter.grad = None
+
+    def parts(self, reading: bool) -> list[Part]:
+        """Every rank writes an equal range of every parameter, and reads all of it."""
+        return replica_parts(named_trainables(self.unwrapped), self.rank, self.world_size, reading)
+
+    def full_tensors(
+        self, trainable_only: bool, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
+            yield name, detached(tensor, dtype).cpu() if self.is_main else None

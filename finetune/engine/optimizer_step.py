@@ -1,0 +1,126 @@
+"""What a step of the optimizer is made of on every backend: precision, loss scale, gradient norm, step in the backward.
+
+Precision means the same under every backend. fp32, bf16 and fp16 keep trained weights in fp32 and let torch.autocast
+choose the compute type inside the model's own forward. accelerate always gets `no`, DeepSpeed runs its fp32 path, FSDP2
+has an explicit policy. bf16_true keeps and computes everything in bf16.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+_CHUNK = 2**18  # elements: 2 MB in fp64, which stays in a core's cache; 2**17 to 2**20 take as long
+
+
+class NonFinite(Exception):
+    """The loss or the gradient is not finite. No parameter was updated, unless `stepped`."""
+
+    def __init__(self, message: str, stepped: bool = False):
+        super().__init__(message)
+        self.stepped = stepped
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740); constant 1 elsewhere.
+
+    Equal on all ranks: it changes with the global gradient norm.
+    """
+
+    enabled: bool
+    value: float = 1.0
+    growth_interval: int = 2000  # good steps before doubling, as torch.amp.GradScaler
+    good_steps: int = 0
+
+    @classmethod
+    def of(cls, precision: str) -> LossScale:
+        return cls(enabled=True, value=2.0**16) if precision == "fp16" else cls(enabled=False)
+
+    def update(self, grad_norm: float) -> bool:
+        """Returns whether the step counts; False where it must be skipped, for a smaller scale.
+
+        Raises NonFinite where no scale is small enough: the gradient itself is not finite.
+        """
+        if not self.enabled:
+            return True
+        if math.isfinite(grad_norm):
+            self.good_steps += 1
+            if self.good_steps == self.growth_interval:
+                self.value, self.good_steps = self.value * 2, 0
+            return True
+        if self.value < 1.0:
+            raise NonFinite("the gradient is not finite at any loss scale")
+        self.value, self.good_steps = self.value / 2, 0
+        return False
+
+
+def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns the sum of squares of all elements, () fp64 on `device`; 0 without gradients.
+
+    In fp64 however gradients are sharded: fp32 norms of different shards differ in the last bits, and through clipping
+    every element of the update would depend on the sharding.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    on_cpu = [gradient for gradient in gradients if gradient.device.type == "cpu"]
+    others = [gradient for gradient in gradients if gradient.device.type != "cpu"]
+    if others:
+        total += torch.stack(torch._foreach_norm(others, 2, torch.float64)).to(device).square().sum()
+    if on_cpu:
+        total += _squared_norm_on_cpu(on_cpu).to(device)
+    return total
+
+
+def _squared_norm_on_cpu(gradients: list[Tensor]) -> Tensor:
+    """`_foreach_norm` makes an fp64 copy of each gradient on one thread: five times slower, and 8 bytes for each
+    element of the largest."""
+    buffer = torch.empty(min(_CHUNK, max(gradient.numel() for gradient in gradients)), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for gradient in gradients:
+        for chunk in gradient.detach().reshape(-1).split(_CHUNK):
+            wide = buffer[: len(chunk)].copy_(chunk)
+            total += torch.dot(wide, wide)
+    return total
+
+
+class StepInBackward:
+    """The optimizer's step inside the backward: each parameter by itself, as soon as its gradient is there.
+
+    The gradient is freed at once, so that gradients never are in memory all together (Lv et al. 2023,
+    https://arxiv.org/abs/2306.09782). The backward no longer needs the weight then: its gradient comes last. Hooks on
+    parameters, one optimizer each; FSDP2 calls them after its reduce-scatter (torch's _fsdp_collectives.py,
+    foreach_reduce).
+    """
+
+    def __init__(
+        self,
+        trained: Iterable[tuple[str, Tensor, Tensor]],  # name, parameter, this rank's shard of it
+        build: Callable[[list[tuple[str, Tensor]]], list[Optimizer]],
+        device: torch.device,
+    ):
+        self.optimizers: list[Optimizer] = []
+        self._device, self._squares = device, list[Tensor]()
+        for name, parameter, shard in trained:
+            (optimizer,) = build([(name, shard)])
+            self.optimizers.append(optimizer)
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._step, shard, optimizer))
+
+    def _step(self, shard: Tensor, optimizer: Optimizer, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        shard.grad = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        assert shard.grad is not None  # it has just been accumulated
+        self._squares.append(squared_norm([shard.grad], self._device))
+        optimizer.step()
+        shard.grad = parameter.grad = None
+
+    def take_squared_norm(self) -> Tensor:  # () fp64
+        """Returns that of this rank's gradient shards since the last call."""
+        squares, self._squares = self._squares, []
+        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self._device)

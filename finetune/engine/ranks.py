@@ -1,0 +1,88 @@
+"""The collectives that everything above a backend uses: sums, and values of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from finetune.engine.parallelism import Parallelism
+from finetune.engine.timing import Stopwatch
+
+SIDE_TIMEOUT = timedelta(hours=6)  # for the slowest rank's disk, in a thread that the training loop does not wait for
+
+
+class Ranks:
+    """The processes of a run. Every method is collective."""
+
+    def __init__(self, accelerator: Accelerator, parallelism: Parallelism, stopwatch: Stopwatch):
+        self._accelerator, self._stopwatch = accelerator, stopwatch
+        self._size, self._device = accelerator.num_processes, accelerator.device
+        self._copies = parallelism.tensor  # ranks that compute the very same
+
+    def sum(self, *values: float | Tensor) -> list[float]:
+        """Returns each value summed over all ranks, in fp64. One collective, one synchronisation."""
+        numbers = torch.tensor([v for v in values if not isinstance(v, Tensor)], dtype=torch.float64)
+        tensors = [v.detach().double() for v in values if isinstance(v, Tensor)]
+        local = torch.cat([*([torch.stack(tensors)] if tensors else []), numbers.to(self._device)])  # one copy for all
+        summed = self._all_reduced(local).tolist()
+        of_tensors, of_numbers = iter(summed[: len(tensors)]), iter(summed[len(tensors) :])
+        return [next(of_tensors if isinstance(v, Tensor) else of_numbers) for v in values]
+
+    def total(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns each tensor summed over all ranks, in fp64 and on the CPU; ranks that compute the very same (tensor
+        parallel) count as one. Tensors may have any shape and lie on the device or the CPU. One collective, one
+        synchronisation.
+        """
+        of_device = [name for name, tensor in named.items() if tensor.device.type == self._device.type]
+        names = [*of_device, *(name for name in named if name not in of_device)]
+        flat = [(named[name].detach().double() / self._copies).reshape(-1) for name in names]
+        here, there = flat[: len(of_device)], flat[len(of_device) :]
+        local = torch.cat([*here, *([torch.cat(there).to(self._device)] if there else [])])
+        pieces = self._all_reduced(local).cpu().split([part.numel() for part in flat])
+        summed = {name: piece.view(named[name].shape) for name, piece in zip(names, pieces, strict=True)}
+        return {name: summed[name] for name in named}
+
+    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        """Returns equally many numbers of every rank, in rank order, in fp64. One collective, one synchronisation."""
+        if self._size == 1:
+            return [list(values)]
+        local = torch.tensor(values, dtype=torch.float64, device=self._device)
+        everyone = [torch.empty_like(local) for _ in range(self._size)]
+        with self._stopwatch.waiting():
+            torch.distributed.all_gather(everyone, local)
+        return torch.stack(everyone).tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns a small picklable value of every rank, in rank order; in memory, between our own processes."""
+        if self._size == 1:
+            return [value]
+        values: list[Any] = [None] * self._size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    def side_gather(self) -> Callable[[Any], list[Any]]:
+        """Returns a `gather` over a process group of its own, on the CPU, for a thread that runs next to the loop."""
+        if self._size == 1:
+            return lambda value: [value]
+        group = torch.distributed.new_group(backend="gloo", timeout=SIDE_TIMEOUT)
+
+        def gather(value: Any) -> list[Any]:
+            values: list[Any] = [None] * self._size
+            torch.distributed.all_gather_object(values, value, group=group)
+            return values
+
+        return gather
+
+    def barrier(self) -> None:
+        self._accelerator.wait_for_everyone()
+
+    def _all_reduced(self, local: Tensor) -> Tensor:
+        if self._size > 1:
+            with self._stopwatch.waiting():
+                torch.distributed.all_reduce(local)
+        return local

@@ -1,1 +1,0 @@
-"""Rules for `combinations.py`, a file for each way of dividing the work."""

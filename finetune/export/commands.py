@@ -1,0 +1,102 @@
+"""`generate` and `merge`: use the result of a finished run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
+
+from finetune.errors import UserError
+
+
+def answer_prompts(run_dir: Path, prompts: list[str], max_new_tokens: int, temperature: float, as_json: bool) -> None:
+    """Print an answer to each prompt; without prompts, read them from standard input. Raises UserError."""
+    model, tokenizer = load_result(run_dir)
+    for prompt in prompts or _read_prompts(as_json):
+        if not as_json and len(prompts) > 1:
+            print(f"> {prompt}")
+        streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        answer = _generate(model, tokenizer, prompt, max_new_tokens, temperature, streamer)
+        if as_json:
+            print(json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False), flush=True)
+
+
+def _model_folder(run_dir: Path) -> Path:
+    return run_dir / "model" if (run_dir / "model").is_dir() else run_dir
+
+
+def load_result(run_dir: Path) -> tuple[Any, Any]:
+    """Returns model and tokenizer of a run directory or a model folder. Raises UserError where there is none."""
+    folder = _model_folder(run_dir)
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise UserError(
+            f"{run_dir}: no result here (no model/config.json or model/adapter_config.json); has the run finished?"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    return model.to(device).eval(), tokenizer
+
+
+def _read_prompts(as_json: bool) -> Iterator[str]:
+    """Lines of standard input, until an empty one; shows a prompt on a terminal."""
+    while True:
+        if sys.stdin.isatty() and not as_json:
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline().rstrip("\n")
+        if not line:
+            return
+        yield line
+
+
+@torch.no_grad()
+def _generate(
+    model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, temperature: float, streamer: TextStreamer | None
+) -> str:
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items() if name != "token_type_ids"}
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    output = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def merge_adapter(run_dir: Path, out: Path) -> Path:
+    """Write base + adapter as one plain model folder, complete or absent; returns `out`.
+
+    The base is loaded unquantised also for qlora: merging into 4-bit weights would round the adapter away. The sum is
+    computed in fp32 and saved in the base's type. Raises UserError.
+    """
+    from peft import PeftModel
+
+    adapter = _model_folder(run_dir)
+    settings = adapter / "adapter_config.json"
+    if not settings.is_file():
+        raise UserError(f"{run_dir}: no adapter here (no model/adapter_config.json); a full run needs no merging")
+    if out.exists():
+        raise UserError(f"{out} exists already: remove it, or choose another --out")
+    name = json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    try:
+        base: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    except OSError as error:
+        raise UserError(f"the adapter's base {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    dtype = base.dtype
+    merged: Any = PeftModel.from_pretrained(base.to(torch.float32), str(adapter)).merge_and_unload()
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    merged.to(dtype).save_pretrained(partial)
+    GenerationConfig.from_pretrained(adapter).save_pretrained(partial)
+    AutoTokenizer.from_pretrained(adapter).save_pretrained(partial)
+    partial.rename(out)
+    return out

@@ -1,0 +1,169 @@
+"""From a model's tensors in memory to safetensors files in Hugging Face's layout.
+
+transformers may hold weights under other names and in other shapes than checkpoints do, for example Mixtral's experts
+as one tensor per layer:
+
+    model.layers.0.mlp.experts.gate_up_proj (8, 28672, 4096)
+    model.layers.0.block_sparse_moe.experts.0.w1.weight (14336, 4096), ...experts.0.w3.weight, ...experts.1.w1.weight
+
+Its own function reverts them, as in `save_pretrained`; here it gets as few tensors at a time as it can work with.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from finetune.utils import fsync
+
+log = logging.getLogger(__name__)
+
+State = dict[str, Tensor]
+
+_LAYER = re.compile(r".*?\.\d+(?=\.)")  # model.layers.0 of model.layers.0.mlp.experts.0.weight
+
+
+def with_own_class(model: Any) -> Any:
+    """Returns the model under its original class, sharing all attributes.
+
+    FSDP2 inserts a class of torch; transformers finds architecture, conversions and custom code by class.
+    """
+    own: Any = next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch."))
+    if own is type(model):
+        return model
+    same = own.__new__(own)
+    same.__dict__.update(model.__dict__)
+    return same
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Casts weights; counters and masks keep their type."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+class DiskLayout:
+    """Converts tensors from their layout in memory to that of the folder.
+
+    Holds at most one group: a single tensor for most architectures, a decoder layer where transformers needs several
+    tensors to make one.
+    """
+
+    def __init__(self, model: Any, in_memory: State):
+        """in_memory: every tensor that will be converted, in order; values are not needed (device `meta`)."""
+        self._model = model
+        self.expected = _reverted(model, in_memory)  # what the folder must hold
+        self._last_of_group = {group[-1] for group in _groups(model, in_memory, self.expected)}
+        self._group: State = {}
+
+    def convert(self, name: str, tensor: Tensor) -> State:
+        """Returns the folder's tensors that this one completes; none until its group is complete."""
+        self._group[name] = tensor
+        if name not in self._last_of_group:
+            return {}
+        group, self._group = self._group, {}
+        return _reverted(self._model, group)
+
+
+def _reverted(model: Any, state: State) -> State:
+    ignored = set(model._keys_to_ignore_on_save or ())
+    return revert_weight_conversion(model, {name: t for name, t in state.items() if name not in ignored})
+
+
+def _groups(model: Any, state: State, expected: State) -> list[list[str]]:
+    """Returns the smallest groups whose conversion one by one equals the conversion of all at once."""
+    for key in (str, _layer):
+        groups = list(_runs(state, key))
+        if _same([_reverted(model, {name: state[name] for name in group}) for group in groups], expected):
+            return groups
+    log.warning("%s: saving needs the full model in the memory of rank 0", type(model).__name__)
+    return [list(state)]
+
+
+def _layer(name: str) -> str:
+    match = _LAYER.match(name)
+    return match.group() if match else name
+
+
+def _runs(state: State, key: Callable[[str], str]) -> Iterator[list[str]]:
+    """Groups neighbours with the same key; modules list their tensors together."""
+    run: list[str] = []
+    for name in state:
+        if run and key(name) != key(run[-1]):
+            yield run
+            run = []
+        run.append(name)
+    yield run
+
+
+def _same(parts: list[State], expected: State) -> bool:
+    """Whether the parts together have the expected names and shapes, each name once."""
+    shapes = {name: tensor.shape for part in parts for name, tensor in part.items()}
+    return sum(map(len, parts)) == len(expected) and shapes == {name: t.shape for name, t in expected.items()}
+
+
+SHARD_BYTES = 4 * 10**9
+INDEX = "model.safetensors.index.json"
+
+
+def shard_name(number: int, count: int) -> str:
+    """Returns model.safetensors, or model-00001-of-00003.safetensors; number: from 1."""
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+class WeightsWriter:
+    """Writes tensors to shards of at most `shard_bytes` (a larger tensor gets its own), holding one shard in memory.
+
+    The number of files is known at the end; until then they have names that no reader looks for.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES):
+        self._folder, self._shard_bytes = folder, shard_bytes
+        self._shard: dict[str, Tensor] = {}
+        self._names: list[list[str]] = []  # of the files written so far
+        self.held_bytes = 0
+        self.total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """tensor: on the CPU, in its final type. Raises OSError or SafetensorError where a file cannot be written."""
+        if self._shard and self.held_bytes + tensor.nbytes > self._shard_bytes:
+            self._write()
+        self._shard[name] = _own_storage(tensor)
+        self.held_bytes += tensor.nbytes
+        self.total_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write the last shard, rename the files, and write the index if there are several. Raises as `add`."""
+        if self._shard:
+            self._write()
+        count = len(self._names)
+        for number in range(1, count + 1):
+            self._partial_path(number).rename(self._folder / shard_name(number, count))
+        if count > 1:
+            places = {name: shard_name(i, count) for i, names in enumerate(self._names, 1) for name in names}
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(places.items()))}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _write(self) -> None:
+        self._names.append(list(self._shard))
+        path = self._partial_path(len(self._names))
+        save_file(self._shard, path, metadata={"format": "pt"})
+        fsync(path)
+        self._shard, self.held_bytes = {}, 0
+
+    def _partial_path(self, number: int) -> Path:
+        return self._folder / f"shard-{number:05d}.partial"
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor that is no view of a larger one, which would stay in memory."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

@@ -1,0 +1,102 @@
+"""The loss of a token from its logits, and the gradient of that loss, in one pass over a chunk.
+
+Letters: S supervised tokens, C of them at once, V vocabulary.
+
+With p = softmax(logits), lse = log(sum(exp(logits))), t the target, e = label_smoothing, z = z_loss:
+
+    loss             = (1 - e) * -log p[t] + e * mean over v of -log p[v] + z * lse^2
+    d loss / d logit = (1 + 2 * z * lse) * p - (1 - e) * onehot(t) - e / V
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+
+class HeadLosses(NamedTuple):
+    """Losses of the targets, and their weighted sum. `each` has a graph only where the task is differentiable."""
+
+    total: Tensor  # (), fp32
+    each: Tensor  # (S,), fp32, not weighted
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of one target: its negative log-likelihood, plus what an objective adds to it.
+
+    z_loss: Chowdhery et al. 2022 (https://arxiv.org/abs/2204.02311, section 5); label_smoothing: Szegedy et al. 2015
+    (https://arxiv.org/abs/1512.00567, section 7), as torch.nn.functional.cross_entropy has it."""
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+
+    @property
+    def is_log_prob(self) -> bool:
+        """Whether the loss is -log p(target) and nothing else."""
+        return self.z_loss == 0.0 and self.label_smoothing == 0.0
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """What an architecture does to the head's output: scale (Granite, Cohere), then cap * tanh(x / cap) (Gemma)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        scaled = raw if self.scale == 1.0 else raw * self.scale
+        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+
+    def apply_(self, raw: Tensor) -> Tensor:
+        """The same, in place."""
+        if self.scale != 1.0:
+            raw.mul_(self.scale)
+        return raw if self.cap is None else raw.div_(self.cap).tanh_().mul_(self.cap)
+
+    def chain_(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """From the gradient of the logits to that of the head's output, in place; `logits` is overwritten."""
+        if self.cap is not None:
+            gradient.mul_(logits.div_(self.cap).square_().neg_().add_(1.0))
+        return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
+
+
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def token_losses(
+    logits: Tensor,  # (C, V), fp32 or fp64
+    targets: Tensor,  # (C,)
+    token_loss: TokenLoss,
+) -> Tensor:  # (C,)
+    losses = cross_entropy(logits, targets, reduction="none", label_smoothing=token_loss.label_smoothing)
+    return losses + token_loss.z_loss * logits.logsumexp(1).square() if token_loss.z_loss else losses
+
+
+def losses_and_gradient(
+    raw: Tensor,  # (C, V), fp32 or fp64: what the head gave; overwritten
+    targets: Tensor,  # (C,)
+    token_loss: TokenLoss,
+    logit_map: LogitMap,
+    out: Tensor,  # (C, V): where the gradient goes
+) -> tuple[Tensor, Tensor]:  # (C,); (C, V) of the losses' sum by `raw`
+    logits, index, smoothing = logit_map.apply_(raw), targets[:, None], token_loss.label_smoothing
+    log_p = torch.log_softmax(logits, 1, out=out)
+    nll = -log_p.gather(1, index)
+    losses = nll
+    if smoothing:
+        losses = (1 - smoothing) * nll - smoothing * log_p.mean(1, keepdim=True)
+    gradient = log_p.exp_()
+    if token_loss.z_loss:
+        lse = logits.gather(1, index) + nll
+        losses = losses + token_loss.z_loss * lse.square()
+        gradient.mul_(1 + 2 * token_loss.z_loss * lse)
+    gradient.scatter_add_(1, index, torch.full_like(nll, smoothing - 1))
+    if smoothing:
+        gradient.sub_(smoothing / raw.shape[1])
+    return losses[:, 0], logit_map.chain_(gradient, logits)

@@ -1,0 +1,209 @@
+"""The one module that a backend wraps: a causal language model that returns losses of target tokens, not logits.
+
+Letters: T tokens of the flat row, S targets, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from finetune.errors import UserError
+from finetune.models.head.architecture import UnknownHead, logit_map
+from finetune.models.head.chunked import (
+    HeadTask,
+    liger_losses,
+    matrix_losses,
+    module_losses,
+    rows_at_once,
+    torch_losses,
+    why_not_liger,
+    why_not_torch,
+)
+from finetune.models.head.token_loss import HeadLosses, LogitMap, TokenLoss, at_least_fp32, token_losses
+from finetune.models.offload import ActivationOffload
+from finetune.models.routers import Routers
+from finetune.utils import unwrap_peft
+
+_MATRIX_LOSSES = {"chunked": matrix_losses, "torch": torch_losses, "liger": liger_losses}
+
+
+@dataclass(frozen=True)
+class TargetTokens:
+    """Which losses a forward shall give."""
+
+    positions: Tensor  # (S,) in the row: where a target is predicted
+    ids: Tensor  # (S,) the tokens predicted there
+    token_loss: TokenLoss
+    weights: Tensor | None = None  # (S,) of the tokens in `Outputs.total`; None: 1 each
+    differentiable: bool = False  # `Outputs.token_losses` has a graph, for objectives not linear in the tokens' losses
+
+
+class Outputs(NamedTuple):
+    """What an objective may use of a forward."""
+
+    total: Tensor  # (), weighted sum of the token losses, with a graph; fp32, nats
+    token_losses: Tensor  # (S,), of the targets in their order; with a graph where asked
+    router_logits: tuple[Tensor, ...] = ()  # (T, experts) of each layer of a mixture of experts
+
+
+@dataclass(frozen=True)
+class CrossEntropyChoice:
+    implementation: str  # plain | chunked | torch | liger
+    reason: str
+
+
+class CausalLMWithLoss(nn.Module):
+    """`forward(targets=..., **inputs)` returns `Outputs`; without targets it is the model's own forward.
+
+    The base model runs, the hidden states of the targets go to the head, and the head, inside its own forward, gives
+    losses. So whatever a backend does around forwards to have the weights there (FSDP2 around this module and the head,
+    ZeRO-3 around every module, DDP around this one) is done once for all chunks. It also brings autocast, the offload
+    of activations and the routers' logits.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cross_entropy: str = "auto",
+        device_type: str = "cpu",
+        autocast: torch.dtype | None = None,
+        offload: ActivationOffload | None = None,
+        routers: Routers | None = None,
+        only_sums: bool = True,
+    ):
+        """model: transformers' or peft's; cross_entropy: `model.cross_entropy`; autocast: the compute type, where it is
+        not the parameters'; only_sums: whether every objective of this run is an unweighted sum of token losses.
+
+        Raises UserError where the recipe asks for a cross entropy that cannot be.
+        """
+        super().__init__()
+        self.causal_lm = model
+        self._device_type, self._autocast, self._offload, self._routers = device_type, autocast, offload, routers
+        causal = unwrap_peft(model)
+        head, vocabulary = loss_head(causal), causal.config.get_text_config().vocab_size
+        takes = inspect.signature(causal.base_model.forward).parameters
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+        self._base_takes = None if takes_any else frozenset(takes)
+        balances = getattr(causal.config.get_text_config(), "output_router_logits", False)
+        self._no_balance_loss = {"output_router_logits": False} if balances else {}  # of transformers' own; see _losses
+        try:
+            found: LogitMap | UnknownHead = logit_map(causal)
+        except UnknownHead as reason:
+            found = reason
+        self.choice = choose_cross_entropy(
+            cross_entropy, found, type(head) is nn.Linear, vocabulary, device_type, only_sums
+        )
+        if self.choice.implementation != "plain":
+            assert isinstance(found, LogitMap)  # the choice is plain where it is not known
+            self._logit_map, self._rows = found, rows_at_once(vocabulary, device_type)
+            _give_losses(head, self.choice.implementation)
+
+    @property
+    def config(self) -> Any:
+        return self.causal_lm.config
+
+    def forward(self, targets: TargetTokens | None = None, **inputs: Any) -> Any:
+        with self._surroundings():
+            if targets is None:
+                return self.causal_lm(**inputs)
+            with self._routers.recording() if self._routers else contextlib.nullcontext([]) as logits:
+                losses = self._losses(targets, inputs)
+            return Outputs(*losses, tuple(logits))
+
+    def hidden_states(self, **inputs: Any) -> Tensor:  # (1, T, D)
+        """Of the base model alone, in the surroundings of a forward: what a pipeline stage passes on."""
+        with self._surroundings():
+            return self._base(inputs)
+
+    def _losses(self, targets: TargetTokens, inputs: dict[str, Any]) -> HeadLosses:
+        if self.choice.implementation == "plain":
+            # A model's config can ask for a balance loss in each forward. Nothing reads it; an objective adds its own.
+            output = self.causal_lm(**inputs, **self._no_balance_loss, logits_to_keep=targets.positions)
+            each = token_losses(at_least_fp32(output.logits[0]), targets.ids, targets.token_loss)
+            total = each.sum() if targets.weights is None else (each * targets.weights).sum()
+            return HeadLosses(total, each if targets.differentiable else each.detach())
+        hidden = self._base(inputs)[:, targets.positions]
+        task = HeadTask(
+            targets.ids, targets.token_loss, self._logit_map, self._rows, targets.weights, targets.differentiable
+        )
+        return unwrap_peft(self.causal_lm).get_output_embeddings()(hidden, task=task)
+
+    def _base(self, inputs: dict[str, Any]) -> Tensor:
+        takes = self._base_takes  # None: any keyword; some take no positions
+        accepted = {k: v for k, v in inputs.items() if v is not None and (takes is None or k in takes)}
+        return unwrap_peft(self.causal_lm).base_model(**accepted)[0]
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Autocast without its cache of casts: each weight is used once in a forward, and the copies would stay until
+        its end, two bytes a parameter."""
+        with contextlib.ExitStack() as stack:
+            if self._autocast is not None:
+                stack.enter_context(torch.autocast(self._device_type, dtype=self._autocast, cache_enabled=False))
+            if self._offload is not None and self.training and torch.is_grad_enabled():
+                stack.enter_context(self._offload.saved_tensors())
+            yield
+
+
+def loss_head(model: Any) -> nn.Module:
+    """The module whose forward gives the losses: the head, with its adapters if it has any."""
+    head = unwrap_peft(model).get_output_embeddings()
+    return head.modules_to_save[head.active_adapters[0]] if hasattr(head, "modules_to_save") else head
+
+
+class _HeadWithLoss:
+    """Mixed into the class of a model's head: given a task, its forward returns losses in place of logits."""
+
+    loss_implementation: str
+
+    def forward(self, hidden: Tensor, *args: Any, task: HeadTask | None = None, **kwargs: Any) -> Any:
+        own = super().forward  # pyright: ignore[reportAttributeAccessIssue]  (of the class it is mixed into)
+        if task is None:
+            return own(hidden, *args, **kwargs)
+        head: Any = self
+        if self.loss_implementation in _MATRIX_LOSSES:
+            return _MATRIX_LOSSES[self.loss_implementation](hidden[0], head.weight, head.bias, task)
+        return module_losses(hidden[0], own, [p for p in head.parameters() if p.requires_grad], task)
+
+
+def _give_losses(head: Any, implementation: str) -> None:
+    """Change the class of one instance, as FSDP2 itself does: names of parameters and isinstance stay as they are."""
+    kind: Any = type(head)
+    head.loss_implementation = implementation if kind is nn.Linear else "module"
+    head.__class__ = type(kind.__name__, (_HeadWithLoss, kind), {})
+
+
+def choose_cross_entropy(
+    asked: str,
+    found: LogitMap | UnknownHead,  # what the architecture does to its logits
+    is_matrix: bool,  # the head is a linear layer, without adapters
+    vocabulary: int,
+    device: str,
+    only_sums: bool = True,
+) -> CrossEntropyChoice:
+    """Returns which implementation makes the losses, and why. Raises UserError where the asked one is not possible."""
+    if asked == "plain":
+        return CrossEntropyChoice("plain", "asked for in the recipe")
+    if isinstance(found, UnknownHead):
+        if asked == "auto":
+            return CrossEntropyChoice("plain", str(found))
+        raise UserError(f"model.cross_entropy: `{asked}` is not possible: {found}; use `auto`")
+    if asked in ("torch", "liger"):
+        obstacle = why_not_torch(found) if asked == "torch" else why_not_liger(device)
+        if not is_matrix:
+            obstacle = "it takes a head that is one matrix, and this one has adapters or quantised weights"
+        if not only_sums:
+            obstacle = "it gives the sum of the token losses only, and the objective needs more"
+        if obstacle:
+            raise UserError(f"model.cross_entropy: `{asked}` is not possible: {obstacle}; use `auto`")
+        return CrossEntropyChoice(asked, "asked for in the recipe")
+    rows = rows_at_once(vocabulary, device)
+    size = f"logits of {rows:,} tokens at a time, {rows * vocabulary * 4 / 2**20:,.0f} MiB"
+    return CrossEntropyChoice("chunked", size if asked == "auto" else f"asked for in the recipe; {size}")

@@ -1,0 +1,123 @@
+"""What an objective is: a pure function of a model's outputs and a batch that returns sums, each with its unit.
+
+    step loss = sum over the loss terms of  weight * (sum of the term over the step) / (count of its unit in the step)
+
+Sums add up over micro-batches and ranks alike, so accumulation, sharding and resuming need nothing from an objective.
+Units are counted from the data: "target_tokens", "tokens", "sequences", "examples".
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from finetune.data.batch import Batch
+from finetune.models.head import TokenLoss
+from finetune.models.loss_model import Outputs, TargetTokens
+
+Counts = Mapping[str, float]  # of the whole step, by unit
+UNSCALED: Counts = defaultdict(lambda: 1.0)  # for a loss whose size does not matter
+NLL = TokenLoss()
+
+
+class Term(NamedTuple):
+    """A sum over one micro-batch."""
+
+    total: Tensor  # () with a graph where it has a weight; of any shape where it is a metric only
+    unit: str | None = None  # its mean is over these; None: it stays a sum
+    weight: float | None = None  # in the loss; None: a metric only
+
+
+Terms = dict[str, Term]
+
+
+class TermSums:
+    """Adds up the terms of micro-batches on one rank, in fp64."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, Tensor] = {}
+        self.terms: Terms = {}
+
+    def add(self, terms: Terms) -> None:
+        for name, term in terms.items():
+            total = term.total.detach().double()
+            self.totals[name] = self.totals[name] + total if name in self.totals else total
+            self.terms[name] = term._replace(total=total)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The terms of a step, added up over micro-batches and ranks."""
+
+    totals: Mapping[str, Tensor]  # fp64, on the CPU
+    terms: Terms  # of one micro-batch, for their units and weights
+    counts: Counts
+
+    def mean(self, name: str) -> float:
+        """Returns a term's total over the count of its unit."""
+        total, unit = self.totals[name].item(), self.terms[name].unit
+        return total if unit is None else total / self.counts[unit]
+
+    def loss(self) -> float:
+        """Returns the step's loss: the weighted sum of the means of all loss terms."""
+        weights = {name: term.weight for name, term in self.terms.items() if term.weight is not None}
+        return sum(
+            weight * self.totals[name].item() / self.counts[self.terms[name].unit or ""]
+            for name, weight in weights.items()
+        )
+
+
+def means(sums: Sums) -> dict[str, float]:
+    """Returns the mean of every metric that has a unit."""
+    return {name: sums.mean(name) for name, term in sums.terms.items() if term.weight is None and term.unit}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How outputs become the terms of a loss, and what the forward has to give for it."""
+
+    terms: Callable[[Outputs, Batch], Terms]  # of one micro-batch, the same names in each; loss terms have a weight
+    metrics: Callable[[Sums], dict[str, float]] = means  # by key of metrics.jsonl; the loss itself is not among them
+    token_loss: TokenLoss = NLL  # of each target; -log p(target) unless an objective adds to it
+    token_weights: Callable[[Batch], Tensor] | None = None  # (S,) in `Outputs.total`; None: 1 each
+    differentiable: bool = False  # `Outputs.token_losses` needs a graph: the loss is not linear in them
+    columns: tuple[str, ...] = ()  # of `Batch.columns`, which every example must have
+
+    def no_terms(self, batch: Batch) -> Terms:
+        """Returns the terms, all zero, for a rank that has no outputs (the early stages of a pipeline)."""
+        device = batch.positions.device
+        nothing = Outputs(torch.zeros((), device=device), torch.zeros(len(batch.positions), device=device))
+        return {name: t._replace(total=torch.zeros_like(t.total)) for name, t in self.terms(nothing, batch).items()}
+
+    @property
+    def only_sums(self) -> bool:
+        """Whether the plain sum of the token losses is all that a forward has to give a graph."""
+        return self.token_weights is None and not self.differentiable
+
+    def targets(self, batch: Batch) -> TargetTokens:
+        """Returns what a forward shall give of a batch."""
+        weights = None if self.token_weights is None else self.token_weights(batch)
+        return TargetTokens(batch.positions, batch.targets, self.token_loss, weights, self.differentiable)
+
+    def loss(self, terms: Terms, counts: Counts) -> Tensor:  # ()
+        """Returns a micro-batch's part of the step's loss."""
+        first, *others = [t.total * (t.weight / counts[t.unit or ""]) for t in terms.values() if t.weight is not None]
+        return sum(others, first)
+
+
+def combined(objective: Objective, others: Sequence[Objective]) -> Objective:
+    """Returns an objective with the terms and metrics of others added, such as router balance or losses by source."""
+    parts = (objective, *others)
+
+    def terms(outputs: Outputs, batch: Batch) -> Terms:
+        return {name: term for part in parts for name, term in part.terms(outputs, batch).items()}
+
+    def metrics(sums: Sums) -> dict[str, float]:
+        return {name: value for part in parts for name, value in part.metrics(sums).items()}
+
+    return replace(objective, terms=terms, metrics=metrics)

@@ -1,0 +1,36 @@
+"""The loss of each source of a mixture, as metrics next to the loss of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from finetune.data.batch import Batch
+from finetune.models.loss_model import Outputs
+from finetune.objectives.base import Objective, Sums, Term, Terms
+
+
+def by_source(names: Sequence[str]) -> Objective:
+    """Returns metrics `loss/<name>` in nats per target token. Losses add up on the device, counts on the host: nothing
+    waits for the device."""
+
+    def terms(outputs: Outputs, batch: Batch) -> Terms:
+        losses = torch.zeros(len(names), dtype=torch.float64, device=outputs.token_losses.device)
+        losses.index_add_(0, batch.target_sources.to(losses.device), outputs.token_losses.detach().double())
+        counts = np.zeros((2, len(names)))
+        for source, targets, tokens in zip(batch.sources, batch.trained, batch.tokens, strict=True):
+            counts[:, source] += (targets, tokens)
+        targets, tokens = torch.from_numpy(counts)
+        return {
+            "loss_by_source": Term(losses),
+            "targets_by_source": Term(targets),
+            "tokens_by_source": Term(tokens),
+        }
+
+    def metrics(sums: Sums) -> dict[str, float]:
+        losses, targets = sums.totals["loss_by_source"].tolist(), sums.totals["targets_by_source"].tolist()
+        return {f"loss/{name}": loss / n for name, loss, n in zip(names, losses, targets, strict=True) if n}
+
+    return Objective(terms, metrics)

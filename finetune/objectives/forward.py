@@ -1,0 +1,30 @@
+"""From a micro-batch to the outputs that an objective needs: the one place where training calls a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.data.batch import Batch
+from finetune.models.attention import AttentionChoice, unread_mask
+from finetune.objectives.base import Objective
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    attention: AttentionChoice
+    objective: Objective
+
+    def __call__(self, model: Any, batch: Batch) -> Any:
+        """Returns `Outputs`; in a pipeline stage that is not the last, hidden states. model: `CausalLMWithLoss` in a
+        backend's wrapper, or a stage of it. Tensors of the batch lie on the model's device."""
+        attention = self.attention.forward_arguments(batch.document_lengths)
+        if "documents" in attention:
+            attention = {**attention, "attention_mask": unread_mask(batch.input_ids.device)}
+        return model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,  # with one, transformers would let packed documents see each other
+            targets=self.objective.targets(batch),
+            **attention,
+        )

@@ -1,0 +1,39 @@
+"""The objectives by name, and the one that a run uses with all that is added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from finetune.models.routers import Routers
+from finetune.objectives.base import Objective, combined
+from finetune.objectives.by_source import by_source
+from finetune.objectives.router_balance import balance_coefficient, balance_of_experts
+from finetune.objectives.sft import focal, sft
+from finetune.recipe.schema import Objective as Settings
+
+# name -> (settings, evaluating) -> objective; evaluating: as held-out data are measured
+OBJECTIVES: dict[str, Callable[[Settings, bool], Objective]] = {"sft": sft, "focal": focal}
+
+
+def make_objective(
+    settings: Settings,
+    source_names: Sequence[str] = (),
+    evaluating: bool = False,
+    config: Any = None,
+    routers: Routers | None = None,
+    divided: str | None = None,
+) -> Objective:
+    """Returns what a run optimises, or measures on held-out data.
+
+    config: the model's; routers: its own, if it is a mixture of experts; divided: how ranks share rows or layers, where
+    they do. Raises UserError where a router balance is wanted that cannot be computed.
+    """
+    objective, others = OBJECTIVES[settings.name](settings, evaluating), []
+    if not evaluating:
+        coefficient = balance_coefficient(settings, config, routers, divided)
+        if routers is not None and divided is None:
+            others.append(balance_of_experts(coefficient, routers.top_k))
+    if len(source_names) > 1:
+        others.append(by_source(source_names))
+    return combined(objective, others)

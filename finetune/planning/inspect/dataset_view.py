@@ -1,0 +1,251 @@
+"""The data of a recipe as `inspect` shows it: its statistics, and which examples to show.
+
+Letters: `N` examples of an epoch, `R` packed sequences, `B` bins of a histogram.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data import UNTRAINED, Example, Examples, Report, prepare_examples, read_rows
+from finetune.data.dataset import Dataset
+from finetune.errors import UserError
+from finetune.recipe import Recipe
+from finetune.recipe.schema import Data, Source
+
+
+@dataclass(frozen=True)
+class DatasetView:
+    """A recipe's data, built, with its statistics."""
+
+    recipe: Recipe
+    recipe_path: Path
+    sources: Sequence[Source]  # data.train or data.eval
+    tokenizer: PreTrainedTokenizerBase
+    template: str  # name of the chat template
+    data: Dataset
+    totals: DatasetStatistics
+
+
+def num_trained(example: Example) -> int:
+    return int(np.count_nonzero(example.labels != UNTRAINED))
+
+
+BINS = 20  # of lengths, about
+# What is dropped or changed between rows and examples: count of the report, what happened, what to do.
+LOSSES = {
+    "bad": ("bad rows skipped", "`data.on_bad_row: error` stops at the first"),
+    "dropped_overlong": ("dropped, longer than max_length", "raise `data.max_length`, or `data.overlong: split`"),
+    "truncated": ("truncated to max_length", "raise `data.max_length`: the end of the answer is often what is lost"),
+    "split": ("split into pieces of max_length", "raise `data.max_length` to keep them in one piece"),
+    "no_supervised_token": ("dropped, no supervised token", "answers without content, or truncated before one"),
+    "unrolled": ("conversations turned into several examples", "the template rewrites earlier turns"),
+    "duplicates": ("same tokens as an earlier example; kept", "remove them from the source if not intended"),
+}
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """counts[b] values are within (edges[b], edges[b + 1]]."""
+
+    edges: tuple[float, ...]  # (B + 1,) from 0
+    counts: tuple[int, ...]  # (B,)
+
+
+@dataclass(frozen=True)
+class PackingStatistics:
+    """Attention work: the sum of squared document lengths of a packed sequence, in token pairs."""
+
+    packed: bool  # false: one document per sequence
+    rows: int
+    efficiency: float  # tokens / (rows * max_length)
+    documents_per_row: dict[str, float]  # min, mean, max
+    attention_work_per_row: dict[str, float]
+
+
+@dataclass(frozen=True)
+class DatasetStatistics:
+    split: str  # train | eval
+    max_length: int  # tokens
+    overlong: str
+    report: Report
+    examples: int  # per epoch, as all below
+    tokens: int
+    supervised_tokens: int
+    lengths: Histogram  # tokens of an example
+    percentiles: dict[str, int]  # of lengths
+    supervised_share: Histogram  # supervised tokens / tokens of an example
+    packing: PackingStatistics
+    notes: tuple[str, ...]
+
+    @property
+    def supervised(self) -> float:
+        """Share of supervised tokens."""
+        return self.supervised_tokens / self.tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON, with the report's counts under `counts` and `sources`."""
+        counts = self.report.as_dict()
+        sources = counts.pop("sources")
+        plain = {name: value for name, value in asdict(self).items() if name != "report"}
+        return {**plain, "supervised": self.supervised, "counts": counts, "sources": sources}
+
+
+def dataset_statistics(data: Dataset, settings: Data, split: str, notes: Sequence[str] = ()) -> DatasetStatistics:
+    """Computes statistics of a dataset without reading its tokens."""
+    lengths, trained = data.examples.lengths, data.examples.num_trained
+    return DatasetStatistics(
+        split=split,
+        max_length=settings.max_length,
+        overlong=settings.overlong,
+        report=data.examples.report,
+        examples=len(data.examples),
+        tokens=data.tokens,
+        supervised_tokens=data.supervised_tokens,
+        lengths=_histogram(lengths, _length_edges(lengths, settings.max_length)),
+        percentiles=_percentiles(lengths),
+        supervised_share=_histogram(trained / lengths, [n / 10 for n in range(11)]),
+        packing=_packing(data, settings),
+        notes=tuple(notes),
+    )
+
+
+def _histogram(values: NDArray[Any], edges: Sequence[float]) -> Histogram:
+    bins = np.searchsorted(edges, values, side="left") - 1
+    counts = np.bincount(bins, minlength=len(edges) - 1)
+    return Histogram(tuple(edges), tuple(counts.tolist()))
+
+
+def _length_edges(lengths: NDArray[np.integer], max_length: int) -> list[int]:
+    """Returns powers of two if most examples are far shorter than the longest, else equal widths.
+
+    Ends at max_length if the longest is near it; the last bin may be narrower.
+    """
+    longest, middle = int(lengths.max()), float(np.median(lengths))
+    end = max_length if 2 * longest > max_length else longest
+    if longest > 16 * middle:
+        edges = [0, *(1 << n for n in range(end.bit_length()) if 1 << n < end), end]
+    else:
+        width = _round_width(end / BINS)
+        last = end if end == max_length else -(-end // width) * width
+        edges = [*range(0, last, width), last]
+    return edges
+
+
+def _round_width(width: float) -> int:
+    """Returns the smallest of 1, 2, 5, 10, 20, 50, ... that is at least `width`."""
+    unit = 1
+    while True:
+        for factor in (1, 2, 5):
+            if unit * factor >= width:
+                return unit * factor
+        unit *= 10
+
+
+def _percentiles(lengths: NDArray[np.integer]) -> dict[str, int]:
+    """Returns lengths that occur, by percentile."""
+    percents = {"min": 0, "p25": 25, "median": 50, "p75": 75, "p90": 90, "p99": 99, "max": 100}
+    values = np.percentile(lengths, list(percents.values()), method="inverted_cdf")
+    return {name: int(value) for name, value in zip(percents, values, strict=True)}
+
+
+def _packing(data: Dataset, settings: Data) -> PackingStatistics:
+    squares = data.examples.lengths[data.rows.members].astype(np.int64) ** 2
+    return PackingStatistics(
+        packed=settings.packing,
+        rows=len(data.rows),
+        efficiency=data.efficiency(settings.max_length),
+        documents_per_row=_min_mean_max(np.diff(data.rows.offsets)),
+        attention_work_per_row=_min_mean_max(np.add.reduceat(squares, data.rows.offsets[:-1])),
+    )
+
+
+def _min_mean_max(values: NDArray[np.integer]) -> dict[str, float]:
+    return {"min": int(values.min()), "mean": float(values.mean()), "max": int(values.max())}
+
+
+def first_examples(examples: Examples, count: int) -> list[int]:
+    """Returns the indices of `count` examples, taken from the sources in turn; sorted."""
+    ranges, end = [], 0
+    for source in examples.report.sources:
+        ranges.append((end, end + source.taken))
+        end += source.taken
+    longest = max((end - start for start, end in ranges), default=0)
+    in_turn = (start + i for i in range(longest) for start, end in ranges if start + i < end)
+    return sorted(itertools.islice(in_turn, count))
+
+
+def find_row(view: DatasetView, address: str) -> list[int]:
+    """Returns the indices of the examples made from a row PATH:NUMBER; the end of a path suffices.
+
+    Raises UserError with the nearest rows and the reason why this one is not there.
+    """
+    path, _, digits = address.rpartition(":")
+    if not path or not digits.isdecimal():
+        raise UserError(f"--row {address}: expected PATH:NUMBER, such as train.jsonl:12")
+    number, rows, indices = int(digits), [], []
+    for i, example in enumerate(view.data.examples):
+        if matches_path(example.path, path):
+            rows.append((example.row, example.path))
+            if example.row == number:
+                indices.append(i)
+    if indices:
+        return list(dict.fromkeys(indices))
+    if not rows:
+        known = sorted({example.path for example in view.data.examples})
+        raise UserError(f"--row {address}: no example is from {path}; there are {', '.join(known)}")
+    raise UserError(f"--row {address}: {_why_absent(view, path, number)}\nThe nearest {_nearest(rows, number)}")
+
+
+def matches_path(label: str, typed: str) -> bool:
+    """Whether `typed` is a source's label, or its last path components."""
+    return label == typed or label.endswith(f"/{typed.removeprefix('./')}")
+
+
+def _nearest(rows: Sequence[tuple[int, str]], number: int) -> str:
+    ordered = sorted(set(rows))
+    index = bisect_left(ordered, (number, ""))
+    nearest = [f"{path}:{row}" for row, path in ordered[max(0, index - 1) : index + 1]]
+    return f"{'are' if len(nearest) > 1 else 'is'} {' and '.join(nearest)}"
+
+
+def _why_absent(view: DatasetView, path: str, number: int) -> str:
+    """Returns why a row has no example: reads and renders it again, alone."""
+    bad: dict[tuple[str, int], str] = {}
+    for source, report in zip(view.sources, view.data.examples.report.sources, strict=True):
+        for label, n, row in read_rows(source, lambda label, n, message: bad.update({(label, n): message})):
+            if n == number and matches_path(label, path):
+                return _why_dropped(view, source, report.format, row, f"{label}:{n}")
+        for (label, n), message in bad.items():
+            if n == number and matches_path(label, path):
+                return f"a bad row: {message}"
+    return "there is no such row"
+
+
+def _why_dropped(view: DatasetView, source: Source, format: str, row: dict[str, Any], address: str) -> str:
+    """Returns the error that a file with this row alone raises when dropping is not allowed."""
+    strict = {"overlong": "error", "on_bad_row": "error", "mixture": None, "streaming": False}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "row.jsonl"
+        path.write_text(json.dumps(row, default=str) + "\n", encoding="utf-8")
+        alone = {"path": str(path), "config": None, "split": "train", "weight": 1.0, "max_epochs": None, "limit": None}
+        only = source.model_copy(update={**alone, "format": format or source.format})
+        data = view.recipe.data.model_copy(update={**strict, "train": (only,), "eval": ()})
+        recipe = view.recipe.model_copy(update={"data": data})
+        try:
+            prepare_examples(recipe, [only], view.tokenizer)
+        except UserError as error:
+            why, _, _ = str(error).partition("\n(`data.on_bad_row")  # advice for a run that stops at such a row
+            return f"dropped: {why}".replace(f"{path}:1", address).replace(str(path), address)
+    return f"usable, but not sampled: an epoch takes only part of its source (weight {source.weight:g})"

@@ -1,0 +1,408 @@
+"""The training loop, readable top to bottom: what happens in every step, and between steps.
+
+    batches -> forward -> terms of the objective -> backward -> one reduction of all sums -> optimizer -> one line
+
+It knows no objective by name and nothing of how tensors lie on devices; the engine knows nothing of steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from finetune.checkpoints.saver import Saver
+from finetune.data.batch import Batch
+from finetune.data.dataset import Dataset, Stream
+from finetune.data.loader import Loader, StepBatches
+from finetune.engine.base import Engine
+from finetune.engine.optimizer_step import NonFinite
+from finetune.errors import RunFailure, Stopped
+from finetune.export.result import model_card, save_result
+from finetune.models.compiled import CompilationWatch, compilations
+from finetune.models.loss_model import Outputs
+from finetune.models.weights import dtypes
+from finetune.objectives.base import UNSCALED, Sums, TermSums
+from finetune.objectives.forward import ForwardPass
+from finetune.planning.plan import Plan
+from finetune.recipe import Recipe, dump_recipe
+from finetune.tracking import Status, Totals, TrainingProgress, read_steps, write_status
+from finetune.tracking.meters import Meters
+from finetune.training.evaluation import Evaluator, end_ids
+from finetune.training.feed import Feed, fed_steps
+from finetune.training.profile import Profiler
+from finetune.training.profile_summary import show_profile
+from finetune.training.report import show_evaluation, show_plan, show_totals
+from finetune.training.run_log import ExpertLoad, RunLog
+from finetune.training.schedules import lr_factor
+from finetune.training.stop import StopRequest
+
+Line = dict[str, Any]  # of metrics.jsonl
+
+
+@dataclass
+class State:
+    """Where a run stands: all that changes besides weights, optimizer and loss scale."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # over all ranks, without padding
+    supervised_tokens: int = 0
+    padding_tokens: int = 0  # computed in addition, on as many processes as there were
+    tokens_by_source: dict[str, int] = field(default_factory=dict)  # where there are several
+
+
+@dataclass(frozen=True)
+class StepFlags:
+    """What a rank wants at the end of a step; summed over the ranks with the loss, so that all act alike."""
+
+    stop: bool  # a signal was received
+    save: bool  # `checkpoint.every_minutes` have passed
+    settle: bool  # a checkpoint that was being written has failed
+
+
+@dataclass
+class Trainer:
+    """A run with everything in its place: `run` trains, evaluates and saves."""
+
+    recipe: Recipe
+    engine: Engine
+    tokenizer: PreTrainedTokenizerFast
+    data: Dataset | Stream
+    forward: ForwardPass
+    loader: Loader
+    evaluator: Evaluator | None
+    plan: Plan
+    state: State
+    meters: Meters
+    profiler: Profiler | None
+    stop: StopRequest
+    console: Console
+    folder: Path  # runs/<name>
+    tracker_ids: dict[str, str]  # of the runs that a checkpoint knows
+
+    def __post_init__(self) -> None:
+        self.totals, self.expert_load, self.compilations = Totals(), ExpertLoad(), CompilationWatch()
+        self.evaluation: dict[str, float] = {}
+        self.last_loss: float | None = None
+
+    def say(self, text: str) -> None:
+        """A line to the console, from the main rank alone."""
+        if self.engine.is_main:
+            self.console.print(text)
+
+    # --- the run
+
+    def run(self) -> None:
+        """Raises Stopped after a save where a signal asked for it."""
+        if self.engine.is_main:
+            (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
+            self.plan.write(self.folder / "plan.json")
+            show_plan(self.console, self.recipe, self.plan)
+        config = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
+        self.log = RunLog(self.engine, self.recipe, self.folder, self.state.step + 1, config, self.tracker_ids)
+        self.saver = Saver(self.engine, self.recipe, self.folder / "checkpoints", self._checkpoint_metadata())
+        self.saved_at = time.monotonic()
+        self.saved_before = False
+        try:
+            self.train()
+            self._write_expert_load()
+            self.saver.settle()
+            if self.engine.is_main:
+                show_totals(self.console, self.totals)
+            self.saver.tidy()
+            self.saver.close()  # its memory makes room for the result's
+            self._save_result()
+            self.log.finish(self.evaluation)
+            self._write_status("finished")
+        finally:
+            self.saver.close()
+            self.log.close()
+
+    def train(self) -> None:
+        """All steps from `state.step` to the plan's end, with what is due between them."""
+        self.evaluation = self._recorded_evaluation()
+        if not self.evaluation and self._evaluation_due():
+            self.evaluate()
+        self._write_status("running")  # a signal before this leaves nothing to save: 75 at once
+        self.stop.steps_begun = True
+        self._profile({})
+        with (
+            fed_steps(self.loader, range(self.state.step, self.plan.steps), self.engine.device) as feed,
+            TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress,
+        ):
+            for step_batches in self._steps(feed):
+                line, flags = self.train_step(step_batches)
+                self._record(line, step_batches)
+                progress.update(line["step"], line["loss"], line["tokens_per_s"], line.get("mfu"))
+                self._profile(line)
+                self._between_steps(flags)
+
+    def _steps(self, feed: Feed[StepBatches]) -> Iterator[StepBatches]:
+        """Yields the batches of each step that is left; the wait for them is metered."""
+        if self.state.step < self.plan.steps:
+            self._warm_up(feed.peek().batches[0])
+        self.engine.stopwatch.restart()
+        while self.state.step < self.plan.steps:
+            with self.engine.stopwatch.phase("data"):
+                step_batches = next(feed)
+            yield step_batches
+
+    def _warm_up(self, batch: Batch) -> None:
+        """Forwards and backwards that leave no trace on weights, optimizer and random numbers of the steps."""
+        objective = self.forward.objective
+        for _ in range(self.engine.warm_ups):
+            with self.engine.micro_batch(last=True):
+                terms = objective.terms(self.forward(self.engine.model, batch), batch)
+                self.engine.backward(objective.loss(terms, UNSCALED))
+            self.engine.drop_gradients()
+
+    # --- one step
+
+    def train_step(self, step: StepBatches) -> tuple[Line, StepFlags]:
+        """One optimizer step; returns its line of metrics.jsonl, and what all ranks want next. Collective.
+
+        Raises RunFailure before the optimizer step where loss or gradient is not finite, on all ranks alike.
+        """
+        factor = lr_factor(self.recipe.schedule, self.state.step, self.plan.steps)
+        self.engine.set_lr(factor)
+        micro_batches = _MicroBatches(self, step)
+        self.engine.accumulate(step.batches, micro_batches.forward, micro_batches.loss)
+        sums, flags = self._reduce(micro_batches)
+        loss = sums.loss()
+        if not math.isfinite(loss):
+            raise micro_batches.not_finite("loss")
+        self.meters.measure_gradients()
+        try:
+            with self.engine.stopwatch.phase("optimizer"):
+                grad_norm = self.engine.step()
+        except NonFinite as error:
+            raise micro_batches.not_finite("gradient", error.stepped) from None
+        self._advance(step, sums)
+        measured = self.meters.step(step.batches, step.counts["tokens"], step.counts["target_tokens"])
+        line = {
+            "step": self.state.step,
+            "epoch": step.epoch,
+            "loss": loss,  # what is optimised, all terms included
+            "grad_norm": grad_norm,  # before clipping; None where fp16 skipped the step
+            "lr": self.recipe.optimizer.lr * factor,
+            "tokens": self.state.tokens,
+            "supervised_tokens": self.state.supervised_tokens,
+            "padding_tokens": self.state.padding_tokens,
+            "tokens_per_s": step.counts["tokens"] / measured.seconds,
+            "step_s": measured.seconds,
+            **measured.line,
+            **self.forward.objective.metrics(sums),
+            **{f"tokens/{name}": count for name, count in self.state.tokens_by_source.items()},
+        }
+        return line, flags
+
+    def _reduce(self, micro_batches: _MicroBatches) -> tuple[Sums, StepFlags]:
+        """The step's sums and every rank's flags, in one reduction."""
+        minutes = self.recipe.checkpoint.every_minutes
+        overdue = minutes is not None and time.monotonic() - self.saved_at >= minutes * 60
+        wanted = [self.stop.reason is not None, overdue and self.engine.is_main, self.saver.failed]  # one clock decides
+        sums = micro_batches.sums
+        totals = self.engine.ranks.total({**sums.totals, "flags": torch.tensor(wanted, dtype=torch.float64)})
+        stop, save, settle = (flag > 0 for flag in totals.pop("flags").tolist())
+        return Sums(totals, sums.terms, micro_batches.counts), StepFlags(stop, save, settle)
+
+    def _advance(self, step: StepBatches, sums: Sums) -> None:
+        state = self.state
+        state.step += 1
+        state.tokens += step.counts["tokens"]
+        state.supervised_tokens += step.counts["target_tokens"]
+        state.padding_tokens += step.padding
+        if "tokens_by_source" in sums.totals:
+            for name, count in zip(self.data.source_names, sums.totals["tokens_by_source"].tolist(), strict=True):
+                state.tokens_by_source[name] = state.tokens_by_source.get(name, 0) + int(count)
+        if "expert_load" in sums.totals:
+            self.expert_load.add(state.step, sums.totals["expert_load"])
+
+    def _record(self, line: Line, step: StepBatches) -> None:
+        self.last_loss = line["loss"]
+        if self.recipe.train.compile:
+            line["compilations"] = compilations()
+            if (warning := self.compilations.step_done()) is not None:
+                self.say(f"[yellow]{escape(warning)}[/yellow]")
+        self.log.write(line, line["step"])
+        self.log.rows(line["step"], row_ids(step.batches))
+        self.totals.add(line)
+
+    # --- between steps
+
+    def _between_steps(self, flags: StepFlags) -> None:
+        """Evaluate, save, stop: what is due, the same on every rank."""
+        stopwatch, measured = self.engine.stopwatch, {}
+        if flags.settle:
+            with stopwatch.stall("checkpoint"):
+                self.saver.settle()
+        if self._evaluation_due() and not flags.stop:  # one that is left out is made when the run resumes
+            with stopwatch.stall("evaluation"):
+                measured = self.evaluate()
+        if flags.stop or self._save_due(measured, flags):
+            with stopwatch.stall("checkpoint"):
+                self._save_checkpoint(measured)
+        if flags.stop:
+            self._stop()
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out metrics and generations, logged and shown. Collective."""
+        assert self.evaluator is not None  # what is due has data
+        self.evaluation, generations = self.evaluator.run()
+        self.compilations.evaluated()
+        self._write_expert_load()
+        self.log.write({"step": self.state.step, **self.evaluation}, self.state.step)
+        if self.engine.is_main:
+            show_evaluation(self.console, self.state.step, self.evaluation, generations)
+        if generations:
+            rows = [[g.prompt, g.output, g.reference] for g in generations]
+            self.log.table("generations", ["prompt", "output", "reference"], rows, self.state.step)
+        return self.evaluation
+
+    def _evaluation_due(self) -> bool:
+        step, every = self.state.step, self.recipe.evaluate.every_steps
+        if self.evaluator is None:
+            return False
+        if step == 0:
+            return self.recipe.evaluate.at_start
+        return step == self.plan.steps or bool(every and step % every == 0)
+
+    def _recorded_evaluation(self) -> dict[str, float]:
+        """This step's evaluation, where an earlier launch of this run made it; else empty. Collective."""
+        lines = read_steps(self.folder / "metrics.jsonl") if self.engine.is_main else []
+        recorded = [line for line in lines if line["step"] == self.state.step and "eval_loss" in line]
+        metrics = {key: value for key, value in recorded[-1].items() if key != "step"} if recorded else {}
+        return self.engine.ranks.gather(metrics)[0]
+
+    def _save_due(self, measured: dict[str, float], flags: StepFlags) -> bool:
+        settings, step = self.recipe.checkpoint, self.state.step
+        if settings.every_steps and step % settings.every_steps == 0:
+            return True
+        at_the_end = (settings.every_steps or settings.every_minutes or settings.best) and step == self.plan.steps
+        return bool(flags.save or at_the_end or self.saver.improves(measured))
+
+    def _save_checkpoint(self, measured: dict[str, float]) -> None:
+        self.log.flush()
+        size = self.saver.save(asdict(self.state), measured)
+        self.saved_at = time.monotonic()
+        if not self.saved_before:
+            how = ", copied to CPU memory and written while steps go on" if self.saver.asynchronous else ""
+            self.say(f"step {self.state.step}: first checkpoint, {size / 2**20:,.1f} MiB of each process{how}")
+        self.saved_before = True
+
+    def _stop(self) -> NoReturn:
+        """After a signal, with everything on the disk."""
+        self.saver.settle(must=True)
+        reasons = sorted({reason for reason in self.engine.ranks.gather(self.stop.reason) if reason})
+        self.log.finish_preempted()
+        self._write_status("stopped")
+        raise Stopped(
+            f"stopped by {', '.join(reasons)} after step {self.state.step} of {self.plan.steps}; "
+            "the same command resumes from there"
+        )
+
+    def _profile(self, line: Line) -> None:
+        """Begin and end what `profile` asks for. line: of the step just made; empty before the first."""
+        if self.profiler is None:
+            return
+        if not line and self.profiler.misses(self.state.step):
+            self.say(f"note: profile.steps: nothing is traced, this launch begins after step {self.state.step}")
+        due = self.profiler.turns(self.state.step)
+        with self.engine.stopwatch.stall("profile") if due else contextlib.nullcontext():
+            summary = self.profiler.after(self.state.step, line)
+        if summary:
+            show_profile(self.console, summary)
+
+    # --- files
+
+    def _checkpoint_metadata(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the run in addition to its progress."""
+        return {
+            "steps": self.plan.steps,
+            "data": self.data.facts(),
+            "trackers": self.log.run_ids(),
+            "versions": self.plan.versions,
+            "git_commit": self.plan.git_commit,
+        }
+
+    def _write_expert_load(self) -> None:
+        if self.engine.is_main:
+            self.expert_load.write(self.folder)
+
+    def _save_result(self) -> None:
+        ends = end_ids(self.data.first_example(), self.tokenizer)
+        # No loss where a finished run was only evaluated again.
+        card = model_card(self.recipe, asdict(self.plan), asdict(self.state), self.last_loss, self.evaluation)
+        adapter, frozen = self.recipe.mode != "full", dtypes(self.recipe).frozen
+        save_result(self.engine, self.tokenizer, ends, adapter, frozen, card, self.folder / "model")
+        self.say(f"saved [bold]{self.folder / 'model'}[/bold]")
+
+    def _write_status(self, status: Status) -> None:
+        if self.engine.is_main:
+            write_status(self.folder, status, self.state.step, self.plan.steps)
+
+
+class _MicroBatches:
+    """What the engine calls for each micro-batch of a step, and what they add up to on this rank."""
+
+    def __init__(self, trainer: Trainer, step: StepBatches):
+        self._engine, self._forward, self._stopwatch = trainer.engine, trainer.forward, trainer.engine.stopwatch
+        self._seed, self._step, self._batches = trainer.recipe.run.seed, trainer.state.step, step.batches
+        self.counts = step.counts
+        self._terms = TermSums()
+        self._losses: list[tuple[Batch, Tensor]] = []  # () of each micro-batch
+
+    def forward(self, model: Any, batch: Batch) -> Any:
+        seed_micro_batch(self._seed, self._step, batch.index)
+        with self._stopwatch.phase("forward"):
+            return self._forward(model, batch)
+
+    def loss(self, outputs: Outputs, batch: Batch) -> Tensor:  # ()
+        """A micro-batch's part of the step's loss."""
+        with self._stopwatch.phase("forward"):
+            terms = self._forward.objective.terms(outputs, batch)
+            loss = self._forward.objective.loss(terms, self.counts)
+        self._terms.add(terms)
+        self._losses.append((batch, loss.detach()))
+        if self._engine.steps_in_backward and not math.isfinite(*self._engine.ranks.sum(loss.detach())):
+            raise self.not_finite("loss")
+        return loss
+
+    @property
+    def sums(self) -> TermSums:
+        """On a rank that has seen no outputs (a pipeline's early stages), zeros of the same names and shapes."""
+        if not self._losses:
+            self._terms.add(self._forward.objective.no_terms(self._batches[0]))
+        return self._terms
+
+    def not_finite(self, what: str, stepped: bool = False) -> RunFailure:
+        """Names the step and the rows of the micro-batches in question, over all ranks. Collective."""
+        batches = [batch for batch, _ in self._losses]
+        guilty = [batch for batch, loss in self._losses if not torch.isfinite(loss)]
+        rows = row_ids(guilty or batches) if guilty or what == "gradient" else []
+        everyone = list(dict.fromkeys(row for of_rank in self._engine.ranks.gather(rows) for row in of_rank))
+        shown = ", ".join(everyone[:20]) + (f" and {len(everyone) - 20} more" if len(everyone) > 20 else "")
+        state = "the weights in memory are spoiled, the last checkpoint is not" if stepped else "nothing was stepped"
+        return RunFailure(
+            f"the {what} is not finite at step {self._step + 1}; {state}. Rows in question: {shown}. Look at these "
+            "rows with `finetune inspect`, lower optimizer.lr, or use train.precision: bf16 instead of fp16"
+        )
+
+
+def seed_micro_batch(seed: int, step: int, index: int) -> None:
+    """Dropout as a pure function of the global micro-batch, so that it does not depend on which process runs it."""
+    torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + index & (2**63 - 1))
+
+
+def row_ids(batches: list[Batch]) -> list[str]:
+    return [f"{path}:{row}" for batch in batches for path, row in batch.documents]

@@ -1,0 +1,80 @@
+"""Small helpers that several rooms share. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+
+def readable_bytes(count: float) -> str:
+    """
+    >>> readable_bytes(3_500_000), readable_bytes(12)
+    ('3.3 MiB', '12 B')
+    """
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.1f} {units[0]}" if units[0] != "B" else f"{count:.0f} B"
+
+
+def divisors(number: int) -> list[int]:
+    """
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def sha256_file(path: Path) -> str:
+    """Hex digest of a file's bytes. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that is complete or absent, whoever else writes it at the same time. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def fsync(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def peak_resident_bytes() -> int:
+    """Returns the peak resident set size of this process. Exact on Linux; elsewhere getrusage's, which may include the
+    parent's at the fork."""
+    status = Path("/proc/self/status")
+    if status.exists() and (match := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)):
+        return int(match[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+
+
+def unwrap_peft(model: Any) -> Any:
+    """Returns transformers' model: the one inside a peft model, or `model` itself. Imports no peft."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def full_shape(parameter: Any) -> Any:
+    """Returns the shape of the unsharded parameter (torch.Size), also under ZeRO-3. Imports no torch."""
+    return getattr(parameter, "ds_shape", parameter.shape)

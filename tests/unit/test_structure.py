@@ -1,0 +1,74 @@
+"""The scripts that measure and draw the package's structure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import architecture
+import structure
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_the_committed_picture_shows_the_rooms_and_imports_of_the_sources():
+    committed = (ROOT / architecture.PICTURE).read_text(encoding="utf-8")
+    found = architecture.problems(committed, architecture.read(ROOT))
+    assert not found, f"draw it again with `python scripts/architecture.py`: {found}"
+
+
+def test_a_new_import_makes_the_picture_out_of_date():
+    current = architecture.read(ROOT)
+    picture = architecture.draw(replace(current, arrows=current.arrows[1:]))
+    missing = current.arrows[0]
+    assert architecture.problems(picture, current) == [f"{missing.importer} -> {missing.imported} is new"]
+    assert architecture.problems(picture.replace('class="page"', ""), current)
+
+
+def test_imports_are_found_at_the_top_in_functions_and_relative_ones(tmp_path: Path):
+    package = tmp_path / "finetune"
+    for name in ("data/cache", "recipe"):
+        (package / name).mkdir(parents=True)
+    (package / "errors.py").write_text("")
+    (package / "recipe" / "__init__.py").write_text("from finetune import errors\n")
+    (package / "data" / "cache" / "files.py").write_text("def read():\n    from ...recipe import load\n")
+    (tmp_path / "pyproject.toml").write_text('layers = [\n  "finetune.data",\n  "finetune.recipe",\n]\n')
+    found = architecture.read(tmp_path)
+    assert [(room.name, room.layer, room.packages) for room in found.rooms] == [
+        ("data", 0, ("cache",)),
+        ("recipe", 1, ()),
+        ("errors", 2, ()),
+    ]
+    assert {(arrow.importer, arrow.imported) for arrow in found.arrows} == {("data", "recipe"), ("recipe", "errors")}
+
+
+def test_structure_counts_what_a_reader_has_to_follow(tmp_path: Path):
+    source = """
+class Batch:
+    def run(self, a, b, c, d, e, f, g, h, *, i):
+        return _once(a) + twice(b) + twice(c)
+
+def _once(x):
+    return x
+
+def twice(x):
+    return x
+
+def replace(model):
+    model.forward = twice
+    setattr(model, "forward", twice)
+"""
+    for room in ("data", "engine"):
+        (tmp_path / "finetune" / room).mkdir(parents=True)
+        (tmp_path / "finetune" / room / "batch.py").write_text(source)
+    measured = structure.measure(tmp_path)
+    assert measured["files"] == 2
+    assert measured["functions"] == 8
+    assert measured["private functions called once"] == 2  # `_once`, once in each file
+    assert measured["functions with more than 8 parameters"] == [
+        f"finetune/{room}/batch.py:3 run (9)" for room in ("data", "engine")
+    ]
+    places = [f"finetune/{room}/batch.py:{line}" for room in ("data", "engine") for line in (13, 14)]
+    assert measured["places that replace a forward"] == places
+    assert [entry.split(":")[0] for entry in measured["class names used more than once"]] == ["Batch"]
+    assert [entry.split(":")[0] for entry in measured["file names used more than once"]] == ["batch.py"]
