@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from finetune.models.head.formula import LogitMap
 from torch.nn.functional import cross_entropy, linear
 
 from finetune.models.head import Formula
 from finetune.models.head.chunked import Work, linear_losses, rows_at_once
-from finetune.models.head.formula import LogitMap
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -24,7 +24,17 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from finetune.engine.base import BuildOptimizers, Engine, Forward, Loss, NamedTensors, T, saved_tensors, update_shards
+from finetune.engine.base import (
+    BuildOptimizers,
+    Engine,
+    Forward,
+    Loss,
+    NamedTensors,
+    T,
+    detached,
+    saved_tensors,
+    update_shards,
+)
 from finetune.engine.launch import Launch
 from finetune.engine.pipeline_layout import Layout, bubble_share, lay_out, schedulable_micro_batches
 from finetune.engine.stage_model import StageModel, check_cuttable, holders, keep_only
@@ -248,9 +258,11 @@ class Pipeline(Engine):
                 found.append(Part(name, tuple(p.shape), start, numel, p, start))
         return found
 
-    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+    def full_tensors(
+        self, trainable_only: bool, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
         for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
-            yield name, self._on_main(tensor.detach(), self._holders.get(name, [0])[0])
+            yield name, self._on_main(detached(tensor, dtype), self._holders.get(name, [0])[0])
 
     def _on_main(self, tensor: Tensor, place: int) -> Tensor | None:
         """Sent by the first replica of the stage that holds it. Between these two only, and in one order."""

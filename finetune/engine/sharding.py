@@ -201,17 +201,25 @@ def _difference(own: _TensorList, of_rank_0: _TensorList) -> str | None:
     return None if same_order else "its tensors come in another order"
 
 
-def fill_shards(model: Any, weights: Weights, shards: Mapping[str, ParameterShard], device: torch.device) -> None:
+def fill_shards(
+    model: Any,
+    weights: Weights,
+    shards: Mapping[str, ParameterShard],
+    device: torch.device,
+    shard_device: torch.device,
+) -> None:
     """Give every rank its shard of rank 0's weights; one tensor at a time is full. Collective.
 
-    shards: of the tensor parallel parameters, by name.
+    shards: of the tensor parallel parameters, by name. device: where full tensors are communicated. shard_device: where
+    shards stay, the CPU where they are offloaded. FSDP2 would move them there itself, but only the local tensor in a
+    DTensor, which would then name another device than it is on.
     """
     filled: dict[str, Tensor] = {}
     by_identity: dict[int, Tensor] = {}  # of the model's tensors: tied weights have two names
     for name, sharded in model.state_dict(keep_vars=True).items():
         if id(sharded) not in by_identity:
             full = _broadcast(weights.saved.pop(name, None), sharded, shards.get(name), device)
-            by_identity[id(sharded)] = _local_shard(full, sharded, shards.get(name))
+            by_identity[id(sharded)] = _local_shard(full, sharded, shards.get(name), shard_device)
         filled[name] = by_identity[id(sharded)]
     model.load_state_dict(filled, assign=True)
     model.tie_weights()
@@ -237,16 +245,17 @@ def _broadcast(own: Tensor | None, sharded: Tensor, shard: ParameterShard | None
     return full
 
 
-def _local_shard(full: Tensor, sharded: Tensor, shard: ParameterShard | None) -> Tensor:
+def _local_shard(full: Tensor, sharded: Tensor, shard: ParameterShard | None, shard_device: torch.device) -> Tensor:
     """Returns a copy of this rank's shard, with the layout of `sharded`."""
     columns = full if shard is None else shard.take(full)
     if not isinstance(sharded, DTensor):
         return columns.clone()
     first, rows = first_row(sharded), sharded.to_local().shape[0]
-    local = columns[first : first + rows].clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(
+    local = columns.narrow(0, first if rows else 0, rows).clone(memory_format=torch.contiguous_format)
+    dtensor = DTensor.from_local(
         local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
+    return dtensor.to(shard_device)  # from_local itself moves it to the mesh's device
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -89,6 +89,8 @@ class CausalLMWithLoss(nn.Module):
         causal = unwrap_peft(model)
         head, vocabulary = loss_head(causal), causal.config.get_text_config().vocab_size
         self._takes, self._base_takes = _accepted_names(causal), _accepted_names(causal.base_model)
+        balances = getattr(causal.config.get_text_config(), "output_router_logits", False)
+        self._no_balance_loss = {"output_router_logits": False} if balances else {}  # of transformers' own; see _logits
         try:
             found: LogitMap | UnknownHead = logit_map(causal)
         except UnknownHead as reason:
@@ -131,7 +133,8 @@ class CausalLMWithLoss(nn.Module):
         return unwrap_peft(self.causal_lm).get_output_embeddings()(hidden, task=task)
 
     def _logits(self, positions: Tensor, inputs: dict[str, Any]) -> Tensor:  # (S, V)
-        accepted = _accepted(inputs, self._takes)
+        # A model's config can ask for a balance loss in each forward. Nothing reads it; an objective adds its own.
+        accepted = _accepted({**inputs, **self._no_balance_loss}, self._takes)
         if self._takes is None or "logits_to_keep" in self._takes:
             return self.causal_lm(**accepted, logits_to_keep=positions).logits[0]
         return self.causal_lm(**accepted).logits[0, positions]

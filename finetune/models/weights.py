@@ -31,12 +31,14 @@ class Placement:
 
     meta: shapes only, of buffers as well; the engine fills them in from rank 0. device: where quantised weights are
     packed; None where ZeRO-3 places them itself. layers: the decoder layers that need weights, the others may be left
-    on `meta`.
+    on `meta`. direct: each weight is read straight to `device`. Otherwise every rank would make a copy of the model in
+    host memory where it is in fp32, which checkpoints are not.
     """
 
     weights: Literal["load", "meta"]
     device: torch.device | None
     layers: frozenset[int] | None = None
+    direct: bool = False
 
 
 def load_model(
@@ -78,8 +80,8 @@ def _base_model(
         return AutoModelForCausalLM.from_config(config, **common)
     if recipe.quantization is not None:
         common["quantization_config"] = quantization_config(recipe.quantization, dtypes(recipe).compute)
-        if placement.device is not None:
-            common["device_map"] = {"": placement.device}
+    if placement.device is not None and (recipe.quantization is not None or placement.direct):
+        common["device_map"] = {"": placement.device}
     name = recipe.model.name
     assert name is not None  # the schema wants it where there is no config
     load: Any = AutoModelForCausalLM

@@ -26,6 +26,7 @@ from finetune.engine.context_parallel import apply_context_parallel
 from finetune.engine.launch import collective_timeout, read_launch
 from finetune.engine.start import set_group_timeouts, start_engine
 from finetune.errors import Stopped
+from finetune.models.adapters import keep_input_types
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
 from finetune.models.config import check_token_ids, model_config
 from finetune.models.dropout import check_nothing_random
@@ -166,6 +167,7 @@ def _load(
     casts = types.compute != types.trained
     if casts:
         compute_experts_in(model, types.compute)
+        keep_input_types(model)
     loss_model = CausalLMWithLoss(
         model,
         cross_entropy=recipe.model.cross_entropy,

@@ -52,7 +52,7 @@ def compared(name: str, meshes: Meshes) -> dict[str, Any]:
     weights = take_weights(ours, is_main)
     loss_model = CausalLMWithLoss(ours)
     shard_model(loss_model, layers, Sharding(meshes, MixedPrecisionPolicy(), OffloadPolicy(), True))
-    fill_shards(ours, weights, {}, torch.device("cpu"))
+    fill_shards(ours, weights, {}, torch.device("cpu"), torch.device("cpu"))
     ids = torch.arange(24).remainder(97)[None] + 3
     with torch.no_grad():
         logits, wanted = (model.eval()(input_ids=ids, use_cache=False).logits for model in (loss_model, unsharded))

@@ -6,11 +6,11 @@ import importlib.util
 
 import pytest
 import torch
+from finetune.models.head.formula import LogitMap, token_losses
+from finetune.models.head.fused import liger_losses, torch_losses
 
 from finetune.models.head import Formula
 from finetune.models.head.chunked import Work, linear_losses
-from finetune.models.head.formula import LogitMap, token_losses
-from finetune.models.head.fused import liger_losses, torch_losses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")

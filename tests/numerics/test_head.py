@@ -12,6 +12,8 @@ import pytest
 import tiny
 import torch
 from conftest import metrics, train_here
+from finetune.models.head.choice import choose_cross_entropy
+from finetune.models.head.formula import LogitMap
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -21,9 +23,7 @@ from finetune.models.attention import choose_attention
 from finetune.models.config import model_config
 from finetune.models.head import Formula, LossHead, attach_head, chunked, loss_module
 from finetune.models.head.architecture import Unknown, logit_map
-from finetune.models.head.choice import choose_cross_entropy
 from finetune.models.head.chunked import Work, linear_losses, rows_at_once
-from finetune.models.head.formula import LogitMap
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora

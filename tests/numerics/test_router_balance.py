@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from finetune.training.routing import ExpertLoad, Routing, routing_line
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -16,7 +17,6 @@ from finetune.models.activations import recompute_activations
 from finetune.models.routers import find_routers
 from finetune.objectives.router_balance import router_balance
 from finetune.recipe.schema import Objective
-from finetune.training.routing import ExpertLoad, Routing, routing_line
 
 
 def plain(logits: Tensor, top_k: int) -> Tensor:  # of one layer and one row, in fp64

@@ -12,6 +12,7 @@ from finetune.models.attention.choice import (
     choose_attention,
 )
 from finetune.models.attention.flex import FLEX
+from finetune.models.attention.masked import with_unread_mask
 from finetune.models.attention.per_document import DOCUMENTS
 from finetune.models.attention.varlen import VARLEN
 
@@ -24,4 +25,5 @@ __all__ = [
     "attention_for",
     "check_rows_per_forward",
     "choose_attention",
+    "with_unread_mask",
 ]

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
 from finetune.data.cache.root import cache_root
+from finetune.models.attention.masked import with_unread_mask
 from finetune.models.rope import rotate_per_document
 from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config
 
@@ -142,8 +143,24 @@ def _try(tiny: PretrainedConfig, implementation: str | None, prepare: Prepare) -
         positions = _why_not(lambda: compare(reference, Trial(tiny, None, plain).alone(with_positions=True)))
         if implementation is None:
             return Verdict("documents are not tried together", positions, causal)
-        packed = _why_not(lambda: compare(reference, Trial(tiny, implementation, plain).packed(prepare)))
+        packed = _why_not_packed(tiny, implementation, prepare, plain, reference)
     return Verdict(packed, positions, causal)
+
+
+def _why_not_packed(
+    tiny: PretrainedConfig, implementation: str, prepare: Prepare, plain: Trial, reference: Computed
+) -> str | None:
+    """With the arguments of a run. What fails without the mask that is not to be read says better what is wrong."""
+
+    def in_a_run(lengths: tuple[int, ...]) -> dict[str, Any]:
+        return with_unread_mask(prepare(lengths), torch.device("cpu"))
+
+    def why_not(arguments: Prepare) -> str | None:
+        return _why_not(lambda: compare(reference, Trial(tiny, implementation, plain).packed(arguments)))
+
+    if (reason := why_not(in_a_run)) is None:
+        return None
+    return why_not(prepare) or reason
 
 
 def _untried(error: BaseException) -> Verdict:
@@ -197,8 +214,10 @@ class Trial:
     def __init__(self, tiny: PretrainedConfig, implementation: str | None, like: Trial | None = None):
         torch.manual_seed(0)
         common = {} if implementation is None else {"attn_implementation": implementation}
-        # A copy: transformers notes the attention in the config that it is given.
-        self.model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(tiny), dtype=torch.float32, **common)
+        config = copy.deepcopy(tiny)  # transformers writes the attention into it
+        if getattr(config.get_text_config(), "output_router_logits", False):
+            config.get_text_config().output_router_logits = False  # `CausalLMWithLoss` does not ask for it, either
+        self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **common)
         self._takes = inspect.signature(self.model.forward).parameters
         if like is None:
             randomize(self.model)
