@@ -114,8 +114,8 @@ def bare_model(folder: Path, work: Work, device: Any) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from finetune.models.attention import attention_for
     from finetune.models.config import model_config
-    from finetune.models.weights import attention_for
     from finetune.recipe import load_recipe
 
     recipe = load_recipe(folder / "recipe.yaml", list(work.overrides))

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError
-from finetune.startup import few_collections, import_transformers, large_pages, quiet_libraries
+from finetune.startup import few_collections, growing_segments, import_transformers, large_pages, quiet_libraries
 
 app = typer.Typer(
     help="Fine-tune language models: the recipe fixes the maths, the accelerate config only decides where it runs.",
@@ -83,6 +83,7 @@ def train(
         loaded = load_recipe(recipe, overrides or ())
         quiet_libraries()
         large_pages()
+        growing_segments()
         with few_collections():
             import_transformers()
             from finetune.engine.start import abort_on_crash, leave_group

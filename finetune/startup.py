@@ -48,6 +48,14 @@ def large_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def growing_segments() -> None:
+    """Let torch's segments of CUDA memory grow, on Linux; before torch is imported. Packed rows differ in length from
+    step to step, and freed blocks of fixed segments would not fit the next ones. Without effect where the user has
+    configured the allocator."""
+    if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def quiet_libraries() -> None:
     """Limit libraries to warnings on the main process and errors on the others; before they are imported."""
     import logging

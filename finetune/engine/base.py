@@ -178,11 +178,14 @@ class Engine(abc.ABC):
     # --- the result
 
     @abc.abstractmethod
-    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+    def full_tensors(
+        self, trainable_only: bool, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
         """Each parameter and saved buffer of the unwrapped model, whole: (name, CPU tensor on rank 0, None elsewhere).
 
         Collective: every rank must run through all of it. One tensor at a time is whole anywhere, as long as the caller
-        lets go of the last one before it asks for the next.
+        lets go of the last one before it asks for the next. dtype: that floating-point tensors are cast to on their
+        device; None: their own.
         """
 
     def saved_shapes(self, trainable_only: bool) -> dict[str, Tensor]:
@@ -249,6 +252,12 @@ def saved_tensors(model: Any, trainable_only: bool) -> dict[str, Tensor]:
         for name, tensor in state.items()
         if first[id(tensor)] == name and (not trainable_only or tensor.requires_grad)
     }
+
+
+def detached(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Returns a tensor without its graph, in `dtype` where that is given and it is floating-point."""
+    tensor = tensor.detach()
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def norm_of_steps(stepper: StepInBackward, over_ranks: Callable[[Tensor], float]) -> float:

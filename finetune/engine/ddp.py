@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from finetune.engine.base import (
     BuildOptimizers,
     Engine,
+    detached,
     named_trainables,
     norm_of_steps,
     saved_tensors,
@@ -35,7 +36,7 @@ class Ddp(Engine):
     """
 
     def placement(self, recipe: Recipe) -> Placement:
-        return Placement("load", self.device)
+        return Placement("load", self.device, direct=recipe.mode == "full" and self.device.type != "cpu")
 
     def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
         self.unwrapped = model.causal_lm
@@ -104,6 +105,8 @@ class Ddp(Engine):
         """Every rank writes an equal range of every parameter, and reads all of it."""
         return replica_parts(named_trainables(self.unwrapped), self.rank, self.world_size, reading)
 
-    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+    def full_tensors(
+        self, trainable_only: bool, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
         for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
-            yield name, tensor.detach().cpu() if self.is_main else None
+            yield name, detached(tensor, dtype).cpu() if self.is_main else None

@@ -16,6 +16,7 @@ from finetune.engine.base import (
     BuildOptimizers,
     Engine,
     NamedTensors,
+    detached,
     named_trainables,
     norm_of_steps,
     saved_tensors,
@@ -39,8 +40,9 @@ from finetune.engine.sharding import (
 from finetune.engine.state_shards import Part
 from finetune.engine.tensor_parallel import ParameterShard, ShardedParameters, TensorGroup, all_gathered, parallelize
 from finetune.engine.timing import Stopwatch
+from finetune.models.dtypes import dtypes
 from finetune.models.loss_model import CausalLMWithLoss
-from finetune.models.weights import Placement, dtypes
+from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 
 
@@ -69,15 +71,17 @@ class Fsdp2(Engine):
         self._meshes = device_meshes(self.parallelism, self.device.type)
         causal_lm = self.unwrapped
         from_rank_0 = not getattr(causal_lm, "is_quantized", False)
-        weights = take_weights(causal_lm, self.is_main) if from_rank_0 else {}
+        weights = take_weights(causal_lm, self.is_main) if from_rank_0 else None
         self._sharded, self._tensor_group = ShardedParameters({}, frozenset()), None
         if (mesh := self._meshes.tensor) is not None:
             self._tensor_group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
             self._sharded = parallelize(causal_lm, self._tensor_group)
         expert_meshes = parallelize_experts(causal_lm, self.parallelism, self.device.type, self.stopwatch)
-        shard_model(model, sharding_units(causal_lm, self._plugin()), self._sharding(), expert_meshes)
-        if from_rank_0:
-            fill_shards(causal_lm, weights, self._sharded.shards, self.device)
+        sharding = self._sharding()
+        shard_model(model, sharding_units(causal_lm, self._plugin()), sharding, expert_meshes)
+        if weights is not None:
+            shard_device = torch.device("cpu") if isinstance(sharding.offload, CPUOffloadPolicy) else self.device
+            fill_shards(causal_lm, weights, self._sharded.shards, self.device, shard_device)
         self._waits = ShardWaits(self.model, self.stopwatch)
         trained = self._local_shards()
         if self.steps_in_backward:
@@ -165,16 +169,23 @@ class Fsdp2(Engine):
             if local.numel() and (reading or self._counts(name, parameter))
         ]
 
-    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+    def full_tensors(
+        self, trainable_only: bool, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
         for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
-            yield name, self._full_on_main(tensor.detach(), self._sharded.shards.get(name))
+            yield name, self._full_on_main(detached(tensor.to(self.device), dtype), self._sharded.shards.get(name))
 
     def _full_on_main(self, tensor: Tensor, shard: ParameterShard | None) -> Tensor | None:
         """Collective. The other ranks free it at once."""
-        full = full_tensor(tensor.to(self.device))
+        full = full_tensor(tensor)
         if shard is not None and self._tensor_group is not None:
             full = all_gathered(full, self._tensor_group, shard.dim)
-        return full.cpu() if self.is_main else None
+        if self.is_main:
+            return full.cpu()
+        # Otherwise all gathers of the model are queued while rank 0 writes, and NCCL's timeout of each one runs.
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return None
 
     def saved_shapes(self, trainable_only: bool) -> dict[str, Tensor]:
         shapes, shards = super().saved_shapes(trainable_only), self._sharded.shards

@@ -79,6 +79,16 @@ class Launch:
         return section
 
     @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer state is in host memory or on NVMe, so that the CPU steps."""
+        if self.kind == "fsdp2":
+            return str((self.config.get("fsdp_config") or {}).get("fsdp_offload_params", "")).lower() == "true"
+        section = self.deepspeed
+        in_file = (section.get("zero_optimization") or {}).get("offload_optimizer") or {}
+        devices = section.get("offload_optimizer_device"), in_file.get("device")
+        return any(device in ("cpu", "nvme") for device in devices)
+
+    @property
     def where(self) -> str:
         """A short name for reports: `zero3_offload`, `ddp` or `single`."""
         if self.config_file:
@@ -163,6 +173,16 @@ def _launcher_arguments() -> list[str] | None:
             if name == "accelerate-launch" or words[i + 1] == "accelerate.commands.launch":
                 return words[i + 1 :]
     return None
+
+
+def user_set_threads(launch: Launch) -> bool:
+    """Whether OMP_NUM_THREADS is the user's. Launchers set it where it is not set, so their own environment decides."""
+    if "OMP_NUM_THREADS" not in os.environ or not launch.launched:
+        return "OMP_NUM_THREADS" in os.environ
+    try:
+        return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
+    except (psutil.Error, OSError):
+        return True  # a container may hide parent processes
 
 
 def _option(arguments: list[str] | None, name: str) -> str | None:

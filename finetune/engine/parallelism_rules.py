@@ -16,6 +16,7 @@ from finetune.engine.parallelism import Parallelism, dimension_key
 from finetune.engine.pipeline_layout import PLAN, SINGLE_STAGE_SCHEDULES, schedulable_micro_batches
 from finetune.errors import UserError
 from finetune.models.dropout import drops
+from finetune.models.rope import length_dependent_rope
 from finetune.recipe.schema import Recipe
 from finetune.utils import divisors
 
@@ -32,6 +33,7 @@ class Architecture:
     modules: tuple[str, ...] = ()  # of the base model, where transformers has a plan to split it between them
     soft_capped: bool = False  # attention's logits
     dropouts: dict[str, float] = field(default_factory=dict)  # settings of active dropout
+    rope_types: tuple[str, ...] = ()  # those whose frequencies depend on the length of a document
     tensor_styles: frozenset[str] = frozenset()  # of the tensor parallel plan; empty: it has none
 
     @classmethod
@@ -51,6 +53,7 @@ class Architecture:
             modules=tuple(sorted(getattr(text, "base_model_pp_plan", None) or ())),
             soft_capped=getattr(text, "attn_logit_softcapping", None) is not None,
             dropouts=dict(drops(text)),
+            rope_types=tuple(length_dependent_rope(config)),
             tensor_styles=frozenset(tensor_plan(config).values()),
         )
 
@@ -179,6 +182,11 @@ def context_and_sequence(combination: Combination) -> Iterator[str]:
     keys = " and ".join(combination.key(name) for name in combination.uses("context", "sequence"))
     for name in combination.dropouts():
         yield f"{keys}: each rank would draw dropout for its own tokens, so losses would depend on it: set {name} to 0"
+    for rope_type in combination.model.rope_types if combination.model else ():
+        yield (
+            f"{keys}: the frequencies of this model's `{rope_type}` RoPE depend on a document's length, and a rank has "
+            "a part of it: use data parallel alone"
+        )
     attention = combination.recipe.model.attention
     if attention in ("eager", "sdpa", "flash_attention_2"):
         yield (

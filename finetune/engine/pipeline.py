@@ -24,15 +24,26 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from finetune.engine.base import BuildOptimizers, Engine, Forward, Loss, NamedTensors, T, saved_tensors, update_shards
+from finetune.engine.base import (
+    BuildOptimizers,
+    Engine,
+    Forward,
+    Loss,
+    NamedTensors,
+    T,
+    detached,
+    saved_tensors,
+    update_shards,
+)
 from finetune.engine.launch import Launch
 from finetune.engine.pipeline_layout import Layout, bubble_share, lay_out, schedulable_micro_batches
 from finetune.engine.stage_model import StageModel, check_cuttable, holders, keep_only
 from finetune.engine.state_shards import Part
 from finetune.engine.torch_schedule import make_schedule, make_stage
 from finetune.models.config import model_config
+from finetune.models.dtypes import dtypes
 from finetune.models.loss_model import CausalLMWithLoss, Outputs
-from finetune.models.weights import Placement, dtypes, without_weights
+from finetune.models.weights import Placement, without_weights
 from finetune.recipe.schema import Recipe
 
 BUCKET_BYTES = 25 * 2**20  # of gradients in one all-reduce, as DDP's buckets
@@ -247,9 +258,11 @@ class Pipeline(Engine):
                 found.append(Part(name, tuple(p.shape), start, numel, p, start))
         return found
 
-    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+    def full_tensors(
+        self, trainable_only: bool, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
         for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
-            yield name, self._on_main(tensor.detach(), self._holders.get(name, [0])[0])
+            yield name, self._on_main(detached(tensor, dtype), self._holders.get(name, [0])[0])
 
     def _on_main(self, tensor: Tensor, place: int) -> Tensor | None:
         """Sent by the first replica of the stage that holds it. Between these two only, and in one order."""

@@ -11,7 +11,7 @@ Units follow the model's own list of layers that must not be split, or the accel
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.state_shards import Part
 from finetune.engine.tensor_parallel import ParameterShard
+from finetune.errors import UserError
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.utils import unwrap_peft
-
-Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -129,39 +128,113 @@ def sharding_units(model: Any, plugin: Any) -> list[nn.Module]:
 # --- weights
 
 
-def take_weights(model: Any, has_them: bool) -> Weights:
-    """Move a model to `meta`. Returns its weights on the rank that `has_them`, an empty dict on the others.
+@dataclass(frozen=True)
+class Weights:
+    """All values of a model, on the rank that has them; on the others their names."""
 
-    Buffers that are not saved stay as they are: every rank has computed its own.
+    saved: dict[str, Tensor]  # its state dict; empty on the other ranks
+    computed: dict[str, Tensor]  # by `module.attribute`: what a state dict lacks, such as rotary frequencies
+
+
+def take_weights(model: Any, has_them: bool) -> Weights:
+    """Move a model to `meta`. Returns its values on the rank that `has_them`, shapes on the others. Collective.
+
+    Raises UserError on every rank where they do not have the same model.
     """
-    weights = model.state_dict() if has_them else {}
-    buffers = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name in module._non_persistent_buffers_set
-    ]
+    state = model.state_dict(keep_vars=True)
+    computed = dict(_computed_tensors(model))
+    types = _agree(state, computed)
+    saved = {name: tensor.detach() for name, tensor in state.items()} if has_them else {}
+    computed = {name: tensor.to(types[name]) if tensor.is_meta else tensor for name, tensor in computed.items()}
     model.to("meta")
     model.tie_weights()  # moved one by one, tied weights are separate tensors
-    for module, name, buffer in buffers:
-        module.register_buffer(name, buffer, persistent=False)
-    return weights
+    return Weights(saved, computed)
 
 
-def fill_shards(model: Any, weights: Weights, shards: Mapping[str, ParameterShard], device: torch.device) -> None:
+def _computed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields (`module.attribute`, tensor) of what no state dict has: buffers that are not saved, plain attributes."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name in module._non_persistent_buffers_set:
+                yield f"{path}.{name}", buffer
+        yield from ((f"{path}.{name}", value) for name, value in vars(module).items() if isinstance(value, Tensor))
+
+
+_TensorList = list[tuple[str, tuple[int, ...], torch.dtype]]
+
+
+def _agree(state: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """Compare the tensors that ranks will send and receive, before any is sent. Returns the type of each on rank 0.
+
+    Only the rank that reads the weights knows which of them their code keeps in fp32: the others adopt its types.
+    """
+    tensors = [*state.items(), *computed.items()]
+    own: _TensorList = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
+    of_rank_0: list[Any] = [own]
+    dist.broadcast_object_list(of_rank_0, src=0)
+    differences: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(differences, _difference(own, of_rank_0[0]))
+    for rank, difference in enumerate(differences):
+        if difference is not None:
+            raise UserError(
+                f"FSDP2: the model that rank {rank} made from the config is not the one that rank 0 has read: "
+                f"{difference}. Use ddp or zero3, where every rank reads the weights itself"
+            )
+    types = {name: dtype for name, _, dtype in of_rank_0[0]}
+    for name, tensor in state.items():
+        if tensor.is_meta and tensor.dtype != types[name]:
+            tensor.data = tensor.data.to(types[name])
+    return types
+
+
+def _difference(own: _TensorList, of_rank_0: _TensorList) -> str | None:
+    """Returns the first difference in names, their order, or shapes."""
+    shapes = {name: shape for name, shape, _ in own}
+    for name, shape, _ in of_rank_0:
+        if name not in shapes:
+            return f"it lacks `{name}` {list(shape)}"
+        if shapes[name] != shape:
+            return f"`{name}` is {list(shapes[name])}, not {list(shape)}"
+    if additional := set(shapes) - {name for name, _, _ in of_rank_0}:
+        return f"it has `{min(additional)}` in addition"
+    same_order = [name for name, *_ in own] == [name for name, *_ in of_rank_0]
+    return None if same_order else "its tensors come in another order"
+
+
+def fill_shards(
+    model: Any,
+    weights: Weights,
+    shards: Mapping[str, ParameterShard],
+    device: torch.device,
+    shard_device: torch.device,
+) -> None:
     """Give every rank its shard of rank 0's weights; one tensor at a time is full. Collective.
 
-    shards: of the tensor parallel parameters, by name.
+    shards: of the tensor parallel parameters, by name. device: where full tensors are communicated. shard_device: where
+    shards stay, the CPU where they are offloaded. FSDP2 would move them there itself, but only the local tensor in a
+    DTensor, which would then name another device than it is on.
     """
     filled: dict[str, Tensor] = {}
     by_identity: dict[int, Tensor] = {}  # of the model's tensors: tied weights have two names
     for name, sharded in model.state_dict(keep_vars=True).items():
         if id(sharded) not in by_identity:
-            full = _broadcast(weights.pop(name, None), sharded, shards.get(name), device)
-            by_identity[id(sharded)] = _local_shard(full, sharded, shards.get(name))
+            full = _broadcast(weights.saved.pop(name, None), sharded, shards.get(name), device)
+            by_identity[id(sharded)] = _local_shard(full, sharded, shards.get(name), shard_device)
         filled[name] = by_identity[id(sharded)]
     model.load_state_dict(filled, assign=True)
     model.tie_weights()
+    for name, tensor in weights.computed.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, _broadcast_bytes(tensor, device))
+
+
+def _broadcast_bytes(own: Tensor, device: torch.device) -> Tensor:
+    """Returns rank 0's tensor, of any type: what is computed may be complex or a mask."""
+    full = torch.empty(own.shape, dtype=own.dtype, device=device) if own.is_meta else own.to(device)
+    full = full.clone(memory_format=torch.contiguous_format)
+    if full.numel():
+        dist.broadcast(full.view(-1).view(torch.uint8), src=0)
+    return full
 
 
 def _broadcast(own: Tensor | None, sharded: Tensor, shard: ParameterShard | None, device: torch.device) -> Tensor:
@@ -172,16 +245,17 @@ def _broadcast(own: Tensor | None, sharded: Tensor, shard: ParameterShard | None
     return full
 
 
-def _local_shard(full: Tensor, sharded: Tensor, shard: ParameterShard | None) -> Tensor:
+def _local_shard(full: Tensor, sharded: Tensor, shard: ParameterShard | None, shard_device: torch.device) -> Tensor:
     """Returns a copy of this rank's shard, with the layout of `sharded`."""
     columns = full if shard is None else shard.take(full)
     if not isinstance(sharded, DTensor):
         return columns.clone()
     first, rows = first_row(sharded), sharded.to_local().shape[0]
-    local = columns[first : first + rows].clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(
+    local = columns.narrow(0, first if rows else 0, rows).clone(memory_format=torch.contiguous_format)
+    dtensor = DTensor.from_local(
         local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
+    return dtensor.to(shard_device)  # from_local itself moves it to the mesh's device
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

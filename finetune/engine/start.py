@@ -22,11 +22,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch.distributed import distributed_c10d
+from torch.torch_version import TorchVersion
 
 from finetune.engine.base import Engine
 from finetune.engine.ddp import Ddp
 from finetune.engine.fsdp2 import Fsdp2
-from finetune.engine.launch import Launch, check_started, collective_timeout
+from finetune.engine.launch import Launch, check_started, collective_timeout, user_set_threads
 from finetune.engine.zero import Zero, require_deepspeed
 from finetune.errors import RunFailure, Stopped, UserError
 from finetune.recipe import Recipe
@@ -46,15 +47,17 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
         prepare_rehearsal(launch)
     _clear_environment(launch)
     accelerator = Accelerator(
-        mixed_precision="no",  # precision is the model's own: see autocast_forward
+        mixed_precision="no",  # precision is the model's own: see `CausalLMWithLoss`
         gradient_accumulation_steps=1,  # the trainer accumulates
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             InitProcessGroupKwargs(timeout=collective_timeout()),
         ],
     )
-    if accelerator.device.type == "cuda" and "bf16" in recipe.train.precision and not torch.cuda.is_bf16_supported():
-        raise UserError(f"train.precision: {torch.cuda.get_device_name()} has no bf16: use fp16 or fp32")
+    if accelerator.device.type == "cuda":
+        check_cuda(recipe, launch)
+        if (threads := optimizer_threads(launch)) is not None:
+            torch.set_num_threads(threads)
     kind = _KINDS.get(accelerator.distributed_type, "replicated")
     check_started(launch, accelerator.num_processes, kind)
     engine = _engine(kind, accelerator, launch, recipe)
@@ -87,6 +90,40 @@ def _engine(kind: str, accelerator: Accelerator, launch: Launch, recipe: Recipe)
     if kind == "fsdp2" or launch.parallelism.tensor > 1:  # replicas of tensor parallel models: shards of one
         return Fsdp2(accelerator, launch, recipe)
     return (Zero if kind == "zero" else Ddp)(accelerator, launch, recipe)
+
+
+# --- CUDA
+
+
+def check_cuda(recipe: Recipe, launch: Launch) -> None:
+    """Raises UserError for what this GPU, or this version of torch on any GPU, does not support."""
+    if "bf16" in recipe.train.precision and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(f"train.precision: {torch.cuda.get_device_name()} has no bf16: use fp16 or fp32")
+    check_in_backward(recipe, launch, torch.__version__)
+
+
+def check_in_backward(recipe: Recipe, launch: Launch, torch_version: str) -> None:
+    """Raises UserError for steps inside the backward of offloaded shards, where torch does not wait for gradients.
+
+    Before 2.13 FSDP2 calls a parameter's hook while its gradient is still being copied to pinned memory
+    (https://github.com/pytorch/pytorch/pull/180666).
+    """
+    in_backward = recipe.optimizer.in_backward and launch.kind == "fsdp2" and launch.offloads_optimizer
+    if in_backward and TorchVersion(torch_version) < "2.13":
+        raise UserError(
+            f"`optimizer.in_backward` with {launch.name}: torch {torch_version} steps offloaded parameters before "
+            "their gradients have arrived in host memory: use torch 2.13 or newer, `in_backward: false`, or fsdp2"
+        )
+
+
+def optimizer_threads(launch: Launch) -> int | None:
+    """Returns the threads of an optimizer that runs on the CPU, this process's share of the cores; None: as they are.
+
+    Launchers set OMP_NUM_THREADS=1 where the user has set nothing.
+    """
+    if not launch.offloads_optimizer or user_set_threads(launch):
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 # --- the process group

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from finetune.engine.base import BuildOptimizers, Engine, named_trainables, saved_tensors
+from finetune.engine.base import BuildOptimizers, Engine, detached, named_trainables, saved_tensors
 from finetune.engine.optimizer_step import NonFinite
 from finetune.engine.state_shards import Part, Types
 from finetune.errors import UserError
+from finetune.models.dtypes import dtypes
 from finetune.models.loss_model import CausalLMWithLoss, loss_head
-from finetune.models.weights import Placement, dtypes
+from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 from finetune.utils import full_shape
 
@@ -37,7 +38,9 @@ class Zero(Engine):
         return self.accelerator.state.deepspeed_plugin
 
     def placement(self, recipe: Recipe) -> Placement:
-        return Placement("load", None if self.plugin.zero_stage == 3 else self.device)
+        if self.plugin.zero_stage == 3:
+            return Placement("load", None)
+        return Placement("load", self.device, direct=recipe.mode == "full" and self.device.type != "cpu")
 
     @contextlib.contextmanager
     def loading(self, recipe: Recipe) -> Iterator[None]:
@@ -189,13 +192,15 @@ class Zero(Engine):
             self.zero.persistent_parameters[0].partition(self.zero.persistent_parameters)
             self.zero.persistent_parameters[0].all_gather(self.zero.persistent_parameters)
 
-    def full_tensors(self, trainable_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+    def full_tensors(
+        self, trainable_only: bool, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
         from deepspeed.runtime.zero import GatheredParameters
 
         for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
             sharded = [tensor] if hasattr(tensor, "ds_id") else []
             with GatheredParameters(sharded):
-                full = tensor.detach().to("cpu", copy=True) if self.is_main else None
+                full = detached(tensor, dtype).to("cpu", copy=True) if self.is_main else None
             yield name, full  # the devices hold their shards again
             del full
 

@@ -85,7 +85,7 @@ def _write_weights(engine: Engine, main: MainRank, dtype: torch.dtype, folder: P
         for name_on_disk in list(converted):
             writer.add(name_on_disk, converted.pop(name_on_disk))
 
-    for name, tensor in engine.full_tensors(False):
+    for name, tensor in engine.full_tensors(False, dtype):
         main.do(write, name, tensor)
         del tensor  # before the next one is gathered
     main.do(writer.finish)

@@ -47,6 +47,22 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
     return adapted
 
 
+def keep_input_types(model: Any) -> None:
+    """Let adapters take their inputs as they come, for a forward under autocast.
+
+    peft casts each input to the adapter's fp32, and autocast casts it back for the product: two passes over the hidden
+    states for each adapted module, and a copy of them in the graph. Only where nothing but that product reads the
+    input: dropout and DoRA compute in the type that they are given.
+    """
+    if not hasattr(model, "peft_config"):
+        return
+    for module in model.modules():
+        if not getattr(module, "lora_A", None) or module.lora_variant:
+            continue
+        if all(isinstance(dropout, torch.nn.Identity) for dropout in module.lora_dropout.values()):
+            module.cast_input_dtype_enabled = False
+
+
 def _rename_tied(model: Any) -> None:
     """Tell `tie_weights`, which FSDP2's wrapping calls again, where a tied weight lies that has an adapter now."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}

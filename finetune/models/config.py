@@ -37,6 +37,11 @@ def _check_config_keys(config: dict[str, Any]) -> None:
             raise UserError(f"model.config.{name}: not a setting of {config['model_type']}{hint}")
 
 
+def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Of each layer its config, where a setting such as `head_dim` differs between layers; else the one of them all."""
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
 def check_token_ids(config: PretrainedConfig, tokenizer_size: int) -> None:
     """Raises UserError where the tokenizer has ids the embedding table does not."""
     rows = config.get_text_config().vocab_size

@@ -88,9 +88,9 @@ class CausalLMWithLoss(nn.Module):
         self._device_type, self._autocast, self._offload, self._routers = device_type, autocast, offload, routers
         causal = unwrap_peft(model)
         head, vocabulary = loss_head(causal), causal.config.get_text_config().vocab_size
-        takes = inspect.signature(causal.base_model.forward).parameters
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
-        self._base_takes = None if takes_any else frozenset(takes)
+        self._takes, self._base_takes = _accepted_names(causal), _accepted_names(causal.base_model)
+        balances = getattr(causal.config.get_text_config(), "output_router_logits", False)
+        self._no_balance_loss = {"output_router_logits": False} if balances else {}  # of transformers' own; see _logits
         try:
             found: LogitMap | UnknownHead = logit_map(causal)
         except UnknownHead as reason:
@@ -120,8 +120,8 @@ class CausalLMWithLoss(nn.Module):
 
     def _losses(self, targets: TargetTokens, inputs: dict[str, Any]) -> HeadLosses:
         if self.choice.implementation == "plain":
-            output = self.causal_lm(**inputs, logits_to_keep=targets.positions)
-            each = token_losses(at_least_fp32(output.logits[0]), targets.ids, targets.token_loss)
+            logits = at_least_fp32(self._logits(targets.positions, inputs))
+            each = token_losses(logits, targets.ids, targets.token_loss)
             total = each.sum() if targets.weights is None else (each * targets.weights).sum()
             return HeadLosses(total, each if targets.differentiable else each.detach())
         hidden = self._base(inputs)[:, targets.positions]
@@ -130,10 +130,15 @@ class CausalLMWithLoss(nn.Module):
         )
         return unwrap_peft(self.causal_lm).get_output_embeddings()(hidden, task=task)
 
+    def _logits(self, positions: Tensor, inputs: dict[str, Any]) -> Tensor:  # (S, V)
+        # A model's config can ask for a balance loss in each forward. Nothing reads it; an objective adds its own.
+        accepted = _accepted({**inputs, **self._no_balance_loss}, self._takes)
+        if self._takes is None or "logits_to_keep" in self._takes:
+            return self.causal_lm(**accepted, logits_to_keep=positions).logits[0]
+        return self.causal_lm(**accepted).logits[0, positions]
+
     def _base(self, inputs: dict[str, Any]) -> Tensor:
-        takes = self._base_takes  # None: any keyword; some take no positions
-        accepted = {k: v for k, v in inputs.items() if v is not None and (takes is None or k in takes)}
-        return unwrap_peft(self.causal_lm).base_model(**accepted)[0]
+        return unwrap_peft(self.causal_lm).base_model(**_accepted(inputs, self._base_takes))[0]
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -145,6 +150,17 @@ class CausalLMWithLoss(nn.Module):
             if self._offload is not None and self.training and torch.is_grad_enabled():
                 stack.enter_context(self._offload.saved_tensors())
             yield
+
+
+def _accepted_names(module: nn.Module) -> frozenset[str] | None:
+    """Returns the arguments of a module's forward; None: it takes any keyword. Some models take no positions."""
+    parameters = inspect.signature(module.forward).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return None if takes_any else frozenset(parameters)
+
+
+def _accepted(inputs: dict[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
+    return {k: v for k, v in inputs.items() if v is not None and (names is None or k in names)}
 
 
 def loss_head(model: Any) -> nn.Module:

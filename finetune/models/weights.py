@@ -15,55 +15,30 @@ from transformers.initialization import no_init_weights
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
 from finetune.models.adapters import add_adapters
-from finetune.models.attention import AttentionChoice, choose_attention
+from finetune.models.attention import AttentionChoice
 from finetune.models.compiled import compile_layers
+from finetune.models.dtypes import dtypes
 from finetune.models.quantization import keep_weights_unpacked, quantization_config
+from finetune.models.rope import rotate_per_document
 from finetune.models.tokenizer import first_line
 from finetune.recipe.schema import Recipe
 from finetune.utils import full_shape
 
 
 @dataclass(frozen=True)
-class Dtypes:
-    """Types in memory. `compute` is what the matrix products run in."""
-
-    trained: torch.dtype
-    frozen: torch.dtype
-    compute: torch.dtype
-
-
-@dataclass(frozen=True)
 class Placement:
     """How this rank gets its weights.
 
-    meta: shapes only; the engine fills them in from rank 0. device: where quantised weights are packed; None where
-    ZeRO-3 places them itself. layers: the decoder layers that need weights, the others may be left on `meta`.
+    meta: shapes only, of buffers as well; the engine fills them in from rank 0. device: where quantised weights are
+    packed; None where ZeRO-3 places them itself. layers: the decoder layers that need weights, the others may be left
+    on `meta`. direct: each weight is read straight to `device`. Otherwise every rank would make a copy of the model in
+    host memory where it is in fp32, which checkpoints are not.
     """
 
     weights: Literal["load", "meta"]
     device: torch.device | None
     layers: frozenset[int] | None = None
-
-
-def dtypes(recipe: Recipe) -> Dtypes:
-    """What `train.precision` and `model.dtype` mean together; see Precision in the README."""
-    compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16_true": torch.bfloat16}[
-        recipe.train.precision
-    ]
-    trained = torch.bfloat16 if recipe.train.precision == "bf16_true" else torch.float32
-    asked = recipe.model.dtype
-    return Dtypes(trained=trained, frozen=compute if asked == "auto" else getattr(torch, asked), compute=compute)
-
-
-def attention_for(recipe: Recipe, config: PretrainedConfig, device: str) -> AttentionChoice:
-    """The attention of this run; see `choose_attention`."""
-    try:
-        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError:
-        raise UserError(f"{type(config).__name__} is not a causal language model that transformers knows") from None
-    half = dtypes(recipe).compute != torch.float32
-    longest = recipe.data.max_length if recipe.train.compile else None
-    return choose_attention(recipe.model.attention, model_class, config, device, half, longest=longest)
+    direct: bool = False
 
 
 def load_model(
@@ -78,6 +53,7 @@ def load_model(
     torch.manual_seed(recipe.run.seed)
     model = _base_model(recipe, config, attention, base_dtype, placement)
     _check_vocabulary(model, config)
+    rotate_per_document(model)
     keep_weights_unpacked(model)
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
     if recipe.lora is not None:
@@ -98,15 +74,14 @@ def _base_model(
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
     if placement.weights == "meta":
         model = without_weights(config, **common)
-        _buffers_from_meta(model, config)
         model.tie_weights()  # no_init_weights leaves them apart
         return model
     if recipe.model.config is not None:
         return AutoModelForCausalLM.from_config(config, **common)
     if recipe.quantization is not None:
         common["quantization_config"] = quantization_config(recipe.quantization, dtypes(recipe).compute)
-        if placement.device is not None:
-            common["device_map"] = {"": placement.device}
+    if placement.device is not None and (recipe.quantization is not None or placement.direct):
+        common["device_map"] = {"": placement.device}
     name = recipe.model.name
     assert name is not None  # the schema wants it where there is no config
     load: Any = AutoModelForCausalLM
@@ -154,15 +129,6 @@ def _complete(model: Any, model_class: Any, skeleton: Any) -> None:
     for i, layer in enumerate(model.base_model.layers):
         if isinstance(layer, torch.nn.Identity):
             model.base_model.layers[i] = skeleton.base_model.layers[i]
-
-
-def _buffers_from_meta(model: Any, config: PretrainedConfig) -> None:
-    """Real values for the buffers that no checkpoint holds (rotary frequencies): each is computed by its own module."""
-    for module in model.modules():
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            fresh = type(module)(config)
-            for name, _ in list(module.named_buffers(recurse=False)):
-                module.register_buffer(name, getattr(fresh, name), persistent=False)
 
 
 def parameter_counts(model: Any) -> tuple[int, int]:

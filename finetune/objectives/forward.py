@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.data.batch import Batch
-from finetune.models.attention import AttentionChoice
+from finetune.models.attention import AttentionChoice, with_unread_mask
 from finetune.objectives.base import Objective
 
 
@@ -18,10 +18,11 @@ class ForwardPass:
     def __call__(self, model: Any, batch: Batch) -> Any:
         """Returns `Outputs`; in a pipeline stage that is not the last, hidden states. model: `CausalLMWithLoss` in a
         backend's wrapper, or a stage of it. Tensors of the batch lie on the model's device."""
-        return model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,  # with one, transformers would let packed documents see each other
-            targets=self.objective.targets(batch),
-            **self.attention.forward_arguments(batch.document_lengths),
-        )
+        attention = self.attention.forward_arguments(batch.document_lengths)
+        inputs = {
+            "input_ids": batch.input_ids,
+            "position_ids": batch.position_ids,
+            "use_cache": False,  # with one, transformers would let packed documents see each other
+            **with_unread_mask(attention, batch.input_ids.device),  # attention may leave positions to the model
+        }
+        return model(**inputs, targets=self.objective.targets(batch))

@@ -116,6 +116,7 @@ def _check_data(recipe: Recipe, report: CheckReport) -> None:
     check_token_ids(config := model_config(recipe.model), len(tokenizer))
     if recipe.batch.rows_per_device == "auto":
         check_nothing_random(config)
+    _check_attention(recipe, config, report)
     report.notes += template_notes(recipe, tokenizer)
     for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
         if not sources:
@@ -138,6 +139,19 @@ def _check_data(recipe: Recipe, report: CheckReport) -> None:
             report.facts["steps"] = run_length(recipe, len(data.rows))[0]
         changed = {key: count for key, count in data.examples.report.totals().items() if key in _CHANGED and count}
         report.notes += [f"{name}: {count:,} {_CHANGED[key]}" for key, count in changed.items()]
+
+
+def _check_attention(recipe: Recipe, config: Any, report: CheckReport) -> None:
+    """As a run on this machine would have it."""
+    import torch
+
+    from finetune.models.attention import attention_for, check_rows_per_forward
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    attention = attention_for(recipe, config, device.type if device else "cpu")
+    check_rows_per_forward(recipe, attention)
+    if not attention.isolates_documents and recipe.data.packing:
+        report.notes.append(f"{attention.reason}; packing is off")
 
 
 _CHANGED = {

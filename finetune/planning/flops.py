@@ -26,6 +26,7 @@ import numpy as np
 from torch import nn
 
 from finetune.models.attention import DOCUMENTS
+from finetune.models.config import layer_configs
 from finetune.utils import full_shape
 
 _EMBEDDED = re.compile(r"lora_embedding_A|\boriginal_module\b|_bias\b")  # looked up, unused, added: not multiplied
@@ -245,16 +246,36 @@ def _last_product(members: list[_Product]) -> float:
 
 
 def _attention(config: Any, first_trained: _Position | None, reached: _Position | None) -> Iterator[AttentionFlops]:
+    """Yields one for each layer that attends to pairs of tokens; of recurrent layers only the weights count."""
     config = config.get_text_config()
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if getattr(config, "qk_nope_head_dim", None):  # DeepSeek's multi-head latent attention
-        size = config.qk_nope_head_dim + config.qk_rope_head_dim
-    scores = 2.0 * heads * size
-    values = 2.0 * heads * (getattr(config, "v_head_dim", None) or size)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    layers, kinds = layer_configs(config), _layer_kinds(config)
     for number, kind in enumerate(kinds):
-        window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+        layer = layers[number % len(layers)]
+        heads, size = getattr(layer, "num_attention_heads", None), _head_size(layer)
+        if _WITHOUT_PAIRS.search(kind) or not isinstance(heads, int) or size is None:
+            continue
+        scores = 2.0 * heads * size
+        values = 2.0 * heads * (getattr(layer, "v_head_dim", None) or size)
+        window = getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None
         after = _Position(number, 1)
         backward, executed = (place is not None and place < after for place in (first_trained, reached))
         yield AttentionFlops(scores + values, scores, window, backward, executed)
+
+
+# Kinds of layers, in the words of configs, that compute no product for each pair of tokens.
+_WITHOUT_PAIRS = re.compile(r"mamba|conv|linear|recurrent|lightning|^(mlp|moe)$")
+
+
+def _layer_kinds(config: Any) -> list[str]:
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return [str(kind) for kind in kinds] if kinds else ["sliding_attention"] * config.num_hidden_layers
+
+
+def _head_size(config: Any) -> int | None:
+    """Of queries and keys; None where the config gives none."""
+    if getattr(config, "qk_nope_head_dim", None):  # DeepSeek's multi-head latent attention
+        return config.qk_nope_head_dim + config.qk_rope_head_dim
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if size := getattr(config, "head_dim", None):
+        return size
+    return hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else None

@@ -25,16 +25,18 @@ from finetune.engine.compatibility import check_launch
 from finetune.engine.context_parallel import apply_context_parallel
 from finetune.engine.launch import collective_timeout, read_launch
 from finetune.engine.start import set_group_timeouts, start_engine
-from finetune.errors import Stopped, UserError
-from finetune.models.attention import AttentionChoice
+from finetune.errors import Stopped
+from finetune.models.adapters import keep_input_types
+from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
 from finetune.models.config import check_token_ids, model_config
 from finetune.models.dropout import check_nothing_random
+from finetune.models.dtypes import dtypes
 from finetune.models.experts import compute_experts_in
 from finetune.models.loss_model import CausalLMWithLoss, CrossEntropyChoice
 from finetune.models.offload import ActivationOffload
 from finetune.models.routers import find_routers
 from finetune.models.tokenizer import load_tokenizer
-from finetune.models.weights import attention_for, dtypes, load_model, parameter_counts
+from finetune.models.weights import load_model, parameter_counts
 from finetune.objectives import Objective, make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.planning.flops import model_flops
@@ -117,9 +119,9 @@ def build_trainer(
     within = attention_for(recipe, config, engine.device.type)
     attention = apply_context_parallel(within, engine.context_shard, engine.parallelism, engine.rank)
     if not attention.isolates_documents:
-        _check_isolated(recipe, attention)
+        check_rows_per_forward(recipe, attention)
         if recipe.data.packing:
-            say(f"[yellow]{attention.reason}; packing is off[/yellow]")
+            say(f"[yellow]{escape(attention.reason)}; packing is off[/yellow]")
         training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
     model, objective = _load(recipe, engine, config, attention, training.source_names)
     if recipe.train.activation_offload and engine.device.type == "cpu":
@@ -152,12 +154,6 @@ def build_trainer(
     )
 
 
-def _check_isolated(recipe: Recipe, attention: AttentionChoice) -> None:
-    """Where an architecture cannot keep documents apart, a forward has one."""
-    if recipe.batch.rows_per_device not in (1, "auto") or recipe.batch.tokens_per_device is not None:
-        raise UserError(f"{attention.reason}: set batch.rows_per_device: 1, and no tokens_per_device")
-
-
 def _load(
     recipe: Recipe, engine: Engine, config: PretrainedConfig, attention: AttentionChoice, source_names: tuple[str, ...]
 ) -> tuple[CausalLMWithLoss, Objective]:
@@ -172,6 +168,7 @@ def _load(
     casts = types.compute != types.trained
     if casts:
         compute_experts_in(model, types.compute)
+        keep_input_types(model)
     loss_model = CausalLMWithLoss(
         model,
         cross_entropy=recipe.model.cross_entropy,

@@ -30,8 +30,8 @@ from finetune.engine.optimizer_step import NonFinite
 from finetune.errors import RunFailure, Stopped
 from finetune.export.result import model_card, save_result
 from finetune.models.compiled import CompilationWatch, compilations
+from finetune.models.dtypes import dtypes
 from finetune.models.loss_model import Outputs
-from finetune.models.weights import dtypes
 from finetune.objectives.base import UNSCALED, Sums, TermSums
 from finetune.objectives.forward import ForwardPass
 from finetune.planning.plan import Plan

@@ -32,8 +32,8 @@ def run_case(
     from finetune.engine.start import start_engine
     from finetune.errors import RunFailure
     from finetune.export.result import save_result
+    from finetune.models.dtypes import dtypes
     from finetune.models.tokenizer import load_tokenizer
-    from finetune.models.weights import dtypes
     from finetune.recipe import load_recipe
 
     recipe, launch = load_recipe(recipe_file, [*overrides, f"run.name={name}"]), read_launch()
@@ -54,15 +54,17 @@ def run_case(
 
 
 def wrap(engine: Any, recipe: Any, micro_batches: int) -> None:
+    from finetune.models.attention import attention_for
     from finetune.models.config import model_config
-    from finetune.models.weights import attention_for, load_model
+    from finetune.models.loss_model import CausalLMWithLoss
+    from finetune.models.weights import load_model
     from finetune.training.optim import build_optimizers
 
     config = model_config(recipe.model)
     with engine.loading(recipe):
         attention = attention_for(recipe, config, engine.device.type)
         model = load_model(recipe, config, attention, engine.placement(recipe))
-    engine.wrap(model, lambda named: build_optimizers(recipe.optimizer, named), micro_batches)
+    engine.wrap(CausalLMWithLoss(model), lambda named: build_optimizers(recipe.optimizer, named), micro_batches)
 
 
 def break_a_value(model: Any) -> None:

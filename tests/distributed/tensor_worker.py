@@ -67,7 +67,7 @@ def compared(shape: dict[str, Any], lora: Lora | None, meshes: Meshes) -> dict[s
     group = meshes.tensor.get_group()
     sharded = parallelize(theirs, TensorGroup(group, meshes.tensor.get_local_rank(), 2))
     shard_model(theirs, layers, Sharding(meshes, MixedPrecisionPolicy(), OffloadPolicy(), True))
-    fill_shards(theirs, weights, sharded.shards, torch.device("cpu"))
+    fill_shards(theirs, weights, sharded.shards, torch.device("cpu"), torch.device("cpu"))
     losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for model in (ours, theirs)]
     for loss in losses:
         loss.backward()

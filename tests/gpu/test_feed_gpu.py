@@ -12,10 +12,11 @@ from torch import Tensor
 
 from finetune.data.dataset import build_training
 from finetune.data.loader import Loader
+from finetune.models.attention import attention_for
 from finetune.models.config import model_config
 from finetune.models.head import Formula, attach_head
 from finetune.models.tokenizer import load_tokenizer
-from finetune.models.weights import Placement, attention_for, load_model
+from finetune.models.weights import Placement, load_model
 from finetune.objectives.sft import supervised_losses
 from finetune.recipe import load_recipe
 from finetune.training.feed import fed_steps

@@ -312,8 +312,6 @@ def choose(asked: str, config: Any, device: str, half: bool, kernels: Kernels = 
         (Gemma2Config(), "cpu", False, HOPPER, DOCUMENTS, "no work across documents"),
         (Gemma2Config(), "cuda", True, HOPPER, FLEX, "no soft-capping"),
         (Gemma2Config(), "cuda", False, HOPPER, DOCUMENTS, "flash kernels compute in 16 bit"),
-        (GptOssConfig(), "cuda", True, HOPPER, "eager", "does not support sdpa"),
-        (GptOssConfig(), "cpu", False, HOPPER, "eager", "does not support sdpa"),
     ],
 )
 def test_auto_takes_the_fastest_that_can_and_says_why(

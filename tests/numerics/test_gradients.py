@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from finetune.data.batch import Batch
 from finetune.data.dataset import build_dataset
 from finetune.data.loader import Loader
-from finetune.models.attention import AttentionChoice
+from finetune.models.attention import AttentionChoice, attention_for
 from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.tokenizer import load_tokenizer
-from finetune.models.weights import Placement, attention_for, load_model
+from finetune.models.weights import Placement, load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.recipe import load_recipe

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.engine.optimizer_step import StepInBackward
 from finetune.errors import RunFailure, UserError
+from finetune.models.attention import attention_for
 from finetune.models.config import model_config
 from finetune.models.offload import ActivationOffload, View
-from finetune.models.weights import Placement, attention_for, load_model
+from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 
 CPU = torch.device("cpu")

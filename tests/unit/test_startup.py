@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from finetune.startup import growing_segments
+
 LARGE_PAGES = """
 from finetune.startup import large_pages
 large_pages()
@@ -57,3 +59,24 @@ def test_transformers_reads_its_models_once() -> None:
     assert model == "llama"
     assert int(files) > 100
     assert int(again) < 10  # the packages in use look through their own folder
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="segments grow on Linux alone")
+@pytest.mark.parametrize(
+    ("users", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None),  # the older name
+    ],
+)
+def test_the_allocator_is_the_user_s(
+    monkeypatch: pytest.MonkeyPatch, users: dict[str, str], expected: str | None
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    growing_segments()
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+    os.environ.pop("PYTORCH_ALLOC_CONF", None)

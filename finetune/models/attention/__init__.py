@@ -4,9 +4,26 @@ All ways are equal to fp32 rounding, and equal to one document at a time.
 """
 
 from finetune.models.attention import opaque as _opaque  # noqa: F401 (defines an operation of torch)
-from finetune.models.attention.choice import AttentionChoice, Kernels, choose_attention
+from finetune.models.attention.choice import (
+    AttentionChoice,
+    Kernels,
+    attention_for,
+    check_rows_per_forward,
+    choose_attention,
+)
 from finetune.models.attention.flex import FLEX
+from finetune.models.attention.masked import with_unread_mask
 from finetune.models.attention.per_document import DOCUMENTS
 from finetune.models.attention.varlen import VARLEN
 
-__all__ = ["DOCUMENTS", "FLEX", "VARLEN", "AttentionChoice", "Kernels", "choose_attention"]
+__all__ = [
+    "DOCUMENTS",
+    "FLEX",
+    "VARLEN",
+    "AttentionChoice",
+    "Kernels",
+    "attention_for",
+    "check_rows_per_forward",
+    "choose_attention",
+    "with_unread_mask",
+]

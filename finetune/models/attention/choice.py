@@ -9,20 +9,27 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from finetune.errors import UserError
 from finetune.models.attention import flex, per_document, varlen
-
-Prepare = Callable[[tuple[int, ...]], dict[str, Any]]
+from finetune.models.attention.isolation import Prepare, Verdict, verdict
+from finetune.models.config import layer_configs
+from finetune.models.dtypes import dtypes
+from finetune.recipe.schema import Recipe
 
 
 def _nothing(document_lengths: tuple[int, ...]) -> dict[str, Any]:
     """transformers finds the documents in the restarting position_ids. It does so only without a cache and without an
     attention mask, hence `use_cache=False` in every training forward: with a cache they would silently see each
-    other."""
+    other. Not every architecture does so: see `isolation`."""
     return {}
+
+
+def _without_positions(document_lengths: tuple[int, ...]) -> dict[str, Any]:
+    """For an architecture that counts its positions in another way than from 0."""
+    return {"position_ids": None}
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,8 @@ class _Case:
     """All that a choice follows from."""
 
     model_class: type[PreTrainedModel]
-    config: PretrainedConfig
+    model_config: PretrainedConfig  # with the parts of a multimodal model
+    config: PretrainedConfig  # of its text part
     device: str
     half: bool
     kernels: Kernels
@@ -71,6 +79,41 @@ class _Case:
     @property
     def soft_capped(self) -> bool:
         return getattr(self.config, "attn_logit_softcapping", None) is not None
+
+    @property
+    def plain(self) -> str:
+        """What transformers takes by itself."""
+        return "sdpa" if getattr(self.model_class, "_supports_sdpa", False) else "eager"
+
+    def verdict(self, implementation: str | None) -> Verdict:
+        """Of a trial; raises UserError where the model sees the tokens that it should predict."""
+        prepare = per_document.prepare if implementation == per_document.DOCUMENTS else _nothing
+        outcome = verdict(self.model_config, implementation, prepare)
+        if outcome.causal is not None:
+            raise UserError(
+                f"{self.model_class.__name__} sees the tokens that it is to predict ({outcome.causal}) and would learn "
+                "to copy them: set `is_decoder: true` in its config if it has that, or choose a causal model"
+            )
+        return outcome
+
+
+def attention_for(recipe: Recipe, config: PretrainedConfig, device: str) -> AttentionChoice:
+    """Returns the attention of a run; see `choose_attention`."""
+    try:
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        raise UserError(f"{type(config).__name__} is not a causal language model that transformers knows") from None
+    half = dtypes(recipe).compute != torch.float32
+    longest = recipe.data.max_length if recipe.train.compile else None
+    return choose_attention(recipe.model.attention, model_class, config, device, half, longest=longest)
+
+
+def check_rows_per_forward(recipe: Recipe, attention: AttentionChoice) -> None:
+    """Raises UserError where a forward would have several documents, and attention cannot keep them apart."""
+    if attention.isolates_documents:
+        return
+    if recipe.batch.rows_per_device not in (1, "auto") or recipe.batch.tokens_per_device is not None:
+        raise UserError(f"{attention.reason}: set batch.rows_per_device: 1, and no tokens_per_device")
 
 
 def choose_attention(
@@ -87,19 +130,23 @@ def choose_attention(
     device: cpu, cuda, ...; kernels: by default those of this machine. longest: most tokens of a document, where layers
     are compiled. Raises UserError where the recipe asks for one that cannot be.
     """
-    config = config.get_text_config()
-    if (why := _mixes_documents(model_class, config)) is not None:
-        name = asked if asked in ("sdpa", "eager", "flash_attention_2") else "eager"
-        return AttentionChoice(name, f"{why}: one document per forward", isolates_documents=False)
-    case = _Case(model_class, config, device, half_precision, kernels or Kernels.here(), longest)
+    text = config.get_text_config()
+    case = _Case(model_class, config, text, device, half_precision, kernels or Kernels.here(), longest)
+    if (why := _mixes_documents(model_class, text)) is not None:
+        name = asked if asked in ("sdpa", "eager", "flash_attention_2") else case.plain
+        return _one_per_forward(name, why, case.verdict(None))
     if asked == "auto":
         return _fastest(case)
     if (why := _OBSTACLES[asked](case)) is not None:
         raise UserError(f"model.attention: `{asked}` does not fit {model_class.__name__} here: {why}; use `auto`")
+    if asked in ("sdpa", "eager"):
+        return _of_transformers(asked, case, "asked for in the recipe")
     return _chosen(asked, case, "asked for in the recipe")
 
 
 def _fastest(case: _Case) -> AttentionChoice:
+    if (why := _no_documents(case)) is not None:
+        return _of_transformers(case.plain, case, why)
     if case.device == "cuda" and case.half:
         if (not_varlen := _no_varlen(case)) is None:
             return _chosen("varlen", case, "CUDA, 16 bit: one kernel for all documents of a row")
@@ -107,12 +154,25 @@ def _fastest(case: _Case) -> AttentionChoice:
             return _chosen("flash_attention_2", case, f"flash-attn is installed; not varlen: {not_varlen}")
         if _no_flex(case) is None:
             return _chosen("flex", case, f"a kernel compiled for the documents' mask; not varlen: {not_varlen}")
-    if (why := _no_documents(case)) is not None:
-        return _chosen("eager", case, why)
     one_each = "one call a document, no mask and no work across documents"
     if case.device == "cuda" and not case.half:
         return _chosen("documents", case, f"{one_each}; flash kernels compute in 16 bit")
     return _chosen("documents", case, one_each)
+
+
+def _of_transformers(name: str, case: _Case, reason: str) -> AttentionChoice:
+    """`sdpa` or `eager`: packed where that was seen to keep documents apart."""
+    outcome = case.verdict(name)
+    if outcome.packed is None:
+        return AttentionChoice(name, reason, True)
+    model_class = case.model_class.__name__
+    why = f"transformers' `{name}` does not keep packed documents of {model_class} apart ({outcome.packed})"
+    return _one_per_forward(name, why, outcome)
+
+
+def _one_per_forward(name: str, why: str, outcome: Verdict) -> AttentionChoice:
+    prepare = _nothing if outcome.positions is None else _without_positions
+    return AttentionChoice(name, f"{why}: one document per forward", False, prepare)
 
 
 def _chosen(way: str, case: _Case, reason: str) -> AttentionChoice:
@@ -160,10 +220,16 @@ def _mixes_documents(model_class: type[PreTrainedModel], config: PretrainedConfi
 
 
 def _special(case: _Case) -> str | None:
-    """Soft-capping, the usual reason not to support sdpa, is something that our own ways can do."""
-    if case.soft_capped or getattr(case.model_class, "_supports_sdpa", False):
-        return None
-    return "its attention is more than scaled_dot_product_attention can do (it does not support sdpa)"
+    """Soft-capping, the usual reason not to support sdpa, is something that our own ways can do.
+
+    All of our ways, and flash-attn's, are handed the documents in the same place and know the same of an architecture:
+    what was seen of one of them, on the CPU and in fp32, holds for all.
+    """
+    if not case.soft_capped and not getattr(case.model_class, "_supports_sdpa", False):
+        return "its attention is more than scaled_dot_product_attention can do (it does not support sdpa)"
+    if (why := case.verdict(per_document.DOCUMENTS).packed) is not None:
+        return f"it does not compute what each document alone gives ({why})"
+    return None
 
 
 def _no_documents(case: _Case) -> str | None:
@@ -231,4 +297,5 @@ def _head_sizes(config: PretrainedConfig) -> tuple[int, ...]:
     """Of queries and keys, and of values where they differ (multi-head latent attention)."""
     if (values := getattr(config, "v_head_dim", None)) is not None and hasattr(config, "qk_nope_head_dim"):
         return (config.qk_nope_head_dim + config.qk_rope_head_dim, values)
-    return (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,)
+    layers = layer_configs(config)
+    return tuple({getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads for c in layers})

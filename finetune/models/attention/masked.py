@@ -85,6 +85,22 @@ def refuse_extras(extras: dict[str, Any]) -> None:
             raise ValueError(f"this model's attention takes `{name}`: set model.attention: eager")
 
 
+def with_unread_mask(
+    arguments: dict[str, Any],  # of a forward, from `AttentionChoice.forward_arguments`
+    device: torch.device,
+) -> dict[str, Any]:
+    """Returns the arguments, where they have documents, with a mask that our implementations do not read.
+
+    Without a mask transformers looks for packed documents in the positions, and waits for the device to know whether
+    there are any; a mask of four dimensions it hands through (masking_utils.py, `_preprocess_mask_arguments`). This one
+    has no elements: a model that reads it all the same fails by its shape, where a mask that allows everything would
+    let documents see each other.
+    """
+    if "documents" not in arguments:
+        return arguments
+    return {**arguments, "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)}
+
+
 WITHIN_DOCUMENTS: dict[str, Callable[..., Tensor]] = {}  # our own ways, by name
 
 
@@ -110,6 +126,8 @@ def register(name: str, within_documents: Callable[..., Tensor]) -> None:
         refuse_extras(kwargs)
         if documents is None:
             return masked_attention(module, query, key, value, attention_mask, dropout, scaling, softcap)
+        if attention_mask is not None and attention_mask.numel():
+            raise ValueError("this model brings a mask of its own, which attention by documents would leave out")
         return within_documents(query, key, value, dropout, scaling, sliding_window, softcap, documents), None
 
     WITHIN_DOCUMENTS[name] = within_documents

@@ -78,6 +78,12 @@ REFUSED = [
     (SEQUENCE, SIX_HEADS, ("model.attention=sdpa",), "`model.attention: sdpa`.*set `model.attention: auto`"),
     (CONTEXT, SIX_HEADS, ("model.attention=documents",), "has attention of its own.*set `auto`"),
     (CONTEXT, SIX_HEADS, (*LORA, "lora.dropout=0.1"), r"set `lora.dropout` \(now 0.1\) to 0"),
+    (
+        SEQUENCE,
+        LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
+        (),
+        "`dynamic` RoPE depend on a document's length",
+    ),
     (SEQUENCE, GPT2Config(n_head=6, n_embd=48), (), "set the model's `attn_pdrop` to 0"),
     (EXPERT, TINY_LLAMA, (), "`parallelism_config_ep_size: 2`: the model has no experts: remove"),
     (launch("fsdp2", 6, ep=3), MIXTRAL, (), "must divide the model's 8 experts: set it to 2 or 4"),

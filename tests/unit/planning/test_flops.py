@@ -21,6 +21,8 @@ from finetune.models.attention import DOCUMENTS
 from finetune.models.attention.per_document import prepare
 from finetune.models.head import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
+from finetune.models.tiny_config import tiny_config
+from finetune.models.weights import without_weights
 from finetune.planning.flops import ModelFlops, causal_pairs, model_flops
 from finetune.planning.hardware import DEVICES, find_device, peak_tflops
 
@@ -212,3 +214,14 @@ def test_peaks_are_of_the_type_of_the_products() -> None:
     assert peak_tflops("Tesla T4", torch.bfloat16) is None
     assert peak_tflops("a device of tomorrow", torch.bfloat16) is None
     assert all(device.source.startswith("https://") for _, device in DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attending"), [("mamba", 0), ("nemotron_h", 1), ("qwen3_next", 1), ("gemma4_text", 2)]
+)
+def test_of_recurrent_layers_the_products_with_weights_are_counted(model_type: str, attending: int) -> None:
+    """No layer of Mamba has heads; one of each kind is in the hybrids' tiny copies; Gemma 4's differ in their sizes."""
+    flops = model_flops(without_weights(tiny_config(AutoConfig.for_model(model_type))), "sdpa", False)
+    assert len(flops.attention) == attending
+    assert flops.of([5], [5], 3).model > 0
+    assert flops.of([10], [10], 3).model > flops.of([5], [5], 3).model

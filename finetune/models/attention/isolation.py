@@ -1,0 +1,311 @@
+"""Whether packed documents get the loss and the gradients that plain transformers gives each of them alone.
+
+Tried on a tiny copy of the model's config (`models.tiny_config`), on the CPU and in fp32; never taken from what an
+architecture says of itself. Verdicts are cached under all that they depend on.
+
+Letters: T tokens of a row, N documents.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging
+
+from finetune.data.cache.root import cache_root
+from finetune.models.attention.masked import with_unread_mask
+from finetune.models.rope import rotate_per_document
+from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config
+
+# Shorter and longer than windows and chunks, and than where RoPE begins to grow. In ascending order: `dynamic` RoPE
+# of plain transformers, which the reference is, then has for each document what a new model would have.
+LENGTHS = (CHUNK - 1, PRETRAINED_POSITIONS - 3, PRETRAINED_POSITIONS + 5)
+LOSS_TOLERANCE = 1e-6  # relative, of a document's loss
+GRADIENT_TOLERANCE = 1e-5  # of a parameter's gradient, relative to its norm
+_SMALL = 1e-2  # of the largest norm of a gradient: smaller ones are compared with that, like their rounding
+_CAUSAL_TOLERANCE = 1e-4
+_FIRST_TOKEN = 3  # below are the ids that mean something
+
+Prepare = Callable[[tuple[int, ...]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Reasons why not, in words; None where it is as in plain transformers."""
+
+    packed: str | None  # several documents in a row, by this attention
+    positions: str | None  # one document with `position_ids`, by plain attention; else they must be left out
+    causal: str | None  # plain transformers: a token sees none that follow
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Between a way to compute documents and plain transformers on each alone; relative."""
+
+    loss: float
+    gradient: float
+    parameter: str  # the name of that whose gradient differs most
+
+    @property
+    def within_rounding(self) -> bool:
+        return self.loss <= LOSS_TOLERANCE and self.gradient <= GRADIENT_TOLERANCE
+
+
+def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepare) -> Verdict:
+    """Returns it from the cache, or from a trial.
+
+    implementation: of attention, transformers' name; None: documents are not to share a row. prepare: what a forward
+    takes in addition to its tokens, from the lengths of its documents.
+    """
+    try:
+        tiny = tiny_config(config)
+    except FAILURES as error:
+        return _untried(error)
+    path = cache_root() / "attention" / f"{_key(tiny, implementation)}.json"
+    try:
+        return Verdict(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        outcome = _try(tiny, implementation, prepare)
+    _store(path, outcome)
+    return outcome
+
+
+def _key(tiny: PretrainedConfig, implementation: str | None) -> str:
+    """Of all that a verdict depends on: the tiny config is a function of the model's own."""
+    settings = {name: repr(value) for name, value in tiny.to_dict().items() if name not in _WITHOUT_EFFECT}
+    versions = (torch.__version__, transformers.__version__, _own_code())
+    parts = (type(tiny).__qualname__, implementation, versions, sorted(settings.items()))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+_WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache", "name_or_path")
+
+
+@cache
+def _own_code() -> str:
+    folder = Path(__file__).parent
+    files = sorted((*folder.glob("*.py"), folder.parent / "rope.py", folder.parent / "tiny_config.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _store(path: Path, outcome: Verdict) -> None:
+    """Where the folder cannot be written, the next run tries again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        pass
+
+
+# --- trying
+
+FAILURES = (  # of a model's own code, with a config or arguments that it does not know
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+
+
+def _try(tiny: PretrainedConfig, implementation: str | None, prepare: Prepare) -> Verdict:
+    with _quietly():
+        try:
+            plain = Trial(tiny, None)
+            reference = plain.alone()
+            causal = plain.why_not_causal()
+        except FAILURES as error:
+            return _untried(error)
+        positions = _why_not(lambda: compare(reference, Trial(tiny, None, plain).alone(with_positions=True)))
+        if implementation is None:
+            return Verdict("documents are not tried together", positions, causal)
+        packed = _why_not_packed(tiny, implementation, prepare, plain, reference)
+    return Verdict(packed, positions, causal)
+
+
+def _why_not_packed(
+    tiny: PretrainedConfig, implementation: str, prepare: Prepare, plain: Trial, reference: Computed
+) -> str | None:
+    """With the arguments of a run. What fails without the mask that is not to be read says better what is wrong."""
+
+    def in_a_run(lengths: tuple[int, ...]) -> dict[str, Any]:
+        return with_unread_mask(prepare(lengths), torch.device("cpu"))
+
+    def why_not(arguments: Prepare) -> str | None:
+        return _why_not(lambda: compare(reference, Trial(tiny, implementation, plain).packed(arguments)))
+
+    if (reason := why_not(in_a_run)) is None:
+        return None
+    return why_not(prepare) or reason
+
+
+def _untried(error: BaseException) -> Verdict:
+    """One document per forward, as plain transformers takes it, is right for every model."""
+    why = f"a tiny copy of the model could not be tried: {_words(error)}"
+    return Verdict(packed=why, positions=why, causal=None)
+
+
+def _why_not(difference: Callable[[], Differences]) -> str | None:
+    try:
+        differences = difference()
+    except FAILURES as error:
+        return _words(error)
+    if differences.within_rounding:
+        return None
+    return (
+        f"in a trial, the loss differs from that of each document alone by {differences.loss:.0e}, the gradient of "
+        f"`{differences.parameter}` by {differences.gradient:.0e}"
+    )
+
+
+def _words(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Random numbers, warnings and the log are as if nothing had been tried."""
+    verbosity = logging.get_verbosity()
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Losses of the tokens of each document, and the gradients of their sum."""
+
+    losses: tuple[Tensor, ...]  # N of (tokens - 1,)
+    gradients: dict[str, Tensor | None]
+
+
+class Trial:
+    """A tiny model under one attention; implementation None: what transformers takes by itself."""
+
+    def __init__(self, tiny: PretrainedConfig, implementation: str | None, like: Trial | None = None):
+        torch.manual_seed(0)
+        common = {} if implementation is None else {"attn_implementation": implementation}
+        config = copy.deepcopy(tiny)  # transformers writes the attention into it
+        if getattr(config.get_text_config(), "output_router_logits", False):
+            config.get_text_config().output_router_logits = False  # `CausalLMWithLoss` does not ask for it, either
+        self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **common)
+        self._takes = inspect.signature(self.model.forward).parameters
+        if like is None:
+            randomize(self.model)
+        else:
+            self.model.load_state_dict(like.model.state_dict())
+            rotate_per_document(self.model)
+        self.model.train()
+        generator = torch.Generator().manual_seed(1)
+        self.documents = [torch.randint(_FIRST_TOKEN, VOCABULARY, (1, n), generator=generator) for n in LENGTHS]
+
+    def alone(self, with_positions: bool = False) -> Computed:
+        losses = []
+        for document in self.documents:
+            positions = {"position_ids": _positions([document.shape[1]])} if with_positions else {}
+            losses.append(_token_losses(self._logits(document, **positions), document))
+        return self._computed(losses)
+
+    def packed(self, prepare: Prepare) -> Computed:
+        """All documents in one row, as a run's forward has them."""
+        row, positions = torch.cat(self.documents, dim=1), _positions(LENGTHS)
+        logits = self._logits(row, position_ids=positions, **prepare(LENGTHS))
+        each = zip(logits.split(LENGTHS, dim=1), self.documents, strict=True)
+        return self._computed([_token_losses(*pair) for pair in each])
+
+    def why_not_causal(self) -> str | None:
+        document = self.documents[-1].clone()
+        with torch.no_grad():
+            before = self._logits(document)
+            document[0, -1] = _FIRST_TOKEN if document[0, -1] != _FIRST_TOKEN else _FIRST_TOKEN + 1
+            moved = (self._logits(document) - before)[0, :-1].abs().max() / before.abs().max()
+        return None if moved <= _CAUSAL_TOLERANCE else f"a changed last token moves earlier logits by {moved:.1e}"
+
+    def _logits(self, input_ids: Tensor, **arguments: Any) -> Tensor:  # (1, T, V)
+        if self._accepts("use_cache"):
+            arguments["use_cache"] = False
+        return self.model(input_ids=input_ids, **arguments).logits
+
+    def _accepts(self, name: str) -> bool:
+        return name in self._takes or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._takes.values())
+
+    def _computed(self, losses: Sequence[Tensor]) -> Computed:
+        self.model.zero_grad(set_to_none=True)
+        torch.stack([token_losses.sum() for token_losses in losses]).sum().backward()
+        gradients = {name: p.grad for name, p in self.model.named_parameters()}
+        return Computed(tuple(token_losses.detach() for token_losses in losses), gradients)
+
+
+def _positions(lengths: Sequence[int]) -> Tensor:  # (1, T)
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+def _token_losses(logits: Tensor, document: Tensor) -> Tensor:  # (tokens - 1,)
+    return cross_entropy(logits[0, :-1].float(), document[0, 1:], reduction="none")
+
+
+def randomize(model: Any) -> None:
+    """Weights that matter, in place: with those of a new model, attention is near a mean and an error near rounding."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.dtype)
+            if parameter.dim() < 2:
+                parameter.add_(noise * 0.1)
+            else:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+
+
+def compare(reference: Computed, other: Computed) -> Differences:
+    """How far documents computed in another way are from the reference."""
+    loss = max(
+        ((ours.double() - theirs.double()).abs().max() / theirs.double().mean()).item()
+        for ours, theirs in zip(other.losses, reference.losses, strict=True)
+    )
+    norms = {name: 0.0 if g is None else g.double().norm().item() for name, g in reference.gradients.items()}
+    smallest = _SMALL * max(norms.values())
+    apart = {
+        name: _distance(gradient, other.gradients[name]) / max(norms[name], smallest)
+        for name, gradient in reference.gradients.items()
+    }
+    worst = max(apart, key=lambda name: apart[name])
+    return Differences(_number(loss), _number(apart[worst]), worst)
+
+
+def _distance(one: Tensor | None, other: Tensor | None) -> float:
+    if one is None or other is None:
+        return 0.0 if one is other else (one if one is not None else other).double().norm().item()  # pyright: ignore
+    return (one.double() - other.double()).norm().item()
+
+
+def _number(value: float) -> float:
+    return value if value == value else float("inf")

@@ -1,0 +1,173 @@
+"""A tiny copy of a model's config: the same class and switches, few and narrow layers.
+
+What decides how a model computes stays (kinds of layers, biases, norms, types of RoPE, routing); what decides how large
+it is shrinks: widths, heads, experts, vocabulary. Windows and the lengths at which RoPE changes become shorter than the
+documents that are tried on the copy, so that they matter there.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+from transformers import PretrainedConfig
+
+VOCABULARY = 128
+HEAD_SIZE = 16
+HEADS = 4
+HIDDEN_SIZE = HEADS * HEAD_SIZE
+EXPERTS = 4
+WINDOW = 5  # tokens
+CHUNK = 8  # tokens
+POSITIONS = 64
+PRETRAINED_POSITIONS = 16  # where RoPE types that grow with the document begin to
+
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
+_SIZES: tuple[tuple[str, int], ...] = (  # the first pattern that matches a setting's full name
+    (r"(\w+_)?vocab_size(_\w+)?|codebook_size|n_words", VOCABULARY),
+    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length", POSITIONS),
+    (r"max_(source|target)_positions", POSITIONS),
+    (r"original_max_position_embeddings|floor_scale", PRETRAINED_POSITIONS),
+    (r"(attention_)?window_size|attention_window_size|local_attention|(\w+_)?sliding_window(_size)?", WINDOW),
+    (r"attention_chunk_size|(mamba_)?chunk_size", CHUNK),
+    (r"qk_nope_head_dim|qk_rope_head_dim|rotary_dim|index_head_dim", HEAD_SIZE // 2),
+    (r"(\w+_)?head_dim|d_kv|kv_channels|mamba_d_head|mamba_headdim|query_pre_attn_scalar", HEAD_SIZE),
+    (r"time_step_rank|mamba_dt_rank|(\w+_)?(low_rank_dim|lora_rank)", HEAD_SIZE),
+    (r"(\w+_)?state_size|mamba_d_state", 8),
+    (r"linear_num_key_heads", 2),
+    (r"linear_num_value_heads|index_n_heads|linear_num_heads", HEADS),
+    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
+    (r"n_routed_experts|(\w+_)?num_(local_)?experts|n_experts", EXPERTS),
+    (r"num_experts_per_tok(en)?|(moe_)?top_?k(_experts)?|moe_k|index_topk|router_top_k", 2),
+    (r"n_group|topk_group|num_expert_group", 1),
+    (r"(\w+_)?(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|mlp_dim)(_\w+)?", 2 * HIDDEN_SIZE),
+    (r"mamba_d_ssm|conv_dim", 2 * HIDDEN_SIZE),
+    (r"hidden_size|n_embd|d_model|dim|emb_dim|word_embed_proj_dim|lru_width|attention_hidden_size", HIDDEN_SIZE),
+    (r"(\w+_)?(embedding_size|hidden_dim)", HIDDEN_SIZE),
+    (r"hidden_size_per_layer_input", 8),
+    (r"(attn|expert)_layer_period|full_attention_interval|(\w+_)?(layer_freq|every_n_layers)", 2),
+    (r"sliding_window_pattern|no_rope_layer_interval|interleave_moe_layer_step", 2),
+    (r"(attn|expert)_layer_offset|first_k_dense_replace|num_dense_layers", 1),
+)
+_KV_HEADS = re.compile(r"num_key_value_heads|num_kv_heads|n_head_kv|(\w+_)?num_key_value_heads|multi_query_group_num")
+_PERIOD = re.compile(
+    r"(\w+_)?layer_period|full_attention_interval|sliding_window_pattern|no_rope_layer_interval|\w+_step"
+)
+
+
+def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of a config, transformers', whose model has some hundred thousand parameters and drops nothing.
+
+    It is a guess from the settings' names: whether a model can be made of it, and runs, has to be tried.
+    """
+    tiny = copy.deepcopy(config)
+    for name in tiny.sub_configs:
+        if isinstance(part := getattr(tiny, name, None), PretrainedConfig):
+            setattr(tiny, name, tiny_config(part))
+    settings = {name: value for name, value in vars(tiny).items() if not name.startswith("_")}
+    layers = _Layers.of(settings)
+    size_before = _head_size(tiny, settings)
+    for name, value in settings.items():
+        if not isinstance(value, PretrainedConfig):
+            setattr(tiny, name, _shrunk(name, layers.chosen_of(value), settings, layers, size_before))
+    return tiny
+
+
+class _Layers:
+    """Which layers of a model the copy keeps: one of each kind, two at least."""
+
+    def __init__(self, count: int, chosen: list[int], shared: int):
+        self.count, self.chosen, self.shared = count, chosen, shared
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> _Layers:
+        count = next((settings[name] for name in _LAYERS if isinstance(settings.get(name), int)), 0)
+        lists = [value for value in settings.values() if isinstance(value, list | tuple) and len(value) == count]
+        shared = settings.get("num_kv_shared_layers") or 0  # the last ones, which have keys of earlier ones
+        kinds: dict[str, int] = {}
+        for i, kind in enumerate(zip(*lists, strict=True) if lists else ()):
+            kinds.setdefault(repr((kind, i >= count - shared)), i)
+        has_period = any(_PERIOD.fullmatch(name) and settings[name] for name in settings)
+        wanted = min(count, 4 if has_period and not lists else 2)
+        chosen = list(kinds.values())[:6]
+        chosen += [i for i in range(count) if i not in chosen][: max(0, wanted - len(chosen))]
+        return cls(count, sorted(chosen), sum(i >= count - shared for i in chosen))
+
+    def chosen_of(self, value: Any) -> Any:
+        """Of a list with an item for each layer those of the chosen ones."""
+        if isinstance(value, list | tuple) and self.count > 1 and len(value) == self.count:
+            return type(value)([value[i] for i in self.chosen])
+        return value
+
+
+def _shrunk(name: str, value: Any, settings: dict[str, Any], layers: _Layers, head_size: int | None) -> Any:
+    if isinstance(value, dict):
+        if name == "layer_types_map":
+            return value
+        return {key: _shrunk(str(key), inner, settings, layers, head_size) for key, inner in value.items()}
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, float):
+        return 0.0 if "drop" in name or "jitter" in name else value
+    if isinstance(value, list | tuple):
+        return _shrunk_list(name, value, settings, layers, head_size)
+    return _shrunk_number(name, value, settings, layers) if isinstance(value, int) else value
+
+
+def _shrunk_list(name: str, value: Any, settings: dict[str, Any], layers: _Layers, head_size: int | None) -> Any:
+    if name in ("long_factor", "short_factor") and head_size:
+        return list(value)[: max(1, len(value) * HEAD_SIZE // head_size)]
+    if name == "mrope_section" and head_size:
+        return _scaled_sections(value, sum(value) * HEAD_SIZE // head_size)
+    if name == "attention_types" and value and isinstance(value[0], list | tuple):  # GPT-Neo: [[kinds, times]]
+        kinds = value[0][0]
+        return [[kinds, 1]]
+    if value and all(type(item) is int for item in value) and not re.search(r"layer|indices|ratio|id", name):
+        return type(value)([_shrunk_number(name, item, settings, layers) for item in value])
+    return value
+
+
+def _scaled_sections(sections: Any, total: int) -> list[int]:
+    scaled = [max(1, section * total // sum(sections)) for section in sections]
+    scaled[0] += total - sum(scaled)
+    return scaled
+
+
+def _shrunk_number(name: str, value: int, settings: dict[str, Any], layers: _Layers) -> int:
+    if name == "num_kv_shared_layers":
+        return layers.shared
+    if name in _LAYERS:
+        return min(value, len(layers.chosen) or 2)
+    if name == "num_heads" and "state_size" in settings:  # Mamba 2: heads x their size is the inner width
+        return min(value, 2 * HEADS)
+    if name in _HEADS:
+        return min(value, HEADS)
+    if name == "head_dim" and value == settings.get("qk_rope_head_dim"):  # multi-head latent attention: RoPE's part
+        return HEAD_SIZE // 2
+    if _KV_HEADS.fullmatch(name):
+        heads = next((settings[key] for key in _HEADS if settings.get(key)), value)
+        return HEADS if value == heads else min(value, HEADS // 2)
+    if re.fullmatch(r"\w*_(token_id|token_index|token)|\w*_token_ids?", name):
+        return value if value < 3 else 2
+    if name == "max_position_embeddings" and "dynamic" in _rope_types(settings):
+        return PRETRAINED_POSITIONS
+    for pattern, size in _SIZES:
+        if re.fullmatch(pattern, name):
+            return min(value, size) if value > 0 else value
+    return value
+
+
+def _rope_types(settings: dict[str, Any]) -> set[str]:
+    parameters = settings.get("rope_parameters") or {}
+    nested = [inner for inner in parameters.values() if isinstance(inner, dict)]
+    return {str(one.get("rope_type")) for one in (parameters, *nested)}
+
+
+def _head_size(config: PretrainedConfig, settings: dict[str, Any]) -> int | None:
+    heads = next((settings[name] for name in _HEADS if isinstance(settings.get(name), int)), None)
+    size, hidden = settings.get("head_dim"), getattr(config, "hidden_size", None)
+    if isinstance(size, int):
+        return size
+    return hidden // heads if heads and isinstance(hidden, int) else None

@@ -1,0 +1,128 @@
+"""Packed documents train as plain transformers trains each of them alone; else one per forward, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import architectures as sweep
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    DogeConfig,
+    GptOssConfig,
+    LlamaConfig,
+    OPTConfig,
+    PhimoeConfig,
+    RobertaConfig,
+)
+
+from finetune.errors import UserError
+from finetune.models.attention import DOCUMENTS, AttentionChoice, choose_attention, per_document
+from finetune.models.attention.isolation import verdict
+from finetune.models.tiny_config import tiny_config
+
+
+def choose(asked: str, config: Any) -> AttentionChoice:
+    return choose_attention(asked, AutoModelForCausalLM._model_mapping[type(config)], config, "cpu", False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "config", "implementation", "isolates", "reason"),
+    [
+        ("auto", LlamaConfig(), DOCUMENTS, True, "no work across documents"),
+        # Its masks are not handed the positions that say where documents begin.
+        (
+            "auto",
+            GptOssConfig(),
+            "eager",
+            False,
+            "packed documents of GptOssForCausalLM apart (in a trial",
+        ),
+        ("auto", OPTConfig(), DOCUMENTS, True, "no work across documents"),
+        ("sdpa", OPTConfig(), "sdpa", False, "does not keep packed documents of OPTForCausalLM apart"),
+        ("eager", OPTConfig(), "eager", False, "one document per forward"),
+        ("auto", DogeConfig(), "sdpa", True, "this model brings a mask of its own"),
+        # The window is in its mask alone; its attention does not know it.
+        ("auto", PhimoeConfig(sliding_window=2047), "sdpa", True, "does not compute what each document alone gives"),
+        ("auto", PhimoeConfig(), DOCUMENTS, True, "no work across documents"),
+    ],
+)
+def test_isolation_is_seen_not_believed(
+    asked: str, config: Any, implementation: str, isolates: bool, reason: str
+) -> None:
+    choice = choose(asked, config)
+    assert (choice.implementation, choice.isolates_documents) == (implementation, isolates)
+    assert reason in choice.reason
+
+
+def test_documents_asked_for_by_name_are_refused_where_they_would_leave_a_mask_out() -> None:
+    with pytest.raises(UserError, match=r"`documents` does not fit DogeForCausalLM here: .*a mask of its own.*`auto`"):
+        choose("documents", DogeConfig())
+
+
+def test_a_mask_and_documents_together_raise() -> None:
+    model: Any = AutoModelForCausalLM.from_config(tiny_config(DogeConfig()), attn_implementation=DOCUMENTS)
+    with pytest.raises(ValueError, match="brings a mask of its own"):
+        model(input_ids=torch.arange(3, 12)[None], use_cache=False, **per_document.prepare((4, 5)))
+
+
+def test_a_model_that_sees_what_it_is_to_predict_is_refused() -> None:
+    with pytest.raises(UserError, match=r"BertLMHeadModel sees the tokens that it is to predict.*`is_decoder: true`"):
+        choose("auto", BertConfig())
+    assert choose("auto", BertConfig(is_decoder=True)).isolates_documents
+
+
+def test_positions_are_left_to_a_model_that_counts_them_otherwise() -> None:
+    """RoBERTa's begin after that of its padding token."""
+    choice = choose("auto", RobertaConfig(is_decoder=True))
+    assert not choice.isolates_documents
+    assert choice.forward_arguments((5,)) == {"position_ids": None}
+
+
+def test_a_verdict_is_kept_and_a_trial_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    before = torch.get_rng_state()
+    assert verdict(LlamaConfig(), DOCUMENTS, per_document.prepare).packed is None
+    assert torch.equal(before, torch.get_rng_state())
+    [kept] = (tmp_path / "attention").iterdir()
+    kept.write_text(json.dumps({"packed": "as it was read", "positions": None, "causal": None}), encoding="utf-8")
+    assert verdict(LlamaConfig(), DOCUMENTS, per_document.prepare).packed == "as it was read"
+    # A larger model of the same switches is the same trial, another switch is another.
+    assert verdict(LlamaConfig(num_hidden_layers=80), DOCUMENTS, per_document.prepare).packed == "as it was read"
+    assert verdict(LlamaConfig(attention_bias=True), DOCUMENTS, per_document.prepare).packed is None
+    assert len(os.listdir(tmp_path / "attention")) == 2
+    kept.write_text("no JSON", encoding="utf-8")
+    assert verdict(LlamaConfig(), DOCUMENTS, per_document.prepare).packed is None
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("llama", "packed"), ("gpt_oss", "single"), ("mamba", "single"), ("bert", "refused"), ("musicgen", "unbuilt")],
+)
+def test_the_sweep_tells_every_kind_of_verdict(name: str, found: str) -> None:
+    assert sweep.examine(name).verdict == found
+
+
+def test_the_sweep_sees_documents_that_see_each_other() -> None:
+    config = sweep.tiny("gpt_oss")
+    wrong = AttentionChoice("eager", "as it was", isolates_documents=True)
+    differences, moved = sweep.as_in_a_run(config, wrong, sweep.plain(config))
+    assert differences.loss > 0.01
+    assert differences.gradient > 0.01
+    assert moved > 0.01
+
+
+@pytest.mark.parametrize(("model_type", "head_size"), [("llama", 16), ("deepseek_v3", 8), ("gpt2", None)])
+def test_a_tiny_config_keeps_the_switches(model_type: str, head_size: int | None) -> None:
+    config = AutoConfig.for_model(model_type)
+    tiny = tiny_config(config)
+    assert getattr(tiny, "head_dim", None) == head_size
+    assert tiny.hidden_size == 64
+    assert tiny.tie_word_embeddings == config.tie_word_embeddings
+    assert config.hidden_size > 64, "the model's own config is left as it is"
