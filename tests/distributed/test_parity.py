@@ -80,7 +80,7 @@ SELECTED = {
     ("zero2_offload", 2): set(),
     ("zero2_offload", 4): set(),
     ("zero3_offload", 4): set(),
-    # More of them is in test_shared_tokens.py; the script runs them all.
+    # More of them is in test_context_parallel.py; the script runs them all.
     ("ulysses", 2): {"full unpacked", "lora tied", "full auto rows", "full mistral window"},
     **{launch: set() for launch in BY_SCRIPT_ALONE},
     ("hsdp", 4): {"full"},

@@ -1,4 +1,4 @@
-"""Ranges of flattened parameters: what two share, against the index arrays that they stand for."""
+"""Overlaps of ranges of flattened parameters, against the index arrays that they represent."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def shared(first: Range, second: Range) -> list[tuple[int, int]]:
 
 
 @given(two_ranges())
-def test_overlaps_are_what_both_hold(ranges: tuple[Range, Range]) -> None:
+def test_overlaps_are_the_common_elements(ranges: tuple[Range, Range]) -> None:
     found = [pair for o in overlaps(*ranges) for pair in zip(*(n.tolist() for n in numbers(o)), strict=True)]
     assert sorted(found) == shared(*ranges)
 
 
 @given(two_ranges(), st.integers(0, 49), st.integers(0, 49))
-def test_within_is_what_lies_there(ranges: tuple[Range, Range], start: int, length: int) -> None:
+def test_within_gives_the_elements_of_an_interval(ranges: tuple[Range, Range], start: int, length: int) -> None:
     for overlap in overlaps(*ranges):
         wanted = [(i, at - start) for i, at in zip(*numbers(overlap), strict=True) if start <= at < start + length]
         inside = [pair for o in overlap.within(start, start + length) for pair in zip(*numbers(o), strict=True)]
         assert sorted(inside) == sorted(wanted)
 
 
-def test_the_columns_of_a_large_matrix_are_one_piece() -> None:
+def test_columns_of_a_large_matrix_are_one_overlap() -> None:
     columns, rows = Range(100, 50, 200, 1000), Range(200 * 17, 200 * 100)
     assert list(overlaps(columns, rows)) == [Overlap(17 * 50, 100, 50, 50, 200, 100)]
     assert list(overlaps(columns, Range(200 * 17 + 100, 50, 200, 100))) == [Overlap(17 * 50, 0, 5000)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import context_worker
 import parity
 import pytest
 import resume_matrix
-import shared_worker
 from resume_matrix import Pair, Place
 from torch import multiprocessing
 
@@ -31,8 +31,8 @@ DIVISIONS: dict[int, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("processes", [2, 4])
 def test_attention_is_that_of_one_rank(tmp_path: Path, processes: int) -> None:
     """Values, gradients, isolation of documents and generation."""
-    arguments = (processes, str(tmp_path / "meeting"), shared_worker.everything, DIVISIONS[processes])
-    multiprocessing.spawn(shared_worker.run, arguments, nprocs=processes)
+    arguments = (processes, str(tmp_path / "meeting"), context_worker.everything, DIVISIONS[processes])
+    multiprocessing.spawn(context_worker.run, arguments, nprocs=processes)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import tiny
 import yaml
 from test_modes import CONFIGS, accelerate_launch, became, lines_of
 
-WORKER = Path(__file__).with_name("held_worker.py")
+WORKER = Path(__file__).with_name("state_bytes_worker.py")
 LAUNCHES = [("single", 1), ("fsdp2", 2), ("zero3", 2)]
 SHARDS_FROZEN = ("fsdp2", "zero3")
 WAIT_S = 777

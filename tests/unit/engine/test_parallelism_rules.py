@@ -1,0 +1,167 @@
+"""Combinations of parallel dimensions, model, recipe and backend that are refused before a model loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3NextConfig,
+)
+
+from finetune.data.token_shard import TokenShare
+from finetune.engine.context_parallel import apply_context_parallel
+from finetune.engine.launch import Kind, Launch
+from finetune.engine.parallelism import Parallelism
+from finetune.engine.parallelism_rules import Architecture, check_combination
+from finetune.errors import UserError
+from finetune.models.adapters import add_adapters
+from finetune.models.attention import AttentionChoice
+from finetune.models.experts import experts_of
+from finetune.recipe import load_recipe
+from finetune.recipe.schema import Lora
+
+HEADS = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6}
+LLAMA = LlamaConfig(**HEADS)
+DROPOUT = LlamaConfig(**HEADS, attention_dropout=0.1)
+MIXTRAL_4 = AutoConfig.for_model("mixtral", **HEADS, num_local_experts=4)
+SMALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
+SIX_HEADS = LlamaConfig(**SMALL)
+SLIDING = MistralConfig(**SMALL, sliding_window=8)
+SOFT_CAPPED = Gemma2Config(**SMALL, head_dim=8)
+LINEAR = Qwen3NextConfig(**SMALL)
+TINY_LLAMA, MIXTRAL, QWEN3_MOE = (AutoConfig.for_model(**tiny.MODELS[m]) for m in ("llama", "mixtral", "qwen3_moe"))
+LORA = ("mode=lora", "lora={rank: 4, alpha: 8}")
+QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}")
+IN_BACKWARD = ("optimizer.in_backward=true", "optimizer.max_grad_norm=null", "batch.rows=2")
+BALANCE = ("objective.router_aux_loss_coef=0.1",)
+
+
+def launch(kind: Kind, processes: int, **sizes: int) -> Launch:
+    block = {f"parallelism_config_{key}_size": size for key, size in sizes.items()}
+    return Launch(kind, processes, "it.yaml", {"parallelism_config": block})
+
+
+def check(path: Any, where: Launch, config: Any, overrides: tuple[str, ...] = ()) -> None:
+    check_combination(load_recipe(path, overrides), "recipe.yaml", where, config)
+
+
+HSDP, SHARDED = launch("zero", 4, dp_replicate=2), launch("replicated", 4, dp_shard=2)
+TENSOR, CONTEXT, SEQUENCE = launch("fsdp2", 2, tp=2), launch("replicated", 2, cp=2), launch("replicated", 2, sp=2)
+EXPERT = launch("fsdp2", 2, ep=2)
+REFUSED = [
+    (HSDP, LLAMA, (), "DeepSpeed shards over all ranks here: use hsdp"),
+    (SHARDED, LLAMA, (), "MULTI_GPU` shards nothing: use fsdp2 or hsdp"),
+    (launch("zero", 2, tp=2), LLAMA, (), "DeepSpeed needs unsharded matrices: use fsdp2_tp or tp"),
+    (launch("fsdp2", 4, tp=4), LLAMA, (), "the 12 attention heads and the 6 key-value heads: set it to 3 or 6"),
+    (TENSOR, DROPOUT, (), "`attention_dropout: 0.1`.*use fsdp2"),
+    (TENSOR, MIXTRAL_4, (), "4 experts cannot be sharded by columns here: .*ep_size`, or fsdp2"),
+    (TENSOR, GPT2Config(), (), "transformers has no tensor parallel plan for this model: use fsdp2"),
+    (launch("replicated", 2, tp=2), LLAMA, ("optimizer.name=muon",), "Muon needs unsharded matrices"),
+    (TENSOR, LLAMA, IN_BACKWARD, "use fsdp2, or `in_backward: false`"),
+    (TENSOR, LLAMA, (*LORA, "lora.dora=true"), "DoRA divides by the norms"),
+    (TENSOR, LLAMA, QLORA, "4-bit blocks run along the rows"),
+    (launch("replicated", 4, sp=4), SIX_HEADS, (), "sp_size: 4` must divide the 6 attention heads: .*3 or 6"),
+    (CONTEXT, SLIDING, (), "this model's sliding attention: use .*sp_size"),
+    (CONTEXT, SOFT_CAPPED, (), "sliding attention.*soft-capped attention logits.*sp_size"),
+    (CONTEXT, LINEAR, (), "not support this model's linear attention: remove it"),
+    (SEQUENCE, LINEAR, (), "has linear attention, which does not keep documents apart: remove it"),
+    (CONTEXT, SIX_HEADS, ("train.compile=true",), "compiled layers .*set `train.compile: false`, or use"),
+    (SEQUENCE, SIX_HEADS, ("model.attention=sdpa",), "`model.attention: sdpa`.*set `model.attention: auto`"),
+    (CONTEXT, SIX_HEADS, ("model.attention=documents",), "has attention of its own.*set `auto`"),
+    (CONTEXT, SIX_HEADS, (*LORA, "lora.dropout=0.1"), r"set `lora.dropout` \(now 0.1\) to 0"),
+    (SEQUENCE, GPT2Config(n_head=6, n_embd=48), (), "set the model's `attn_pdrop` to 0"),
+    (EXPERT, TINY_LLAMA, (), "`parallelism_config_ep_size: 2`: the model has no experts: remove"),
+    (launch("fsdp2", 6, ep=3), MIXTRAL, (), "must divide the model's 8 experts: set it to 2 or 4"),
+    (launch("fsdp2", 6, ep=4), MIXTRAL, (), "must divide the 6 shards of a model: set it to 3 or 6"),
+    (launch("fsdp2", 1, ep=2), MIXTRAL, (), "must divide the 1 shards of a model: set it to 1"),
+    (launch("replicated", 2, ep=2), MIXTRAL, (), "needs FSDP's shards: set `distributed_type: FSDP`"),
+    (launch("zero", 2, ep=2), MIXTRAL, (), "needs FSDP's shards: set `distributed_type: FSDP`"),
+    (EXPERT, MIXTRAL, ("train.compile=true",), "with `train.compile: true`"),
+    (EXPERT, QWEN3_MOE, LORA, "with `lora.targets: all-linear`.*name layers"),
+    (launch("fsdp2", 2, cp=2), MIXTRAL, BALANCE, "cp_size: 2` with `objective.router_aux_loss_coef`: no rank sees"),
+    (launch("fsdp2", 4, ep=2, tp=2), MIXTRAL, (), "`parallelism_config_tp_size: 2`: not supported"),
+]
+
+
+@pytest.mark.parametrize(("where", "config", "overrides", "message"), REFUSED)
+def test_unsupported_combinations_are_refused_with_an_alternative(
+    recipe: dict[str, Any], write_recipe: Any, where: Launch, config: Any, overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(UserError, match=f"(?s)it.yaml cannot run recipe.yaml:\n.*{message}"):
+        check(write_recipe(recipe), where, config, overrides)
+
+
+SUPPORTED = [
+    *((where, LLAMA, ()) for where in (launch("fsdp2", 4, dp_replicate=2), launch("fsdp2", 4, tp=2))),
+    *((where, LLAMA, ()) for where in (launch("replicated", 4, tp=2), launch("zero", 4))),
+    *(
+        (where, config, ())
+        for where in (CONTEXT, SEQUENCE, launch("replicated", 3, sp=3))
+        for config in (SIX_HEADS, None)
+    ),
+    *((launch("replicated", 8, cp=4, sp=2), config, ()) for config in (SIX_HEADS, None)),
+    *((SEQUENCE, config, ()) for config in (SLIDING, SOFT_CAPPED)),
+    *(
+        (launch("fsdp2", processes, ep=2), MIXTRAL, overrides)
+        for processes in (2, 4, 6)
+        for overrides in ((), (*LORA, "lora.targets=[q_proj]"), BALANCE)
+    ),
+]
+
+
+@pytest.mark.parametrize(("where", "config", "overrides"), SUPPORTED)
+def test_supported_combinations_are_not_refused(
+    recipe: dict[str, Any], write_recipe: Any, where: Launch, config: Any, overrides: tuple[str, ...]
+) -> None:
+    check(write_recipe(recipe), where, config, overrides)
+
+
+def test_plan_and_dropout_are_read_from_the_config() -> None:
+    model = Architecture.of(DROPOUT)
+    assert (model.heads, model.kv_heads, model.dropouts) == (12, 6, {"attention_dropout": 0.1})
+    assert model.tensor_styles == {"colwise", "rowwise"}
+
+
+# --- known only with the model's class
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (
+            AttentionChoice("eager", "Mamba carries state", False),
+            "state, so its tokens cannot be sharded",
+        ),
+        (
+            AttentionChoice("eager", "no sdpa", True),
+            "transformers' own `eager` here .no sdpa.*use data parallel only",
+        ),
+    ],
+)
+def test_attention_without_communication_is_refused(choice: AttentionChoice, message: str) -> None:
+    with pytest.raises(UserError, match=f"context 2: .*{message}"):
+        apply_context_parallel(choice, TokenShare(2), Parallelism(context=2), 0)
+
+
+def test_attention_of_one_rank_is_unchanged() -> None:
+    choice = AttentionChoice("eager", "no sdpa", True)
+    assert apply_context_parallel(choice, TokenShare(), Parallelism(replicate=4), 0) is choice
+
+
+def test_models_without_supported_experts_are_refused() -> None:
+    with pytest.raises(UserError, match="LlamaForCausalLM has no experts that can be divided"):
+        experts_of(AutoModelForCausalLM.from_config(TINY_LLAMA))
+    mixtral = AutoModelForCausalLM.from_config(MIXTRAL)
+    assert list(experts_of(mixtral)) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    adapted = add_adapters(mixtral, Lora(rank=4, alpha=8, targets="all-linear"), torch.float32)
+    with pytest.raises(UserError, match=r"lora.targets: .*layers.0.mlp.experts.* has adapters"):
+        experts_of(adapted)
