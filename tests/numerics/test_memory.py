@@ -337,7 +337,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_backward(one_forward: dict[s
         ("optimizer", {"name": "muon"}, "which divides parameters between two optimizers"),
         ("train", {"precision": "fp16"}, "as fp16's loss scale requires"),
         ("batch", {"tokens_per_device": 64, "rows_per_device": 1}, "needs one micro-batch per step"),
-        ("batch", {"rows_per_device": 2}, "4 rows a step are 2 forwards of 2 on each of 1: set `batch.rows: 2`"),
+        ("batch", {"rows_per_device": 2}, "`batch.rows: 4` is 2 micro-batches of 2 on each of 1: set `batch.rows: 2`"),
     ],
 )
 def test_what_in_backward_cannot_do_is_refused(
