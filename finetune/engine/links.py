@@ -1,4 +1,4 @@
-"""How fast the ranks of a launch reach each other: collectives, pairs of ranks, clocks."""
+"""Communication between the ranks of a launch, measured: collectives, pairs of ranks, clock skew."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from finetune.engine.launch import collective_timeout
 
-_SMALL = 4 * 2**10  # bytes: what a message costs that carries nothing
-_LARGE = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # bytes: what a long one carries
+_SMALL = 4 * 2**10  # bytes: latency
+_LARGE = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # bytes: bandwidth
 _TRIES = 5
-_MOST_PAIRS = 28  # all of 8 ranks; of more, neighbours and the first ranks of the nodes
+_MOST_PAIRS = 28  # all pairs of 8 ranks; with more, neighbours and the first ranks of the nodes
 
 
 @dataclass(frozen=True)
-class Group:
-    """The ranks of this launch, without a model. `node` counts machines, as the launcher does."""
+class LaunchGroup:
+    """The ranks of this launch, without a model. `node` is the index of the machine."""
 
     rank: int
     world_size: int
@@ -33,7 +33,7 @@ class Group:
     device: torch.device
 
     def gather(self, value: Any) -> list[Any]:
-        """A small value of every rank, in rank order."""
+        """Returns a small value of every rank, in rank order."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -69,8 +69,8 @@ class Links:
     skews: dict[int, float]  # seconds that the clock of a node is ahead of node 0's
 
 
-def join_group() -> Group:
-    """The process group that a launcher's variables describe; a group of one without them."""
+def join_group() -> LaunchGroup:
+    """Returns the process group of the launcher's environment variables; a group of one without them."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local, per_node = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
@@ -79,11 +79,11 @@ def join_group() -> Group:
     if world_size > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo for clocks and objects
         dist.init_process_group(backend, timeout=min(collective_timeout(), timedelta(minutes=5)))
-    return Group(rank, world_size, rank // per_node, device)
+    return LaunchGroup(rank, world_size, rank // per_node, device)
 
 
-def measure_links(group: Group) -> Links | None:
-    """Collective; takes seconds. None for one process, which has nobody to talk to."""
+def measure_links(group: LaunchGroup) -> Links | None:
+    """Takes seconds. Collective. Returns None for one process."""
     if group.world_size == 1:
         return None
     large = _LARGE[group.device.type]
@@ -94,7 +94,7 @@ def measure_links(group: Group) -> Links | None:
 
 
 def chosen_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
-    """Which ranks are tried, by the node of each.
+    """Returns the pairs of ranks to measure, by the node of each.
 
     >>> chosen_pairs([0, 0, 1, 1])
     [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
@@ -108,7 +108,7 @@ def chosen_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
     return sorted({*((rank, rank + 1) for rank in range(len(nodes) - 1) if nodes[rank] == nodes[rank + 1]), *ring})
 
 
-def _all_reduce(group: Group, size: int) -> Collective:
+def _all_reduce(group: LaunchGroup, size: int) -> Collective:
     def run(tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
@@ -117,26 +117,26 @@ def _all_reduce(group: Group, size: int) -> Collective:
     return Collective("all-reduce", latency, size, seconds, size * 2 * (n - 1) / n / seconds)
 
 
-def _all_gather(group: Group, size: int) -> Collective:
+def _all_gather(group: LaunchGroup, size: int) -> Collective:
     n = group.world_size
     share = size // n // 4 * 4  # bytes of each rank, in fp32
-    room = {bytes: torch.zeros(n, bytes // 4, device=group.device) for bytes in (_SMALL, share)}  # not timed
+    outputs = {bytes: torch.zeros(n, bytes // 4, device=group.device) for bytes in (_SMALL, share)}  # not timed
 
     def run(tensor: Tensor) -> None:
-        dist.all_gather(list(room[tensor.nbytes]), tensor)
+        dist.all_gather(list(outputs[tensor.nbytes]), tensor)
 
     latency, seconds = _slowest(group, run, _SMALL), _slowest(group, run, share)
     return Collective("all-gather", latency, share * n, seconds, share * (n - 1) / seconds)
 
 
-def _slowest(group: Group, run: Callable[[Tensor], None], size: int) -> float:
-    """Median seconds of a collective on the rank that took longest."""
+def _slowest(group: LaunchGroup, run: Callable[[Tensor], None], size: int) -> float:
+    """Returns median seconds of a collective on the slowest rank."""
     tensor = torch.zeros(size // 4, device=group.device)  # fp32
     seconds = [_seconds(group, lambda: run(tensor)) for _ in range(_TRIES + 2)][2:]  # the first ones connect
     return max(group.gather(statistics.median(seconds)))
 
 
-def _seconds(group: Group, run: Callable[[], None]) -> float:
+def _seconds(group: LaunchGroup, run: Callable[[], None]) -> float:
     dist.barrier()
     _synchronise(group)
     began = time.perf_counter()
@@ -145,18 +145,18 @@ def _seconds(group: Group, run: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def _synchronise(group: Group) -> None:
+def _synchronise(group: LaunchGroup) -> None:
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
 
 
-def _pair(group: Group, ranks: tuple[int, int], nodes: Sequence[int], size: int) -> Pair:
+def _pair(group: LaunchGroup, ranks: tuple[int, int], nodes: Sequence[int], size: int) -> Pair:
     latency, seconds = (_there_and_back(group, ranks, bytes) / 2 for bytes in (_SMALL, size))
     return Pair(ranks, nodes[ranks[0]] != nodes[ranks[1]], latency, size / seconds)
 
 
-def _there_and_back(group: Group, ranks: tuple[int, int], size: int) -> float:
-    """Median seconds, known to every rank; the others wait."""
+def _there_and_back(group: LaunchGroup, ranks: tuple[int, int], size: int) -> float:
+    """Returns median seconds, on every rank; the other ranks wait."""
     first, second = ranks
     tensor = torch.zeros(size // 4, device=group.device)
 
@@ -172,24 +172,24 @@ def _there_and_back(group: Group, ranks: tuple[int, int], size: int) -> float:
     return group.gather(statistics.median(seconds))[first]
 
 
-def _skews(group: Group, nodes: Sequence[int]) -> dict[int, float]:
-    """By node, against the first: as NTP does, from the quickest of several questions (RFC 5905, section 8)."""
+def _skews(group: LaunchGroup, nodes: Sequence[int]) -> dict[int, float]:
+    """By node, against the first: as NTP does, from the fastest of several round trips (RFC 5905, section 8)."""
     leaders = {node: nodes.index(node) for node in sorted(set(nodes)) if node != nodes[0]}
     return {node: _skew(group, rank) for node, rank in leaders.items()}
 
 
-def _skew(group: Group, other: int) -> float:
-    answers: list[tuple[float, float]] = []  # round trip, offset
+def _skew(group: LaunchGroup, other: int) -> float:
+    round_trips: list[tuple[float, float]] = []  # duration, offset
     clock = torch.zeros(1, dtype=torch.float64)  # on the CPU: gloo
     for _ in range(20):
         if group.rank == 0:
-            asked = time.time()
+            sent = time.time()
             dist.send(clock, other)
             dist.recv(clock, other)
-            answered = time.time()
-            answers.append((answered - asked, clock.item() - (asked + answered) / 2))
+            received = time.time()
+            round_trips.append((received - sent, clock.item() - (sent + received) / 2))
         elif group.rank == other:
             dist.recv(clock, 0)
             clock.fill_(time.time())
             dist.send(clock, 0)
-    return group.gather(min(answers)[1] if answers else 0.0)[0]
+    return group.gather(min(round_trips)[1] if round_trips else 0.0)[0]

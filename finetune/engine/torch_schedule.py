@@ -1,4 +1,4 @@
-"""Schedules as torch.distributed.pipelining runs them, with stages that say when they compute."""
+"""Pipeline schedules of torch.distributed.pipelining, with stages that report when they compute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CLASSES: dict[Schedule, Any] = {
 
 
 class TimedStage(PipelineStage):
-    """Says when it computes backwards. Forwards are in the stage's own module, which says so itself."""
+    """Reports when it computes backwards; forwards are reported by the stage's own module."""
 
     computing: Callable[[], AbstractContextManager[None]]
 
@@ -37,13 +37,9 @@ class TimedStage(PipelineStage):
 
 
 def make_schedule(schedule: Schedule, stages: list[PipelineStage], micro_batches: int) -> Any:
-    """Of one step. The last stage gives losses itself, already as shares of the step's: nothing is scaled here."""
-    which = stages[0] if schedule in SINGLE_STAGE_SCHEDULES else stages
-    return _CLASSES[schedule](which, micro_batches, loss_fn=_itself, scale_grads=False)
-
-
-def _itself(loss: Tensor, _target: Tensor) -> Tensor:
-    return loss
+    """Returns the schedule of one step. The last stage returns normalised losses: nothing is scaled here."""
+    own = stages[0] if schedule in SINGLE_STAGE_SCHEDULES else stages
+    return _CLASSES[schedule](own, micro_batches, loss_fn=lambda loss, _target: loss, scale_grads=False)
 
 
 def make_stage(
@@ -51,11 +47,11 @@ def make_stage(
     index: int,
     count: int,
     group: Any,
-    hidden: Tensor,  # (1, T, D) without values (device `meta`): what stages hand on
+    hidden: Tensor,  # (1, T, D) on `meta`: the output of a stage
     device: torch.device,
     computing: Callable[[], AbstractContextManager[None]],
 ) -> PipelineStage:
-    """Every shape is known, so torch has nothing to find out by a trial."""
+    """All shapes are given, so torch does not infer them by a trial forward."""
     number, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty((), device="meta", requires_grad=True)
     stage = TimedStage(
         module,

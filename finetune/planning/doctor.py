@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from finetune.engine.launch import hosts_without_shared_folder
-from finetune.engine.links import Group, Links, measure_links
+from finetune.engine.links import LaunchGroup, Links, measure_links
 from finetune.errors import UserError
 from finetune.planning.plan import versions
 
@@ -39,7 +39,7 @@ class Diagnosis:
         return asdict(self)
 
 
-def diagnose(group: Group, folders: list[Path]) -> Diagnosis:
+def diagnose(group: LaunchGroup, folders: list[Path]) -> Diagnosis:
     """Takes seconds. Collective. Raises UserError on all ranks if a folder is not writable."""
     hosts = group.gather(inspect_host(group.rank, group.node, group.device))
     links = measure_links(group)

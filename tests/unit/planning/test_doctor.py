@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.engine.links import Group, Links, Pair, chosen_pairs, measure_links
+from finetune.engine.links import LaunchGroup, Links, Pair, chosen_pairs, measure_links
 from finetune.planning.doctor import Diagnosis, Disk, Host, Interface, Rdma, _rdma, diagnose
 from finetune.planning.doctor_advice import RULES, advice
 
-ALONE = Group(0, 1, 0, torch.device("cpu"))
+ALONE = LaunchGroup(0, 1, 0, torch.device("cpu"))
 
 
 def host(rank: int, node: int = 0, **facts: Any) -> Host:

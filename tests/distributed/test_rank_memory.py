@@ -1,4 +1,4 @@
-"""What each rank of a launch holds of weights that are not trained, and the rows that `auto` gives it."""
+"""Memory of frozen weights on each rank of a launch, and the rows that `auto` finds there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tiny
 import yaml
 from test_modes import CONFIGS, accelerate_launch, became, lines_of
 
-WORKER = Path(__file__).with_name("state_bytes_worker.py")
+WORKER = Path(__file__).with_name("rank_memory_worker.py")
 LAUNCHES = [("single", 1), ("fsdp2", 2), ("zero3", 2)]
 SHARDS_FROZEN = ("fsdp2", "zero3")
 WAIT_S = 777

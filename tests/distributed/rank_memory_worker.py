@@ -1,7 +1,7 @@
 """Inside a launch: train cases one after another, and say what each rank held and how it cut its rows into forwards.
 
-    accelerate launch --config_file ... tests/distributed/state_bytes_worker.py plan.json
-    python tests/distributed/state_bytes_worker.py plan.json
+    accelerate launch --config_file ... tests/distributed/rank_memory_worker.py plan.json
+    python tests/distributed/rank_memory_worker.py plan.json
 
 plan.json   {"recipe": file, "out": folder, "cases": [{"name", "overrides", "fits"}, ...]}
 out/        <name>-<rank>.json: {"rows", "micro_batches", "trained", "frozen", "live", "bucket", "waits"}
