@@ -20,8 +20,8 @@ def test_it_is_the_fp64_norm_however_gradients_are_cut(monkeypatch: pytest.Monke
     torch.manual_seed(0)
     whole = torch.randn(700, 500) * torch.logspace(-6, 3, 500)
     expected = math.fsum(whole.double().square().flatten().tolist())  # squares of fp32 are exact in fp64, so is fsum
-    for piece in (optimizer_step._PIECE, 1000, 7):
-        monkeypatch.setattr(optimizer_step, "_PIECE", piece)
+    for piece in (optimizer_step._CHUNK, 1000, 7):
+        monkeypatch.setattr(optimizer_step, "_CHUNK", piece)
         for gradients in ([whole], list(whole.split(33)), list(whole.split(33, dim=1))):
             assert squared_norm(gradients, CPU).item() == pytest.approx(expected, rel=1e-13)
 
@@ -46,6 +46,6 @@ def test_what_there_is_to_sum() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_stays_so(value: float) -> None:
-    gradient = torch.zeros(optimizer_step._PIECE + 5)
+    gradient = torch.zeros(optimizer_step._CHUNK + 5)
     gradient[-1] = value
     assert not torch.isfinite(squared_norm([torch.ones(3), gradient], CPU))
