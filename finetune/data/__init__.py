@@ -3,7 +3,6 @@
 What needs torch is not imported here, for the processes that tokenise do without: `batch.py`, `dataset.py`.
 """
 
-from finetune.data.cache.root import cache_root
 from finetune.data.chat.check import check_template
 from finetune.data.chat.renderer import UNTRAINED, Renderer, render, renderer
 from finetune.data.chat.template import Template, built_in_templates, resolve_template
@@ -16,6 +15,7 @@ from finetune.data.report import Report, SourceReport
 from finetune.data.samples import BadRow, Conversation, Message, PromptCompletion, Text
 from finetune.data.show import render_rich, to_json_lines
 from finetune.data.sources import read_rows
+from finetune.data.sources.files import cache_root
 
 __all__ = [
     "FORMATS",

@@ -32,7 +32,7 @@ from finetune.data.examples import Example, about_entry, example_of, key_of_entr
 from finetune.data.mixture import source_names
 from finetune.data.order import group_rows, shuffled
 from finetune.data.packing import Rows, pack, row_work
-from finetune.data.sources import Opened
+from finetune.data.sources import SourceReader
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
@@ -255,7 +255,7 @@ def _tape(recipe: Recipe, plain: Plain, made: Renderer, key: str) -> Tape:
 class Spans:
     """Stretches of a source's rows: read on from where the last one ended, or from the start where they lie before."""
 
-    def __init__(self, opened: Opened, size: int):
+    def __init__(self, opened: SourceReader, size: int):
         self._opened, self._size = opened, size
         self._items: Iterator[Item] = iter(())
         self._next = -1  # the stretch that `_items` would give next; -1: nothing is open

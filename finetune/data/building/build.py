@@ -19,7 +19,7 @@ from finetune.data.chat.renderer import Renderer
 from finetune.data.formats import check_columns, detect_format
 from finetune.data.report import SourceReport
 from finetune.data.samples import BadRow
-from finetune.data.sources import Opened, without_credentials
+from finetune.data.sources import SourceReader, without_credentials
 from finetune.data.token_text import plain_text
 from finetune.errors import UserError
 from finetune.recipe import Recipe
@@ -38,7 +38,7 @@ class Plain:
     """A source that was found, and that says its format."""
 
     source: Source  # `format` is never auto
-    opened: Opened
+    opened: SourceReader
     note: str | None  # how the format was found, where it was
 
     @property
@@ -49,13 +49,13 @@ class Plain:
 
 def open_source(source: Source, streaming: bool = False) -> Plain:
     """Find a source and its format. Raises UserError."""
-    opened = Opened(source, streaming)
+    opened = SourceReader(source, streaming)
     resolved, note = resolve_format(source, opened)
     check_columns(resolved.format, resolved.columns)
     return Plain(resolved, opened, note)
 
 
-def resolve_format(source: Source, opened: Opened) -> tuple[Source, str | None]:
+def resolve_format(source: Source, opened: SourceReader) -> tuple[Source, str | None]:
     """The source with the format and columns that its first rows fit, and a sentence on it; as it is where it says."""
     if source.format != "auto":
         return source, None
@@ -109,7 +109,7 @@ def build(
     Raises UserError for bad rows beyond what the recipe allows, and where nothing is left.
     """
     untrained = _write(writer, data, plain, items_of(plain.opened), made, progress, workers)
-    if Opened(plain.opened.source).digest() != digest:
+    if SourceReader(plain.opened.source).digest() != digest:
         raise UserError(f"{plain.name}: was changed while it was read; start again when it is written whole")
     _check_share(writer.report, data.max_bad_share)
     _check_rest(writer.report, data.max_length, untrained, made)
@@ -151,7 +151,7 @@ def _write(
 # --- rows in chunks
 
 
-def items_of(opened: Opened) -> Generator[Item, None, None]:
+def items_of(opened: SourceReader) -> Generator[Item, None, None]:
     """Rows in their order, those that cannot be read as the reason."""
     unread: list[Item] = []
 

@@ -36,8 +36,8 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from finetune.data.building.chunk import Flat
-from finetune.data.cache.root import cache_root
 from finetune.data.report import SourceReport
+from finetune.data.sources.files import cache_root
 from finetune.errors import RunFailure, UserError
 
 ARRAYS = {

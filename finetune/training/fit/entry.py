@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from finetune.data.cache.root import cache_root
+from finetune.data.sources.files import cache_root
 from finetune.recipe import Recipe
 from finetune.training.fit.search import Found
 
