@@ -1,4 +1,4 @@
-"""Examples and how they lie in rows: what training, evaluation, `check` and `inspect` all start from. Or a stream."""
+"""Examples and their rows, where training, evaluation, `check` and `inspect` all start from; or a stream."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.building.build import open_source
+from finetune.data.building import OpenedSources
 from finetune.data.chat.check import check_template
 from finetune.data.chat.template import resolve_template
-from finetune.data.examples import Example, Examples, prepare_examples
+from finetune.data.examples import Examples, prepare_examples
 from finetune.data.loader import OrderedRows
 from finetune.data.mixture import check_caps
 from finetune.data.order import RowOrder, group_rows
 from finetune.data.packing import Rows, one_per_row, pack, row_work
+from finetune.data.samples import Example
 from finetune.data.streaming import StreamedRows, open_stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe
@@ -25,7 +26,7 @@ from finetune.recipe.schema import Source
 
 @dataclass(frozen=True)
 class EpochSize:
-    """What one pass over the data has."""
+    """Sizes of one pass over the data."""
 
     examples: int
     rows: int
@@ -48,7 +49,7 @@ class Dataset:
 
     @property
     def supervised_tokens(self) -> int:
-        return int(self.examples.num_trained.sum())
+        return int(self.examples.num_targets.sum())
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -63,22 +64,25 @@ class Dataset:
         return self.examples[0]
 
     def heaviest_row(self, max_length: int) -> tuple[int, int]:
-        """(tokens of the longest row, trained tokens of the row that has most of them)."""
+        """Returns (tokens of the longest row, most trained tokens of a row)."""
         return tuple(  # pyright: ignore[reportReturnType]  (two)
             int(np.add.reduceat(counts[self.rows.members], self.rows.offsets[:-1]).max())
-            for counts in (self.examples.lengths, self.examples.num_trained)
+            for counts in (self.examples.lengths, self.examples.num_targets)
         )
 
-    def facts(self) -> dict[str, int | str]:
-        """What tells these rows from others: a checkpoint keeps them. `lengths`: checksum over every example's tokens,
-        all and trained, which decide how examples are packed and ordered."""
-        lengths = hashlib.sha256(self.examples.lengths.astype("<i8").tobytes())
-        lengths.update(self.examples.num_trained.astype("<i8").tobytes())
+    def summary(self) -> dict[str, int | str]:
+        """Identifies these rows: a checkpoint keeps it. `lengths`: checksum over the tokens, all and trained, of every
+        sequence, which decide how examples are packed and ordered."""
+        sizes = self.examples.sizes
+        checksum = hashlib.sha256(sizes.lengths.astype("<i8").tobytes())
+        checksum.update(sizes.targets.astype("<i8").tobytes())
+        if len(sizes.lengths) > len(sizes):
+            checksum.update(sizes.offsets.astype("<i8").tobytes())
         return {
             "examples": len(self.examples),
             "rows": len(self.rows),
             "tokens": self.tokens,
-            "lengths": lengths.hexdigest()[:16],
+            "lengths": checksum.hexdigest()[:16],
         }
 
     def efficiency(self, max_length: int) -> float:
@@ -86,13 +90,13 @@ class Dataset:
         return self.rows.efficiency(self.examples.lengths, max_length)
 
     def in_order(self, recipe: Recipe) -> OrderedRows:
-        """As a run sees them: a pure function of the recipe and the rows, the same on any number of processes."""
+        """The rows in the order of a run: a pure function of the recipe and the rows, on any number of processes."""
         group = group_rows(recipe.data.balance, recipe.batch.rows)
-        work = row_work(self.rows, self.examples.lengths)
+        work = row_work(self.rows, self.examples.sizes.attention_work)
         return OrderedRows(self.examples, self.rows, RowOrder(len(self.rows), recipe.run.seed, work, group))
 
     def unpacked(self) -> Dataset:
-        """The same examples, one in a row."""
+        """The same examples, each in a row of its own."""
         return Dataset(self.examples, one_per_row(self.examples.lengths))
 
 
@@ -105,19 +109,20 @@ class Stream:
     identity: str  # changes when the content or what it is made into does
 
     def size(self, max_length: int) -> None:
-        """Nobody knows before its end."""
+        """Not known before its end."""
 
-    def facts(self) -> dict[str, int | str]:
+    def summary(self) -> dict[str, int | str]:
+        """Identifies the stream: a checkpoint keeps it."""
         return {"stream": self.identity}
 
     def in_order(self, recipe: Recipe) -> StreamedRows:
         return self.rows
 
     def first_example(self) -> Example:
-        return self.rows.documents(0)[0]
+        return self.rows.examples(0)[0]
 
     def heaviest_row(self, max_length: int) -> tuple[int, int]:
-        """Nobody knows before its end: a full row of which all is trained that can be."""
+        """Not known before its end: a full row of which all is trained that can be."""
         return max_length, max_length - 1
 
     def unpacked(self) -> Stream:
@@ -126,14 +131,19 @@ class Stream:
         )
 
 
-def build_training(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Dataset | Stream:
-    """What `data.train` gives to train on. Raises UserError."""
+def build_training(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    opened: OpenedSources | None = None,
+    numeric_columns: tuple[str, ...] = (),
+) -> Dataset | Stream:
+    """The data of `data.train`. opened, numeric_columns: see `prepare_examples`. Raises UserError."""
     if recipe.data.streaming:
-        stream = open_stream(recipe, tokenizer)
-        data = Stream(StreamedRows(recipe, stream.tapes), stream.names, stream.identity)
+        stream = open_stream(recipe, tokenizer, opened, numeric_columns)
+        data = Stream(StreamedRows(recipe, stream.streams), stream.names, stream.identity)
         formats = stream.formats
     else:
-        data = build_dataset(recipe, recipe.data.train, tokenizer)
+        data = build_dataset(recipe, recipe.data.train, tokenizer, opened=opened, numeric_columns=numeric_columns)
         _check_caps(recipe, data)
         formats = [source.format for source in data.examples.report.sources]
     if "preference" in formats:
@@ -159,15 +169,22 @@ def build_dataset(
     sources: Sequence[Source],
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[int], None] | None = None,
+    opened: OpenedSources | None = None,
+    numeric_columns: tuple[str, ...] = (),
 ) -> Dataset:
-    """Rows of tokens, made once and cached; every process may ask at the same time. Raises UserError."""
-    examples = prepare_examples(recipe, sources, tokenizer, progress)
+    """Rows of tokens, built once and cached; every process may call it at the same time. Raises UserError.
+
+    opened, numeric_columns: see `prepare_examples`.
+    """
+    examples = prepare_examples(recipe, sources, tokenizer, progress, opened, numeric_columns)
     packed = pack(examples.lengths, recipe.data.max_length) if recipe.data.packing else one_per_row(examples.lengths)
     return Dataset(examples, packed)
 
 
-def template_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What is worth knowing of the chat template; the tokenizer takes the recipe's, so that the result carries it.
+def template_notes(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, opened: OpenedSources | None = None
+) -> list[str]:
+    """Notes on the chat template, for the user; the tokenizer takes the recipe's, so that the result carries it.
 
     Raises UserError where its masks cannot be right.
     """
@@ -176,11 +193,9 @@ def template_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[s
         tokenizer.chat_template = template.text
     findings = check_template(tokenizer, template, recipe.objective.train_on)
     problems = [text.removeprefix("problem: ") for text in findings if text.startswith("problem: ")]
-    if problems and any(_is_rendered(source) for source in (*recipe.data.train, *recipe.data.eval)):
-        raise UserError("model.chat_template: " + "; ".join(problems))
+    if problems:
+        opened = opened or OpenedSources(recipe)
+        formats = {opened.open(source).source.format for source in (*recipe.data.train, *recipe.data.eval)}
+        if formats - {"text", "tokens"}:  # the others go through the chat template
+            raise UserError("model.chat_template: " + "; ".join(problems))
     return [text.removeprefix("note: ") for text in findings if text.startswith("note: ")]
-
-
-def _is_rendered(source: Source) -> bool:
-    """Whether its rows go through the chat template."""
-    return open_source(source).source.format not in ("text", "tokens")

@@ -10,26 +10,25 @@ from typing import Any
 
 import torch
 
-from finetune.data.batch import Batch, shifted_targets
+from finetune.data.batch import Batch
 from finetune.models.head import LossHead, TokenLosses
 
 
 def supervised_losses(
     model: Callable[..., Any],
-    batch: Batch,  # input_ids, position_ids: (1, T)
+    batch: Batch,
     attention_arguments: dict[str, Any],
     device: torch.device,
     head: LossHead,
-) -> TokenLosses:  # in nats, fp32, in the order of `shifted_targets`; with a graph also where nothing is supervised
+) -> TokenLosses:  # in nats, fp32, in the order of `batch.targets`; with a graph also where nothing is supervised
     """Sums, never means: only the engine knows how many tokens the whole global batch has.
 
     Only the positions whose next token is supervised reach the LM head; whether their logits (S, V) are ever there
     together is the head's choice.
     """
-    positions, targets = shifted_targets(batch)  # (S,), (S,)
+    positions, targets = batch.targets.positions, batch.targets.ids  # (S,), (S,)
     arguments = {
-        "input_ids": batch.input_ids.to(device, non_blocking=True),
-        "position_ids": batch.position_ids.to(device, non_blocking=True),
+        **{name: values.to(device, non_blocking=True) for name, values in batch.inputs.items()},
         "use_cache": False,  # with one, transformers would let packed documents see each other
         **attention_arguments,
     }

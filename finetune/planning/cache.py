@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from finetune.data.cache.listing import FoundEntry
+from finetune.data.token_cache import CachedEntry
 
 
-def show_entries(console: Console, folder: Path, entries: Sequence[FoundEntry]) -> None:
+def show_entries(console: Console, folder: Path, entries: Sequence[CachedEntry]) -> None:
     """A table, and what it sums to."""
     if not entries:
         console.print(f"{folder}: nothing is cached", soft_wrap=True, highlight=False)
@@ -26,7 +26,7 @@ def show_entries(console: Console, folder: Path, entries: Sequence[FoundEntry]) 
     console.print(f"{folder}: {len(entries):,} entries, {size}", soft_wrap=True, highlight=False)
 
 
-def _cells(entry: FoundEntry) -> Iterator[str]:
+def _cells(entry: CachedEntry) -> Iterator[str]:
     of, made = entry.of or {}, entry.made or {}
     if not entry.is_whole:
         yield "[yellow]not finished[/yellow]"

@@ -101,6 +101,7 @@ def _note_balance(recipe: Recipe, processes: int, report: Report) -> None:
 
 
 def _check_data(recipe: Recipe, report: Report) -> None:
+    from finetune.data.building import OpenedSources
     from finetune.data.dataset import Stream, build_dataset, build_training, template_notes
     from finetune.models.config import check_token_ids, model_config
     from finetune.models.dropout import check_nothing_random
@@ -113,14 +114,18 @@ def _check_data(recipe: Recipe, report: Report) -> None:
     check_token_ids(config := model_config(recipe.model), len(tokenizer))
     if recipe.batch.rows_per_device == "auto":
         check_nothing_random(config)
-    report.notes += template_notes(recipe, tokenizer)
+    opened = OpenedSources(recipe)
+    report.notes += template_notes(recipe, tokenizer, opened)
     for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
         if not sources:
             continue
-        data = build_training(recipe, tokenizer) if name == "train" else build_dataset(recipe, sources, tokenizer)
+        if name == "train":
+            data = build_training(recipe, tokenizer, opened)
+        else:
+            data = build_dataset(recipe, sources, tokenizer, opened=opened)
         if isinstance(data, Stream):
             window = data.rows.window(0)
-            report.facts["train_data"] = f"a stream; its first window has {len(window.lengths):,} examples"
+            report.facts["train_data"] = f"a stream; its first window has {len(window.sizes):,} examples"
             report.facts["steps"] = run_length(recipe, None)[0]
             continue
         share = data.supervised_tokens / data.tokens

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from finetune.data import prepare_examples
+from finetune.data import SourceReport, prepare_examples
+from finetune.data.building import OpenedSources
 from finetune.data.dataset import template_notes
-from finetune.data.report import SourceReport
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
 
@@ -21,10 +21,15 @@ class Prepared:
 
     part: str  # train | eval
     report: SourceReport
-    made_s: float | None  # None: it was there
+    build_s: float | None  # None: it was there
 
     def as_dict(self) -> dict[str, Any]:
-        return {"part": self.part, "cached": self.made_s is None, "seconds": self.made_s or 0.0, **asdict(self.report)}
+        return {
+            "part": self.part,
+            "cached": self.build_s is None,
+            "seconds": self.build_s or 0.0,
+            **asdict(self.report),
+        }
 
     @property
     def dropped(self) -> int:
@@ -35,16 +40,17 @@ class Prepared:
 def prepare(recipe: Recipe) -> tuple[list[Prepared], list[str]]:
     """Every source of a recipe into the cache, and notes on the template. Raises UserError."""
     tokenizer = load_tokenizer(recipe.model)
-    notes = template_notes(recipe, tokenizer)
+    opened = OpenedSources(recipe)
+    notes = template_notes(recipe, tokenizer, opened)
     prepared: list[Prepared] = []
     if recipe.data.streaming:
         notes.append("data.streaming: data.train is read as the run needs it, so nothing of it is prepared")
     train = () if recipe.data.streaming else recipe.data.train
     for part, sources in (("train", train), ("eval", recipe.data.eval)):
         if sources:
-            examples = prepare_examples(recipe, sources, tokenizer)
-            found = zip(examples.report.sources, examples.made_s, strict=True)
-            prepared += [Prepared(part, report, seconds) for report, seconds in found]
+            examples = prepare_examples(recipe, sources, tokenizer, opened=opened)
+            reports = zip(examples.report.sources, examples.build_s, strict=True)
+            prepared += [Prepared(part, report, seconds) for report, seconds in reports]
     return prepared, notes
 
 
@@ -59,7 +65,7 @@ def show_prepared(console: Console, prepared: list[Prepared], notes: list[str]) 
 
 def _lines(one: Prepared) -> Iterator[str]:
     report = one.report
-    how = "cached" if one.made_s is None else f"made in {one.made_s:,.1f} s"
+    how = "cached" if one.build_s is None else f"made in {one.build_s:,.1f} s"
     yield f"{one.part}: {report.path} ({report.format}), {how}"
     yield (
         f"  {report.rows:,} rows, {report.examples:,} examples, {report.tokens:,} tokens, "

@@ -112,7 +112,11 @@ class Meters:
             return math.nan, math.nan
         # As if all of a row that several ranks work on were this rank's, divided: all have as much of it.
         parallelism = self._engine.parallelism
-        work = [self._flops.of(_counted(b), b.document_lengths, b.num_supervised * parallelism.tokens) for b in batches]
+        shared_by = parallelism.tokens
+        work = [
+            self._flops.of(_counted(batch), batch.sequence_lengths, batch.counts["target_tokens"] * shared_by)
+            for batch in batches
+        ]
         ranks = parallelism.processes / parallelism.data
         return sum(model for model, _ in work) / ranks, sum(hardware for _, hardware in work) / ranks
 
@@ -125,8 +129,8 @@ class Meters:
 
 
 def _counted(batch: Batch) -> tuple[int, ...]:
-    """Lengths of the documents that count; what else is in a row stands behind them."""
-    return batch.document_lengths[: len(batch.documents)]
+    """Lengths of the sequences that count; padding comes after them."""
+    return batch.sequence_lengths[: len(batch.sequence_tokens)]
 
 
 def _speed(tokens: float, supervised: float, seconds: float, devices: int) -> Line:

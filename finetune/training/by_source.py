@@ -27,9 +27,12 @@ class SourceSums:
         """losses: (S,) of the batch's targets, in their order and on the device."""
         if not self.names:
             return
-        self._nats.index_add_(0, batch.target_sources.to(losses.device), losses.detach().to(self._nats.dtype))
-        for source, trained, tokens in zip(batch.sources, batch.trained, batch.tokens, strict=True):
-            self._counts[:, source] += (trained, tokens)
+        sources = torch.tensor(batch.sequence_sources, dtype=torch.int64).to(losses.device, non_blocking=True)
+        source_of_target = sources[batch.targets.sequence.to(losses.device)]
+        self._nats.index_add_(0, source_of_target, losses.detach().to(self._nats.dtype))
+        sequences = zip(batch.sequence_sources, batch.sequence_targets, batch.sequence_tokens, strict=True)
+        for source, targets, tokens in sequences:
+            self._counts[:, source] += (targets, tokens)
 
     def values(self) -> list[Tensor | float]:
         return [*self._nats, *map(float, self._counts.flatten())]

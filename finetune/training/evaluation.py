@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
@@ -72,14 +73,14 @@ class Evaluator:
         with fed_batches(self.loader.all_batches(), self.engine.device) as feed:
             for batch, losses in self.engine.forwards(feed, self._token_losses):
                 total += losses.sum()
-                items += batch.num_supervised
+                items += batch.counts["target_tokens"]
                 sources.add(batch, losses)
         loss, count, *of_sources = self.engine.total(total, items, *sources.values())
         each = {f"eval_loss/{name}": value for name, value in sources.losses(of_sources).items()}
         return {"eval_loss": loss / count, **each}
 
     def _token_losses(self, model: Any, batch: Batch) -> torch.Tensor:
-        arguments = self.attention.forward_arguments(batch.document_lengths)
+        arguments = self.attention.forward_arguments(batch.sequence_lengths)
         head = self.head.for_evaluation()
         return supervised_losses(model, batch, arguments, self.engine.device, head).each
 
@@ -123,20 +124,20 @@ def _limit(evaluator: Evaluator, wanted: int) -> int:
 
 def question(examples: Examples, index: int) -> Question | None:
     """The last trained stretch is the reference, all before it the prompt; None where nothing precedes it."""
-    example = examples[index]
-    trained = [i for i, label in enumerate(example.labels) if label != -100]
-    start = end = trained[-1]
-    while start - 1 >= 0 and example.labels[start - 1] != -100:
+    sequence = examples[index].sequences[0]
+    start = end = int(np.flatnonzero(sequence.loss_mask)[-1])
+    while start - 1 >= 0 and sequence.loss_mask[start - 1]:
         start -= 1
     if start == 0:
         return None
-    ids = example.input_ids.tolist()
+    ids = sequence.input_ids.tolist()
     return Question(prompt=ids[:start], reference=ids[start:end])  # ids[end] is the end-of-turn
 
 
 def end_ids(example: Example, tokenizer: PreTrainedTokenizerFast) -> set[int]:
     """What ends a generation: the tokenizer's end token and the end-of-turn that the data teaches."""
-    taught = int(example.input_ids[max(i for i, label in enumerate(example.labels) if label != -100)])
+    sequence = example.sequences[0]
+    taught = int(sequence.input_ids[np.flatnonzero(sequence.loss_mask)[-1]])
     ends = {taught} if taught in tokenizer.all_special_ids else set()
     return ends | ({tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set())
 

@@ -106,7 +106,7 @@ def training_steps(
     while state.step < plan.steps:
         with clock.phase("data"):
             made = next(feed)
-        batches, items, tokens = made.batches, made.supervised_tokens, made.tokens
+        batches, items, tokens = made.batches, made.counts["target_tokens"], made.counts["tokens"]
         factor = lr_factor(recipe.schedule, state.step, plan.steps)
         engine.set_lr(factor)
         sums = StepSums(engine, attention, head, recipe.run.seed, clock, state.step, made, source_names, routing)
@@ -165,17 +165,17 @@ class StepSums:
         routing: Routing,
     ):
         self._engine, self._attention, self._head, self._seed, self._clock = engine, attention, head, seed, clock
-        self._step, self._items = step, made.supervised_tokens
+        self._step, self._items = step, made.counts["target_tokens"]
         self.losses: list[tuple[Batch, torch.Tensor]] = []  # (): nats of each micro-batch, fp64
         self.sources = SourceSums(source_names, engine.device)
-        self.routing = RoutingSums(routing, made.tokens, engine.device)
+        self.routing = RoutingSums(routing, made.counts["tokens"], engine.device)
 
     def share(self, model: Any, batch: Batch) -> torch.Tensor:  # ()
         """A micro-batch's share of the step's loss: its nats over the supervised tokens of the whole step, and its
         rows' part of the balance of experts."""
         seed_micro_batch(self._seed, self._step, batch.index)
         with self._clock.phase("forward"), self.routing.listening() as logits:
-            arguments = self._attention.forward_arguments(batch.document_lengths)
+            arguments = self._attention.forward_arguments(batch.sequence_lengths)
             nats, of_tokens = supervised_losses(model, batch, arguments, self._engine.device, self._head)
             self.sources.add(batch, of_tokens)
             balance = self.routing.share(logits, batch)
@@ -192,7 +192,7 @@ class StepSums:
 def warm_up(engine: Engine, batch: Batch, attention: AttentionChoice, head: LossHead) -> None:
     """Forwards and backwards that leave no trace: weights, optimizer and random numbers of the steps are untouched."""
     for _ in range(engine.warm_ups):
-        arguments = attention.forward_arguments(batch.document_lengths)
+        arguments = attention.forward_arguments(batch.sequence_lengths)
         with engine.micro_batch(last=True):
             engine.backward(supervised_losses(engine.model, batch, arguments, engine.device, head).total)
         engine.drop_gradients()
@@ -204,7 +204,7 @@ def seed_micro_batch(seed: int, step: int, index: int) -> None:
 
 
 def row_ids(batches: list[Batch]) -> list[str]:
-    return [f"{path}:{row}" for batch in batches for path, row in batch.documents]
+    return [f"{origin.path}:{origin.row}" for batch in batches for origin in batch.origins]
 
 
 def not_finite(

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from finetune.checkpoints.saver import Saver
+from finetune.data.building import OpenedSources
 from finetune.data.dataset import build_dataset, build_training, template_notes
 from finetune.engine.agreement import check_launch
 from finetune.engine.launch import read_launch
@@ -68,9 +69,10 @@ def train(
     check_token_ids(config, len(tokenizer))
     if recipe.batch.rows_per_device == "auto":
         check_nothing_random(config)
-    notes = template_notes(recipe, tokenizer)
-    training = build_training(recipe, tokenizer)
-    held_out = build_dataset(recipe, recipe.data.eval, tokenizer) if recipe.data.eval else None
+    opened = OpenedSources(recipe)
+    notes = template_notes(recipe, tokenizer, opened)
+    training = build_training(recipe, tokenizer, opened)
+    held_out = build_dataset(recipe, recipe.data.eval, tokenizer, opened=opened) if recipe.data.eval else None
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
     with in_use(engine, run_folder(recipe)):
@@ -128,7 +130,7 @@ class Run:
         """What a checkpoint says of the run beside its progress."""
         return {
             "steps": self.plan.steps,
-            "data": self.ready.training.facts(),
+            "data": self.ready.training.summary(),
             "trackers": self._run_log.run_ids(),
             "versions": self.plan.versions,
             "git_commit": self.plan.git_commit,

@@ -276,7 +276,7 @@ def _resume(
         return State(), {}
     if (found := newest_good(engine, checkpoints)) is None:
         return State(), {}
-    resumed = resume(engine, recipe, found, training.facts())
+    resumed = resume(engine, recipe, found, training.summary())
     state = State(**resumed.progress)
     say(f"resuming from {found}: step {state.step} of {plan.steps}")
     for change in resumed.changes:

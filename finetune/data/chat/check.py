@@ -49,7 +49,7 @@ def _plain(turns: int, reasoning: str | None = None) -> Conversation:
 
 def _trained(made: Renderer, conversation: Conversation) -> list[list[str]]:
     """The texts that are trained, of each example of a conversation."""
-    return [[one.text[begin:end] for begin, end in one.spans] for one in made.draw(conversation)]
+    return [[text.text[begin:end] for begin, end in text.spans] for group in made.draw(conversation) for text in group]
 
 
 def _text_problems(made: Renderer, chat: Chat) -> list[str]:

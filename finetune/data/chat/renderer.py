@@ -36,12 +36,11 @@ UNTRAINED = -100  # Hugging Face convention, the ignore_index of torch's cross e
 
 @dataclass(frozen=True)
 class Rendered:
-    """An example as the string that is tokenised, and the characters of it to train on."""
+    """A sequence as the string that is tokenised, and the characters of it to train on."""
 
     text: str
     spans: Sequence[Span] = ()
     is_plain: bool = False  # no template wrote its BOS and its end
-    part: str = ""  # chosen | rejected, of a preference
     ready: Ids | None = None  # tokens as the row gave them, in place of a text
 
 
@@ -58,22 +57,22 @@ class Renderer:
     encoder: Encoder = field(repr=False)
     special_text: re.Pattern[str] = field(repr=False)  # of special tokens, to find them in what a row says
 
-    def draw(self, sample: Sample) -> list[Rendered]:
-        """The examples of a sample: one; several of a conversation whose template rewrites history, and of a
-        preference two, told apart by `part`.
+    def draw(self, sample: Sample) -> list[tuple[Rendered, ...]]:
+        """Returns the examples of a sample, each with its sequences. One example of one sequence; of a conversation
+        whose template rewrites history several; of a preference one of two sequences, chosen and rejected.
 
         Raises BadRow for what another row could do without, UserError for what no row could mend.
         """
         if isinstance(sample, Text):
-            return [Rendered(sample.text, [(0, len(sample.text))], is_plain=True)]
+            return [(Rendered(sample.text, [(0, len(sample.text))], is_plain=True),)]
         if isinstance(sample, Ids):
-            return [self._ready(sample)]
+            return [(self._ready(sample),)]
         if isinstance(sample, Preference):
-            return [self._answer(sample.chosen, "chosen"), self._answer(sample.rejected, "rejected")]
+            return [(self._answer(sample.chosen, "chosen"), self._answer(sample.rejected, "rejected"))]
         if isinstance(sample, PromptCompletion):
             if self.chat is None:
                 whole = sample.prompt + sample.completion
-                return [Rendered(whole, [(len(sample.prompt), len(whole))], is_plain=True)]
+                return [(Rendered(whole, [(len(sample.prompt), len(whole))], is_plain=True),)]
             sample = sample.as_conversation()
         return self._conversation(sample)
 
@@ -101,23 +100,23 @@ class Renderer:
             ids, trained = np.append(ids, np.int32(eos)), np.append(trained, True)
         return ids, trained
 
-    def _conversation(self, conversation: Conversation) -> list[Rendered]:
+    def _conversation(self, conversation: Conversation) -> list[tuple[Rendered, ...]]:
         if self.chat is None:
             raise UserError(
                 "the tokenizer has no chat template, so messages cannot be rendered: set model.chat_template to "
                 f"one of {', '.join(built_in_templates())} or to the path of a .jinja file"
             )
         self._check_no_special(conversation)
-        return [Rendered(text, spans) for text, spans in parts_of(self.chat, conversation, self.train_on)]
+        return [(Rendered(text, spans),) for text, spans in parts_of(self.chat, conversation, self.train_on)]
 
-    def _answer(self, sample: Conversation | PromptCompletion, part: str) -> Rendered:
-        found = self.draw(sample)
-        if len(found) > 1:
+    def _answer(self, sample: Conversation | PromptCompletion, name: str) -> Rendered:
+        examples = self.draw(sample)
+        if len(examples) > 1:
             raise BadRow(
-                f"the chat template rewrites history, so {part!r} would become {len(found)} examples: give the earlier "
-                "turns as the prompt, so that the last answer alone is compared"
+                f"the chat template rewrites history, so {name!r} would become {len(examples)} examples: give the "
+                "earlier turns as the prompt, so that the last answer alone is compared"
             )
-        return Rendered(found[0].text, found[0].spans, found[0].is_plain, part)
+        return examples[0][0]
 
     def _ready(self, sample: Ids) -> Rendered:
         size = len(self.tokenizer)
@@ -205,7 +204,8 @@ def render(
     refuses, UserError for a template that no mask fits, ValueError for a sample of several examples.
     """
     made = renderer(tokenizer, template, train_on)
-    ((input_ids, trained),) = made.tokenise(made.draw(sample))
+    (group,) = made.draw(sample)
+    ((input_ids, trained),) = made.tokenise(group)
     return input_ids, labels_of(input_ids, trained)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from finetune.data import to_json_lines
 from finetune.data.chat.template import resolve_template
 from finetune.data.dataset import build_dataset, template_notes
-from finetune.data.show import Look
+from finetune.data.token_text import Look
 from finetune.errors import UserError
 from finetune.models.tokenizer import load_tokenizer
 from finetune.planning.inspect.choose import find_row, first_examples

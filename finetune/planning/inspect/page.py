@@ -25,12 +25,12 @@ import jinja2
 from markupsafe import Markup
 
 from finetune.data import Example
-from finetune.data.show import left_out_note, shortened, tokens_of
-from finetune.data.token_text import INVISIBLE, Token, visible
+from finetune.data import Sequence as TokenSequence
+from finetune.data.token_text import INVISIBLE, Token, left_out_note, shortened, tokens_of, visible
 from finetune.errors import UserError
 from finetune.planning.inspect.terminal import COUNTS, epoch_facts, overlong, source_name, source_share
 from finetune.planning.inspect.totals import LOSSES, Histogram, Totals
-from finetune.planning.inspect.view import View, num_trained
+from finetune.planning.inspect.view import SEQUENCES, View
 
 HERE = Path(__file__).parent
 SHOWN_TOKENS = 1500  # of one example
@@ -39,9 +39,9 @@ CHART_WIDTH, CHART_HEIGHT = 480, 150  # of the bars, in units of the drawing
 
 @dataclass(frozen=True)
 class Shown:
-    """One example as the page shows it."""
+    """One sequence of an example as the page shows it."""
 
-    path: str
+    path: str  # with `, chosen` or `, rejected` after it, of a preference
     row: int
     tokens: int
     trained: int
@@ -104,7 +104,7 @@ def render_page(
         totals=view.totals,
         report=view.totals.report,
         **_facts(view),
-        examples=[_shown(view, view.data.examples[number], full) for number in chosen],
+        examples=[shown for number in chosen for shown in _sequences(view, view.data.examples[number], full)],
         rows=[_packed_row(view, number, full) for number in packed],
     )
 
@@ -235,14 +235,19 @@ def _bar(x: float, step: float, share: float, title: str, is_over: bool = False)
 # --- examples
 
 
-def _shown(view: View, example: Example, full: bool) -> Shown:
-    tokens = tokens_of(example, view.tokenizer)
+def _sequences(view: View, example: Example, full: bool) -> list[Shown]:
+    names = [f", {name}" for name in SEQUENCES] if len(example.sequences) > 1 else [""]
+    return [_shown(view, example, *pair, full) for pair in zip(example.sequences, names, strict=True)]
+
+
+def _shown(view: View, example: Example, sequence: TokenSequence, name: str, full: bool) -> Shown:
+    tokens = tokens_of(sequence, view.tokenizer)
     (head, tail), left_out = shortened(tokens, None if full else SHOWN_TOKENS)
     return Shown(
-        path=example.path,
+        path=example.path + name,
         row=example.row,
         tokens=len(tokens),
-        trained=num_trained(example),
+        trained=sequence.num_targets,
         head=tokens_html(head),
         left_out=left_out_note(left_out) if left_out else "",
         tail=tokens_html(tail, len(tokens) - len(tail)),
@@ -253,9 +258,9 @@ def _packed_row(view: View, number: int, full: bool) -> dict[str, Any]:
     """A row: its number, its documents with the place that each begins at, and what is left of it."""
     documents, place = [], 0
     for member in view.data.rows[number].tolist():
-        shown = _shown(view, view.data.examples[member], full)
-        documents.append((place, shown))
-        place += shown.tokens
+        for shown in _sequences(view, view.data.examples[member], full):
+            documents.append((place, shown))
+            place += shown.tokens
     return {
         "number": number,
         "documents": documents,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 
-import numpy as np
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.rule import Rule
@@ -13,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.data import SourceReport, render_rich
-from finetune.data.show import Look
-from finetune.data.token_text import visible
+from finetune.data.token_text import Look, visible
 from finetune.planning.inspect.totals import LOSSES, Histogram, Totals
-from finetune.planning.inspect.view import View, num_trained
+from finetune.planning.inspect.view import SEQUENCES, View
 
 COUNTS = {
     "rows": "rows read",
@@ -41,9 +39,14 @@ def print_examples(console: Console, view: View, chosen: Iterable[int], look: Lo
     """A panel for each, and what the colours say."""
     shown = [view.data.examples[number] for number in chosen]
     for example in shown:
-        tokens = f"{len(example.input_ids):,} tokens, {num_trained(example):,} trained"
+        tokens = f"{example.num_tokens:,} tokens, {example.num_targets:,} trained"
         title = Text(visible(f"{example.path}:{example.row}   {tokens}"))
-        console.print(Panel(render_rich(example, view.tokenizer, look), title=title, title_align="left"))
+        parts: list[Text | Rule] = []
+        for name, sequence in zip(SEQUENCES, example.sequences, strict=False):
+            if len(example.sequences) > 1:
+                parts.append(Rule(Text(f"{name}, {len(sequence.input_ids):,} tokens"), align="left", style="cyan"))
+            parts.append(render_rich(sequence, view.tokenizer, look))
+        console.print(Panel(Group(*parts), title=title, title_align="left"))
     if shown:
         console.print(_legend(look))
 
@@ -59,20 +62,19 @@ def print_packed_rows(console: Console, view: View, numbers: Iterable[int], look
     """Rows as the model sees them: documents end to end, each from position 0, attention within it only."""
     most = view.totals.max_length
     for number in numbers:
-        members = view.data.rows[number].tolist()
-        lengths = view.data.examples.lengths[members]
+        examples = [view.data.examples[member] for member in view.data.rows[number].tolist()]
+        documents = [(example, sequence) for example in examples for sequence in example.sequences]
         parts, place = [], 0
-        for n, member in enumerate(members, start=1):
-            example = view.data.examples[member]
-            end = place + len(example.input_ids)
+        for n, (example, sequence) in enumerate(documents, start=1):
+            end = place + len(sequence.input_ids)
             label = f"document {n}  {example.path}:{example.row}  places {place:,} to {end - 1:,}, positions from 0"
             parts += [
                 Rule(Text(visible(label)), align="left", style="cyan"),
-                render_rich(example, view.tokenizer, look),
+                render_rich(sequence, view.tokenizer, look),
             ]
             place = end
-        work = f"attention work {int(np.sum(lengths.astype(np.int64) ** 2)):,}"
-        title = f"row {number}   {len(members)} documents, {place:,} of {most:,} tokens, {work}"
+        work = f"attention work {sum(len(sequence.input_ids) ** 2 for _, sequence in documents):,}"
+        title = f"row {number}   {len(documents)} documents, {place:,} of {most:,} tokens, {work}"
         console.print(Panel(Group(*parts), title=Text(title), title_align="left", border_style="cyan"))
 
 

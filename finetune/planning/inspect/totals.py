@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data import Report
+from finetune.data import DataReport, row_work
 from finetune.data.dataset import Dataset
 from finetune.recipe.schema import Data
 
@@ -53,7 +53,7 @@ class Totals:
     split: str  # train | eval
     max_length: int  # tokens
     overlong: str
-    report: Report
+    report: DataReport
     examples: int  # of an epoch, as the rest below
     tokens: int
     supervised_tokens: int
@@ -78,7 +78,7 @@ class Totals:
 
 def totals_of(data: Dataset, settings: Data, split: str, notes: Sequence[str] = ()) -> Totals:
     """Everything that can be counted of a dataset without reading its tokens."""
-    lengths, trained = data.examples.lengths, data.examples.num_trained
+    lengths, trained = data.examples.lengths, data.examples.num_targets
     return Totals(
         split=split,
         max_length=settings.max_length,
@@ -135,13 +135,13 @@ def _percentiles(lengths: NDArray[np.integer]) -> dict[str, int]:
 
 
 def _packing(data: Dataset, settings: Data) -> Packing:
-    squares = data.examples.lengths[data.rows.members].astype(np.int64) ** 2
+    sequences = np.diff(data.examples.sizes.offsets)[data.rows.members]
     return Packing(
         packed=settings.packing,
         rows=len(data.rows),
         efficiency=data.efficiency(settings.max_length),
-        documents_per_row=_spread(np.diff(data.rows.offsets)),
-        attention_work_per_row=_spread(np.add.reduceat(squares, data.rows.offsets[:-1])),
+        documents_per_row=_spread(np.add.reduceat(sequences, data.rows.offsets[:-1])),
+        attention_work_per_row=_spread(row_work(data.rows, data.examples.sizes.attention_work)),
     )
 
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data import UNTRAINED, Example
 from finetune.data.dataset import Dataset
 from finetune.planning.inspect.totals import Totals
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
+
+SEQUENCES = ("chosen", "rejected")  # of an example that has two
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,3 @@ class View:
     template: str  # what the chat template is called
     data: Dataset
     totals: Totals
-
-
-def num_trained(example: Example) -> int:
-    return int(np.count_nonzero(example.labels != UNTRAINED))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.data.batch import Batch, collate
-from finetune.data.chat.renderer import UNTRAINED
-from finetune.data.examples import Example
-from finetune.data.token_shard import WHOLE, TokenShare, token_shard
+from finetune.data.samples import Example, Sequence
+from finetune.data.token_shard import UNSHARDED, TokenShare, token_shard
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
 from finetune.models.attention import AttentionChoice
@@ -34,16 +33,16 @@ class HeaviestRow:
     tokens: int
     supervised: int
 
-    def batch(self, rows: float, of: TokenShare = WHOLE) -> Batch:
-        """Rows of one document each: attention within it costs no less than within several. HALF: of half a row."""
+    def batch(self, rows: float, of: TokenShare = UNSHARDED) -> Batch:
+        """Rows of one example each: attention within it costs no less than within several. HALF: of half a row."""
         share = min(rows, 1)
-        length = max(1, int(self.tokens * share))
-        ids = np.resize(self.example.input_ids, length)
-        labels = np.full_like(ids, UNTRAINED)
-        trained = min(int(self.supervised * share), length - 1)
-        labels[length - trained :] = ids[length - trained :]
-        examples = [Example(self.example.path, self.example.row, ids, labels)] * max(1, int(rows))
-        return token_shard(collate(examples, padded_to=of.padded(length * len(examples))), of)
+        several = len(self.example.sequences)
+        length = max(1, int(self.tokens * share) // several)  # of each sequence
+        targets = min(int(self.supervised * share) // several, length - 1)
+        loss_mask = np.arange(length) >= length - targets
+        sequences = [Sequence(np.resize(one.input_ids, length), loss_mask) for one in self.example.sequences]
+        examples = [replace(self.example, sequences=tuple(sequences))] * max(1, int(rows))
+        return token_shard(collate(examples, padded_to=of.padded(length * several * len(examples))), of)
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Trials:
 
     def _run(self, rows: float) -> None:
         engine, batch = self.engine, self.row.batch(rows, self.engine.token_share)
-        arguments = self.attention.forward_arguments(batch.document_lengths)
+        arguments = self.attention.forward_arguments(batch.sequence_lengths)
         engine.trial(lambda model: supervised_losses(model, batch, arguments, engine.device, self.head).total)
 
 
