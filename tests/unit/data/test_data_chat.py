@@ -449,12 +449,11 @@ def test_ids_pass_through():
             render(Ids((5, wrong), (False, True)), tokenizer)
 
 
-def test_a_preference_is_two_examples():
+def test_a_preference_is_one_example_of_two_sequences():
     tokenizer = STYLES["chatml"].tokenizer(shaped("chatml", "none"))
     made = renderer(tokenizer)
     pair = Preference(PromptCompletion("hello", "fine"), as_conversation(conversation("hello", "four")))
-    drawn = made.draw(pair)
-    assert [one.part for one in drawn] == ["chosen", "rejected"]
+    (drawn,) = made.draw(pair)
     assert [tokenizer.decode(ids[trained]) for ids, trained in made.tokenise(drawn)] == [
         "fine<|im_end|>",
         "four<|im_end|>",
@@ -464,8 +463,9 @@ def test_a_preference_is_two_examples():
 def test_samples_of_all_kinds_keep_their_order():
     made = renderer(STYLES["chatml"].tokenizer(shaped("chatml", "none")))
     samples = [Ids((5, 6), (False, True)), PromptCompletion("a", "b"), Ids((7,), (False,)), Text("four")]
-    together = made.tokenise([one for sample in samples for one in made.draw(sample)])
-    alone = [made.tokenise(made.draw(sample))[0] for sample in samples]
+    drawn = [made.draw(sample)[0] for sample in samples]
+    together = made.tokenise([text for group in drawn for text in group])
+    alone = [made.tokenise(group)[0] for group in drawn]
     assert [ids.tolist() for ids, _ in together] == [ids.tolist() for ids, _ in alone]
 
 
@@ -480,7 +480,8 @@ def test_a_turn_that_is_written_differently_later_is_an_example_of_its_own():
     tokenizer = byte_level(("<|im_start|>", "<|im_end|>", "<|endoftext|>"), template=ENDS_DIFFERENTLY)
     made = renderer(tokenizer)
     sample = as_conversation(conversation("hello", "fine", "and you?", "good"))
-    found = [(tokenizer.decode(ids), tokenizer.decode(ids[mask])) for ids, mask in made.tokenise(made.draw(sample))]
+    tokens = [made.tokenise(group)[0] for group in made.draw(sample)]
+    found = [(tokenizer.decode(ids), tokenizer.decode(ids[mask])) for ids, mask in tokens]
     assert found == [
         ("<|im_start|>user\nhello<|im_end|><|im_start|>assistant\nfine<|endoftext|>", "fine<|endoftext|>"),
         (
