@@ -59,8 +59,17 @@ class Dataset:
             len(self.examples), len(self.rows), self.tokens, self.supervised_tokens, self.efficiency(max_length)
         )
 
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Of each source."""
+        return tuple(source.format for source in self.examples.report.sources)
+
     def first_example(self) -> Example:
         return self.examples[0]
+
+    def first_examples(self, source: int, count: int) -> list[Example]:
+        """At most `count` examples of a source."""
+        return [self.examples[i] for i in self.examples.of_source(source)[:count]]
 
     def heaviest_row(self, max_length: int) -> tuple[int, int]:
         """(tokens of the longest row, trained tokens of the row that has most of them)."""
@@ -102,6 +111,7 @@ class Stream:
 
     rows: StreamedRows
     source_names: tuple[str, ...]
+    formats: tuple[str, ...]  # of each source
     identity: str  # changes when the content or what it is made into does
 
     def size(self, max_length: int) -> None:
@@ -115,6 +125,10 @@ class Stream:
 
     def first_example(self) -> Example:
         return self.rows.documents(0)[0]
+
+    def first_examples(self, source: int, count: int) -> list[Example]:
+        """At most `count` examples of a source."""
+        return self.rows.first_examples(source, count)
 
     def heaviest_row(self, max_length: int) -> tuple[int, int]:
         """Nobody knows before its end: a full row of which all is trained that can be."""
@@ -130,19 +144,32 @@ def build_training(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datase
     """What `data.train` gives to train on. Raises UserError."""
     if recipe.data.streaming:
         stream = open_stream(recipe, tokenizer)
-        data = Stream(StreamedRows(recipe, stream.tapes), stream.names, stream.identity)
-        formats = stream.formats
+        data = Stream(StreamedRows(recipe, stream.tapes), stream.names, tuple(stream.formats), stream.identity)
     else:
         data = build_dataset(recipe, recipe.data.train, tokenizer)
         _check_caps(recipe, data)
-        formats = [source.format for source in data.examples.report.sources]
+    _check_no_preference("data.train", data.formats)
+    return data
+
+
+def build_held_out(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Dataset | None:
+    """What `data.eval` gives to evaluate on; None where there is none. Raises UserError."""
+    if not recipe.data.eval:
+        return None
+    data = build_dataset(recipe, recipe.data.eval, tokenizer)
+    _check_no_preference("data.eval", data.formats)
+    return data
+
+
+def _check_no_preference(key: str, formats: Sequence[str]) -> None:
+    """Raises UserError for pairs: both answers would count as good ones."""
     if "preference" in formats:
+        does = "trains" if key == "data.train" else "is evaluated"
         raise UserError(
-            f"data.train[{formats.index('preference')}]: pairs of a preference are read and rendered, and `finetune "
-            "inspect` shows them; no objective trains on them yet. Train on the chosen answers alone with `format: "
+            f"{key}[{formats.index('preference')}]: pairs of a preference are read and rendered, and `finetune "
+            f"inspect` shows them; no objective {does} on them yet. Use the chosen answers alone with `format: "
             "prompt_completion` and `columns: {completion: chosen}`"
         )
-    return data
 
 
 def _check_caps(recipe: Recipe, data: Dataset) -> None:

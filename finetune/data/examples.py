@@ -37,7 +37,7 @@ from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
 
-CODE_VERSION = 2  # raise it whenever the same row would give other tokens or another mask
+CODE_VERSION = 3  # raise it whenever the same row would give other tokens or another mask
 # Of a source: what chooses among its examples, or names them.
 _NOT_IN_AN_ENTRY = {"weight", "name", "max_epochs"}
 
@@ -94,6 +94,10 @@ class Examples:
         source = bisect_right(self._ends, i)
         begins = self._ends[source - 1] if source else 0
         return example_of(self._entries[source], int(self._chosen[source][i - begins]), source)
+
+    def of_source(self, source: int) -> range:
+        """The examples of a source."""
+        return range(self._ends[source - 1] if source else 0, self._ends[source])
 
     def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))

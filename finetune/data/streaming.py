@@ -113,6 +113,11 @@ class StreamedRows:
         window, members = self._row(position)
         return [self._example(window, int(member)) for member in members]
 
+    def first_examples(self, source: int, count: int) -> list[Example]:
+        """At most `count` examples of a source, of its first chunk."""
+        entry = self._tapes[source].chunk(0)
+        return [example_of(entry, i, source) for i in range(min(count, len(entry)))]
+
     def lengths(self, position: int) -> NDArray[np.int64]:
         """Tokens of each example of that row."""
         window, members = self._row(position)

@@ -101,7 +101,8 @@ def _note_balance(recipe: Recipe, processes: int, report: Report) -> None:
 
 
 def _check_data(recipe: Recipe, report: Report) -> None:
-    from finetune.data.dataset import Stream, build_dataset, build_training, template_notes
+    from finetune.data.dataset import Stream, build_held_out, build_training, template_notes
+    from finetune.data.questions import check_questions
     from finetune.models.config import check_token_ids, model_config
     from finetune.models.dropout import check_nothing_random
     from finetune.models.tokenizer import load_tokenizer
@@ -114,10 +115,12 @@ def _check_data(recipe: Recipe, report: Report) -> None:
     if recipe.batch.rows_per_device == "auto":
         check_nothing_random(config)
     report.notes += template_notes(recipe, tokenizer)
-    for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
-        if not sources:
+    training, held_out = build_training(recipe, tokenizer), build_held_out(recipe, tokenizer)
+    if held_out is not None:
+        report.notes += check_questions(recipe.evaluate, held_out.examples, tokenizer)
+    for name, data in (("train", training), ("eval", held_out)):
+        if data is None:
             continue
-        data = build_training(recipe, tokenizer) if name == "train" else build_dataset(recipe, sources, tokenizer)
         if isinstance(data, Stream):
             window = data.rows.window(0)
             report.facts["train_data"] = f"a stream; its first window has {len(window.lengths):,} examples"

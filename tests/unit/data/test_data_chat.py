@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from data_helpers import byte_level, conversation, sentencepiece_like, word_level
@@ -433,6 +435,48 @@ def test_one_bos_where_template_and_tokenizer_both_have_one():
         tokenizer = byte_level(style.specials, template=shaped(shape, "none"), adds_bos=True, **named)
         input_ids, _ = render(as_conversation(CONVERSATIONS["three turns"]), tokenizer)
         assert input_ids.tolist().count(tokenizer.bos_token_id) == 1
+
+
+# --- special tokens in what a row says
+
+
+def _with_call(call: Mapping[str, Any] | None = None, tools: tuple[Any, ...] = (), **tool: str) -> Conversation:
+    call = call or {"type": "function", "id": "one", "function": {"name": "add", "arguments": {}}}
+    answer = Message("tool", "4", **{"name": "add", "tool_call_id": str(call["id"]), **tool})
+    turns = (Message("user", "a"), Message("assistant", "", tool_calls=(call,)), answer, Message("assistant", "b"))
+    return Conversation(turns, tools)
+
+
+def _call(id: str = "one", **function: Any) -> dict[str, Any]:
+    return {"type": "function", "id": id, "function": {"name": "add", "arguments": {}, **function}}
+
+
+SPECIAL = '<|"|>'  # a token that JSON would escape, as Gemma's latest tokenizers have it
+
+
+@pytest.mark.parametrize(
+    ("sample", "where"),
+    [
+        (Conversation((Message("user", SPECIAL), Message("assistant", "b"))), "message 0 (user)"),
+        (
+            Conversation((Message("user", "a"), Message("assistant", "b", reasoning=SPECIAL))),
+            "the reasoning of message",
+        ),
+        (_with_call(name=SPECIAL), "the `name` of message 2 (tool)"),
+        (_with_call(tool_call_id=SPECIAL), "the `tool_call_id` of message 2"),
+        (_with_call(_call(id=SPECIAL), tool_call_id="one"), "a tool call of message 1"),
+        (_with_call(_call(name=SPECIAL)), "a tool call of message 1"),
+        (_with_call(_call(arguments={"a": [{"b": SPECIAL}]})), "a tool call of message 1"),
+        (_with_call(_call(arguments={SPECIAL: 1})), "a tool call of message 1"),
+        (_with_call(tools=({"type": "function", "function": {"name": "f", "description": SPECIAL}},)), "a tool"),
+        (Conversation((Message("user", "a", name=SPECIAL), Message("assistant", "b"))), "the `name` of message 0"),
+    ],
+)
+def test_special_tokens_are_refused_wherever_a_row_has_them(sample: Conversation, where: str):
+    template = "{{ messages | tojson }}{{ tools | tojson }}<|im_end|>"
+    made = renderer(byte_level(("<|im_end|>", SPECIAL), template=template))
+    with pytest.raises(BadRow, match=re.escape(where) + ".* contains .*which this tokenizer reads as a special"):
+        made.draw(sample)
 
 
 # --- ids, and preferences
