@@ -198,7 +198,7 @@ def template_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[s
 
     Raises UserError where its masks cannot be right.
     """
-    template = resolve_template(recipe.model.chat_template, tokenizer)
+    template = resolve_template(recipe.model.chat_template, tokenizer, recipe.model.chat_template_arguments)
     if template is not None:
         tokenizer.chat_template = template.text
     findings = check_template(tokenizer, template, recipe.objective.train_on)

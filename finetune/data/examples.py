@@ -129,7 +129,9 @@ def prepare_examples(
     Raises UserError with file and row for data that cannot be used, and where nothing trainable is left.
     """
     plain = [open_source(source) for source in sources]
-    made = renderer(tokenizer, resolve_template(recipe.model.chat_template, tokenizer), recipe.objective.train_on)
+    model = recipe.model
+    template = resolve_template(model.chat_template, tokenizer, model.chat_template_arguments)
+    made = renderer(tokenizer, template, recipe.objective.train_on)
     rendering = key_of_rendering(made)
     digests = [one.opened.digest() for one in plain]
     folders = [

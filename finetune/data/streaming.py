@@ -228,7 +228,9 @@ class OpenedStream:
 
 def open_stream(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> OpenedStream:
     """Find every source, its format, and render its first rows; read nothing more. Raises UserError."""
-    made = renderer(tokenizer, resolve_template(recipe.model.chat_template, tokenizer), recipe.objective.train_on)
+    model = recipe.model
+    template = resolve_template(model.chat_template, tokenizer, model.chat_template_arguments)
+    made = renderer(tokenizer, template, recipe.objective.train_on)
     plain = [open_source(source, streaming=True) for source in recipe.data.train]
     check_heads(recipe, made)
     rendering = key_of_rendering(made)

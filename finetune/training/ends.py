@@ -30,7 +30,7 @@ def end_ids(
     assert isinstance(tokenizer.eos_token_id, int)  # load_tokenizer sees to it
     ends = {tokenizer.eos_token_id, *_ends_of_base(recipe.model, tokenizer)}
     formats = {format for data in datasets if data for format in data.formats}
-    template = resolve_template(recipe.model.chat_template, tokenizer)
+    template = resolve_template(recipe.model.chat_template, tokenizer, recipe.model.chat_template_arguments)
     if template is not None and formats - {"text", "tokens"}:
         ends |= turn_end_ids(tokenizer, template)
     for data in datasets:

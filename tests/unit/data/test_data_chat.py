@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from finetune.data import (
     resolve_template,
 )
 from finetune.data.chat.jinja import asks_for_today
+from finetune.data.chat.template import with_arguments
 from finetune.data.chat.tokens import Offsets, is_clean, tokens_in_spans
 from finetune.data.samples import Ids, Preference
 from finetune.errors import UserError
@@ -435,6 +437,53 @@ def test_one_bos_where_template_and_tokenizer_both_have_one():
         tokenizer = byte_level(style.specials, template=shaped(shape, "none"), adds_bos=True, **named)
         input_ids, _ = render(as_conversation(CONVERSATIONS["three turns"]), tokenizer)
         assert input_ids.tolist().count(tokenizer.bos_token_id) == 1
+
+
+# --- model.chat_template_arguments
+
+SWITCHED = (
+    "{% macro end() %}{{ '<|im_end|>' if marked else '?' }}{% endmacro %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + end() + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if think is defined and think is false %}{{ name }}\n{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["given", "the tokenizer's own"])
+@pytest.mark.parametrize("text", [SWITCHED, "\n  {% if true %}\n" + SWITCHED + "{% endif %}"], ids=["plain", "blocks"])
+def test_arguments_are_as_if_the_caller_gave_them(tmp_path: Path, own: bool, text: str):
+    arguments = {"think": False, "marked": True, "name": 'a "é" \\n🦊'}
+    tokenizer = STYLES["chatml"].tokenizer(text)
+    (tmp_path / "a.jinja").write_text(text)
+    named = None if own else str(tmp_path / "a.jinja")
+    messages = conversation("hello", "fine")
+    asked = {"add_generation_prompt": True, "tokenize": False}
+    wanted = tokenizer.apply_chat_template(messages[:1], **asked, **arguments)
+    for _ in range(2):  # once more changes nothing
+        template = resolve_template(named, tokenizer, arguments)
+        assert template is not None
+        tokenizer.chat_template = template.text
+        assert template.text.count("is not defined") == 3
+    assert wanted != tokenizer.apply_chat_template(messages[:1], **asked, marked=False)
+    assert tokenizer.apply_chat_template(messages[:1], **asked) == wanted
+    ids, _ = render(as_conversation(messages), tokenizer, "all", template)
+    assert ids.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
+
+
+def test_values_of_all_kinds_reach_the_template():
+    values = {"a": None, "b": [1, 2.5, True], "c": {"k": ["v", None]}, "d": "x"}
+    text = "{{ [a, b, c, d] | tojson }}"
+    tokenizer = byte_level(template=text)
+    expected = tokenizer.apply_chat_template(conversation("q"), tokenize=False, **values)
+    tokenizer.chat_template = with_arguments(Template(text, "t"), values).text
+    assert tokenizer.apply_chat_template(conversation("q"), tokenize=False) == expected
+
+
+def test_arguments_that_a_template_does_not_know():
+    with pytest.raises(UserError, match=r"has no variable `enable_think`; did you mean `enable_thinking`\?"):
+        resolve_template(None, byte_level(template="{{ enable_thinking }}"), {"enable_think": True})
+    with pytest.raises(UserError, match="the tokenizer has no chat template"):
+        resolve_template(None, byte_level(), {"enable_thinking": True})
 
 
 # --- special tokens in what a row says

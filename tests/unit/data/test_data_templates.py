@@ -529,6 +529,24 @@ def test_the_tokens_that_end_a_turn(name, tags):
         assert turn_end_ids(tokenizer, template) == wanted
 
 
+@pytest.mark.parametrize("name", ["built-in mistral-v3", "built-in mistral-tekken"])
+def test_calls_without_ids_get_them_where_a_template_writes_them(name):
+    """The same each time, others for other calls, and the answer names the call; an id that a row has stays."""
+    tokenizer = FAMILIES[name].tokenizer(family_template(name))
+    question, call, answer, last = TOOLS.messages
+    bare = {key: value for key, value in CALL.items() if key != "id"}
+    twice = replace(call, tool_calls=(bare, bare))
+    answers = replace(answer, tool_call_id=None)
+    sample = replace(TOOLS, messages=(question, twice, answers, answers, last))
+    texts = [tokenizer.decode(drawn(tokenizer, sample)[0][0]) for _ in range(2)]
+    first, second, *answered = re.findall(r'id": "(\w{9})"', texts[0])
+    assert texts[0] == texts[1]
+    assert first != second
+    assert answered == [first, second]
+    unnamed = replace(TOOLS, messages=(question, call, answers, last))
+    assert drawn(tokenizer, unnamed) == drawn(tokenizer, TOOLS)
+
+
 def test_every_built_in_template_is_tested():
     assert {f"built-in {name}" for name in built_in_templates()} < set(FAMILIES)
 
