@@ -60,8 +60,17 @@ class Dataset:
             len(self.examples), len(self.rows), self.tokens, self.supervised_tokens, self.efficiency(max_length)
         )
 
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Of each source."""
+        return tuple(source.format for source in self.examples.report.sources)
+
     def first_example(self) -> Example:
         return self.examples[0]
+
+    def first_examples(self, source: int, count: int) -> list[Example]:
+        """At most `count` examples of a source."""
+        return [self.examples[i] for i in self.examples.of_source(source)[:count]]
 
     def heaviest_row(self, max_length: int) -> tuple[int, int]:
         """Returns (tokens of the longest row, most trained tokens of a row)."""
@@ -106,6 +115,7 @@ class Stream:
 
     rows: StreamedRows
     source_names: tuple[str, ...]
+    formats: tuple[str, ...]  # of each source
     identity: str  # changes when the content or what it is made into does
 
     def size(self, max_length: int) -> None:
@@ -120,6 +130,10 @@ class Stream:
 
     def first_example(self) -> Example:
         return self.rows.examples(0)[0]
+
+    def first_examples(self, source: int, count: int) -> list[Example]:
+        """At most `count` examples of a source."""
+        return self.rows.first_examples(source, count)
 
     def heaviest_row(self, max_length: int) -> tuple[int, int]:
         """Not known before its end: a full row of which all is trained that can be."""
@@ -140,19 +154,37 @@ def build_training(
     """The data of `data.train`. opened, numeric_columns: see `prepare_examples`. Raises UserError."""
     if recipe.data.streaming:
         stream = open_stream(recipe, tokenizer, opened, numeric_columns)
-        data = Stream(StreamedRows(recipe, stream.streams), stream.names, stream.identity)
-        formats = stream.formats
+        data = Stream(StreamedRows(recipe, stream.streams), stream.names, tuple(stream.formats), stream.identity)
     else:
         data = build_dataset(recipe, recipe.data.train, tokenizer, opened=opened, numeric_columns=numeric_columns)
         _check_caps(recipe, data)
-        formats = [source.format for source in data.examples.report.sources]
+    _check_no_preference("data.train", data.formats)
+    return data
+
+
+def build_held_out(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    opened: OpenedSources | None = None,
+    numeric_columns: tuple[str, ...] = (),
+) -> Dataset | None:
+    """The data of `data.eval`; None where there is none. Parameters as of `build_training`. Raises UserError."""
+    if not recipe.data.eval:
+        return None
+    data = build_dataset(recipe, recipe.data.eval, tokenizer, opened=opened, numeric_columns=numeric_columns)
+    _check_no_preference("data.eval", data.formats)
+    return data
+
+
+def _check_no_preference(key: str, formats: Sequence[str]) -> None:
+    """Raises UserError for pairs: both answers would count as good ones."""
     if "preference" in formats:
+        does = "trains" if key == "data.train" else "is evaluated"
         raise UserError(
-            f"data.train[{formats.index('preference')}]: pairs of a preference are read and rendered, and `finetune "
-            "inspect` shows them; no objective trains on them yet. Train on the chosen answers alone with `format: "
+            f"{key}[{formats.index('preference')}]: pairs of a preference are read and rendered, and `finetune "
+            f"inspect` shows them; no objective {does} on them yet. Use the chosen answers alone with `format: "
             "prompt_completion` and `columns: {completion: chosen}`"
         )
-    return data
 
 
 def _check_caps(recipe: Recipe, data: Dataset) -> None:
@@ -188,7 +220,7 @@ def template_notes(
 
     Raises UserError where its masks cannot be right.
     """
-    template = resolve_template(recipe.model.chat_template, tokenizer)
+    template = resolve_template(recipe.model.chat_template, tokenizer, recipe.model.chat_template_arguments)
     if template is not None:
         tokenizer.chat_template = template.text
     findings = check_template(tokenizer, template, recipe.objective.train_on)

@@ -36,7 +36,7 @@ from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
 
-CODE_VERSION = 3  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
+CODE_VERSION = 4  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
 # Of a source: what chooses among its examples, or names them.
 _NOT_IN_AN_ENTRY = {"weight", "name", "max_epochs"}
 
@@ -94,6 +94,10 @@ class Examples:
         }
         return replace(example, columns={**example.columns, **added})
 
+    def of_source(self, source: int) -> range:
+        """The examples of a source."""
+        return range(self._ends[source - 1] if source else 0, self._ends[source])
+
     def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))
 
@@ -120,7 +124,7 @@ def prepare_examples(
     """
     opened = opened or OpenedSources(recipe)
     of_sources = [opened.open(source) for source in sources]
-    made = renderer(tokenizer, resolve_template(recipe.model.chat_template, tokenizer), recipe.objective.train_on)
+    made = recipe_renderer(recipe, tokenizer)
     rendering = rendering_key(made)
     digests = [one.reader.digest() for one in of_sources]
     folders = [
@@ -140,6 +144,13 @@ def prepare_examples(
         entries.append(entry)
         build_s.append(seconds)
     return _choose_from(recipe, sources, entries, build_s)
+
+
+def recipe_renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Renderer:
+    """The renderer of a recipe's rows. Raises UserError."""
+    model = recipe.model
+    template = resolve_template(model.chat_template, tokenizer, model.chat_template_arguments)
+    return renderer(tokenizer, template, recipe.objective.train_on)
 
 
 def _choose_from(

@@ -24,9 +24,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.building import EntryBuild, OpenedSources, build_part, read_items
-from finetune.data.chat.renderer import renderer
-from finetune.data.chat.template import resolve_template
-from finetune.data.examples import entry_key, entry_metadata, rendering_key
+from finetune.data.examples import entry_key, entry_metadata, recipe_renderer, rendering_key
 from finetune.data.mixture import source_names
 from finetune.data.order import group_rows, shuffled
 from finetune.data.packing import Rows, pack, row_work
@@ -106,6 +104,11 @@ class StreamedRows:
         window, members = self._row(position)
         places = zip(window.sources[members], window.chunks[members], window.within[members], strict=True)
         return [self._streams[source].chunk(int(chunk)).example(int(i), int(source)) for source, chunk, i in places]
+
+    def first_examples(self, source: int, count: int) -> list[Example]:
+        """At most `count` examples of a source, of its first chunk."""
+        entry = self._streams[source].chunk(0)
+        return [entry.example(i, source) for i in range(min(count, len(entry)))]
 
     def lengths(self, position: int) -> NDArray[np.int64]:
         """Tokens of each sequence of that row."""
@@ -217,7 +220,7 @@ def open_stream(
     numeric_columns: tuple[str, ...] = (),
 ) -> OpenedStream:
     """Open every source, detect its format, and render its first rows; read nothing more. Raises UserError."""
-    made = renderer(tokenizer, resolve_template(recipe.model.chat_template, tokenizer), recipe.objective.train_on)
+    made = recipe_renderer(recipe, tokenizer)
     opened = opened or OpenedSources(recipe)
     of_sources = [opened.open(source) for source in recipe.data.train]
     opened.check_heads(made, numeric_columns)

@@ -203,9 +203,8 @@ def _fit(settings: RowSettings, example: TokenizedExample, counts: Counter[str])
         raise UserError(f"{example.where}: the answers of a preference cannot be split; set data.overlong to drop")
     elif settings.overlong == "split":
         counts["split"] += 1
-        (sequence,) = example.sequences
         for begin in range(0, length, most):
-            yield _with_sequences(example, [_cut(sequence, begin, begin + most)])
+            yield _with_sequences(example, [_cut(one, begin, begin + most) for one in example.sequences])
     else:
         raise UserError(
             f"{example.where}: {length} tokens{' in both answers' * (len(example.sequences) > 1)}, but "

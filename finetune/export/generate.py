@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 
 from finetune.errors import UserError
 
@@ -35,6 +35,8 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
         )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    if (folder / "generation_config.json").is_file():  # an adapter's model has its base's, which ends elsewhere
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     return model.to(device).eval(), tokenizer
 

@@ -102,7 +102,8 @@ def _note_balance(recipe: Recipe, processes: int, report: Report) -> None:
 
 def _check_data(recipe: Recipe, report: Report) -> None:
     from finetune.data.building import OpenedSources
-    from finetune.data.dataset import Stream, build_dataset, build_training, template_notes
+    from finetune.data.dataset import Stream, build_held_out, build_training, template_notes
+    from finetune.data.questions import check_questions
     from finetune.models.config import check_token_ids, model_config
     from finetune.models.dropout import check_nothing_random
     from finetune.models.tokenizer import load_tokenizer
@@ -116,13 +117,12 @@ def _check_data(recipe: Recipe, report: Report) -> None:
         check_nothing_random(config)
     opened = OpenedSources(recipe)
     report.notes += template_notes(recipe, tokenizer, opened)
-    for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
-        if not sources:
+    training, held_out = build_training(recipe, tokenizer, opened), build_held_out(recipe, tokenizer, opened)
+    if held_out is not None:
+        report.notes += check_questions(recipe.evaluate, held_out.examples, tokenizer)
+    for name, data in (("train", training), ("eval", held_out)):
+        if data is None:
             continue
-        if name == "train":
-            data = build_training(recipe, tokenizer, opened)
-        else:
-            data = build_dataset(recipe, sources, tokenizer, opened=opened)
         if isinstance(data, Stream):
             window = data.rows.window(0)
             report.facts["train_data"] = f"a stream; its first window has {len(window.sizes):,} examples"

@@ -18,7 +18,8 @@ from rich.markup import escape
 
 from finetune.checkpoints.saver import Saver
 from finetune.data.building import OpenedSources
-from finetune.data.dataset import build_dataset, build_training, template_notes
+from finetune.data.dataset import build_held_out, build_training, template_notes
+from finetune.data.questions import check_questions
 from finetune.engine.agreement import check_launch
 from finetune.engine.launch import read_launch
 from finetune.engine.start import start_engine
@@ -39,7 +40,6 @@ from finetune.tracking import (
     read_steps,
     write_status,
 )
-from finetune.training.evaluation import end_ids
 from finetune.training.feed import fed_steps
 from finetune.training.loop import Step, StepMetrics, Wishes, training_steps
 from finetune.training.profile_summary import show_profile
@@ -72,7 +72,8 @@ def train(
     opened = OpenedSources(recipe)
     notes = template_notes(recipe, tokenizer, opened)
     training = build_training(recipe, tokenizer, opened)
-    held_out = build_dataset(recipe, recipe.data.eval, tokenizer, opened=opened) if recipe.data.eval else None
+    held_out = build_held_out(recipe, tokenizer, opened)
+    notes += check_questions(recipe.evaluate, held_out.examples, tokenizer) if held_out else []
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
     with in_use(engine, run_folder(recipe)):
@@ -280,11 +281,10 @@ class Run:
 
     def _save_result(self) -> None:
         tokenizer, frozen = self.ready.tokenizer, dtypes(self.recipe).frozen
-        ends = end_ids(self.ready.training.first_example(), tokenizer)
         loss = self.last.loss if self.last else None  # none where a finished run was only evaluated again
         card = model_card(self.recipe, asdict(self.plan), asdict(self.state), loss, self.evaluation)
         adapter = self.recipe.mode != "full"
-        save_result(self.engine, tokenizer, ends, adapter, frozen, card, self.folder / "model")
+        save_result(self.engine, tokenizer, self.ready.end_ids, adapter, frozen, card, self.folder / "model")
         self.say(f"saved [bold]{self.folder / 'model'}[/bold]")
 
     def _write_status(self, status: Status) -> None:

@@ -34,6 +34,7 @@ from finetune.planning.hardware import peak_tflops
 from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe
 from finetune.tracking.meters import Meters
+from finetune.training.ends import end_ids
 from finetune.training.evaluation import Evaluator
 from finetune.training.fit import FoundRows, find_rows, memory_of
 from finetune.training.loop import State
@@ -52,6 +53,7 @@ class Ready:
     recipe: Recipe
     engine: Engine
     tokenizer: PreTrainedTokenizerFast
+    end_ids: set[int]  # that end a generation
     console: Console
     say: Say
     folder: Path
@@ -104,12 +106,14 @@ def set_up(
     meters = Meters(engine, flops, _peak(recipe, engine, plan, say))
     loader = _loader(recipe, engine, rows, training.in_order(recipe), plan.total_rows)
     loader = replace(loader, alike=engine.forwards_alike)
-    evaluator = _evaluator(recipe, engine, rows, held_out, attention, head, tokenizer)
+    ends = end_ids(recipe, tokenizer, [training, held_out])
+    evaluator = _evaluator(recipe, engine, rows, held_out, attention, head, tokenizer, ends)
     state, trackers = _resume(recipe, engine, training, plan, say)
     return Ready(
         recipe,
         engine,
         tokenizer,
+        ends,
         console,
         say,
         run_folder(recipe),
@@ -256,13 +260,14 @@ def _evaluator(
     attention: AttentionChoice,
     head: LossHead,
     tokenizer: PreTrainedTokenizerFast,
+    ends: set[int],
 ) -> Evaluator | None:
     if held_out is None:
         return None
     examples, rows = held_out.examples, held_out.rows
     loader = _loader(recipe, engine, found, OrderedRows(examples, rows), len(rows))
     names = held_out.source_names
-    return Evaluator(engine, loader, examples, attention, head, tokenizer, recipe.evaluate, names)
+    return Evaluator(engine, loader, examples, attention, head, tokenizer, ends, recipe.evaluate, names)
 
 
 def _resume(

@@ -13,9 +13,8 @@ Neither the header before it nor the newline after it. Labels are aligned with t
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,10 +141,30 @@ def _texts(conversation: Conversation) -> Iterator[tuple[str, str]]:
         yield f"message {i} ({message.role})", message.content
         if message.reasoning:
             yield f"the reasoning of message {i}", message.reasoning
+        if message.name:
+            yield f"the `name` of message {i} ({message.role})", message.name
+        if message.tool_call_id:
+            yield f"the `tool_call_id` of message {i}", message.tool_call_id
         for call in message.tool_calls:
-            yield f"a tool call of message {i}", json.dumps(call["function"], ensure_ascii=False)
+            for text in _strings(call):
+                yield f"a tool call of message {i}", text
     for tool in conversation.tools:
-        yield "a tool", json.dumps(tool, ensure_ascii=False)
+        for text in _strings(tool):
+            yield "a tool", text
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys among them. Not its JSON: quotes are escaped there, and templates may write a
+    text as it is."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _strings(item)
 
 
 def _arrays(ready: Ids) -> Tokens:
@@ -169,14 +188,21 @@ def renderer(
     template = template or own_template(tokenizer)
     plain = tokenizer("a")["input_ids"]
     adds_bos = tokenizer.bos_token_id is not None and plain[:1] == [tokenizer.bos_token_id]
-    special = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-    chat = _chat(tokenizer, Jinja(template, special)) if template else None
+    special = _special_tokens(tokenizer)
+    chat = chat_of(tokenizer, template) if template else None
     return Renderer(
         tokenizer, template, train_on, special, adds_bos, chat, encoder(tokenizer), _special_text(tokenizer)
     )
 
 
-def _chat(tokenizer: PreTrainedTokenizerBase, jinja: Jinja) -> Chat:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """By the names that templates know: bos_token, eos_token, ..."""
+    return {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+
+
+def chat_of(tokenizer: PreTrainedTokenizerBase, template: Template) -> Chat:
+    """The template as this tokenizer uses it, with what it is like."""
+    jinja = Jinja(template, _special_tokens(tokenizer))
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     tokens = tuple(str(token) for token in added.values() if str(token))
     return Chat(jinja, traits_of(jinja, tokens), tokens)

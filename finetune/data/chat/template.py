@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,11 +37,56 @@ def built_in_templates() -> list[str]:
     return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 
-def resolve_template(chat_template: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | None:
+def resolve_template(
+    chat_template: str | None, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None
+) -> Template | None:
     """`model.chat_template`: null is the tokenizer's own (None if it has none); else a built-in name or a Jinja file.
 
-    Raises UserError for a name or file that does not exist.
+    arguments: `model.chat_template_arguments`, which become the values that the template begins with.
+    Raises UserError for a name or file that does not exist, and for arguments that the template does not know.
     """
+    template = _named_template(chat_template, tokenizer)
+    if not arguments:
+        return template
+    if template is None:
+        raise UserError("model.chat_template_arguments: the tokenizer has no chat template; give model.chat_template")
+    return with_arguments(template, arguments)
+
+
+def with_arguments(template: Template, arguments: Mapping[str, Any]) -> Template:
+    """A template that sets variables which its caller does not.
+
+    In its text, so that all who render it (training, evaluation, `generate`, servers of the result) do so alike:
+
+    >>> print(with_arguments(Template("{{ x }}", "a"), {"x": False}).text)
+    {%- if x is not defined %}{%- set x = false %}{%- endif %}
+    {{ x }}
+    """
+    for name in arguments:
+        known = set(re.findall(r"[A-Za-z_]\w*", template.text))
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean `{close[0]}`?" if close else ""
+            raise UserError(f"model.chat_template_arguments: {template.name} has no variable `{name}`{hint}")
+    settings = (
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
+        for name, value in sorted(arguments.items())
+    )
+    # Jinja drops the newline behind a block (trim_blocks, which transformers sets), and nothing of the template itself.
+    prefix = "".join(settings) + "\n"
+    return template if template.text.startswith(prefix) else Template(prefix + template.text, template.name)
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Jinja writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _named_template(chat_template: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | None:
     if chat_template is None:
         return own_template(tokenizer)
     built_in = built_in_templates()

@@ -68,7 +68,7 @@ METADATA = (
     *("tokens", "num_tokens", "token_count", "markdown"),
 )
 REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek's and Qwen's, gpt-oss's, OpenRouter's name
-TRAINED = ("train", "weight")
+TRAINED = ("train", "weight", "loss_weight")  # ours, OpenAI's, LLaMA-Factory's
 KEYS = (
     *("role", "content", "name", "tool_calls", "tool_call_id", "function_call"),
     *(*TRAINED, *REASONING, *METADATA),
@@ -98,7 +98,8 @@ def message(value: Any, where: str) -> Message:
     item = _with_keys(value, "role", "content", where)
     role = _role(item["role"], ROLES, f"{where}.role")
     only_keys(item, KEYS, where)
-    calls = _calls(item, role, where)
+    item, parts = _from_parts(item, f"{where}.content")
+    calls = _calls(item, parts, role, where)
     content = _content(item.get("content"), role, f"{where}.content", has_calls=bool(calls))
     return Message(
         role,
@@ -153,8 +154,39 @@ def _part(value: Any, where: str) -> str:
     return encodable(part["text"], f"{where}.text")
 
 
-def _calls(item: Row, role: str, where: str) -> tuple[Call, ...]:
+def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:
+    """LLaMA-Factory's content, a list of {type: text | reasoning | tool_call, value}, as text and reasoning; its calls.
+
+    https://github.com/hiyouga/LLaMA-Factory, src/llamafactory/v1/utils/types.py. Other messages stay as they are.
+    """
+    parts = item["content"] if isinstance(item.get("content"), list) else []
+    if not any(isinstance(part, Mapping) and part.get("value") is not None for part in parts):
+        return item, ()
+    values: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
+    for i, part in enumerate(parts):
+        part = mapping(part, f"{where}[{i}]", 'a part such as {"type": "text", "value": ...}')
+        only_keys(part, ("type", "value"), f"{where}[{i}]")
+        if part.get("type") not in list(values):  # it may be anything
+            raise BadRow(f"{where}[{i}] is of type {shown(part.get('type'))}; only {names(values)} are supported")
+        if not isinstance(part.get("value"), str):
+            raise BadRow(f"{where}[{i}].value is {kind(part.get('value'))}; expected text")
+        values[part["type"]].append(encodable(part["value"], f"{where}[{i}].value"))
+    said = {**item, "content": "".join(values["text"])}
+    if values["reasoning"]:
+        if found := [key for key in REASONING if has_value(item.get(key))]:
+            raise BadRow(f"{where} has reasoning, and so has {names(found)}; keep one")
+        said["reasoning_content"] = "".join(values["reasoning"])
+    calls = [call for value in values["tool_call"] for call in calls_of_turn(value, where)]
+    return said, tuple(calls)
+
+
+def _calls(item: Row, parts: tuple[Call, ...], role: str, where: str) -> tuple[Call, ...]:
+    """parts: calls that stand in the content."""
     found = [key for key in ("tool_calls", "function_call") if has_value(item.get(key))]
+    if parts:
+        if found or role != "assistant":
+            raise BadRow(f"{where} is from {role} and has {names(['content', *found])} with calls; keep an assistant's")
+        return parts
     if not found:
         return ()
     if role != "assistant":
@@ -187,22 +219,24 @@ def _reasoning(item: Row, role: str, where: str) -> str | None:
 
 
 def _train(item: Row, role: str, where: str) -> bool:
-    """Whether a message is trained, by `train` or by OpenAI's `weight`; every assistant's is where neither is given.
+    """Whether a message is trained, by a key of `TRAINED`; every assistant's is where none is given.
 
     weight: https://platform.openai.com/docs/guides/supervised-fine-tuning, 0 or 1 there as well.
     """
-    train, weight = item.get("train"), item.get("weight")
-    if train is not None and not isinstance(train, bool):
-        raise BadRow(f"{where}.train is {shown(train)}; expected true or false")
-    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise BadRow(f"{where}.weight is {shown(weight)}; expected 0 or 1: a share of a message is not supported")
-    said = {bool(value) for value in (train, weight) if value is not None}
+    given = {key: item[key] for key in TRAINED if item.get(key) is not None}
+    for key, value in given.items():
+        if key == "train" and not isinstance(value, bool):
+            raise BadRow(f"{where}.train is {shown(value)}; expected true or false")
+        if key != "train" and (isinstance(value, bool) or value not in (0, 1)):
+            raise BadRow(f"{where}.{key} is {shown(value)}; expected 0 or 1: a share of a message is not supported")
+    said = {bool(value) for value in given.values()}
     if len(said) == 2:
-        raise BadRow(f"{where}.train is {shown(train)} and its weight {shown(weight)}; keep one")
+        both = " and its ".join(f"{key} is {shown(value)}" for key, value in given.items())
+        raise BadRow(f"{where}.{both}; keep one")
     if role == "assistant":
         return said != {False}
     if True in said:
-        key = "train" if train else "weight"
+        key = next(iter(given))
         raise BadRow(
             f"{where} is from {role} and has `{key}: {shown(item[key])}`; only an assistant's messages are trained "
             "(objective.train_on: all trains every token)"

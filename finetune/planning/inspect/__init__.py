@@ -84,7 +84,7 @@ def inspect(recipe: Recipe, recipe_path: Path, asked: Asked, console: Console) -
 def _view(recipe: Recipe, recipe_path: Path, asked: Asked) -> View:
     tokenizer = load_tokenizer(recipe.model)
     notes = template_notes(recipe, tokenizer)
-    template = resolve_template(recipe.model.chat_template, tokenizer)
+    template = resolve_template(recipe.model.chat_template, tokenizer, recipe.model.chat_template_arguments)
     sources = _sources(recipe, asked.eval)
     if recipe.data.streaming and not asked.eval:
         notes.append(f"data.streaming: the first {recipe.data.window:,} rows of each source stand for the stream")
