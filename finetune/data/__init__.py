@@ -3,9 +3,9 @@
 What needs torch is not imported here, for the processes that tokenise do without: `batch.py`, `dataset.py`.
 """
 
-from finetune.data.chat.check import check_template
 from finetune.data.chat.renderer import UNTRAINED, Renderer, render, renderer
 from finetune.data.chat.template import Template, built_in_templates, resolve_template
+from finetune.data.chat.template_check import check_template
 from finetune.data.examples import Examples, prepare_examples
 from finetune.data.formats import FORMATS, parse_row
 from finetune.data.mixture import source_names

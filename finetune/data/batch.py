@@ -115,7 +115,10 @@ def collate(examples: ListLike[Example], index: int = 0, padded_to: int | None =
             torch.from_numpy(input_ids[positions + 1].astype(np.int64)),
             torch.from_numpy(np.repeat(np.arange(len(lengths)), num_targets)),
         ),
-        columns={name: _column(examples, name) for name in examples[0].columns},
+        columns={
+            name: torch.from_numpy(np.hstack([example.columns[name] for example in examples]).astype(np.float32))
+            for name in examples[0].columns
+        },
         example_of_sequence=torch.from_numpy(np.repeat(np.arange(len(examples)), per_example)),
         counts=ExampleSizes(offsets, np.array(lengths), np.array(num_targets)).counts(),
         origins=tuple(Origin(example.path, example.row, example.source) for example in examples),
@@ -154,7 +157,3 @@ def _padding(num_tokens: int, padded_to: int | None) -> tuple[int, ...]:
 
 def _flat_row(values: np.ndarray) -> Tensor:
     return torch.from_numpy(values.astype(np.int64))[None]  # (1, T)
-
-
-def _column(examples: ListLike[Example], name: str) -> Tensor:  # (E,) or (D,)
-    return torch.from_numpy(np.hstack([example.columns[name] for example in examples]).astype(np.float32))

@@ -10,8 +10,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.building import OpenedSources
-from finetune.data.chat.check import check_template
 from finetune.data.chat.template import resolve_template
+from finetune.data.chat.template_check import check_template
 from finetune.data.examples import Examples, prepare_examples
 from finetune.data.loader import OrderedRows
 from finetune.data.mixture import check_caps

@@ -26,12 +26,11 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
 from finetune.data.building import EntryBuild, OpenedSource, OpenedSources, build_source
-from finetune.data.chat.jinja import asks_for_today, dated
 from finetune.data.chat.renderer import Renderer, renderer
-from finetune.data.chat.template import resolve_template
+from finetune.data.chat.template import asks_for_today, dated, resolve_template
 from finetune.data.mixture import choose, choose_by_tokens, passes_per_epoch, source_names
 from finetune.data.samples import Example, concatenate_sizes
-from finetune.data.token_cache import DataReport, Entry, entries_folder, find_or_build, load
+from finetune.data.token_cache import CacheEntry, DataReport, entries_folder, find_or_build, load
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
@@ -53,7 +52,7 @@ class Examples:
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[CacheEntry],
         chosen: Sequence[NDArray[np.int64]],
         report: DataReport,
         build_s: Sequence[float | None] = (),
@@ -154,7 +153,7 @@ def recipe_renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rende
 
 
 def _choose_from(
-    recipe: Recipe, sources: Sequence[Source], entries: Sequence[Entry], build_s: Sequence[float | None]
+    recipe: Recipe, sources: Sequence[Source], entries: Sequence[CacheEntry], build_s: Sequence[float | None]
 ) -> Examples:
     """Raises UserError where the weights leave nothing."""
     is_mixture = sources is recipe.data.train

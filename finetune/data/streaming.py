@@ -30,7 +30,7 @@ from finetune.data.order import group_rows, shuffled
 from finetune.data.packing import Rows, pack, row_work
 from finetune.data.samples import Example, ExampleSizes, concatenate_sizes
 from finetune.data.sources import SourceReader
-from finetune.data.token_cache import Entry, entries_folder, find_or_build
+from finetune.data.token_cache import CacheEntry, entries_folder, find_or_build
 from finetune.data.tokenizing import Item
 from finetune.errors import UserError
 from finetune.recipe import Recipe
@@ -45,7 +45,7 @@ CHUNKS_KEPT = 4  # of each source, mapped
 class SourceStream:
     """One source's examples, chunk after chunk, from the start again after its end."""
 
-    def __init__(self, source: Source, window: int, chunk: Callable[[int], Entry]):
+    def __init__(self, source: Source, window: int, chunk: Callable[[int], CacheEntry]):
         """chunk: the cache entry of rows [index * window, (index + 1) * window), built where it is not there yet."""
         self.source, self._window = source, window
         self.chunk = lru_cache(CHUNKS_KEPT)(chunk)
@@ -239,7 +239,7 @@ def open_stream(
 def _source_stream(recipe: Recipe, build: EntryBuild, key: str) -> SourceStream:
     window, spans = recipe.data.window, Spans(build.opened.reader, recipe.data.window)
 
-    def chunk(index: int) -> Entry:
+    def chunk(index: int) -> CacheEntry:
         name = hashlib.sha256(f"{key} {window} {index}".encode()).hexdigest()
         rows = {"rows": [index * window + 1, (index + 1) * window]}
         metadata = entry_metadata(recipe, build.opened, build.renderer) | rows

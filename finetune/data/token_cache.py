@@ -101,7 +101,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """One source's examples, mapped into memory: nothing is read before it is used."""
 
     input_ids: NDArray[np.int32]  # (T,)
@@ -138,13 +138,13 @@ def entries_folder() -> Path:
     return cache_root() / "data"
 
 
-def load(folder: Path) -> Entry | None:
+def load(folder: Path) -> CacheEntry | None:
     """A complete entry; None where there is none, or a part of it is missing, cut off or of the wrong size."""
     try:
         metadata = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         arrays = {name: _map(folder, name, metadata["arrays"][name]) for name in ARRAYS}
         names, columns = tuple(metadata["files"]), tuple(metadata["columns"])
-        entry = Entry(**arrays, names=names, columns=columns, report=SourceReport(**metadata["report"]))
+        entry = CacheEntry(**arrays, names=names, columns=columns, report=SourceReport(**metadata["report"]))
         sizes = (len(entry.input_ids), len(entry.targets), len(entry) * len(columns))
         is_complete = sizes == (entry.sequence_offsets[-1], entry.example_offsets[-1], len(entry.numbers))
     except (OSError, ValueError, KeyError, TypeError, IndexError):
@@ -180,7 +180,7 @@ def _header(dtype: np.dtype, count: int) -> bytes:
 
 def find_or_build(
     folder: Path, metadata: dict[str, Any], build: Callable[[EntryWriter], None]
-) -> tuple[Entry, float | None]:
+) -> tuple[CacheEntry, float | None]:
     """Returns the entry, and the seconds that building it took; None where it was there already.
 
     build: fills an EntryWriter. metadata: for people, see `cache list`. Any number of processes may ask at once: one

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune.data.chat.encoding import remember_words
 from finetune.data.chat.renderer import Rendered, Renderer
-from finetune.data.chat.tokens import remember_words
 from finetune.data.formats import parse_row
 from finetune.data.samples import BadRow, Sequence
 from finetune.errors import RunFailure, UserError

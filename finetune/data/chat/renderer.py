@@ -1,7 +1,7 @@
 """From a sample to token ids and labels, with an exact mask under any chat template.
 
-A conversation is rendered to text (`jinja.py`), what the model has to write of it is found as spans of characters
-(`turns.py`), and the text is tokenised with offsets (`tokens.py`). Under a ChatML-shaped template:
+A conversation is rendered to text (`template.py`), what the model has to write of it is found as spans of characters
+(`trained_spans.py`), and the text is tokenised with offsets (`encoding.py`). Under a ChatML-shaped template:
 
     text    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     ids      1 872 198 13048 2 198            1 77091 198          9707 2          198
@@ -22,11 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.chat.jinja import Jinja, Span
-from finetune.data.chat.template import Template, built_in_templates, own_template
-from finetune.data.chat.tokens import Encoder, Tokens, encoder
+from finetune.data.chat.encoding import Encoder, Tokens, encoder
+from finetune.data.chat.template import Jinja, Span, Template, built_in_templates, own_template
+from finetune.data.chat.trained_spans import Chat, parts_of
 from finetune.data.chat.traits import traits_of
-from finetune.data.chat.turns import Chat, parts_of
 from finetune.data.samples import BadRow, Conversation, Ids, Preference, PromptCompletion, Sample, Text
 from finetune.errors import UserError
 
@@ -41,6 +40,10 @@ class Rendered:
     spans: Sequence[Span] = ()
     is_plain: bool = False  # no template wrote its BOS and its end
     ready: Ids | None = None  # tokens as the row gave them, in place of a text
+
+    @property
+    def ready_tokens(self) -> Tokens | None:
+        return self.ready and (np.array(self.ready.input_ids, np.int32), np.array(self.ready.trained, bool))
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Renderer:
         """Ids and masks of many, in one call of the tokenizer."""
         texts = [one for one in rendered if one.ready is None]
         encoded = iter(self.encoder.encode([one.text for one in texts], [one.spans for one in texts]))
-        return [self._finished(one, next(encoded) if one.ready is None else _arrays(one.ready)) for one in rendered]
+        return [self._finished(one, one.ready_tokens or next(encoded)) for one in rendered]
 
     def _finished(self, rendered: Rendered, tokens: Tokens) -> Tokens:
         input_ids, trained = self._with_ends(*tokens) if rendered.is_plain else tokens
@@ -165,10 +168,6 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, Sequence):
         for item in value:
             yield from _strings(item)
-
-
-def _arrays(ready: Ids) -> Tokens:
-    return np.array(ready.input_ids, np.int32), np.array(ready.trained, bool)
 
 
 def _token_id(value: Any) -> int | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from finetune.data.chat.jinja import Jinja
+from finetune.data.chat.template import Jinja
 from finetune.data.samples import BadRow, Conversation, Message
 
 QUESTION, ANSWER, THOUGHT = "qUeStIoN", "aNsWeR", "tHoUgHt"  # texts that no template contains

@@ -25,7 +25,14 @@ class HubRows:
         """Raises UserError where there is no such dataset, configuration or split, or it cannot be reached."""
         self._label = f"{source.path}[{source.split}]"
         try:
-            self._rows, self._digest = _streamed(source) if streaming else _loaded(source)
+            if streaming:
+                self._rows, self._digest = _streamed(source)
+            else:
+                # Imported here: it takes a second, and local files do not need it.
+                import datasets
+
+                self._rows = datasets.load_dataset(source.path, source.config, split=source.split)
+                self._digest = self._rows._fingerprint
         except _hub_errors() as error:
             raise UserError(
                 f"{source.path}: no local file or folder of this name in {Path.cwd()}, and as a dataset of the hub it "
@@ -79,14 +86,6 @@ def dataset_rows(dataset: Iterable[Any], label: str, begin: int = 0) -> Labelled
         raise UserError(f"{label}: cannot be read beyond row {number}: {_first_line(error)}") from None
     if number == begin:
         raise UserError(f"{label}: the dataset has no rows; check `split`")
-
-
-def _loaded(source: Source) -> tuple[Iterable[Any], str]:
-    # Imported here: it takes a second, and local files do not need it.
-    import datasets
-
-    dataset = datasets.load_dataset(source.path, source.config, split=source.split)
-    return dataset, dataset._fingerprint
 
 
 def _streamed(source: Source) -> tuple[Iterable[Any], str]:

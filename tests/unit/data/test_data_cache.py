@@ -27,7 +27,7 @@ from finetune.data.building import CHUNK_ROWS, EntryBuild, OpenedSources, build_
 from finetune.data.chat.renderer import Rendered, Renderer
 from finetune.data.token_cache import (
     ARRAYS,
-    Entry,
+    CacheEntry,
     EntryWriter,
     age_in_seconds,
     find_or_build,
@@ -52,7 +52,7 @@ def renderer_of(made: Recipe, tokenizer: PreTrainedTokenizerFast) -> Renderer:
     return renderer(tokenizer, resolve_template(made.model.chat_template, tokenizer), made.objective.train_on)
 
 
-def build_with(workers: int, made: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Entry:
+def build_with(workers: int, made: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path) -> CacheEntry:
     """An entry made by so many processes."""
     opened = OpenedSources(made).open(made.data.train[0])
     build = EntryBuild(made.data, opened, renderer_of(made, tokenizer), workers=workers)

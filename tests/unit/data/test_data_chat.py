@@ -28,9 +28,8 @@ from finetune.data import (
     renderer,
     resolve_template,
 )
-from finetune.data.chat.jinja import asks_for_today
-from finetune.data.chat.template import with_arguments
-from finetune.data.chat.tokens import Offsets, is_clean, tokens_in_spans
+from finetune.data.chat.encoding import Offsets, is_clean, tokens_in_spans
+from finetune.data.chat.template import asks_for_today, with_arguments
 from finetune.data.samples import Ids, Preference
 from finetune.errors import UserError
 

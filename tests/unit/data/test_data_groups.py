@@ -1,5 +1,5 @@
-"""An example of several sequences is never torn: not by packing, order, windows, mixtures, streams, limits, ranks or the
-end of an epoch. Seen on pairs of a preference."""
+"""An example of several sequences is never torn: not by packing, order, windows, mixtures, streams, limits, ranks or
+the end of an epoch. Seen on pairs of a preference."""
 
 from __future__ import annotations
 
