@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finetune.data import RowOrder, group_rows, pack, row_work
-from finetune.data.loader import deal
+from finetune.data.loader import assign_micro_batches
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SEED = 42
@@ -66,7 +66,7 @@ def log_normal(documents: int, max_length: int) -> NDArray[np.int64]:
 
 def measure(lengths: NDArray[np.int64], max_length: int, ranks: int, rows_per_rank: int) -> Cell:
     rows = pack(lengths, max_length)
-    work = row_work(rows, lengths)
+    work = row_work(rows, np.square(lengths, dtype=np.int64))
     tokens = np.add.reduceat(lengths[rows.members], rows.offsets[:-1])
     time = 6.0 * (WEIGHTS * tokens + LAYERS * HIDDEN * work)  # FLOPs
     per_step = ranks * rows_per_rank
@@ -83,7 +83,7 @@ def measure(lengths: NDArray[np.int64], max_length: int, ranks: int, rows_per_ra
 
 def dealt_rows(step: NDArray[np.int64], work: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
     """Rows of a step as its processes run them, (forwards, ranks)."""
-    return np.stack([step[deal(work[step].tolist(), rank, ranks)] for rank in range(ranks)], axis=1)
+    return np.stack([step[assign_micro_batches(work[step].tolist(), rank, ranks)] for rank in range(ranks)], axis=1)
 
 
 def spread(load: NDArray[np.floating] | NDArray[np.int64]) -> tuple[float, float]:

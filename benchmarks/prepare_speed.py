@@ -291,7 +291,7 @@ def ours(path: Path, max_length: int, tokenizer: Any, processes: int, cache: Pat
         "packing_s": time.perf_counter() - tokenised,
         "rows": examples.report.totals()["rows"],
         "tokens": int(examples.lengths.sum()),
-        "supervised_tokens": int(examples.num_trained.sum()),
+        "supervised_tokens": int(examples.num_targets.sum()),
         "efficiency": rows.efficiency(examples.lengths, max_length),
     }
 

@@ -226,6 +226,7 @@ def write_recipe(folder: Path, work: Work, row_format: str) -> Path:
 
 def write_steps(folder: Path, work: Work) -> None:
     """Prepare the rows as ours does (which also fills its cache) and write down what each step trains."""
+    from finetune.data.chat.renderer import labels_of
     from finetune.data.dataset import build_dataset
     from finetune.models.tokenizer import load_tokenizer
     from finetune.recipe import load_recipe
@@ -239,10 +240,11 @@ def write_steps(folder: Path, work: Work) -> None:
     lengths, documents = [], []
     for step in range(work.steps):
         first = step * work.rows_per_step
-        examples = [one for i in range(work.rows_per_step) for one in ordered.documents(first + i)]
-        found["ids"] += [one.input_ids.astype(np.int64) for one in examples]
-        found["labels"] += [one.labels.astype(np.int64) for one in examples]
-        lengths += [len(one.input_ids) for one in examples]
+        examples = [one for i in range(work.rows_per_step) for one in ordered.examples(first + i)]
+        (sequences,) = zip(*(one.sequences for one in examples), strict=True)
+        found["ids"] += [one.input_ids.astype(np.int64) for one in sequences]
+        found["labels"] += [labels_of(one.input_ids, one.loss_mask).astype(np.int64) for one in sequences]
+        lengths += [len(one.input_ids) for one in sequences]
         documents.append(len(examples))
     np.savez(
         folder / "steps.npz",

@@ -208,11 +208,10 @@ def list_cache(as_json: AsJson = False) -> None:
     Example: [bold]python -m finetune cache list[/bold]
     """
     quiet_libraries()
-    from finetune.data.cache.entries import entries_folder
-    from finetune.data.cache.listing import found_entries
+    from finetune.data.token_cache import entries_folder, list_entries
     from finetune.planning.prepare import show_entries
 
-    entries = found_entries()
+    entries = list_entries()
     if as_json:
         print(json.dumps([entry.as_dict() for entry in entries], indent=1))
     else:
@@ -232,13 +231,12 @@ def clean_cache(
     Example: [bold]python -m finetune cache clean --older-than 14d[/bold]
     """
     quiet_libraries()
-    from finetune.data.cache.entries import entries_folder
-    from finetune.data.cache.listing import age_in_seconds, found_entries, not_used_for, remove
+    from finetune.data.token_cache import age_in_seconds, entries_folder, list_entries, not_used_for, remove
     from finetune.planning.prepare import show_entries
     from finetune.utils import readable_bytes
 
     age = age_in_seconds(older_than)
-    entries = not_used_for(found_entries(), 0 if everything else age)
+    entries = not_used_for(list_entries(), 0 if everything else age)
     if not entries:
         print(f"{entries_folder()}: nothing to remove" + ("" if everything else f", all was used within {older_than}"))
         return

@@ -3,33 +3,34 @@
 What needs torch is not imported here, for the processes that tokenise do without: `batch.py`, `dataset.py`.
 """
 
-from finetune.data.cache.root import cache_root
-from finetune.data.chat.check import check_template
 from finetune.data.chat.renderer import UNTRAINED, Renderer, render, renderer
 from finetune.data.chat.template import Template, built_in_templates, resolve_template
-from finetune.data.examples import Example, Examples, prepare_examples
+from finetune.data.chat.template_check import check_template
+from finetune.data.examples import Examples, prepare_examples
 from finetune.data.formats import FORMATS, parse_row
 from finetune.data.mixture import source_names
 from finetune.data.order import RowOrder, group_rows
 from finetune.data.packing import Rows, one_per_row, pack, row_work
-from finetune.data.report import Report, SourceReport
-from finetune.data.samples import BadRow, Conversation, Message, PromptCompletion, Text
-from finetune.data.show import render_rich, to_json_lines
+from finetune.data.samples import BadRow, Conversation, Example, Message, PromptCompletion, Sequence, Text
 from finetune.data.sources import read_rows
+from finetune.data.sources.files import cache_root
+from finetune.data.token_cache import DataReport, SourceReport
+from finetune.data.token_text import render_rich, to_json_lines
 
 __all__ = [
     "FORMATS",
     "UNTRAINED",
     "BadRow",
     "Conversation",
+    "DataReport",
     "Example",
     "Examples",
     "Message",
     "PromptCompletion",
     "Renderer",
-    "Report",
     "RowOrder",
     "Rows",
+    "Sequence",
     "SourceReport",
     "Template",
     "Text",

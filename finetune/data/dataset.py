@@ -1,4 +1,4 @@
-"""Examples and how they lie in rows: what training, evaluation, `check` and `inspect` all start from. Or a stream."""
+"""Examples and their rows, where training, evaluation, `check` and `inspect` all start from; or a stream."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.building.build import open_source
-from finetune.data.chat.check import check_template
+from finetune.data.building import OpenedSources
 from finetune.data.chat.template import resolve_template
-from finetune.data.examples import Example, Examples, prepare_examples
+from finetune.data.chat.template_check import check_template
+from finetune.data.examples import Examples, prepare_examples
 from finetune.data.loader import OrderedRows
 from finetune.data.mixture import check_caps
 from finetune.data.order import RowOrder, group_rows
 from finetune.data.packing import Rows, one_per_row, pack, row_work
+from finetune.data.samples import Example
 from finetune.data.streaming import StreamedRows, open_stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe
@@ -25,7 +26,7 @@ from finetune.recipe.schema import Source
 
 @dataclass(frozen=True)
 class EpochSize:
-    """What one pass over the data has."""
+    """Sizes of one pass over the data."""
 
     examples: int
     rows: int
@@ -48,7 +49,7 @@ class Dataset:
 
     @property
     def supervised_tokens(self) -> int:
-        return int(self.examples.num_trained.sum())
+        return int(self.examples.num_targets.sum())
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -59,26 +60,38 @@ class Dataset:
             len(self.examples), len(self.rows), self.tokens, self.supervised_tokens, self.efficiency(max_length)
         )
 
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Of each source."""
+        return tuple(source.format for source in self.examples.report.sources)
+
     def first_example(self) -> Example:
         return self.examples[0]
 
+    def first_examples(self, source: int, count: int) -> list[Example]:
+        """At most `count` examples of a source."""
+        return [self.examples[i] for i in self.examples.of_source(source)[:count]]
+
     def heaviest_row(self, max_length: int) -> tuple[int, int]:
-        """(tokens of the longest row, trained tokens of the row that has most of them)."""
+        """Returns (tokens of the longest row, most trained tokens of a row)."""
         return tuple(  # pyright: ignore[reportReturnType]  (two)
             int(np.add.reduceat(counts[self.rows.members], self.rows.offsets[:-1]).max())
-            for counts in (self.examples.lengths, self.examples.num_trained)
+            for counts in (self.examples.lengths, self.examples.num_targets)
         )
 
-    def facts(self) -> dict[str, int | str]:
-        """What tells these rows from others: a checkpoint keeps them. `lengths`: checksum over every example's tokens,
-        all and trained, which decide how examples are packed and ordered."""
-        lengths = hashlib.sha256(self.examples.lengths.astype("<i8").tobytes())
-        lengths.update(self.examples.num_trained.astype("<i8").tobytes())
+    def summary(self) -> dict[str, int | str]:
+        """Identifies these rows: a checkpoint keeps it. `lengths`: checksum over the tokens, all and trained, of every
+        sequence, which decide how examples are packed and ordered."""
+        sizes = self.examples.sizes
+        checksum = hashlib.sha256(sizes.lengths.astype("<i8").tobytes())
+        checksum.update(sizes.targets.astype("<i8").tobytes())
+        if len(sizes.lengths) > len(sizes):
+            checksum.update(sizes.offsets.astype("<i8").tobytes())
         return {
             "examples": len(self.examples),
             "rows": len(self.rows),
             "tokens": self.tokens,
-            "lengths": lengths.hexdigest()[:16],
+            "lengths": checksum.hexdigest()[:16],
         }
 
     def efficiency(self, max_length: int) -> float:
@@ -86,13 +99,13 @@ class Dataset:
         return self.rows.efficiency(self.examples.lengths, max_length)
 
     def in_order(self, recipe: Recipe) -> OrderedRows:
-        """As a run sees them: a pure function of the recipe and the rows, the same on any number of processes."""
+        """The rows in the order of a run: a pure function of the recipe and the rows, on any number of processes."""
         group = group_rows(recipe.data.balance, recipe.batch.rows)
-        work = row_work(self.rows, self.examples.lengths)
+        work = row_work(self.rows, self.examples.sizes.attention_work)
         return OrderedRows(self.examples, self.rows, RowOrder(len(self.rows), recipe.run.seed, work, group))
 
     def unpacked(self) -> Dataset:
-        """The same examples, one in a row."""
+        """The same examples, each in a row of its own."""
         return Dataset(self.examples, one_per_row(self.examples.lengths))
 
 
@@ -102,22 +115,28 @@ class Stream:
 
     rows: StreamedRows
     source_names: tuple[str, ...]
+    formats: tuple[str, ...]  # of each source
     identity: str  # changes when the content or what it is made into does
 
     def size(self, max_length: int) -> None:
-        """Nobody knows before its end."""
+        """Not known before its end."""
 
-    def facts(self) -> dict[str, int | str]:
+    def summary(self) -> dict[str, int | str]:
+        """Identifies the stream: a checkpoint keeps it."""
         return {"stream": self.identity}
 
     def in_order(self, recipe: Recipe) -> StreamedRows:
         return self.rows
 
     def first_example(self) -> Example:
-        return self.rows.documents(0)[0]
+        return self.rows.examples(0)[0]
+
+    def first_examples(self, source: int, count: int) -> list[Example]:
+        """At most `count` examples of a source."""
+        return self.rows.first_examples(source, count)
 
     def heaviest_row(self, max_length: int) -> tuple[int, int]:
-        """Nobody knows before its end: a full row of which all is trained that can be."""
+        """Not known before its end: a full row of which all is trained that can be."""
         return max_length, max_length - 1
 
     def unpacked(self) -> Stream:
@@ -126,23 +145,46 @@ class Stream:
         )
 
 
-def build_training(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Dataset | Stream:
-    """What `data.train` gives to train on. Raises UserError."""
+def build_training(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    opened: OpenedSources | None = None,
+    numeric_columns: tuple[str, ...] = (),
+) -> Dataset | Stream:
+    """The data of `data.train`. opened, numeric_columns: see `prepare_examples`. Raises UserError."""
     if recipe.data.streaming:
-        stream = open_stream(recipe, tokenizer)
-        data = Stream(StreamedRows(recipe, stream.tapes), stream.names, stream.identity)
-        formats = stream.formats
+        stream = open_stream(recipe, tokenizer, opened, numeric_columns)
+        data = Stream(StreamedRows(recipe, stream.streams), stream.names, tuple(stream.formats), stream.identity)
     else:
-        data = build_dataset(recipe, recipe.data.train, tokenizer)
+        data = build_dataset(recipe, recipe.data.train, tokenizer, opened=opened, numeric_columns=numeric_columns)
         _check_caps(recipe, data)
-        formats = [source.format for source in data.examples.report.sources]
+    _check_no_preference("data.train", data.formats)
+    return data
+
+
+def build_held_out(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    opened: OpenedSources | None = None,
+    numeric_columns: tuple[str, ...] = (),
+) -> Dataset | None:
+    """The data of `data.eval`; None where there is none. Parameters as of `build_training`. Raises UserError."""
+    if not recipe.data.eval:
+        return None
+    data = build_dataset(recipe, recipe.data.eval, tokenizer, opened=opened, numeric_columns=numeric_columns)
+    _check_no_preference("data.eval", data.formats)
+    return data
+
+
+def _check_no_preference(key: str, formats: Sequence[str]) -> None:
+    """Raises UserError for pairs: both answers would count as good ones."""
     if "preference" in formats:
+        does = "trains" if key == "data.train" else "is evaluated"
         raise UserError(
-            f"data.train[{formats.index('preference')}]: pairs of a preference are read and rendered, and `finetune "
-            "inspect` shows them; no objective trains on them yet. Train on the chosen answers alone with `format: "
+            f"{key}[{formats.index('preference')}]: pairs of a preference are read and rendered, and `finetune "
+            f"inspect` shows them; no objective {does} on them yet. Use the chosen answers alone with `format: "
             "prompt_completion` and `columns: {completion: chosen}`"
         )
-    return data
 
 
 def _check_caps(recipe: Recipe, data: Dataset) -> None:
@@ -159,28 +201,33 @@ def build_dataset(
     sources: Sequence[Source],
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[int], None] | None = None,
+    opened: OpenedSources | None = None,
+    numeric_columns: tuple[str, ...] = (),
 ) -> Dataset:
-    """Rows of tokens, made once and cached; every process may ask at the same time. Raises UserError."""
-    examples = prepare_examples(recipe, sources, tokenizer, progress)
+    """Rows of tokens, built once and cached; every process may call it at the same time. Raises UserError.
+
+    opened, numeric_columns: see `prepare_examples`.
+    """
+    examples = prepare_examples(recipe, sources, tokenizer, progress, opened, numeric_columns)
     packed = pack(examples.lengths, recipe.data.max_length) if recipe.data.packing else one_per_row(examples.lengths)
     return Dataset(examples, packed)
 
 
-def template_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What is worth knowing of the chat template; the tokenizer takes the recipe's, so that the result carries it.
+def template_notes(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, opened: OpenedSources | None = None
+) -> list[str]:
+    """Notes on the chat template, for the user; the tokenizer takes the recipe's, so that the result carries it.
 
     Raises UserError where its masks cannot be right.
     """
-    template = resolve_template(recipe.model.chat_template, tokenizer)
+    template = resolve_template(recipe.model.chat_template, tokenizer, recipe.model.chat_template_arguments)
     if template is not None:
         tokenizer.chat_template = template.text
     findings = check_template(tokenizer, template, recipe.objective.train_on)
     problems = [text.removeprefix("problem: ") for text in findings if text.startswith("problem: ")]
-    if problems and any(_is_rendered(source) for source in (*recipe.data.train, *recipe.data.eval)):
-        raise UserError("model.chat_template: " + "; ".join(problems))
+    if problems:
+        opened = opened or OpenedSources(recipe)
+        formats = {opened.open(source).source.format for source in (*recipe.data.train, *recipe.data.eval)}
+        if formats - {"text", "tokens"}:  # the others go through the chat template
+            raise UserError("model.chat_template: " + "; ".join(problems))
     return [text.removeprefix("note: ") for text in findings if text.startswith("note: ")]
-
-
-def _is_rendered(source: Source) -> bool:
-    """Whether its rows go through the chat template."""
-    return open_source(source).source.format not in ("text", "tokens")

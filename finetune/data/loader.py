@@ -1,60 +1,62 @@
-"""Rows of documents are dealt to processes, micro-batch by micro-batch."""
+"""The rows of a run are distributed over processes, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data.batch import Batch, collate, filler
-from finetune.data.examples import Example, Examples
+from finetune.data.batch import Batch, collate, dummy_batch
+from finetune.data.examples import Examples
 from finetune.data.order import RowOrder
 from finetune.data.packing import Rows
-from finetune.data.token_shard import WHOLE, TokenShare, token_shard
+from finetune.data.samples import Example
+from finetune.data.token_shard import UNSHARDED, TokenShare, token_shard
 from finetune.errors import UserError
 from finetune.recipe import divisibility_message
 
 
 class RunRows(Protocol):
-    """The rows of a run at their positions (0-based), whatever they come from. One thread asks, the one that makes
+    """The rows of a run at their positions (0-based), wherever they come from. Used by one thread, the one that makes
     batches."""
 
     def lengths(self, position: int) -> NDArray[np.int64]:
-        """Tokens of every document of the row at a position; asked of all rows of a step, by every process."""
+        """Tokens of every sequence of the row at a position; every process needs it for all rows of a step."""
         ...
 
-    def num_trained(self, position: int) -> int:
-        """Trained tokens of the row; asked of all rows of a step, too."""
+    def counts(self, position: int) -> Mapping[str, int]:
+        """What the row adds to the counts of its step, see `ExampleSizes.counts`; for all rows of a step, too."""
         ...
 
-    def documents(self, position: int) -> list[Example]:
-        """The documents themselves, in the order of `lengths`; asked where they are trained on."""
+    def examples(self, position: int) -> list[Example]:
+        """The examples themselves, their sequences in the order of `lengths`; of the rows that this process trains."""
         ...
 
     def epochs(self, position: int) -> float:
-        """Passes over the data that are made when the rows before this position are."""
+        """Passes over the data that are done when the rows before this position are."""
         ...
 
 
 @dataclass(frozen=True)
 class OrderedRows:
-    """Rows of examples on disk, in an order; as they lie where there is none (evaluation)."""
+    """Rows of examples on disk, in an order; in that of the rows where there is none (evaluation)."""
 
-    examples: Examples
+    data: Examples
     rows: Rows
     order: RowOrder | None = None
 
     def lengths(self, position: int) -> NDArray[np.int64]:
-        return self.examples.lengths[self._members(position)]
+        return self.data.sizes.take(self._members(position)).lengths
 
-    def num_trained(self, position: int) -> int:
-        return int(self.examples.num_trained[self._members(position)].sum())
+    def counts(self, position: int) -> Mapping[str, int]:
+        return self.data.sizes.take(self._members(position)).counts()
 
-    def documents(self, position: int) -> list[Example]:
-        return [self.examples[int(member)] for member in self._members(position)]
+    def examples(self, position: int) -> list[Example]:
+        return [self.data[int(member)] for member in self._members(position)]
 
     def epochs(self, position: int) -> float:
         return position / len(self.rows)
@@ -65,17 +67,17 @@ class OrderedRows:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """What this rank runs in one optimizer step, and what all ranks together count in it: nobody has to be asked."""
+    """What this rank runs in one optimizer step, and what all ranks together count in it, known without asking them."""
 
     batches: list[Batch]  # heaviest first
-    counts: dict[str, int]  # of the whole step over all ranks, by unit: "tokens", "target_tokens"
-    padding: int  # over all ranks; tokens of its forwards that count for nothing: padding and fillers
-    epoch: float  # passes over the data that are made after this step
+    counts: dict[str, int]  # of the whole step over all ranks, by the names of `ExampleSizes.counts`
+    padding: int  # tokens of its forwards that count for nothing: padding and dummies
+    epoch: float  # passes over the data that are done after this step
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Deals the rows of a run to processes; the same rows in the same micro-batches at any world size.
+    """Distributes the rows of a run over processes; the same rows in the same micro-batches at any world size.
 
         step s, rows_per_step 8, rows_per_device 2     row positions 8s+0 .. 8s+7
         micro-batch m (`Batch.index`)                  0: 8s+0,1   1: 8s+2,3   2: 8s+4,5   3: 8s+6,7
@@ -83,25 +85,25 @@ class Loader:
     With `tokens_per_device` the rows of a step are sorted by length instead, longest first, and cut into micro-batches
     of at most so many tokens; there may be more of them in one step than in another.
 
-    Which process runs a micro-batch follows from its work, the sum of squared document lengths: the heaviest run first,
-    at the same time, one on each process; then the next heaviest, dealt the other way round, so that sums even out too.
-    What does not fit into memory shows at once.
+    Which process runs a micro-batch follows from its work, the sum of squared sequence lengths: the heaviest run first,
+    at the same time, one on each process; then the next heaviest, from the last process to the first, so that sums even
+    out too. What does not fit into memory shows at once.
 
         work of 0..3 is 5, 9, 8, 4; world_size 2       rank 0: micro-batches 1, 3    rank 1: micro-batches 2, 0
 
-    Every process gets equally many: where they do not divide, as at the end of a run, the shortest document of the step
-    stands in with every label -100. There is a forward to do, and nothing is trained twice.
+    Every process gets equally many: where they do not divide, as at the end of a run, the shortest sequence of the step
+    stands in without a target. There is a forward to do, and nothing is trained twice.
     """
 
     rows: RunRows
     rows_per_step: int  # over all processes
-    rows_per_device: int  # in one micro-batch, unless `tokens_per_device` says it
+    rows_per_device: int  # in one micro-batch, unless `tokens_per_device` is given
     rank: int
     world_size: int
     total_rows: int  # row positions of the run
     tokens_per_device: int | None = None  # no less than the longest row has
     padded_to: int | None = None  # tokens of every forward, where they have to be equally many
-    share: TokenShare = WHOLE  # of every row, where several ranks with the same `rank` have its tokens
+    share: TokenShare = UNSHARDED  # of every row, where several ranks with the same `rank` have its tokens
     alike: bool = False  # forwards are padded to the longest of their step
 
     def __post_init__(self) -> None:
@@ -110,113 +112,112 @@ class Loader:
             raise UserError(f"batch.rows: {message}")
 
     def step(self, step: int) -> StepBatches:
-        """Of optimizer step `step` (0-based)."""
+        """Optimizer step `step` (0-based)."""
         first = step * self.rows_per_step
         if not 0 <= first < self.total_rows:
             raise IndexError(f"step {step} begins at row {first} of a run of {self.total_rows} rows")
         positions = range(first, min(first + self.rows_per_step, self.total_rows))
-        dealing = self._dealing(positions)
+        assignment = self._assign(positions)
+        forwards = [*assignment.micro_batch_tokens, *(assignment.shortest,) * assignment.num_dummies]
+        computed = sum(self._forward_tokens(assignment, tokens) for tokens in forwards)
         return StepBatches(
-            batches=list(self._batches(dealing)),
+            batches=list(self._batches(assignment)),
             counts=self._counts(positions),
-            padding=self._padding(dealing),
+            padding=computed - sum(assignment.micro_batch_tokens),
             epoch=self.rows.epochs(positions.stop),
         )
 
     def all_batches(self) -> Iterator[Batch]:
         """Every row once, for evaluation; all ranks get the same number of micro-batches."""
-        return self._batches(self._dealing(range(self.total_rows)))
+        return self._batches(self._assign(range(self.total_rows)))
 
     def all_counts(self) -> dict[str, int]:
-        """What `all_batches` of all ranks together count, by unit."""
+        """What `all_batches` of all ranks together count."""
         return self._counts(range(self.total_rows))
 
     def _counts(self, positions: range) -> dict[str, int]:
-        return {
-            "tokens": sum(int(self.rows.lengths(position).sum()) for position in positions),
-            "target_tokens": sum(self.rows.num_trained(position) for position in positions),
-        }
+        counts: Counter[str] = Counter()
+        for position in positions:
+            counts.update(self.rows.counts(position))
+        return dict(counts)
 
-    def _padding(self, dealing: _Dealing) -> int:
-        forwards = [*dealing.micro_batch_tokens, *(dealing.shortest,) * dealing.fillers]
-        return sum(self._forward_tokens(dealing, tokens) for tokens in forwards) - dealing.tokens
+    def _forward_tokens(self, assignment: StepAssignment, tokens: int) -> int:
+        """Tokens of the forward for so many, padding included, over all ranks that share it."""
+        return self.share.padded(self.padded_to or (assignment.longest if self.alike else tokens))
 
-    def _forward_tokens(self, dealing: _Dealing, tokens: int) -> int:
-        """Of a forward for so many, over all ranks that share it."""
-        return self.share.padded(self.padded_to or (dealing.longest if self.alike else tokens))
-
-    def _dealing(self, positions: range) -> _Dealing:
+    def _assign(self, positions: range) -> StepAssignment:
         lengths = [self.rows.lengths(position) for position in positions]
-        tokens = np.array([found.sum() for found in lengths])  # (rows,)
-        work = np.array([(found**2).sum() for found in lengths])  # (rows,)
-        cut = self._cut(tokens)
-        mine = deal([int(work[places].sum()) for places in cut], self.rank, self.world_size)
-        return _Dealing(positions, lengths, cut, mine, fillers=-len(cut) % self.world_size)
+        work = np.array([(of_row**2).sum() for of_row in lengths])  # (rows,)
+        micro_batches = self._micro_batches(np.array([of_row.sum() for of_row in lengths]))
+        mine = assign_micro_batches([int(work[rows].sum()) for rows in micro_batches], self.rank, self.world_size)
+        return StepAssignment(positions, lengths, micro_batches, mine, -len(micro_batches) % self.world_size)
 
-    def _batches(self, dealing: _Dealing) -> Iterator[Batch]:
-        for m in dealing.mine:
-            if m < len(dealing.cut):
-                places = [dealing.positions[i] for i in dealing.cut[m]]
-                examples = [one for position in places for one in self.rows.documents(position)]
-                made = collate(examples, m, self._forward_tokens(dealing, dealing.micro_batch_tokens[m]))
-                made = replace(made, row_lengths=tuple(int(dealing.lengths[i].sum()) for i in dealing.cut[m]))
-            else:
-                row = min(range(len(dealing.lengths)), key=lambda i: dealing.lengths[i].min())
-                documents = self.rows.documents(dealing.positions[row])
-                shortest = documents[int(dealing.lengths[row].argmin())]
-                made = filler(shortest, m, self._forward_tokens(dealing, dealing.shortest))
-            yield token_shard(made, self.share)
-
-    def _cut(self, tokens: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    def _micro_batches(self, tokens: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Rows, of as many `tokens` each, in micro-batches."""
         if self.tokens_per_device is None:
             ends = range(self.rows_per_device, len(tokens), self.rows_per_device)
             return np.split(np.arange(len(tokens)), ends)
         order = np.argsort(-tokens, kind="stable")
-        ends, held = [], 0
-        for i, found in enumerate(tokens[order].tolist()):
-            held += found
-            if held > self.tokens_per_device and i:
+        ends, total = [], 0
+        for i, of_row in enumerate(tokens[order].tolist()):
+            total += of_row
+            if total > self.tokens_per_device and i:
                 ends.append(i)
-                held = found
+                total = of_row
         return np.split(order, ends)
+
+    def _batches(self, assignment: StepAssignment) -> Iterator[Batch]:
+        for index in assignment.mine:
+            if index < len(assignment.micro_batches):
+                rows = assignment.micro_batches[index]
+                examples = [one for row in rows for one in self.rows.examples(assignment.positions[row])]
+                padded_to = self._forward_tokens(assignment, assignment.micro_batch_tokens[index])
+                row_lengths = tuple(int(assignment.lengths[row].sum()) for row in rows)
+                batch = replace(collate(examples, index, padded_to), row_lengths=row_lengths)
+            else:
+                example = self._shortest_example(assignment)
+                batch = dummy_batch(example, index, self._forward_tokens(assignment, assignment.shortest))
+            yield token_shard(batch, self.share)
+
+    def _shortest_example(self, assignment: StepAssignment) -> Example:
+        """The example with the shortest sequence of the step."""
+        row = min(range(len(assignment.lengths)), key=lambda i: assignment.lengths[i].min())
+        examples = self.rows.examples(assignment.positions[row])
+        return min(examples, key=lambda example: min(len(sequence.input_ids) for sequence in example.sequences))
 
 
 @dataclass(frozen=True)
-class _Dealing:
-    """Rows at `positions` in micro-batches, and whose they are."""
+class StepAssignment:
+    """Rows at `positions` in micro-batches, and which of them this rank runs."""
 
     positions: range
-    lengths: list[NDArray[np.int64]]  # of every document of every row
-    cut: list[NDArray[np.int64]]  # rows, numbered from the first position, of every micro-batch
-    mine: list[int]  # micro-batches of this rank, see `deal`
-    fillers: int  # over all ranks
-
-    @property
-    def tokens(self) -> int:
-        return sum(int(found.sum()) for found in self.lengths)
+    lengths: list[NDArray[np.int64]]  # of every sequence of every row
+    micro_batches: list[NDArray[np.int64]]  # indices of their rows, from the first position on
+    mine: list[int]  # indices of micro-batches, see `assign_micro_batches`
+    num_dummies: int  # over all ranks
 
     @property
     def micro_batch_tokens(self) -> list[int]:
-        return [sum(int(self.lengths[i].sum()) for i in places) for places in self.cut]
+        return [sum(int(self.lengths[row].sum()) for row in rows) for rows in self.micro_batches]
 
     @property
     def shortest(self) -> int:
-        return min(int(found.min()) for found in self.lengths)
+        """Tokens of the shortest sequence."""
+        return min(int(of_row.min()) for of_row in self.lengths)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest micro-batch."""
-        return max(sum(int(self.lengths[i].sum()) for i in places) for places in self.cut)
+        return max(self.micro_batch_tokens)
 
 
-def deal(work: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Numbers of the micro-batches that a rank runs, in its order; beyond the last number where it runs a filler.
+def assign_micro_batches(work: Sequence[int], rank: int, world_size: int) -> list[int]:
+    """Indices of the micro-batches that a rank runs, in its order; beyond the last one where it runs a dummy.
 
     work: of each micro-batch. Its `world_size` heaviest run at the same time, then the next, in turns from the first
     rank to the last and back.
     """
     heaviest_first = np.argsort(-np.asarray(work, np.int64), kind="stable").tolist()
-    numbers = heaviest_first + list(range(len(work), -(-len(work) // world_size) * world_size))
-    at_once = [numbers[i : i + world_size] for i in range(0, len(numbers), world_size)]
+    indices = heaviest_first + list(range(len(work), -(-len(work) // world_size) * world_size))
+    at_once = [indices[i : i + world_size] for i in range(0, len(indices), world_size)]
     return [slot[rank if i % 2 == 0 else -1 - rank] for i, slot in enumerate(at_once)]

@@ -23,10 +23,10 @@ UNBOUNDED = 1e30  # passes; not infinity, for 0 times that is not a number
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
-    """What metrics and tables call the sources: `name`, or the last part of `path`, numbered where two are alike."""
+    """Names of the sources in metrics and tables: `name`, or the last part of `path`, numbered where two are alike."""
     names = [source.name or _short(source.path) for source in sources]
     counts = Counter(names)
-    return [name if counts[name] == 1 else f"{name}-{number}" for number, name in enumerate(names)]
+    return [name if counts[name] == 1 else f"{name}-{i}" for i, name in enumerate(names)]
 
 
 def _short(path: str) -> str:
@@ -61,58 +61,58 @@ def filled(wanted: NDArray[np.float64], room: NDArray[np.float64], total: float)
 
     filled([1, 1, 2], [5, inf, inf], 40) -> [5, 11.67, 23.33]
     """
-    given = np.zeros_like(wanted)
+    amounts = np.zeros_like(wanted)
     open_parts = wanted > 0
     while open_parts.any() and total > 0:
         shares = np.zeros_like(wanted)
         shares[open_parts] = wanted[open_parts] / wanted[open_parts].sum() * total
         over = open_parts & (shares > room)
         if not over.any():
-            given[open_parts] = shares[open_parts]
+            amounts[open_parts] = shares[open_parts]
             break
-        given[over] = room[over]
+        amounts[over] = room[over]
         total -= room[over].sum()
         open_parts &= ~over
-    return given
+    return amounts
 
 
-def choose(count: int, weight: float, seed: int, number: int) -> NDArray[np.int64]:
-    """The round(weight * count) examples that an epoch takes of source `number`: whole passes, then a fixed choice.
+def choose(count: int, weight: float, seed: int, source_index: int) -> NDArray[np.int64]:
+    """The round(weight * count) examples that an epoch takes of a source: full passes, then a fixed choice.
 
     choose(4, 1.5, ...) -> 0 1 2 3 and two of them again, always the same two for a seed.
     """
     passes, rest = divmod(round(weight * count), count) if count else (0, 0)
-    return _taken(count, passes, _permutation(count, seed, number)[:rest])
+    return _passes_and_rest(count, passes, _permutation(count, seed, source_index)[:rest])
 
 
-def choose_by_tokens(lengths: NDArray[np.integer], weight: float, seed: int, number: int) -> NDArray[np.int64]:
+def choose_by_tokens(lengths: NDArray[np.integer], weight: float, seed: int, source_index: int) -> NDArray[np.int64]:
     """The same by tokens: as many examples as come nearest to weight * sum(lengths) tokens."""
     passes, rest = divmod(weight, 1.0)
-    order = _permutation(len(lengths), seed, number)
+    order = _permutation(len(lengths), seed, source_index)
     reached = np.cumsum(np.asarray(lengths, np.int64)[order])
     wanted = rest * (reached[-1] if len(reached) else 0)
-    behind = int(np.searchsorted(reached, wanted))  # the first example that reaches it
-    before = int(reached[behind - 1]) if behind else 0
-    nearer = behind < len(reached) and reached[behind] - wanted < wanted - before
-    return _taken(len(lengths), int(passes), order[: behind + nearer])
+    last = int(np.searchsorted(reached, wanted))  # the first example that reaches it
+    before = int(reached[last - 1]) if last else 0
+    nearer = last < len(reached) and reached[last] - wanted < wanted - before
+    return _passes_and_rest(len(lengths), int(passes), order[: last + nearer])
 
 
-def _permutation(count: int, seed: int, number: int) -> NDArray[np.int64]:
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number])))
+def _permutation(count: int, seed: int, source_index: int) -> NDArray[np.int64]:
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, source_index])))
     return generator.permutation(count)
 
 
-def _taken(count: int, passes: int, again: NDArray[np.int64]) -> NDArray[np.int64]:
+def _passes_and_rest(count: int, passes: int, again: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([np.tile(np.arange(count), passes), np.sort(again)]).astype(np.int64)
 
 
 def check_caps(sources: Sequence[Source], passes: Sequence[float], epochs: float) -> None:
     """Raises UserError where a run of `epochs` passes over the mixture takes a source more often than it may."""
-    for number, (source, each) in enumerate(zip(sources, passes, strict=True)):
+    for source_index, (source, each) in enumerate(zip(sources, passes, strict=True)):
         if source.max_epochs is not None and each * epochs > source.max_epochs * (1 + 1e-6):
             fewer = source.max_epochs / each / epochs
             raise UserError(
-                f"data.train[{number}] ({source.path}): this run would read it {each * epochs:.2f} times, more than "
-                f"its max_epochs ({source.max_epochs:g}): make the run {1 - fewer:.0%} shorter (train.max_steps), "
+                f"data.train[{source_index}] ({source.path}): this run would read it {each * epochs:.2f} times, more "
+                f"than its max_epochs ({source.max_epochs:g}): make the run {1 - fewer:.0%} shorter (train.max_steps), "
                 "lower its `weight`, or raise `max_epochs`"
             )

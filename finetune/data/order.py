@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _WINDOW = 1024  # groups that are sorted together: enough for like work
-_WINDOWS = 2  # in an epoch at least, drawn anew in each: a row has other neighbours the next time
+_WINDOWS = 2  # in an epoch at least, drawn again in each: a row has other neighbours the next time
 
 
 class RowOrder:
@@ -76,7 +76,7 @@ def _mixed(window: NDArray[np.int64], work: NDArray[np.int64], generator: np.ran
 def group_rows(balance: int, rows_per_step: int) -> int:
     """Rows in a group: as many as divide a step and are not more than `balance`.
 
-    Rows, not forwards: `rows_per_device` may change when a run goes on, and its order may not.
+    Rows, not micro-batches: `rows_per_device` may change when a run resumes, and its order may not.
 
     >>> group_rows(8, 60)
     6

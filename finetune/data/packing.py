@@ -1,6 +1,6 @@
-"""Which documents share a row: decided over all lengths at once.
+"""Which examples share a row: decided over all their lengths at once. An example of several sequences stays together.
 
-Letters: `N` documents, `R` rows.
+Letters: `N` examples, `R` rows.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Rows:
-    """Documents of every row, as compressed sparse rows.
+    """Examples of every row, as compressed sparse rows.
 
-    row 0 holds documents 0, 3; row 1 holds document 1; row 2 holds documents 2, 4
+    row 0 holds examples 0, 3; row 1 holds example 1; row 2 holds examples 2, 4
     offsets  [0, 2, 3, 5]         (R + 1,)
     members  [0, 3, 1, 2, 4]      (N,)
     """
 
     offsets: NDArray[np.int64]  # (R + 1,)
-    members: NDArray[np.int64]  # (N,) every document once
+    members: NDArray[np.int64]  # (N,) every example once
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> NDArray[np.int64]:
-        """Documents of one row, ascending."""
+        """Examples of one row, ascending."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         return self.members[self.offsets[row] : self.offsets[row + 1]]
@@ -41,7 +41,7 @@ class Rows:
 
 
 def one_per_row(lengths: NDArray[np.integer] | Sequence[int]) -> Rows:
-    """Every document in a row of its own, in order."""
+    """Every example in a row of its own, in order."""
     count = len(lengths)
     return Rows(np.arange(count + 1, dtype=np.int64), np.arange(count, dtype=np.int64))
 
@@ -54,13 +54,13 @@ _Pattern = tuple[list[tuple[int, int]], int]  # ([(length, how many of it in eac
 
 
 def pack(lengths: NDArray[np.integer] | Sequence[int], max_length: int) -> Rows:
-    """Whole documents in few rows: as few as best-fit decreasing makes, or fewer; seconds for a million documents.
+    """Uncut examples in few rows: as few as best-fit decreasing makes, or fewer; seconds for a million examples.
 
     Best-fit decreasing (Johnson 1973; at most 11/9 of the fewest possible rows): longest first, each into the fullest
-    row that has room for it. Where few documents are short enough to fill what that leaves, rows that are closed
-    exactly are fewer: longest first, until two documents fill the rest to the last token (after the minimum bin slack
-    heuristic of Gupta & Ho 1999, Production Planning & Control 10:6). Both look at how many documents there are of each
-    length, and repeat a row as often as there are documents for it.
+    row that has room for it. Where few examples are short enough to fill what that leaves, rows that are closed
+    exactly are fewer: longest first, until two examples fill the rest to the last token (after the minimum bin slack
+    heuristic of Gupta & Ho 1999, Production Planning & Control 10:6). Both look at how many examples there are of each
+    length, and repeat a row as often as there are examples for it.
 
     `lengths` (N,) tokens, each within 1..max_length; else ValueError. The same lengths always give the same rows.
 
@@ -77,10 +77,10 @@ def pack(lengths: NDArray[np.integer] | Sequence[int], max_length: int) -> Rows:
     return _filled(patterns, lengths)
 
 
-def row_work(rows: Rows, lengths: NDArray[np.integer] | Sequence[int]) -> NDArray[np.int64]:
-    """What attention costs in each row, (R,): the sum of its squared document lengths."""
-    squares = np.asarray(lengths, np.int64)[rows.members] ** 2
-    return np.add.reduceat(squares, rows.offsets[:-1]) if len(rows) else squares
+def row_work(rows: Rows, attention_work: NDArray[np.integer] | Sequence[int]) -> NDArray[np.int64]:
+    """(R,) the attention work of each row, from that of its examples (N,), see `ExampleSizes.attention_work`."""
+    of_members = np.asarray(attention_work, np.int64)[rows.members]
+    return np.add.reduceat(of_members, rows.offsets[:-1]) if len(rows) else of_members
 
 
 def _num_rows(patterns: list[_Pattern]) -> int:
@@ -88,12 +88,12 @@ def _num_rows(patterns: list[_Pattern]) -> int:
 
 
 def _filled(patterns: list[_Pattern], lengths: NDArray[np.int64]) -> Rows:
-    """Documents take the places of their length: the earlier document in the earlier row."""
+    """Examples take the places of their length: the earlier example in the earlier row."""
     places = [(length, each, times) for entries, times in patterns for length, each in entries]
     length, each, times = np.array(places, np.int64).reshape(-1, 3).T  # one for each length in each pattern
     rows = np.array([times for _, times in patterns], np.int64)
     first_row = np.repeat(np.cumsum(rows) - rows, [len(entries) for entries, _ in patterns])
-    # The places by length, one pattern after the other, are as many as the documents by length.
+    # The places by length, one pattern after the other, are as many as the examples by length.
     order = np.argsort(length, kind="stable")
     each, first_row, count = each[order], first_row[order], (each * times)[order]
     within = np.arange(len(lengths)) - np.repeat(np.cumsum(count) - count, count)
@@ -107,7 +107,7 @@ def _filled(patterns: list[_Pattern], lengths: NDArray[np.int64]) -> Rows:
 
 
 def _best_fit(present: NDArray[np.int64], counts: NDArray[np.int64], max_length: int) -> list[_Pattern]:
-    """The rows that one document at a time would fill, found for all documents of a length together."""
+    """The rows that one example at a time would fill, found for all examples of a length together."""
     rows = _OpenRows(max_length)
     for length, count in zip(present[::-1].tolist(), counts[::-1].tolist(), strict=True):
         rows.place(length, count)
@@ -135,7 +135,7 @@ class _OpenRows:
         return self._full + [rows for room in self._rooms for rows in self._rows_with[room]]
 
     def place(self, length: int, count: int) -> None:
-        """`count` documents of one length. A row that takes one is the fullest from then on, and takes all it can."""
+        """`count` examples of one length. A row that takes one is the fullest from then on, and takes all it can."""
         while count:
             room, chain, rows = self._tightest(length, count)
             fits = room // length
@@ -171,7 +171,7 @@ class _OpenRows:
 
 
 def _closed(present: NDArray[np.int64], counts: NDArray[np.int64], max_length: int) -> list[_Pattern]:
-    """Rows of the longest documents left, closed by two that fill the rest to the last token where there are such."""
+    """Rows of the longest examples left, closed by two that fill the rest to the last token where there are such."""
     stock = _Stock(present, counts)
     patterns = []
     while stock.longest(max_length):
@@ -184,7 +184,7 @@ def _closed(present: NDArray[np.int64], counts: NDArray[np.int64], max_length: i
 
 
 def _one_row(stock: _Stock, room: int) -> dict[int, int]:
-    """Takes the documents of one row out of the stock: {length: how many}."""
+    """Takes the examples of one row out of the stock: {length: how many}."""
     row: dict[int, int] = {}
     far = 2 * stock.top  # with more room than that, two cannot close the row
     while length := stock.longest(room):
@@ -198,14 +198,14 @@ def _one_row(stock: _Stock, room: int) -> dict[int, int]:
 
 
 class _Stock:
-    """How many documents are left of each length, and which lengths are, as bits of one number."""
+    """How many examples are left of each length, and which lengths are, as bits of one number."""
 
     def __init__(self, present: NDArray[np.int64], counts: NDArray[np.int64]):
         self.top = int(present[-1])
         self.counts = dict(zip(present.tolist(), counts.tolist(), strict=True))
         bits = np.zeros(self.top + 1, np.uint8)
         bits[present] = 1
-        self._bits = _number(bits)  # bit l: there are documents of length l
+        self._bits = _number(bits)  # bit l: there are examples of length l
         self._mirrored = _number(bits[::-1])  # bit top - l
 
     def take(self, length: int, count: int) -> None:
@@ -220,13 +220,13 @@ class _Stock:
         return max(0, within.bit_length() - 1)
 
     def pair(self, room: int) -> tuple[int, int] | None:
-        """Lengths of two documents that fill `room` exactly, the first as long as can be."""
+        """Lengths of two examples that fill `room` exactly, the first as long as can be."""
         shift = self.top - room
         partners = self._mirrored >> shift if shift >= 0 else self._mirrored << -shift  # bit l: room - l is there
         both = self._bits & partners
         length = both.bit_length() - 1
         if 2 * length == room and self.counts[length] < 2:
-            return None  # the same document twice; a shorter first would have had a longer second
+            return None  # the same example twice; a shorter first would have had a longer second
         return (length, room - length) if length > 0 else None
 
 

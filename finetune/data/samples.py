@@ -1,13 +1,18 @@
-"""What a row says, whatever its format: a conversation, plain text, a prompt and its completion, ids, or a preference.
+"""Samples and examples: what a row says, and what it becomes.
 
-Formats make these; rendering turns them into tokens and masks.
+Formats make samples: a conversation, plain text, a prompt and its completion, ids, or a preference. Rendering turns
+them into examples: groups of token sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class BadRow(Exception):
@@ -86,3 +91,98 @@ class Preference:
 
 
 Sample = Conversation | Text | PromptCompletion | Ids | Preference
+
+
+# --- examples
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Tokens that attention keeps apart from all others: a document, or one answer of a preference."""
+
+    input_ids: NDArray[np.int32]  # (T,)
+    loss_mask: NDArray[np.bool_]  # (T,) whether a token is trained; never the first, which nothing predicts
+
+    @property
+    def num_targets(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+
+@dataclass(frozen=True)
+class Example:
+    """Sequences that are counted, weighted, packed, ordered and distributed as one: SFT 1, a preference 2 (chosen,
+    rejected)."""
+
+    path: str  # file or dataset
+    row: int  # its line or row there, from 1
+    source: int  # index in the recipe's sources
+    sequences: tuple[Sequence, ...]
+    columns: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)  # one number, or one per sequence
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sequence.input_ids) for sequence in self.sequences)
+
+    @property
+    def num_targets(self) -> int:
+        return sum(sequence.num_targets for sequence in self.sequences)
+
+
+@dataclass(frozen=True)
+class ExampleSizes:
+    """How large `N` examples of `M` sequences are: all that packing, order and the counts of a step depend on.
+
+    two pairs and a single sequence:  offsets [0, 2, 4, 5]   lengths [7, 9, 4, 4, 6]  ->  tokens [16, 8, 6]
+    """
+
+    offsets: NDArray[np.int64]  # (N + 1,) the sequences of example i are [offsets[i], offsets[i + 1]), at least one
+    lengths: NDArray[np.int64]  # (M,) tokens
+    targets: NDArray[np.int64]  # (M,) trained tokens
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @cached_property
+    def tokens(self) -> NDArray[np.int64]:
+        """(N,) tokens of each example."""
+        return self._per_example(self.lengths)
+
+    @cached_property
+    def target_tokens(self) -> NDArray[np.int64]:
+        """(N,) trained tokens of each example."""
+        return self._per_example(self.targets)
+
+    @cached_property
+    def attention_work(self) -> NDArray[np.int64]:
+        """(N,) token pairs that attention computes for each example: the squared lengths of its sequences."""
+        return self._per_example(np.asarray(self.lengths, np.int64) ** 2)
+
+    def take(self, indices: NDArray[np.int64]) -> ExampleSizes:
+        """The sizes of some examples, in this order."""
+        count = self.offsets[indices + 1] - self.offsets[indices]
+        offsets = np.concatenate(([0], np.cumsum(count)))
+        members = np.repeat(self.offsets[indices] - offsets[:-1], count) + np.arange(offsets[-1])
+        return ExampleSizes(offsets, self.lengths[members], self.targets[members])
+
+    def counts(self) -> dict[str, int]:
+        """Sums over the examples, by the names that objectives divide by."""
+        return {
+            "target_tokens": int(self.targets.sum()),
+            "first_target_tokens": int(self.targets[self.offsets[:-1]].sum()),  # of a preference: the chosen answer's
+            "tokens": int(self.lengths.sum()),
+            "sequences": len(self.lengths),
+            "examples": len(self),
+        }
+
+    def _per_example(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        return values if len(values) == len(self) else np.add.reduceat(values, self.offsets[:-1])
+
+
+def concatenate_sizes(parts: Iterable[ExampleSizes]) -> ExampleSizes:
+    """The examples of all parts, one part after the other."""
+    parts = list(parts)
+    if len(parts) == 1:
+        return parts[0]
+    sizes = np.concatenate([np.diff(part.offsets) for part in parts])
+    lengths, targets = (np.concatenate([getattr(part, name) for part in parts]) for name in ("lengths", "targets"))
+    return ExampleSizes(np.concatenate(([0], np.cumsum(sizes))), lengths, targets)

@@ -1,7 +1,7 @@
 """Rows of a run whose sources are read as they are needed (`data.streaming`).
 
     source   rows 1..W | W+1..2W | ...     a chunk: W = `data.window` rows of the source, tokenised once and cached
-    stream   examples of the sources, next of the one that has given least for its weight
+    stream   examples of the sources, the next one from the source that has emitted least for its weight
     window   the next W examples of the stream, packed together; their rows in a random order
 
 All of it is a pure function of recipe and data, so the position of a run is one number here, too: rows since its start.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -23,16 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.building.build import Plain, build_part, check_heads, items_of, open_source
-from finetune.data.building.chunk import Item
-from finetune.data.cache.entries import Entry, entries_folder, find_or_build
-from finetune.data.chat.renderer import Renderer, renderer
-from finetune.data.chat.template import resolve_template
-from finetune.data.examples import Example, about_entry, example_of, key_of_entry, key_of_rendering
+from finetune.data.building import EntryBuild, OpenedSources, build_part, read_items
+from finetune.data.examples import entry_key, entry_metadata, recipe_renderer, rendering_key
 from finetune.data.mixture import source_names
 from finetune.data.order import group_rows, shuffled
 from finetune.data.packing import Rows, pack, row_work
-from finetune.data.sources import Opened
+from finetune.data.samples import Example, ExampleSizes, concatenate_sizes
+from finetune.data.sources import SourceReader
+from finetune.data.token_cache import CacheEntry, entries_folder, find_or_build
+from finetune.data.tokenizing import Item
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
@@ -43,36 +42,28 @@ WINDOWS_KEPT = 4  # in memory; a step may lie across two of them
 CHUNKS_KEPT = 4  # of each source, mapped
 
 
-class Tape:
+class SourceStream:
     """One source's examples, chunk after chunk, from the start again after its end."""
 
-    def __init__(self, source: Source, window: int, chunk: Callable[[int], Entry]):
-        """chunk: the cache entry of rows [number * window, (number + 1) * window), made when it is not there yet."""
+    def __init__(self, source: Source, window: int, chunk: Callable[[int], CacheEntry]):
+        """chunk: the cache entry of rows [index * window, (index + 1) * window), built where it is not there yet."""
         self.source, self._window = source, window
         self.chunk = lru_cache(CHUNKS_KEPT)(chunk)
-        self.lengths = lru_cache(CHUNKS_KEPT)(self._lengths)
+        self.sizes = lru_cache(CHUNKS_KEPT)(lambda chunk_index: self.chunk(chunk_index).sizes())
 
-    def num_trained(self, number: int) -> NDArray[np.integer]:
-        """(N,) trained tokens of the examples of a chunk."""
-        return self.chunk(number).num_trained
-
-    def _lengths(self, number: int) -> NDArray[np.int64]:
-        """(N,) tokens of the examples of a chunk."""
-        return np.diff(self.chunk(number).offsets)
-
-    def is_last(self, number: int) -> bool:
-        """Whether the source ends with this chunk: it has fewer rows than were asked for."""
-        return self.chunk(number).report.rows < self._window
+    def is_last(self, chunk_index: int) -> bool:
+        """Whether the source ends with this chunk: it has fewer rows than were read for."""
+        return self.chunk(chunk_index).report.rows < self._window
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the stream stands in one source."""
+class StreamPosition:
+    """Where a stream is in one source."""
 
     chunk: int = 0
     within: int = 0  # examples taken of that chunk
-    passes: int = 0  # whole ones
-    given: int = 0  # rows or tokens, over the run
+    passes: int = 0  # complete ones
+    num_emitted: int = 0  # rows or tokens, over the run
 
 
 @dataclass(frozen=True)
@@ -80,14 +71,13 @@ class Window:
     """Examples that were packed together. `N` of them in `R` rows."""
 
     first_row: int  # of the run
-    sources: NDArray[np.int64]  # (N,) number of the source
+    sources: NDArray[np.int64]  # (N,) index of the source
     chunks: NDArray[np.int64]  # (N,)
-    within: NDArray[np.int64]  # (N,) number in the chunk
-    lengths: NDArray[np.int64]  # (N,)
-    num_trained: NDArray[np.int64]  # (N,)
+    within: NDArray[np.int64]  # (N,) index in the chunk
+    sizes: ExampleSizes  # (N,)
     rows: Rows
     order: NDArray[np.int64]  # (R,)
-    after: tuple[Place, ...]  # where the stream stands behind it
+    after: tuple[StreamPosition, ...]  # of the stream at its end
 
     @property
     def end_row(self) -> int:
@@ -100,45 +90,53 @@ class StreamedRows:
     For one thread at a time: it reads files as it goes.
     """
 
-    def __init__(self, recipe: Recipe, tapes: Sequence[Tape]):
-        self._recipe, self._tapes = recipe, tuple(tapes)
+    def __init__(self, recipe: Recipe, streams: Sequence[SourceStream]):
+        self._recipe, self._streams = recipe, tuple(streams)
         mixture = recipe.data.mixture
         self._by_tokens = mixture is not None and mixture.by == "tokens"
-        # Where each window begins: (its first row, places before it). The windows themselves are made again on demand.
-        self._starts: list[tuple[int, tuple[Place, ...]]] = [(0, tuple(Place() for _ in tapes))]
-        self._window = lru_cache(WINDOWS_KEPT)(self._made)
+        # Where each window begins: (its first row, positions before it). The windows themselves are built on demand.
+        begin = tuple(StreamPosition() for _ in streams)
+        self._starts: list[tuple[int, tuple[StreamPosition, ...]]] = [(0, begin)]
+        self._window = lru_cache(WINDOWS_KEPT)(self._build_window)
 
-    def documents(self, position: int) -> list[Example]:
+    def examples(self, position: int) -> list[Example]:
         """Examples of the row at a position of the run."""
         window, members = self._row(position)
-        return [self._example(window, int(member)) for member in members]
+        places = zip(window.sources[members], window.chunks[members], window.within[members], strict=True)
+        return [self._streams[source].chunk(int(chunk)).example(int(i), int(source)) for source, chunk, i in places]
+
+    def first_examples(self, source: int, count: int) -> list[Example]:
+        """At most `count` examples of a source, of its first chunk."""
+        entry = self._streams[source].chunk(0)
+        return [entry.example(i, source) for i in range(min(count, len(entry)))]
 
     def lengths(self, position: int) -> NDArray[np.int64]:
-        """Tokens of each example of that row."""
+        """Tokens of each sequence of that row."""
         window, members = self._row(position)
-        return window.lengths[members]
+        return window.sizes.take(members).lengths
 
-    def num_trained(self, position: int) -> int:
-        """Trained tokens of that row."""
+    def counts(self, position: int) -> Mapping[str, int]:
+        """What that row adds to the counts of its step."""
         window, members = self._row(position)
-        return int(window.num_trained[members].sum())
+        return window.sizes.take(members).counts()
 
     def epochs(self, position: int) -> float:
-        """How often every source had been read whole before the window of the row before this position."""
-        return float(min(place.passes for place in self._starts[self._number(max(0, position - 1))][1]))
+        """How often every source had been read to its end before the window of the row before this position."""
+        _, positions = self._starts[self._window_index(max(0, position - 1))]
+        return float(min(one.passes for one in positions))
 
-    def window(self, number: int) -> Window:
-        """Window `number`, from 0."""
-        while number >= len(self._starts):
+    def window(self, index: int) -> Window:
+        """Window `index`, from 0."""
+        while index >= len(self._starts):
             self._find_next()
-        return self._window(number)
+        return self._window(index)
 
     def _row(self, position: int) -> tuple[Window, NDArray[np.int64]]:
-        window = self._window(self._number(position))
+        window = self._window(self._window_index(position))
         return window, window.rows[int(window.order[position - window.first_row])]
 
-    def _number(self, position: int) -> int:
-        """Of the window that holds a position."""
+    def _window_index(self, position: int) -> int:
+        """Index of the window that holds a row position."""
         while self._starts[-1][0] <= position:
             self._find_next()
         return bisect_right(self._starts, position, key=lambda start: start[0]) - 1
@@ -147,57 +145,51 @@ class StreamedRows:
         last = self._window(len(self._starts) - 1)
         self._starts.append((last.end_row, last.after))
 
-    def _example(self, window: Window, member: int) -> Example:
-        source = int(window.sources[member])
-        entry = self._tapes[source].chunk(int(window.chunks[member]))
-        return example_of(entry, int(window.within[member]), source)
-
-    def _made(self, number: int) -> Window:
-        first_row, places = self._starts[number]
-        taken, after = self._take(list(places))
-        sources, chunks, within, lengths, num_trained = np.array(taken, np.int64).reshape(-1, 5).T
+    def _build_window(self, index: int) -> Window:
+        first_row, positions = self._starts[index]
+        taken, after = self._take(list(positions))
+        sources, chunks, within = np.array(taken, np.int64).reshape(-1, 3).T
+        sizes = concatenate_sizes(self._streams[source].sizes(chunk).take(np.array([i])) for source, chunk, i in taken)
         data, batch = self._recipe.data, self._recipe.batch
-        rows = pack(lengths, data.max_length)
+        rows = pack(sizes.tokens, data.max_length)
         group = group_rows(data.balance, batch.rows)
-        order = shuffled(len(rows), (self._recipe.run.seed, number), row_work(rows, lengths), group, first_row)
-        return Window(first_row, sources, chunks, within, lengths, num_trained, rows, order, after)
+        work = row_work(rows, sizes.attention_work)
+        order = shuffled(len(rows), (self._recipe.run.seed, index), work, group, first_row)
+        return Window(first_row, sources, chunks, within, sizes, rows, order, after)
 
-    def _take(self, places: list[Place]) -> tuple[list[tuple[int, ...]], tuple[Place, ...]]:
-        """The next (source, chunk, number in it, tokens, trained tokens) of the stream; fewer than `window` where all
-        sources ended."""
-        before = list(places)
-        taken: list[tuple[int, ...]] = []
+    def _take(self, positions: list[StreamPosition]) -> tuple[list[tuple[int, int, int]], tuple[StreamPosition, ...]]:
+        """The next (source, chunk, index in it) of the stream; fewer than `window` where all sources ended."""
+        before = list(positions)
+        taken: list[tuple[int, int, int]] = []
         while len(taken) < self._recipe.data.window:
-            # The first end may be that of an empty chunk, behind rows that filled the one before: nothing is taken yet.
-            if taken and all(now.passes > then.passes for now, then in zip(places, before, strict=True)):
+            # The first end may be that of an empty chunk, after rows that filled the one before: nothing is taken yet.
+            if taken and all(now.passes > then.passes for now, then in zip(positions, before, strict=True)):
                 break
-            number = self._next_source(places)
-            place, tape = places[number], self._tapes[number]
-            lengths = tape.lengths(place.chunk)
-            if place.within < len(lengths):
-                length = int(lengths[place.within])
-                num_trained = int(tape.num_trained(place.chunk)[place.within])
-                taken.append((number, place.chunk, place.within, length, num_trained))
-                given = place.given + (length if self._by_tokens else 1)
-                places[number] = place = replace(place, within=place.within + 1, given=given)
-            if place.within >= len(lengths):
-                places[number] = self._behind_chunk(number, place)
-        return taken, tuple(places)
+            source = self._next_source(positions)
+            position = positions[source]
+            tokens = self._streams[source].sizes(position.chunk).tokens
+            if position.within < len(tokens):
+                taken.append((source, position.chunk, position.within))
+                num_emitted = position.num_emitted + (int(tokens[position.within]) if self._by_tokens else 1)
+                positions[source] = position = replace(position, within=position.within + 1, num_emitted=num_emitted)
+            if position.within >= len(tokens):
+                positions[source] = self._after_chunk(source, position)
+        return taken, tuple(positions)
 
-    def _behind_chunk(self, number: int, place: Place) -> Place:
-        if not self._tapes[number].is_last(place.chunk):
-            return replace(place, chunk=place.chunk + 1, within=0)
-        if not place.given:
-            raise UserError(f"data.train[{number}]: no row of it can be trained on; look at it with `finetune inspect`")
-        return replace(place, chunk=0, within=0, passes=place.passes + 1)
+    def _after_chunk(self, source: int, position: StreamPosition) -> StreamPosition:
+        if not self._streams[source].is_last(position.chunk):
+            return replace(position, chunk=position.chunk + 1, within=0)
+        if not position.num_emitted:
+            raise UserError(f"data.train[{source}]: no row of it can be trained on; look at it with `finetune inspect`")
+        return replace(position, chunk=0, within=0, passes=position.passes + 1)
 
-    def _next_source(self, places: Sequence[Place]) -> int:
-        """Of those that may still be read, the source that has given least for its weight (stride scheduling,
-        Waldspurger and Weihl 1995, MIT/LCS/TM-528)."""
+    def _next_source(self, positions: Sequence[StreamPosition]) -> int:
+        """Index of the source, of those that may still be read, that has emitted least for its weight (stride
+        scheduling, Waldspurger and Weihl 1995, MIT/LCS/TM-528)."""
         readable = [
-            number
-            for number, (place, tape) in enumerate(zip(places, self._tapes, strict=True))
-            if tape.source.max_epochs is None or place.passes < tape.source.max_epochs
+            source
+            for source, (position, stream) in enumerate(zip(positions, self._streams, strict=True))
+            if stream.source.max_epochs is None or position.passes < stream.source.max_epochs
         ]
         if not readable:
             steps = self._starts[-1][0] // self._recipe.batch.rows
@@ -205,7 +197,7 @@ class StreamedRows:
                 f"the stream ends after {steps:,} steps: every source was read `max_epochs` times; "
                 "lower train.max_steps, or raise `max_epochs`"
             )
-        return min(readable, key=lambda number: places[number].given / self._tapes[number].source.weight)
+        return min(readable, key=lambda source: positions[source].num_emitted / self._streams[source].source.weight)
 
 
 # --- from a recipe
@@ -213,58 +205,64 @@ class StreamedRows:
 
 @dataclass(frozen=True)
 class OpenedStream:
-    """The training sources of a recipe, found and looked into."""
+    """The training sources of a recipe, opened, their first rows rendered."""
 
-    tapes: list[Tape]
+    streams: list[SourceStream]
     names: tuple[str, ...]
     formats: list[str]
     identity: str  # hash of content, tokenizer, template, mask policy and window of all of them
 
 
-def open_stream(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> OpenedStream:
-    """Find every source, its format, and render its first rows; read nothing more. Raises UserError."""
-    made = renderer(tokenizer, resolve_template(recipe.model.chat_template, tokenizer), recipe.objective.train_on)
-    plain = [open_source(source, streaming=True) for source in recipe.data.train]
-    check_heads(recipe, made)
-    rendering = key_of_rendering(made)
-    keys = [key_of_entry(recipe, one.source, one.opened.digest(), rendering) for one in plain]
-    tapes = [_tape(recipe, one, made, key) for one, key in zip(plain, keys, strict=True)]
-    for one in plain:
+def open_stream(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    opened: OpenedSources | None = None,
+    numeric_columns: tuple[str, ...] = (),
+) -> OpenedStream:
+    """Open every source, detect its format, and render its first rows; read nothing more. Raises UserError."""
+    made = recipe_renderer(recipe, tokenizer)
+    opened = opened or OpenedSources(recipe)
+    of_sources = [opened.open(source) for source in recipe.data.train]
+    opened.check_heads(made, numeric_columns)
+    rendering = rendering_key(made)
+    keys = [entry_key(recipe, one.source, one.reader.digest(), rendering, numeric_columns) for one in of_sources]
+    builds = [EntryBuild(recipe.data, one, made, numeric_columns) for one in of_sources]
+    streams = [_source_stream(recipe, build, key) for build, key in zip(builds, keys, strict=True)]
+    for one in of_sources:
         if one.note:
             log.warning("%s", one.note)
     identity = hashlib.sha256(" ".join([*keys, str(recipe.data.window)]).encode()).hexdigest()[:16]
-    formats = [one.source.format for one in plain]
-    return OpenedStream(tapes, tuple(source_names(recipe.data.train)), formats, identity)
+    formats = [one.source.format for one in of_sources]
+    return OpenedStream(streams, tuple(source_names(recipe.data.train)), formats, identity)
 
 
-def _tape(recipe: Recipe, plain: Plain, made: Renderer, key: str) -> Tape:
-    window, spans = recipe.data.window, Spans(plain.opened, recipe.data.window)
+def _source_stream(recipe: Recipe, build: EntryBuild, key: str) -> SourceStream:
+    window, spans = recipe.data.window, Spans(build.opened.reader, recipe.data.window)
 
-    def chunk(number: int) -> Entry:
-        name = hashlib.sha256(f"{key} {window} {number}".encode()).hexdigest()
-        of = about_entry(recipe, plain, made) | {"rows": [number * window + 1, (number + 1) * window]}
+    def chunk(index: int) -> CacheEntry:
+        name = hashlib.sha256(f"{key} {window} {index}".encode()).hexdigest()
+        rows = {"rows": [index * window + 1, (index + 1) * window]}
+        metadata = entry_metadata(recipe, build.opened, build.renderer) | rows
         return find_or_build(
-            entries_folder() / name,
-            of,
-            lambda writer: build_part(writer, recipe.data, plain, spans.rows(number), made),
+            entries_folder() / name, metadata, lambda writer: build_part(writer, build, spans.rows(index))
         )[0]
 
-    return Tape(plain.source, window, chunk)
+    return SourceStream(build.opened.source, window, chunk)
 
 
 class Spans:
-    """Stretches of a source's rows: read on from where the last one ended, or from the start where they lie before."""
+    """Stretches of a source's rows: read on from the end of the last one, or from the start where that is later."""
 
-    def __init__(self, opened: Opened, size: int):
-        self._opened, self._size = opened, size
+    def __init__(self, reader: SourceReader, size: int):
+        self._reader, self._size = reader, size
         self._items: Iterator[Item] = iter(())
         self._next = -1  # the stretch that `_items` would give next; -1: nothing is open
 
-    def rows(self, number: int) -> Iterator[Item]:
-        """Rows [number * size, (number + 1) * size), those that cannot be read as the reason."""
-        if not 0 <= self._next <= number:
-            self._items, self._next = items_of(self._opened), 0
-        for _ in islice(self._items, (number - self._next) * self._size):
+    def rows(self, index: int) -> Iterator[Item]:
+        """Rows [index * size, (index + 1) * size), those that cannot be read as the reason."""
+        if not 0 <= self._next <= index:
+            self._items, self._next = read_items(self._reader), 0
+        for _ in islice(self._items, (index - self._next) * self._size):
             pass  # rows that are in the cache, or another process's: read, not tokenised
-        self._next = number + 1
+        self._next = index + 1
         return islice(self._items, self._size)

@@ -1,4 +1,4 @@
-"""A row's tokens over the ranks that share them: which places are whose, and what of a batch is one rank's.
+"""A row's tokens over the ranks that share them: which places each rank has, and its part of a batch.
 
 Letters: `T` tokens of the row, `t` of them on one rank.
 """
@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from finetune.data.batch import Batch
+from finetune.data.batch import Batch, Targets
 
-Stretches = tuple[tuple[int, int], ...]  # (first place, place behind the last) in the row, each
+Stretches = tuple[tuple[int, int], ...]  # (first place, last place + 1) in the row, each
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class TokenShare:
         return np.split(mine, self.sequence)[self.sequence_rank]
 
 
-WHOLE = TokenShare()  # of a row that one rank has
+UNSHARDED = TokenShare()  # one rank has all of a row
 
 
 def token_shard(batch: Batch, share: TokenShare) -> Batch:
@@ -60,39 +59,39 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
 
         row of `collate`'s example, context 2, one token of padding      rank 0        rank 1
         input_ids   [[ 1, 11, 12,  2,   1, 21,  2,   0 ]]         [[ 1, 11,  2,  0 ]]   [[ 12,  2,  1, 21 ]]
-        positions, targets  [1, 2, 5], [12, 2, 2]                  [1], [12]             [0, 3], [2, 2]
+        targets.positions, .ids  [1, 2, 5], [12, 2, 2]             [1], [12]             [0, 3], [2, 2]
 
-    Labels were shifted when the row was whole: the token that a place predicts may be another rank's.
-    `document_lengths` stay the row's: attention is over whole documents. Raises ValueError where T cannot be cut.
+    Targets were shifted on the full row: the token that a place predicts may be another rank's. `Targets.sequence`,
+    `columns`, `example_of_sequence`, `origins` and the counts of sequences and examples stay the row's on every rank,
+    so that sums per sequence can be added up over the ranks. `sequence_lengths` stay the row's, too: attention is over
+    full sequences. Raises ValueError where T cannot be cut.
     """
     if share.context * share.sequence == 1:
         return batch
-    tokens = batch.input_ids.shape[1]
+    tokens = batch.inputs["input_ids"].shape[1]
     if share.padded(tokens) != tokens:
         raise ValueError(f"{tokens} tokens cannot be cut for {share}")
     places = share.places(tokens)
-    number = np.full(tokens, -1)  # of a place of the row among those of this rank
-    number[places] = np.arange(len(places))
-    local = torch.from_numpy(number)[batch.positions]
-    mine = local >= 0
-    documents = len(batch.documents)
-    here, all_here = torch.from_numpy(places), slice(0, documents)
-    of_place = np.repeat(np.arange(len(batch.document_lengths)), batch.document_lengths)
-    of_target = np.repeat(np.arange(documents), batch.trained)[mine.numpy()]
+    local_place = np.full(tokens, -1)  # of a place of the row among those of this rank
+    local_place[places] = np.arange(len(places))
+    local = torch.from_numpy(local_place)[batch.targets.positions]
+    mine, here = local >= 0, torch.from_numpy(places)
+    targets = Targets(local[mine], batch.targets.ids[mine], batch.targets.sequence[mine])
+    sequence_of_place = np.repeat(np.arange(len(batch.sequence_lengths)), batch.sequence_lengths)
+    num_sequences = len(batch.sequence_tokens)  # none in a dummy
+    tokens_here = np.bincount(sequence_of_place[places], minlength=num_sequences)[:num_sequences]
+    targets_here = np.bincount(targets.sequence.numpy(), minlength=num_sequences)[:num_sequences]
+    first = np.isin(np.arange(num_sequences), np.unique(batch.example_of_sequence.numpy(), return_index=True)[1])
+    counts = {
+        "target_tokens": int(targets_here.sum()),
+        "first_target_tokens": int(targets_here[first].sum()),
+        "tokens": int(tokens_here.sum()),
+    }
     return replace(
         batch,
-        input_ids=_taken(batch.input_ids, here),
-        labels=_taken(batch.labels, here),
-        position_ids=_taken(batch.position_ids, here),
-        positions=local[mine],
-        targets=batch.targets[mine],
-        target_sources=batch.target_sources[mine],
-        tokens=tuple(np.bincount(of_place[places], minlength=documents)[all_here].tolist()),
-        trained=tuple(np.bincount(of_target, minlength=documents)[all_here].tolist()),
-        num_supervised=int(mine.sum()),
-        num_tokens=int((places < batch.num_tokens).sum()),
+        inputs={name: values[:, here].contiguous() for name, values in batch.inputs.items()},
+        targets=targets,
+        counts={**batch.counts, **counts},
+        sequence_tokens=tuple(tokens_here.tolist()),
+        sequence_targets=tuple(targets_here.tolist()),
     )
-
-
-def _taken(row: Tensor, places: Tensor) -> Tensor:  # (1, T), (t,)
-    return row[:, places].contiguous()

@@ -1,16 +1,19 @@
-"""What each token of an example writes, as text that people can read."""
+"""Examples as text that people can read: what each token writes, coloured for a terminal, and as JSON."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
+
+from finetune.data.chat.renderer import labels_of
+from finetune.data.samples import Example, Sequence
 
 SHOWN_TOKENS = 400  # of an example inside an error message, and in a terminal
 
@@ -35,17 +38,14 @@ class Token:
     part: str = ""  # what it is where `text` does not say: the bytes of a part of a character, ⟨E2⟩⟨80⟩
 
 
-def tokens_in(
-    input_ids: NDArray[np.integer], trained: NDArray[np.bool_], tokenizer: PreTrainedTokenizerBase
-) -> list[Token]:
-    """Both (T,). Each with the text that it adds."""
-    ids, special = input_ids.tolist(), special_ids(tokenizer)
+def tokens_of(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> list[Token]:
+    """The tokens of a sequence, each with the text that it adds."""
+    ids, special = sequence.input_ids.tolist(), special_ids(tokenizer)
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(ids)]
     texts = _texts(ids, lambda some: str(tokenizer.decode(some, clean_up_tokenization_spaces=False)))
-    found = zip(ids, trained.tolist(), names, texts, strict=True)
     return [
         Token(i, is_trained, i in special, text, _part(name) if is_part or not text else "")
-        for i, is_trained, name, (text, is_part) in found
+        for i, is_trained, name, (text, is_part) in zip(ids, sequence.loss_mask.tolist(), names, texts, strict=True)
     ]
 
 
@@ -133,9 +133,116 @@ def name_of(character: str) -> str:
     return f"⟨U+{code:04X}⟩"
 
 
-def plain_text(input_ids: NDArray[np.integer], trained: NDArray[np.bool_], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The decoded example, shortened, with [[ ]] around what is trained."""
-    tokens = tokens_in(input_ids[:SHOWN_TOKENS], trained[:SHOWN_TOKENS], tokenizer)
+def plain_text(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The decoded sequence, shortened, with [[ ]] around what is trained."""
+    length = len(sequence.input_ids)
+    tokens = tokens_of(Sequence(sequence.input_ids[:SHOWN_TOKENS], sequence.loss_mask[:SHOWN_TOKENS]), tokenizer)
     runs = [(key, "".join(token.text for token in run)) for key, run in groupby(tokens, key=lambda t: t.trained)]
     text = "".join(f"[[{visible(run)}]]" if is_trained else visible(run) for is_trained, run in runs)
-    return text + (f" ... ({len(input_ids)} tokens)" if len(input_ids) > SHOWN_TOKENS else "")
+    return text + (f" ... ({length} tokens)" if length > SHOWN_TOKENS else "")
+
+
+# --- in a terminal, and for other programs
+
+TRAINED_STYLE, CONTEXT_STYLE, SPECIAL_STYLE, MARK_STYLE = "bold green", "dim", "magenta", "dim"
+EVEN_STYLE, ODD_STYLE = "", "underline"  # tell a token from its neighbour, on dark and light terminals alike
+
+
+def to_json_lines(examples: Iterable[Example], rows: int | None = None) -> Iterator[dict[str, Any]]:
+    """{path, row, input_ids, labels} of the first `rows` examples (all of them if None), one dict each; of an example
+    of several sequences one dict for each, with its index as `sequence`. labels: -100 where not trained."""
+    for example in islice(examples, rows):
+        for i, sequence in enumerate(example.sequences):
+            yield {
+                "path": example.path,
+                "row": example.row,
+                **({"sequence": i} if len(example.sequences) > 1 else {}),
+                "input_ids": sequence.input_ids.tolist(),
+                "labels": labels_of(sequence.input_ids, sequence.loss_mask).tolist(),
+            }
+
+
+@dataclass(frozen=True)
+class Look:
+    """How sequences are drawn in a terminal."""
+
+    colour: bool = True  # False: [[ ]] around what is trained
+    borders: bool = False  # between tokens, with ids
+    full: bool = False  # False: long examples without their middle
+
+
+def render_rich(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, look: Look | None = None) -> Text:
+    """The decoded sequence for a terminal: trained tokens green, the rest dim, special tokens visible and magenta.
+
+    In trained text newlines, tabs and spaces at the end of a line have a mark.
+    """
+    look = look or Look()
+    shown, tokens = Text(), tokens_of(sequence, tokenizer)
+    kept, left_out = shortened(tokens, None if look.full else SHOWN_TOKENS)
+    _draw(shown, kept[0], 0, look)
+    if left_out:
+        shown.append(f"\n... {left_out_note(left_out)} (--full shows them) ...\n", style="italic yellow")
+        _draw(shown, kept[1], len(tokens) - len(kept[1]), look)
+    return shown
+
+
+def left_out_note(left_out: ListLike[Token]) -> str:
+    """How much of an example is not shown."""
+    return f"{len(left_out):,} tokens not shown here, {sum(token.trained for token in left_out):,} of them trained"
+
+
+def shortened(tokens: ListLike[Token], most: int | None) -> tuple[tuple[ListLike[Token], ...], ListLike[Token]]:
+    """((head, tail), what is between them): at most `most` tokens, two thirds of them at the head; None: all."""
+    if most is None or len(tokens) <= most:
+        return (tokens, []), []
+    head, tail = most - most // 3, len(tokens) - most // 3
+    return (tokens[:head], tokens[tail:]), tokens[head:tail]
+
+
+def _draw(shown: Text, tokens: ListLike[Token], first: int, look: Look) -> None:
+    """first: the position of tokens[0]."""
+    at = first
+    for trained, run in groupby(tokens, key=lambda token: token.trained):
+        brackets = ("[[", "]]") if trained and not look.colour else ("", "")
+        shown.append(brackets[0])
+        for _, alike in groupby(run, key=lambda token: token.special):
+            pieces = list(alike)
+            _draw_run(shown, pieces, at, look)
+            at += len(pieces)
+        shown.append(brackets[1])
+
+
+def _draw_run(shown: Text, tokens: ListLike[Token], first: int, look: Look) -> None:
+    """Tokens that are alike."""
+    trained, special = tokens[0].trained, tokens[0].special
+    style = TRAINED_STYLE if trained else SPECIAL_STYLE if special else CONTEXT_STYLE
+    if not look.borders:
+        _draw_text(shown, "".join(token.text for token in tokens), style, trained)
+        return
+    for at, token in enumerate(tokens, start=first):
+        _draw_token(shown, token, style, at, look)
+
+
+_SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+
+
+def _draw_token(shown: Text, token: Token, style: str, at: int, look: Look) -> None:
+    edge = (EVEN_STYLE, ODD_STYLE)[at % 2] if look.colour else ""
+    shown.append("" if look.colour else "|")
+    number = str(token.id).translate(_SUBSCRIPT)
+    before, after = (number, "") if token.text.endswith("\n") else ("", number)  # not on the next line
+    shown.append(visible(token.part) + before, style=f"{MARK_STYLE} {edge}")
+    _draw_text(shown, token.text, f"{style} {edge}", marked=True)
+    shown.append(after, style=f"{MARK_STYLE} {edge}")
+
+
+_MARKS = re.compile(r"(\n|\t| +(?=\n|\Z))")
+
+
+def _draw_text(shown: Text, text: str, style: str, marked: bool) -> None:
+    """marked: newlines, tabs and spaces at the end of a line become visible."""
+    for n, piece in enumerate(_MARKS.split(visible(text)) if marked else [visible(text)]):
+        if n % 2 == 0:
+            shown.append(piece, style=style)
+        else:
+            shown.append(piece.replace("\n", "⏎\n").replace("\t", "⇥\t").replace(" ", "·"), style=MARK_STYLE)

@@ -329,7 +329,7 @@ class _FullPipeline:
 
 def _tokens(batch: Any) -> int:
     """Of a micro-batch; the loader makes all of a step alike."""
-    return batch.input_ids.shape[1]
+    return batch.inputs["input_ids"].shape[1]
 
 
 def _gradient(parameter: Tensor) -> Tensor:

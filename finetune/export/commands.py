@@ -40,6 +40,8 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
         )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    if (folder / "generation_config.json").is_file():  # an adapter's model has its base's, which ends elsewhere
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     return model.to(device).eval(), tokenizer
 

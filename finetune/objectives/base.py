@@ -90,8 +90,8 @@ class Objective:
 
     def no_terms(self, batch: Batch) -> Terms:
         """Returns the terms, all zero, for a rank that has no outputs (the early stages of a pipeline)."""
-        device = batch.positions.device
-        nothing = Outputs(torch.zeros((), device=device), torch.zeros(len(batch.positions), device=device))
+        device, targets = batch.targets.ids.device, len(batch.targets.ids)
+        nothing = Outputs(torch.zeros((), device=device), torch.zeros(targets, device=device))
         return {name: t._replace(total=torch.zeros_like(t.total)) for name, t in self.terms(nothing, batch).items()}
 
     @property
@@ -102,7 +102,7 @@ class Objective:
     def targets(self, batch: Batch) -> TargetTokens:
         """Returns what a forward shall give of a batch."""
         weights = None if self.token_weights is None else self.token_weights(batch)
-        return TargetTokens(batch.positions, batch.targets, self.token_loss, weights, self.differentiable)
+        return TargetTokens(batch.targets.positions, batch.targets.ids, self.token_loss, weights, self.differentiable)
 
     def loss(self, terms: Terms, counts: Counts) -> Tensor:  # ()
         """Returns a micro-batch's part of the step's loss."""

@@ -18,10 +18,12 @@ def by_source(names: Sequence[str]) -> Objective:
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         losses = torch.zeros(len(names), dtype=torch.float64, device=outputs.token_losses.device)
-        losses.index_add_(0, batch.target_sources.to(losses.device), outputs.token_losses.detach().double())
+        sources = torch.tensor(batch.sequence_sources, dtype=torch.int64).to(losses.device, non_blocking=True)  # (D,)
+        losses.index_add_(0, sources[batch.targets.sequence], outputs.token_losses.detach().double())
         counts = np.zeros((2, len(names)))
-        for source, targets, tokens in zip(batch.sources, batch.trained, batch.tokens, strict=True):
-            counts[:, source] += (targets, tokens)
+        sequences = zip(batch.sequence_sources, batch.sequence_targets, batch.sequence_tokens, strict=True)
+        for source, num_targets, num_tokens in sequences:
+            counts[:, source] += (num_targets, num_tokens)
         targets, tokens = torch.from_numpy(counts)
         return {
             "loss_by_source": Term(losses),

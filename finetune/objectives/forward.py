@@ -18,11 +18,12 @@ class ForwardPass:
     def __call__(self, model: Any, batch: Batch) -> Any:
         """Returns `Outputs`; in a pipeline stage that is not the last, hidden states. model: `CausalLMWithLoss` in a
         backend's wrapper, or a stage of it. Tensors of the batch lie on the model's device."""
-        attention = self.attention.forward_arguments(batch.document_lengths)
+        attention = self.attention.forward_arguments(batch.sequence_lengths)
         inputs = {
-            "input_ids": batch.input_ids,
-            "position_ids": batch.position_ids,
+            **batch.inputs,
             "use_cache": False,  # with one, transformers would let packed documents see each other
-            **with_unread_mask(attention, batch.input_ids.device),  # attention may leave positions to the model
+            **with_unread_mask(
+                attention, batch.inputs["input_ids"].device
+            ),  # attention may leave positions to the model
         }
         return model(**inputs, targets=self.objective.targets(batch))

@@ -104,7 +104,9 @@ def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
 
 
 def _check_data(recipe: Recipe, report: CheckReport) -> None:
-    from finetune.data.dataset import Stream, build_dataset, build_training, template_notes
+    from finetune.data.building import OpenedSources
+    from finetune.data.dataset import Stream, build_held_out, build_training, template_notes
+    from finetune.data.questions import check_questions
     from finetune.models.config import check_token_ids, model_config
     from finetune.models.dropout import check_nothing_random
     from finetune.models.tokenizer import load_tokenizer
@@ -117,14 +119,17 @@ def _check_data(recipe: Recipe, report: CheckReport) -> None:
     if recipe.batch.rows_per_device == "auto":
         check_nothing_random(config)
     _check_attention(recipe, config, report)
-    report.notes += template_notes(recipe, tokenizer)
-    for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
-        if not sources:
+    opened = OpenedSources(recipe)
+    report.notes += template_notes(recipe, tokenizer, opened)
+    training, held_out = build_training(recipe, tokenizer, opened), build_held_out(recipe, tokenizer, opened)
+    if held_out is not None:
+        report.notes += check_questions(recipe.evaluate, held_out.examples, tokenizer)
+    for name, data in (("train", training), ("eval", held_out)):
+        if data is None:
             continue
-        data = build_training(recipe, tokenizer) if name == "train" else build_dataset(recipe, sources, tokenizer)
         if isinstance(data, Stream):
             window = data.rows.window(0)
-            report.facts["train_data"] = f"a stream; its first window has {len(window.lengths):,} examples"
+            report.facts["train_data"] = f"a stream; its first window has {len(window.sizes):,} examples"
             report.facts["steps"] = run_length(recipe, None)[0]
             continue
         share = data.supervised_tokens / data.tokens

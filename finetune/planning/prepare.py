@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from finetune.data import prepare_examples
-from finetune.data.cache.listing import FoundEntry
-from finetune.data.report import SourceReport
+from finetune.data import SourceReport, prepare_examples
+from finetune.data.building import OpenedSources
+from finetune.data.token_cache import CachedEntry
 from finetune.recipe import Recipe
 from finetune.utils import readable_bytes
 
@@ -25,10 +25,15 @@ class Prepared:
 
     part: str  # train | eval
     report: SourceReport
-    made_s: float | None  # None: it was cached before
+    build_s: float | None  # None: it was cached before
 
     def as_dict(self) -> dict[str, Any]:
-        return {"part": self.part, "cached": self.made_s is None, "seconds": self.made_s or 0.0, **asdict(self.report)}
+        return {
+            "part": self.part,
+            "cached": self.build_s is None,
+            "seconds": self.build_s or 0.0,
+            **asdict(self.report),
+        }
 
     @property
     def dropped(self) -> int:
@@ -42,15 +47,16 @@ def prepare(recipe: Recipe) -> tuple[list[Prepared], list[str]]:
     from finetune.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model)
-    notes = template_notes(recipe, tokenizer)
+    opened = OpenedSources(recipe)
+    notes = template_notes(recipe, tokenizer, opened)
     prepared: list[Prepared] = []
     if recipe.data.streaming:
         notes.append("data.streaming: data.train is read during the run, so it is not prepared")
     train = () if recipe.data.streaming else recipe.data.train
     for part, sources in (("train", train), ("eval", recipe.data.eval)):
         if sources:
-            examples = prepare_examples(recipe, sources, tokenizer)
-            reports = zip(examples.report.sources, examples.made_s, strict=True)
+            examples = prepare_examples(recipe, sources, tokenizer, opened=opened)
+            reports = zip(examples.report.sources, examples.build_s, strict=True)
             prepared += [Prepared(part, report, seconds) for report, seconds in reports]
     return prepared, notes
 
@@ -66,7 +72,7 @@ def show_prepared(console: Console, prepared: list[Prepared], notes: list[str]) 
 
 def _lines(one: Prepared) -> Iterator[str]:
     report = one.report
-    how = "cached" if one.made_s is None else f"tokenised in {one.made_s:,.1f} s"
+    how = "cached" if one.build_s is None else f"tokenised in {one.build_s:,.1f} s"
     yield f"{one.part}: {report.path} ({report.format}), {how}"
     yield (
         f"  {report.rows:,} rows, {report.examples:,} examples, {report.tokens:,} tokens, "
@@ -74,7 +80,7 @@ def _lines(one: Prepared) -> Iterator[str]:
     )
 
 
-def show_entries(console: Console, folder: Path, entries: Sequence[FoundEntry]) -> None:
+def show_entries(console: Console, folder: Path, entries: Sequence[CachedEntry]) -> None:
     """Print a table of cache entries and their total size."""
     if not entries:
         console.print(f"{folder}: the cache is empty", soft_wrap=True, highlight=False)
@@ -87,7 +93,7 @@ def show_entries(console: Console, folder: Path, entries: Sequence[FoundEntry]) 
     console.print(f"{folder}: {len(entries):,} entries, {size}", soft_wrap=True, highlight=False)
 
 
-def _cells(entry: FoundEntry) -> Iterator[str]:
+def _cells(entry: CachedEntry) -> Iterator[str]:
     of, made = entry.of or {}, entry.made or {}
     if not entry.is_whole:
         yield "[yellow]incomplete[/yellow]"

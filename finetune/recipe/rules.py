@@ -99,6 +99,12 @@ def generation_has_prompts(recipe: Recipe) -> Iterator[Finding]:
     wants = recipe.evaluate.generate or recipe.evaluate.exact_match
     if wants and recipe.data.eval and all(source.format == "text" for source in recipe.data.eval):
         yield "evaluate.generate", "rows of format `text` have no prompt: set `generate` and `exact_match` to 0"
+    if wants and recipe.objective.train_on == "all":
+        yield (
+            "evaluate.generate",
+            "under `objective.train_on: all` the prompt is trained as well, so it cannot be told from the answer: set "
+            "`generate` and `exact_match` to 0",
+        )
 
 
 def answer_pattern(recipe: Recipe) -> Iterator[Finding]:

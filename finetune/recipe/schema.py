@@ -7,9 +7,10 @@ invalid combination is an error at load (see `load.py`), never a silent default.
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, model_validator
 
 from finetune.recipe.urls import without_credentials
 
@@ -30,6 +31,24 @@ def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+# What rendering gives a template by itself.
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
+    """Names that Jinja can set, and values that JSON has."""
+    for name, item in value.items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ValueError(f"`{name}` is no name of a variable")
+        if name in _GIVEN:
+            raise ValueError(f"`{name}` is given by whoever renders the template")
+        try:
+            json.dumps(item, allow_nan=False)
+        except (TypeError, ValueError):
+            raise ValueError(f"`{name}`: JSON has no such value; give it as text") from None
+    return value
+
+
 Float = Annotated[float, BeforeValidator(_int_to_float), Field(allow_inf_nan=False)]
 Positive = Annotated[Float, Field(gt=0)]
 NonNegative = Annotated[Float, Field(ge=0)]
@@ -37,6 +56,8 @@ Share = Annotated[Float, Field(ge=0, le=1)]
 Betas = Annotated[tuple[Share, Share], BeforeValidator(_list_to_tuple), Field(strict=False)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple), Field(strict=False, min_length=1)]
 Count = Annotated[int, Field(ge=1)]
+
+TemplateArguments = Annotated[dict[str, Any], Field(min_length=1), AfterValidator(_template_arguments)]
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -67,6 +88,8 @@ class Model(Section):
     # auto: chunked if the architecture allows it; the choice and its reason are shown in the plan.
     cross_entropy: Literal["auto", "plain", "chunked", "torch", "liger"] = "auto"
     chat_template: str | None = None  # null: the tokenizer's own; else a built-in name or a Jinja file
+    # Values of the template's variables, such as `enable_thinking: false`; the result's template begins with them.
+    chat_template_arguments: TemplateArguments | None = None
     trust_remote_code: bool = False  # runs Python code from the model's repository: only if you trust it
 
     @model_validator(mode="after")

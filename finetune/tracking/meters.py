@@ -121,11 +121,13 @@ class Meters:
             return math.nan, math.nan
         # Ranks that share a row have equal parts of it: the FLOPs of the full row, divided by their number.
         parallelism = self._engine.parallelism
-        work = [  # padding comes after the documents
+        work = [  # padding comes after the sequences of examples
             self._flops.of(
-                b.document_lengths[: len(b.documents)], b.document_lengths, b.num_supervised * parallelism.tokens
+                batch.sequence_lengths[: len(batch.sequence_tokens)],
+                batch.sequence_lengths,
+                batch.counts["target_tokens"] * parallelism.tokens,
             )
-            for b in batches
+            for batch in batches
         ]
         ranks = parallelism.processes / parallelism.data
         return sum(model for model, _ in work) / ranks, sum(hardware for _, hardware in work) / ranks

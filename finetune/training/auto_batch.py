@@ -15,7 +15,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from finetune.data.batch import Batch, collate
-from finetune.data.cache.root import cache_root
-from finetune.data.chat.renderer import UNTRAINED
 from finetune.data.dataset import Dataset, Stream
-from finetune.data.examples import Example
-from finetune.data.token_shard import WHOLE, TokenShare, token_shard
+from finetune.data.samples import Example
+from finetune.data.samples import Sequence as TokenSequence
+from finetune.data.sources.files import cache_root
+from finetune.data.token_shard import UNSHARDED, TokenShare, token_shard
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
 from finetune.objectives.base import UNSCALED
@@ -94,16 +94,16 @@ class HeaviestRow:
     tokens: int
     supervised: int
 
-    def batch(self, rows: float, of: TokenShare = WHOLE) -> Batch:
-        """Rows of one document each: attention within it costs no less than within several. HALF: of half a row."""
-        share = min(rows, 1)
-        length = max(1, int(self.tokens * share))
-        ids = np.resize(self.example.input_ids, length)
-        labels = np.full_like(ids, UNTRAINED)
-        trained = min(int(self.supervised * share), length - 1)
-        labels[length - trained :] = ids[length - trained :]
-        examples = [Example(self.example.path, self.example.row, ids, labels)] * max(1, int(rows))
-        return token_shard(collate(examples, padded_to=of.padded(length * len(examples))), of)
+    def batch(self, rows: float, share: TokenShare = UNSHARDED) -> Batch:
+        """Rows of one example each: attention within it costs no less than within several. HALF: of half a row."""
+        part = min(rows, 1)
+        several = len(self.example.sequences)
+        length = max(1, int(self.tokens * part) // several)  # of each sequence
+        targets = min(int(self.supervised * part) // several, length - 1)
+        loss_mask = np.arange(length) >= length - targets
+        sequences = [TokenSequence(np.resize(one.input_ids, length), loss_mask) for one in self.example.sequences]
+        examples = [replace(self.example, sequences=tuple(sequences))] * max(1, int(rows))
+        return token_shard(collate(examples, padded_to=share.padded(length * several * len(examples))), share)
 
 
 @dataclass(frozen=True)

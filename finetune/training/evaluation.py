@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import Example, Examples
+from finetune.data import Examples
 from finetune.data.loader import Loader
+from finetune.data.questions import Question, answer, questions
 from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
 from finetune.objectives.base import Sums, TermSums
@@ -20,14 +20,6 @@ from finetune.training.feed import fed_batches
 from finetune.training.generation import greedy
 
 _PROMPTS_AT_ONCE = 32  # per rank; bounds the cache of keys and values
-
-
-@dataclass(frozen=True)
-class Question:
-    """An example taken apart at its last trained stretch."""
-
-    prompt: list[int]
-    reference: list[int]  # without the end token
 
 
 @dataclass(frozen=True)
@@ -45,6 +37,7 @@ class Evaluator:
     examples: Examples  # that the loader deals
     forward: ForwardPass
     tokenizer: PreTrainedTokenizerFast
+    end_ids: set[int]  # that end a generation
     recipe: Evaluate
 
     def run(self) -> tuple[dict[str, float], list[Generation]]:
@@ -73,24 +66,21 @@ class Evaluator:
         return {"eval_loss": total.loss(), **{f"eval_{name}": v for name, v in objective.metrics(total).items()}}
 
     def _generations(self, wanted: int) -> list[Generation]:
-        """The first `wanted` examples, dealt to ranks in turn, back in order on every rank."""
-        questions = [q for q in (question(self.examples, i) for i in range(_limit(self, wanted))) if q]
+        """Of the first `wanted` examples with a prompt, dealt to ranks in turn, back in order on every rank."""
+        asked = list(islice(questions(self.examples, self.end_ids), wanted))
         shared_by = self.engine.parallelism.data
-        mine = questions[self.engine.data_rank :: shared_by]
-        rounds = -(-len(questions) // (_PROMPTS_AT_ONCE * shared_by))
+        mine = asked[self.engine.data_rank :: shared_by]
+        rounds = -(-len(asked) // (_PROMPTS_AT_ONCE * shared_by))
         outputs: list[list[int]] = []
         for i in range(rounds):
             outputs += self._answer(mine[i * _PROMPTS_AT_ONCE : (i + 1) * _PROMPTS_AT_ONCE])
         shares = dict(self.engine.ranks.gather((self.engine.data_rank, outputs)))  # ranks of the same rows answer alike
-        ordered = [shares[i % shared_by][i // shared_by] for i in range(len(questions))]
-        return [self._judged(q, ids) for q, ids in zip(questions, ordered, strict=True)]
+        ordered = [shares[i % shared_by][i // shared_by] for i in range(len(asked))]
+        return [self._judged(q, ids) for q, ids in zip(asked, ordered, strict=True)]
 
     def _answer(self, questions: list[Question]) -> list[list[int]]:
         prompts = [question.prompt for question in questions]
-        return greedy(self.engine, prompts, self._end_ids(), self._pad_id(), self.recipe.max_new_tokens)
-
-    def _end_ids(self) -> set[int]:
-        return end_ids(self.examples[0], self.tokenizer)
+        return greedy(self.engine, prompts, self.end_ids, self._pad_id(), self.recipe.max_new_tokens)
 
     def _pad_id(self) -> int:
         assert isinstance(self.tokenizer.pad_token_id, int)  # load_tokenizer sees to it
@@ -102,40 +92,6 @@ class Evaluator:
     def _judged(self, asked: Question, output: list[int]) -> Generation:
         said = self._text(output)
         right = self._text(asked.reference)
-        matches = answer(said, self.recipe.answer) == answer(right, self.recipe.answer)
+        expected = answer(right, self.recipe.answer)
+        matches = expected is not None and answer(said, self.recipe.answer) == expected
         return Generation(str(self.tokenizer.decode(asked.prompt)), said, right, matches)
-
-
-def _limit(evaluator: Evaluator, wanted: int) -> int:
-    return min(wanted, len(evaluator.examples))
-
-
-def question(examples: Examples, index: int) -> Question | None:
-    """The last trained stretch is the reference, all before it the prompt; None where nothing precedes it."""
-    example = examples[index]
-    trained = [i for i, label in enumerate(example.labels) if label != -100]
-    start = end = trained[-1]
-    while start - 1 >= 0 and example.labels[start - 1] != -100:
-        start -= 1
-    if start == 0:
-        return None
-    ids = example.input_ids.tolist()
-    return Question(prompt=ids[:start], reference=ids[start:end])  # ids[end] is the end-of-turn
-
-
-def end_ids(example: Example, tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    """What ends a generation: the tokenizer's end token and the end-of-turn that the data teaches."""
-    taught = int(example.input_ids[max(i for i, label in enumerate(example.labels) if label != -100)])
-    ends = {taught} if taught in tokenizer.all_special_ids else set()
-    return ends | ({tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set())
-
-
-def answer(text: str, pattern: str | None) -> Any:
-    """What is compared: the whole text without outer blanks, or the pattern's first group (its last occurrence)."""
-    if pattern is None:
-        return text.strip()
-    found = re.findall(pattern, text)
-    if not found:
-        return None if text else ""
-    last = found[-1]
-    return (last[0] if isinstance(last, tuple) else last).strip()

@@ -8,7 +8,7 @@ out again before what computes on it is done (`Tensor.record_stream`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -80,12 +80,10 @@ def moved(item: T, to: Callable[[Tensor], Tensor]) -> T:
     """The same with every tensor as `to` gives it."""
     if isinstance(item, StepBatches):
         return replace(item, batches=[moved(batch, to) for batch in item.batches])
-    found: dict[str, Any] = {field.name: getattr(item, field.name) for field in fields(item)}
-    return replace(item, **{name: to(value) for name, value in found.items() if isinstance(value, Tensor)})
+    return item.map_tensors(to)
 
 
 def _for_each_tensor(item: Batch | StepBatches, do: Callable[[Tensor], None]) -> None:
     for batch in item.batches if isinstance(item, StepBatches) else [item]:
-        for field in fields(batch):
-            if isinstance(value := getattr(batch, field.name), Tensor):
-                do(value)
+        for tensor in batch.tensors():
+            do(tensor)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from finetune.data.questions import until_end
 from finetune.engine.base import Engine
 
 
@@ -47,7 +48,7 @@ def greedy(
         input_ids = chosen[:, None] if cache is not None else torch.cat([input_ids, chosen[:, None]], dim=1)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
     rows = torch.stack(new, dim=1).tolist() if new else [[] for _ in range(real)]
-    return [_until_end(row, end_ids) for row in rows[:real]]
+    return [until_end(row, end_ids) for row in rows[:real]]
 
 
 def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -55,10 +56,3 @@ def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) ->
     ids = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-def _until_end(ids: list[int], end_ids: set[int]) -> list[int]:
-    for i, token in enumerate(ids):
-        if token in end_ids:
-            return ids[:i]
-    return ids

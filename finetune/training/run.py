@@ -18,8 +18,10 @@ from rich.markup import escape
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.checkpoints.resume import newest_good, resume, set_all_aside
-from finetune.data.dataset import Dataset, Stream, build_dataset, build_training, template_notes
+from finetune.data.building import OpenedSources
+from finetune.data.dataset import Dataset, Stream, build_held_out, build_training, template_notes
 from finetune.data.loader import Loader, OrderedRows, RunRows
+from finetune.data.questions import check_questions
 from finetune.engine.base import Engine
 from finetune.engine.compatibility import check_launch
 from finetune.engine.context_parallel import apply_context_parallel
@@ -46,6 +48,7 @@ from finetune.recipe import Recipe
 from finetune.tracking import check_trackers
 from finetune.tracking.meters import Meters
 from finetune.training.auto_batch import RowsPerDevice, find_rows
+from finetune.training.ends import end_ids
 from finetune.training.evaluation import Evaluator
 from finetune.training.optim import build_optimizers
 from finetune.training.process_memory import memory_of
@@ -75,9 +78,11 @@ def train(
     check_token_ids(config, len(tokenizer))
     if recipe.batch.rows_per_device == "auto":
         check_nothing_random(config)
-    notes = template_notes(recipe, tokenizer)
-    training = build_training(recipe, tokenizer)
-    held_out = build_dataset(recipe, recipe.data.eval, tokenizer) if recipe.data.eval else None
+    opened = OpenedSources(recipe)
+    notes = template_notes(recipe, tokenizer, opened)
+    training = build_training(recipe, tokenizer, opened)
+    held_out = build_held_out(recipe, tokenizer, opened)
+    notes += check_questions(recipe.evaluate, held_out.examples, tokenizer) if held_out else []
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
     with in_use(engine, run_folder(recipe)):
@@ -134,6 +139,7 @@ def build_trainer(
     rows = _rows_per_device(recipe, engine, config, forward, training, say)
     plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice))
     loader = _loader(recipe, engine, rows, training.in_order(recipe), plan.total_rows)
+    ends = end_ids(recipe, tokenizer, [training, held_out])
     state, tracker_ids = _resume(recipe, engine, training, plan, say)
     return Trainer(
         recipe=recipe,
@@ -142,7 +148,8 @@ def build_trainer(
         data=training,
         forward=forward,
         loader=replace(loader, alike=engine.forwards_alike),
-        evaluator=_evaluator(recipe, engine, rows, held_out, attention, tokenizer) if held_out else None,
+        evaluator=_evaluator(recipe, engine, rows, held_out, attention, tokenizer, ends) if held_out else None,
+        end_ids=ends,
         plan=plan,
         state=state,
         meters=Meters(engine, flops, _peak(recipe, engine, plan, say)),
@@ -272,10 +279,13 @@ def _evaluator(
     held_out: Dataset,
     attention: AttentionChoice,
     tokenizer: PreTrainedTokenizerFast,
+    ends: set[int],
 ) -> Evaluator:
     loader = _loader(recipe, engine, found, OrderedRows(held_out.examples, held_out.rows), len(held_out.rows))
     objective = make_objective(recipe.objective, held_out.source_names, evaluating=True)
-    return Evaluator(engine, loader, held_out.examples, ForwardPass(attention, objective), tokenizer, recipe.evaluate)
+    return Evaluator(
+        engine, loader, held_out.examples, ForwardPass(attention, objective), tokenizer, ends, recipe.evaluate
+    )
 
 
 def _resume(
@@ -289,7 +299,7 @@ def _resume(
         return State(), {}
     if (checkpoint := newest_good(engine, checkpoints)) is None:
         return State(), {}
-    resumed = resume(engine, recipe, checkpoint, training.facts())
+    resumed = resume(engine, recipe, checkpoint, training.summary())
     state = State(**resumed.progress)
     say(f"resuming from {checkpoint}: step {state.step} of {plan.steps}")
     for change in resumed.changes:

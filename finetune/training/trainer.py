@@ -39,7 +39,7 @@ from finetune.recipe import Recipe, dump_recipe
 from finetune.tracking import Status, Totals, TrainingProgress, read_steps, write_status
 from finetune.tracking.meters import Meters
 from finetune.training.display import show_evaluation, show_plan, show_totals
-from finetune.training.evaluation import Evaluator, end_ids
+from finetune.training.evaluation import Evaluator
 from finetune.training.feed import Feed, fed_steps
 from finetune.training.optim import lr_factor
 from finetune.training.profile import Profiler, show_profile
@@ -80,6 +80,7 @@ class Trainer:
     forward: ForwardPass
     loader: Loader
     evaluator: Evaluator | None
+    end_ids: set[int]  # tokens that end a generation
     plan: Plan
     state: State
     meters: Meters
@@ -328,7 +329,7 @@ class Trainer:
         """What a checkpoint keeps of the run in addition to its progress."""
         return {
             "steps": self.plan.steps,
-            "data": self.data.facts(),
+            "data": self.data.summary(),
             "trackers": self.log.run_ids(),
             "versions": self.plan.versions,
             "git_commit": self.plan.git_commit,
@@ -339,11 +340,10 @@ class Trainer:
             self.expert_load.write(self.folder)
 
     def _save_result(self) -> None:
-        ends = end_ids(self.data.first_example(), self.tokenizer)
         # No loss where a finished run was only evaluated again.
         card = model_card(self.recipe, asdict(self.plan), asdict(self.state), self.last_loss, self.evaluation)
         adapter, frozen = self.recipe.mode != "full", dtypes(self.recipe).frozen
-        save_result(self.engine, self.tokenizer, ends, adapter, frozen, card, self.folder / "model")
+        save_result(self.engine, self.tokenizer, self.end_ids, adapter, frozen, card, self.folder / "model")
         self.say(f"saved [bold]{self.folder / 'model'}[/bold]")
 
     def _write_status(self, status: Status) -> None:
@@ -404,4 +404,4 @@ def seed_micro_batch(seed: int, step: int, index: int) -> None:
 
 
 def row_ids(batches: list[Batch]) -> list[str]:
-    return [f"{path}:{row}" for batch in batches for path, row in batch.documents]
+    return [f"{path}:{row}" for batch in batches for path, row, _ in batch.origins]

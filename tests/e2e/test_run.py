@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -17,6 +18,7 @@ import tiny
 import torch
 import yaml
 from conftest import launch
+from finetune.export.generate import load_result
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -359,6 +361,8 @@ def constant_answers(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         "no_exact_match": ["evaluate.exact_match=0"],
         "answer": [r"evaluate.answer='(stone river|green)'"],
         "max_new_tokens": ["evaluate.max_new_tokens=1"],
+        # As Llama 3's base: the end of turn is an added token that is not the tokenizer's end token.
+        "end_of_turn": [f"model.tokenizer={without_roles(folder)}"],
     }
     cases = [{"name": name, "overrides": overrides} for name, overrides in changes.items()]
     plan = {"recipe": str(write(folder, values)), "out": str(folder), "cases": cases}
@@ -380,6 +384,7 @@ def constant_answers(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         ("no_exact_match", [20], None, 0),
         ("answer", [20], 7 / 8, 0),  # two more have the answer in them
         ("max_new_tokens", [20], 0.0, 0),  # two words are more than a token
+        ("end_of_turn", [20], 5 / 8, 0),
     ],
 )
 def test_each_field_of_evaluate_has_its_effect(
@@ -391,6 +396,26 @@ def test_each_field_of_evaluate_has_its_effect(
     text = (constant_answers / f"{name}.txt").read_text(encoding="utf-8")
     assert len([line for line in text.splitlines() if re.search(r"│ [=x] │$", line)]) == shown
     assert found[-1]["eval_loss"] == eval_lines(constant_answers / "runs" / "base")[-1]["eval_loss"]
+
+
+def without_roles(folder: Path) -> Path:
+    """A tokenizer whose end of turn has no role."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.eos_token = tokenizer.pad_token
+    tokenizer.save_pretrained(folder / "without_roles")
+    return folder / "without_roles"
+
+
+def test_the_result_ends_where_training_taught_it_to(constant_answers: Path) -> None:
+    folder = constant_answers / "runs" / "end_of_turn" / "model"
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == [0, 2]
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == 0
+    model, tokenizer = load_result(constant_answers / "runs" / "end_of_turn")
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "green"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**asked, max_new_tokens=20, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    assert tokenizer.decode(output) == "stone river<|im_end|>"
 
 
 # --- generate and merge
@@ -408,6 +433,14 @@ def test_generate_answers_prompts(full_run: Path) -> None:
         )["input_ids"]
         asked = {"input_ids": [*ids, 0], "labels": [-100] * len(ids) + [0]}
         assert answer["answer"] == greedily(full_run / "model", [asked])[0][0]
+
+
+def test_an_adapter_ends_where_its_own_config_says(lora_run: Path, tmp_path: Path) -> None:
+    """Not where its base's does."""
+    shutil.copytree(lora_run / "model", tmp_path / "model")
+    GenerationConfig(eos_token_id=[1, 2]).save_pretrained(tmp_path / "model")
+    model, _ = load_result(tmp_path)
+    assert model.generation_config.eos_token_id == [1, 2]
 
 
 def test_generate_reads_standard_input(full_run: Path, lora_run: Path) -> None:

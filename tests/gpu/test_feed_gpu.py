@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from finetune.data.dataset import build_training
 from finetune.data.loader import Loader
@@ -44,14 +42,11 @@ def test_batches_reach_the_device_whole_while_it_is_busy(loaded: Any) -> None:
         for made in feed:
             for _ in range(20):
                 busy = torch.tanh(busy @ busy)  # the copy of a later step overtakes what reads this one
-            sums += [getattr(b, f.name).sum() for b in made.batches for f in fields(b) if f.name in TENSORS]
+            sums += [tensor.sum() for batch in made.batches for tensor in batch.tensors()]
             del made
     for step in range(40):
-        expected += [getattr(b, f.name).sum() for b in rows.step(step).batches for f in fields(b) if f.name in TENSORS]
+        expected += [tensor.sum() for batch in rows.step(step).batches for tensor in batch.tensors()]
     assert [int(value) for value in sums] == [int(value) for value in expected]
-
-
-TENSORS = ("input_ids", "labels", "position_ids", "positions", "targets", "target_sources")
 
 
 def test_a_micro_batch_waits_for_nothing(loaded: Any, tmp_path: Path) -> None:
@@ -61,13 +56,13 @@ def test_a_micro_batch_waits_for_nothing(loaded: Any, tmp_path: Path) -> None:
     head = attach_head(model, "auto", Formula(), "cuda")
     with fed_steps(loader(loaded), range(3), DEVICE) as feed:
         for number, made in enumerate(feed):
-            assert all(isinstance(b.input_ids, Tensor) and b.input_ids.is_cuda for b in made.batches)
+            assert all(tensor.is_cuda for batch in made.batches for tensor in batch.tensors())
             if number == 2:  # the first ones compile, allocate and choose kernels
                 torch.cuda.set_sync_debug_mode("error")
             try:
                 for batch in made.batches:
-                    arguments = attention.forward_arguments(batch.document_lengths)
-                    loss = supervised_losses(model, batch, arguments, DEVICE, head).total / made.supervised_tokens
+                    arguments = attention.forward_arguments(batch.sequence_lengths)
+                    loss = supervised_losses(model, batch, arguments, DEVICE, head).total / made.counts["target_tokens"]
                     loss.backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")

@@ -41,13 +41,14 @@ def reference(made: Path, batches: list[Batch]) -> tuple[torch.Tensor, dict[str,
     model = AutoModelForCausalLM.from_pretrained(made / "llama", dtype=torch.float64)
     losses, count = [], 0
     for batch in batches:
-        documents = zip(
-            batch.input_ids.split(batch.document_lengths, 1), batch.labels.split(batch.document_lengths, 1), strict=True
-        )
-        for ids, labels in documents:
+        labels = torch.full_like(batch.inputs["input_ids"], -100)
+        labels[0, batch.targets.positions + 1] = batch.targets.ids
+        lengths = batch.sequence_lengths
+        documents = zip(batch.inputs["input_ids"].split(lengths, 1), labels.split(lengths, 1), strict=True)
+        for ids, expected in documents:
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-            losses.append(cross_entropy(logits, labels[0, 1:], ignore_index=-100, reduction="sum"))
-            count += int((labels[0, 1:] != -100).sum())
+            losses.append(cross_entropy(logits, expected[0, 1:], ignore_index=-100, reduction="sum"))
+            count += int((expected[0, 1:] != -100).sum())
     loss = torch.stack(losses).sum() / count
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -66,7 +67,7 @@ def test_accumulated_gradient_is_the_whole_batch_s(
     model = load_model(loaded, config, choice, Placement("load", CPU))
     forward, loss_model = forward_of(choice), CausalLMWithLoss(model)
     batches = loader(loaded).step(0).batches
-    items = sum(batch.num_supervised for batch in batches)
+    items = sum(batch.counts["target_tokens"] for batch in batches)
     loss = torch.zeros(())
     for batch in batches:
         part = forward(loss_model, batch).total / items
@@ -88,7 +89,7 @@ def test_a_batch_with_nothing_supervised_has_no_loss_and_no_gradient(recipe: dic
     whole = loader(loaded)
     short = Loader(whole.rows, 4, 2, rank=1, world_size=2, total_rows=1)
     (batch,) = short.step(0).batches
-    assert batch.num_supervised == 0
+    assert batch.counts["target_tokens"] == 0
     loss = forward(loss_model, batch).total
     loss.backward()
     assert loss.item() == 0.0
@@ -105,5 +106,5 @@ def test_only_supervised_positions_reach_the_head(recipe: dict[str, Any], write_
     model.get_output_embeddings().register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[0].shape[1]))
     batch = loader(loaded).step(0).batches[0]
     forward(loss_model, batch)
-    assert seen == [batch.num_supervised]
-    assert batch.num_supervised < batch.num_tokens
+    assert seen == [batch.counts["target_tokens"]]
+    assert batch.counts["target_tokens"] < batch.counts["tokens"]

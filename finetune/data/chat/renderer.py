@@ -1,7 +1,7 @@
 """From a sample to token ids and labels, with an exact mask under any chat template.
 
-A conversation is rendered to text (`jinja.py`), what the model has to write of it is found as spans of characters
-(`turns.py`), and the text is tokenised with offsets (`tokens.py`). Under a ChatML-shaped template:
+A conversation is rendered to text (`template.py`), what the model has to write of it is found as spans of characters
+(`trained_spans.py`), and the text is tokenised with offsets (`encoding.py`). Under a ChatML-shaped template:
 
     text    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     ids      1 872 198 13048 2 198            1 77091 198          9707 2          198
@@ -13,9 +13,8 @@ Neither the header before it nor the newline after it. Labels are aligned with t
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.chat.jinja import Jinja, Span
-from finetune.data.chat.template import Template, built_in_templates, own_template
-from finetune.data.chat.tokens import Encoder, Tokens, encoder
+from finetune.data.chat.encoding import Encoder, Tokens, encoder
+from finetune.data.chat.template import Jinja, Span, Template, built_in_templates, own_template
+from finetune.data.chat.trained_spans import Chat, parts_of
 from finetune.data.chat.traits import traits_of
-from finetune.data.chat.turns import Chat, parts_of
 from finetune.data.samples import BadRow, Conversation, Ids, Preference, PromptCompletion, Sample, Text
 from finetune.errors import UserError
 
@@ -36,13 +34,16 @@ UNTRAINED = -100  # Hugging Face convention, the ignore_index of torch's cross e
 
 @dataclass(frozen=True)
 class Rendered:
-    """An example as the string that is tokenised, and the characters of it to train on."""
+    """A sequence as the string that is tokenised, and the characters of it to train on."""
 
     text: str
     spans: Sequence[Span] = ()
     is_plain: bool = False  # no template wrote its BOS and its end
-    part: str = ""  # chosen | rejected, of a preference
     ready: Ids | None = None  # tokens as the row gave them, in place of a text
+
+    @property
+    def ready_tokens(self) -> Tokens | None:
+        return self.ready and (np.array(self.ready.input_ids, np.int32), np.array(self.ready.trained, bool))
 
 
 @dataclass(frozen=True)
@@ -58,22 +59,22 @@ class Renderer:
     encoder: Encoder = field(repr=False)
     special_text: re.Pattern[str] = field(repr=False)  # of special tokens, to find them in what a row says
 
-    def draw(self, sample: Sample) -> list[Rendered]:
-        """The examples of a sample: one; several of a conversation whose template rewrites history, and of a
-        preference two, told apart by `part`.
+    def draw(self, sample: Sample) -> list[tuple[Rendered, ...]]:
+        """Returns the examples of a sample, each with its sequences. One example of one sequence; of a conversation
+        whose template rewrites history several; of a preference one of two sequences, chosen and rejected.
 
         Raises BadRow for what another row could do without, UserError for what no row could mend.
         """
         if isinstance(sample, Text):
-            return [Rendered(sample.text, [(0, len(sample.text))], is_plain=True)]
+            return [(Rendered(sample.text, [(0, len(sample.text))], is_plain=True),)]
         if isinstance(sample, Ids):
-            return [self._ready(sample)]
+            return [(self._ready(sample),)]
         if isinstance(sample, Preference):
-            return [self._answer(sample.chosen, "chosen"), self._answer(sample.rejected, "rejected")]
+            return [(self._answer(sample.chosen, "chosen"), self._answer(sample.rejected, "rejected"))]
         if isinstance(sample, PromptCompletion):
             if self.chat is None:
                 whole = sample.prompt + sample.completion
-                return [Rendered(whole, [(len(sample.prompt), len(whole))], is_plain=True)]
+                return [(Rendered(whole, [(len(sample.prompt), len(whole))], is_plain=True),)]
             sample = sample.as_conversation()
         return self._conversation(sample)
 
@@ -81,7 +82,7 @@ class Renderer:
         """Ids and masks of many, in one call of the tokenizer."""
         texts = [one for one in rendered if one.ready is None]
         encoded = iter(self.encoder.encode([one.text for one in texts], [one.spans for one in texts]))
-        return [self._finished(one, next(encoded) if one.ready is None else _arrays(one.ready)) for one in rendered]
+        return [self._finished(one, one.ready_tokens or next(encoded)) for one in rendered]
 
     def _finished(self, rendered: Rendered, tokens: Tokens) -> Tokens:
         input_ids, trained = self._with_ends(*tokens) if rendered.is_plain else tokens
@@ -101,23 +102,23 @@ class Renderer:
             ids, trained = np.append(ids, np.int32(eos)), np.append(trained, True)
         return ids, trained
 
-    def _conversation(self, conversation: Conversation) -> list[Rendered]:
+    def _conversation(self, conversation: Conversation) -> list[tuple[Rendered, ...]]:
         if self.chat is None:
             raise UserError(
                 "the tokenizer has no chat template, so messages cannot be rendered: set model.chat_template to "
                 f"one of {', '.join(built_in_templates())} or to the path of a .jinja file"
             )
         self._check_no_special(conversation)
-        return [Rendered(text, spans) for text, spans in parts_of(self.chat, conversation, self.train_on)]
+        return [(Rendered(text, spans),) for text, spans in parts_of(self.chat, conversation, self.train_on)]
 
-    def _answer(self, sample: Conversation | PromptCompletion, part: str) -> Rendered:
-        found = self.draw(sample)
-        if len(found) > 1:
+    def _answer(self, sample: Conversation | PromptCompletion, name: str) -> Rendered:
+        examples = self.draw(sample)
+        if len(examples) > 1:
             raise BadRow(
-                f"the chat template rewrites history, so {part!r} would become {len(found)} examples: give the earlier "
-                "turns as the prompt, so that the last answer alone is compared"
+                f"the chat template rewrites history, so {name!r} would become {len(examples)} examples: give the "
+                "earlier turns as the prompt, so that the last answer alone is compared"
             )
-        return Rendered(found[0].text, found[0].spans, found[0].is_plain, part)
+        return examples[0][0]
 
     def _ready(self, sample: Ids) -> Rendered:
         size = len(self.tokenizer)
@@ -143,14 +144,30 @@ def _texts(conversation: Conversation) -> Iterator[tuple[str, str]]:
         yield f"message {i} ({message.role})", message.content
         if message.reasoning:
             yield f"the reasoning of message {i}", message.reasoning
+        if message.name:
+            yield f"the `name` of message {i} ({message.role})", message.name
+        if message.tool_call_id:
+            yield f"the `tool_call_id` of message {i}", message.tool_call_id
         for call in message.tool_calls:
-            yield f"a tool call of message {i}", json.dumps(call["function"], ensure_ascii=False)
+            for text in _strings(call):
+                yield f"a tool call of message {i}", text
     for tool in conversation.tools:
-        yield "a tool", json.dumps(tool, ensure_ascii=False)
+        for text in _strings(tool):
+            yield "a tool", text
 
 
-def _arrays(ready: Ids) -> Tokens:
-    return np.array(ready.input_ids, np.int32), np.array(ready.trained, bool)
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys among them. Not its JSON: quotes are escaped there, and templates may write a
+    text as it is."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _strings(item)
 
 
 def _token_id(value: Any) -> int | None:
@@ -170,14 +187,21 @@ def renderer(
     template = template or own_template(tokenizer)
     plain = tokenizer("a")["input_ids"]
     adds_bos = tokenizer.bos_token_id is not None and plain[:1] == [tokenizer.bos_token_id]
-    special = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-    chat = _chat(tokenizer, Jinja(template, special)) if template else None
+    special = _special_tokens(tokenizer)
+    chat = chat_of(tokenizer, template) if template else None
     return Renderer(
         tokenizer, template, train_on, special, adds_bos, chat, encoder(tokenizer), _special_text(tokenizer)
     )
 
 
-def _chat(tokenizer: PreTrainedTokenizerBase, jinja: Jinja) -> Chat:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """By the names that templates know: bos_token, eos_token, ..."""
+    return {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+
+
+def chat_of(tokenizer: PreTrainedTokenizerBase, template: Template) -> Chat:
+    """The template as this tokenizer uses it, with what it is like."""
+    jinja = Jinja(template, _special_tokens(tokenizer))
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     tokens = tuple(str(token) for token in added.values() if str(token))
     return Chat(jinja, traits_of(jinja, tokens), tokens)
@@ -205,7 +229,8 @@ def render(
     refuses, UserError for a template that no mask fits, ValueError for a sample of several examples.
     """
     made = renderer(tokenizer, template, train_on)
-    ((input_ids, trained),) = made.tokenise(made.draw(sample))
+    (group,) = made.draw(sample)
+    ((input_ids, trained),) = made.tokenise(group)
     return input_ids, labels_of(input_ids, trained)
 
 

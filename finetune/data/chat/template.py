@@ -1,16 +1,22 @@
-"""Which chat template a run uses: the tokenizer's own, a built-in one, or a Jinja file."""
+"""The chat template of a run (the tokenizer's own, a built-in one, or a Jinja file), and what it renders."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from datetime import date
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
+from finetune.data.samples import BadRow
 from finetune.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -35,11 +41,56 @@ def built_in_templates() -> list[str]:
     return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 
-def resolve_template(chat_template: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | None:
+def resolve_template(
+    chat_template: str | None, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None
+) -> Template | None:
     """`model.chat_template`: null is the tokenizer's own (None if it has none); else a built-in name or a Jinja file.
 
-    Raises UserError for a name or file that does not exist.
+    arguments: `model.chat_template_arguments`, which become the values that the template begins with.
+    Raises UserError for a name or file that does not exist, and for arguments that the template does not know.
     """
+    template = _named_template(chat_template, tokenizer)
+    if not arguments:
+        return template
+    if template is None:
+        raise UserError("model.chat_template_arguments: the tokenizer has no chat template; give model.chat_template")
+    return with_arguments(template, arguments)
+
+
+def with_arguments(template: Template, arguments: Mapping[str, Any]) -> Template:
+    """A template that sets variables which its caller does not.
+
+    In its text, so that all who render it (training, evaluation, `generate`, servers of the result) do so alike:
+
+    >>> print(with_arguments(Template("{{ x }}", "a"), {"x": False}).text)
+    {%- if x is not defined %}{%- set x = false %}{%- endif %}
+    {{ x }}
+    """
+    for name in arguments:
+        known = set(re.findall(r"[A-Za-z_]\w*", template.text))
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean `{close[0]}`?" if close else ""
+            raise UserError(f"model.chat_template_arguments: {template.name} has no variable `{name}`{hint}")
+    settings = (
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
+        for name, value in sorted(arguments.items())
+    )
+    # Jinja drops the newline behind a block (trim_blocks, which transformers sets), and nothing of the template itself.
+    prefix = "".join(settings) + "\n"
+    return template if template.text.startswith(prefix) else Template(prefix + template.text, template.name)
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Jinja writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _named_template(chat_template: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | None:
     if chat_template is None:
         return own_template(tokenizer)
     built_in = built_in_templates()
@@ -77,3 +128,113 @@ def _read_template(path: Path) -> str:
         raise UserError(f"model.chat_template: {path} is not UTF-8 text") from None
     except OSError as error:
         raise UserError(f"model.chat_template: {path} cannot be read: {error.strerror}") from None
+
+
+# --- a template applied: from messages to text, and what its `{% generation %}` blocks mark
+
+
+# What templates that ask for today are told, or tokens would change from one day to the next: the date that Llama 3.1's
+# own template names where there is no clock.
+DATE = date(2024, 7, 26)
+_ASKS = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
+REASONING = frozenset({"reasoning_content", "thinking", "reasoning"})  # its names that transformers knows
+
+Span = tuple[int, int]  # characters [begin, end) of a text
+Marked = tuple[str, list[Span]]  # a text and what its generation blocks wrote
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+
+@lru_cache
+def dated(template: str) -> str:
+    """A template with `DATE` in the place of today's; calls without a literal format stay as they are.
+
+    >>> dated("{{ strftime_now('%d %b %Y') }}")
+    "{{ '26 Jul 2024' }}"
+    """
+    return _ASKS.sub(lambda call: call[1] + DATE.strftime(call[2]) + call[1], template)
+
+
+def asks_for_today(template: str) -> bool:
+    """Whether a template still does after `dated`."""
+    return "strftime_now(" in dated(template)
+
+
+@lru_cache
+def _compiled(template: str) -> Any:
+    """The template in transformers' own sandbox; None where this version of it does not give it.
+
+    transformers' public function renders in the same one, but spends a third of the time on copies: of all values,
+    which are plain JSON here, and of what the sandbox knows, out of a chain of dicts.
+    """
+    compile_template: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
+    environment: Any = compile_template(dated(template)).environment if compile_template else None
+    if not hasattr(environment, "activate_tracker"):  # what `{% generation %}` marks
+        return None
+    compiled = environment.from_string(dated(template))
+    compiled.globals = dict(compiled.globals)
+    return compiled
+
+
+@dataclass(frozen=True)
+class Jinja:
+    """A chat template and the special tokens that it may name (bos_token, eos_token, ...)."""
+
+    template: Template
+    special: Mapping[str, str]
+
+    def text(self, messages: Messages, tools: Tools = (), *, prompt: bool = False) -> str:
+        """The rendered text, with the generation prompt behind it if `prompt`."""
+        return self._render(messages, tools, prompt, mark=False)[0]
+
+    def marked(self, messages: Messages, tools: Tools = ()) -> Marked:
+        """The rendered text, and the spans of its generation blocks; none where the template has no such blocks."""
+        return self._render(messages, tools, False, mark=self.template.marks_generation)
+
+    def _render(self, messages: Messages, tools: Tools, prompt: bool, mark: bool) -> Marked:
+        """Raises BadRow where the template refuses the conversation, UserError where it is not a template."""
+        given = {
+            "messages": messages,
+            "tools": [dict(tool) for tool in tools] or None,
+            "documents": None,
+            "add_generation_prompt": prompt,
+            **self.special,
+        }
+        try:
+            # transformers gives a message's reasoning the other names that templates know it by.
+            has_reasoning = any(not REASONING.isdisjoint(message) for message in messages)
+            compiled = None if has_reasoning else _compiled(self.template.text)
+            if compiled is None:
+                text, spans = _by_transformers(self.template, given, mark)
+            elif mark:
+                text, spans = _tracked(compiled, given)
+            else:
+                text, spans = compiled.render(given), []
+        except jinja2.TemplateSyntaxError as error:
+            where = f"{self.template.name}, line {error.lineno}"
+            raise UserError(f"{where}: not a Jinja template: {error.message}") from None
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            # A template refuses what it has no grammar for (a system message, an order of roles) by raising.
+            raise BadRow(f"{self.template.name} refuses this conversation: {error}") from None
+        return text, [(begin, end) for begin, end in spans if end > begin]
+
+
+def _by_transformers(template: Template, given: Mapping[str, Any], mark: bool) -> Marked:
+    """By the public function, which wants conversations in the place of `messages`."""
+    render: Any = chat_template_utils.render_jinja_template  # annotated as str, returns (texts, spans of each)
+    others = {name: value for name, value in given.items() if name != "messages"}
+    texts, spans = render(
+        [given["messages"]], chat_template=dated(template.text), return_assistant_tokens_mask=mark, **others
+    )
+    return texts[0], spans[0] if mark else []
+
+
+def _tracked(compiled: Any, given: Mapping[str, Any]) -> Marked:
+    """As transformers does it: the blocks so far are how a generation block knows where it begins."""
+    blocks: list[str] = []
+    spans: list[Span] = []
+    with compiled.environment.activate_tracker(blocks, spans):
+        for block in compiled.generate(given):
+            blocks.append(block)
+    return "".join(blocks), spans

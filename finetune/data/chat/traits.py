@@ -8,13 +8,14 @@ Without a generation prompt, what stands before the answer is the header, if it 
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from finetune.data.chat.jinja import Jinja
+from finetune.data.chat.template import Jinja
 from finetune.data.samples import BadRow, Conversation, Message
 
 QUESTION, ANSWER, THOUGHT = "qUeStIoN", "aNsWeR", "tHoUgHt"  # texts that no template contains
@@ -28,6 +29,7 @@ class CallForm:
 
     no_content: str | None = ""  # in place of an empty content; None where a template tells calls by it (DeepSeek V3)
     arguments_as_text: bool = False  # JSON in a string, where a template adds it to one
+    needs_ids: bool = False  # whether it refuses calls without an id (Mistral)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,33 @@ class Traits:
 
     def as_dicts(self, conversation: Conversation) -> list[dict[str, Any]]:
         """The messages as the template sees them."""
-        return [_as_dict(message, self.calls or CallForm()) for message in conversation.messages]
+        form = self.calls or CallForm()
+        messages = with_call_ids(conversation.messages) if form.needs_ids else conversation.messages
+        return [_as_dict(message, form) for message in messages]
+
+
+def with_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """Calls and their answers with ids where a row has none; made of the call and its place, so always the same."""
+    found: list[Message] = []
+    waiting: list[str] = []  # ids of calls without an answer so far
+    for i, message in enumerate(messages):
+        if message.tool_calls:
+            calls = tuple(
+                {**call, "id": call.get("id") or _call_id(call, i, j)} for j, call in enumerate(message.tool_calls)
+            )
+            message, waiting = replace(message, tool_calls=calls), [call["id"] for call in calls]
+        elif message.role == "tool" and waiting:
+            answered = message.tool_call_id or waiting[0]
+            message = replace(message, tool_call_id=answered)
+            waiting = [id_ for id_ in waiting if id_ != answered]
+        found.append(message)
+    return found
+
+
+def _call_id(call: Mapping[str, Any], message: int, place: int) -> str:
+    """Nine letters and digits, as Mistral's are."""
+    said = json.dumps([message, place, call["function"]], sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(said.encode(), digest_size=5).hexdigest()[:9]
 
 
 def _as_dict(message: Message, form: CallForm) -> dict[str, Any]:
@@ -127,10 +155,15 @@ def _call_form(jinja: Jinja) -> CallForm | None:
     """The first form of a call that the template writes with its argument."""
     for as_text, no_content in product((False, True), ("", None)):
         form = CallForm(no_content, as_text)
-        call = _as_dict(Message("assistant", "", tool_calls=(probe_call(),)), form)
-        if _writes(jinja, ARGUMENT, [*probe(1)[:1], call], [probe_tool()]):
-            return form
+        if _writes_call(jinja, form, probe_call()):
+            bare = {key: value for key, value in probe_call().items() if key != "id"}
+            return replace(form, needs_ids=not _writes_call(jinja, form, bare))
     return None
+
+
+def _writes_call(jinja: Jinja, form: CallForm, call: Mapping[str, Any]) -> bool:
+    message = _as_dict(Message("assistant", "", tool_calls=(call,)), form)
+    return _writes(jinja, ARGUMENT, [*probe(1)[:1], message], [probe_tool()])
 
 
 def _writes(jinja: Jinja, what: str, messages: list[dict[str, Any]], tools: Iterable[Mapping[str, Any]] = ()) -> bool:

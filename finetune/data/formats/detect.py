@@ -83,7 +83,7 @@ def nearest_format(row: Row, columns: Columns | None = None) -> tuple[str, str]:
     if not columns and (found := _under_another_name(row)):
         return found
     best = max(tries, key=lambda tried: _nearness(row, tried[0], tried[1]))
-    if not columns and not _nearness(row, *best[:2])[0] and (found := _only_text(row)):
+    if not columns and not _nearness(row, *best[:2])[0] and (found := _as_single_field(row, "text")):
         return found
     return best[0], str(best[2])
 
@@ -157,11 +157,6 @@ def _under_another_name(row: Row) -> tuple[str, str] | None:
     """A format of one required field that a single column would fit, whatever its name; not text, which many would."""
     one_field = [format for format in FORMATS if len(FIELDS[format].required) == 1 and format != "text"]
     return next((found for format in one_field if (found := _as_single_field(row, format))), None)
-
-
-def _only_text(row: Row) -> tuple[str, str] | None:
-    """Text, where one column is text and nothing else is known of the row."""
-    return _as_single_field(row, "text")
 
 
 def _as_single_field(row: Row, format: str) -> tuple[str, str] | None:

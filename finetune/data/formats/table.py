@@ -10,15 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.formats import turns
-from finetune.data.formats.ids import ids_and_mask
-from finetune.data.formats.pairs import preference_of
-from finetune.data.formats.tools import Tool
-from finetune.data.formats.tools import tools as tools_of
-from finetune.data.formats.values import Misfit, Row, columns_of, has_value, kind, names, optional_text
+from finetune.data.formats.messages import Tool, as_context, read_messages, read_tools, read_turns, to_conversation
+from finetune.data.formats.values import Misfit, Row, columns_of, has_value, kind, names, optional_text, shown
 from finetune.data.formats.values import text as text_of
 from finetune.data.samples import BadRow, Conversation, Ids, Message, Preference, PromptCompletion, Sample, Text
 from finetune.errors import UserError
+
+Messages = list[Message]
 
 # Columns of chat rows whose loss would go unseen: the messages speak of a picture that is not there.
 MEDIA = ("images", "videos", "audios")
@@ -27,13 +25,13 @@ MEDIA = ("images", "videos", "audios")
 def messages(row: Row) -> Conversation:
     """messages: [{role: system | developer | user | assistant | tool, content, ...}, ...]; optional tools, system"""
     system, tools = _beside(row)
-    return turns.conversation(turns.messages(_field(row, "messages"), "messages"), system, tools)
+    return to_conversation(read_messages(_field(row, "messages"), "messages"), system, tools)
 
 
 def sharegpt(row: Row) -> Conversation:
     """conversations: [{from: system | human | gpt | function_call | observation, value}, ...]; also tools, system"""
     system, tools = _beside(row)
-    return turns.conversation(turns.turns(_field(row, "conversations"), "conversations"), system, tools)
+    return to_conversation(read_turns(_field(row, "conversations"), "conversations"), system, tools)
 
 
 def alpaca(row: Row) -> Conversation:
@@ -47,7 +45,7 @@ def alpaca(row: Row) -> Conversation:
     instruction, output = _text_field(row, "instruction"), _text_field(row, "output")
     question = f"{instruction}\n\n{extra}" if extra else instruction
     found = [*_history(row), Message("user", question), Message("assistant", output)]
-    return turns.conversation(found, system, tools)
+    return to_conversation(found, system, tools)
 
 
 def prompt_completion(row: Row) -> Conversation | PromptCompletion:
@@ -59,13 +57,13 @@ def prompt_completion(row: Row) -> Conversation | PromptCompletion:
     if isinstance(prompt, str) and isinstance(completion, str):
         pair = PromptCompletion(text_of(prompt, "`prompt`"), text_of(completion, "`completion`"))
         # Without these it stays a pair of texts, which needs no chat template.
-        return turns.conversation(pair.as_conversation().messages, system, tools) if system or tools else pair
+        return to_conversation(pair.as_conversation().messages, system, tools) if system or tools else pair
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise _unlike({"prompt": prompt, "completion": completion})
-    before, after = turns.messages(prompt, "prompt"), turns.messages(completion, "completion")
+    before, after = read_messages(prompt, "prompt"), read_messages(completion, "completion")
     if not any(message.role == "assistant" for message in after):
         raise BadRow("`completion` has no assistant message, so there is nothing to train on")
-    return turns.conversation([*turns.context(before), *after], system, tools)
+    return to_conversation([*as_context(before), *after], system, tools)
 
 
 def preference(row: Row) -> Preference:
@@ -175,7 +173,8 @@ FIELDS: dict[str, Fields] = {
 
 def check_columns(format: str, columns: Mapping[str, str] | None) -> None:
     """Raises UserError for a key of `columns` that the format has no field for; under auto, no one format has all."""
-    known = FIELDS[format].all if format in FIELDS else _all_fields()
+    every = dict.fromkeys(name for fields in FIELDS.values() for name in fields.all)
+    known = FIELDS[format].all if format in FIELDS else tuple(every)
     for name in columns or {}:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -185,10 +184,6 @@ def check_columns(format: str, columns: Mapping[str, str] | None) -> None:
             )
     if format not in FIELDS and not any(set(columns or ()) <= set(fields.all) for fields in FIELDS.values()):
         raise UserError(f"columns: no format has all of the fields {names(columns or ())}; set `format`")
-
-
-def _all_fields() -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for fields in FIELDS.values() for name in fields.all))
 
 
 def read(row: Row, format: str, columns: Mapping[str, str] | None = None) -> Sample:
@@ -238,7 +233,7 @@ def _beside(row: Row) -> tuple[str, tuple[Tool, ...]]:
     for name in MEDIA:
         if has_value(row.get(name)):
             raise BadRow(f"the row has `{name}`, which cannot be left out without changing it; only text is supported")
-    return optional_text(row.get("system"), "`system`"), tools_of(row.get("tools"), "tools")
+    return optional_text(row.get("system"), "`system`"), read_tools(row.get("tools"), "tools")
 
 
 def _history(row: Row) -> list[Message]:
@@ -256,3 +251,171 @@ def _history(row: Row) -> list[Message]:
         question, answer = (text_of(said, f"{where}[{side}]") for side, said in enumerate(pair))
         found += [Message("user", question), Message("assistant", answer)]
     return found
+
+
+# --- preference pairs: two answers to one prompt, however the row spells the prompt
+
+
+def preference_of(prompt: Any, chosen: Any, rejected: Any, system: str, tools: tuple[Tool, ...]) -> Preference:
+    """A pair of answers, each text or messages alike; only what follows the prompt is trained.
+
+    Raises BadRow where there is no prompt, nothing to prefer, or no answer.
+    """
+    if isinstance(chosen, str) and (prompt is None or prompt == ""):
+        raise BadRow("`chosen` and `rejected` are text, but there is no `prompt` that they answer")
+    if isinstance(chosen, str) and isinstance(prompt, str) and not system and not tools:
+        return _of_texts(prompt, chosen, rejected)
+    answers = _answer(chosen, "chosen"), _answer(rejected, "rejected")
+    before, first, second = _split(prompt, *answers)
+    if first == second:
+        raise BadRow("`chosen` and `rejected` are the same, so there is nothing to prefer")
+    for name, answer in (("chosen", first), ("rejected", second)):
+        _check_answer(name, answer)
+    chosen_, rejected_ = (to_conversation([*as_context(before), *answer], system, tools) for answer in (first, second))
+    return Preference(chosen_, rejected_)
+
+
+def _of_texts(prompt: str, chosen: str, rejected: str) -> Preference:
+    question = text_of(prompt, "`prompt`")
+    pair = [
+        PromptCompletion(question, text_of(answer, f"`{name}`"))
+        for name, answer in (("chosen", chosen), ("rejected", rejected))
+    ]
+    if pair[0] == pair[1]:
+        raise BadRow("`chosen` and `rejected` are the same, so there is nothing to prefer")
+    return Preference(*pair)
+
+
+def _answer(value: Any, where: str) -> Messages:
+    if isinstance(value, str):
+        return [Message("assistant", text_of(value, f"`{where}`"))]
+    return read_messages(value, where)
+
+
+def _split(prompt: Any, chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Messages]:
+    """(prompt, chosen answer, rejected answer)"""
+    shared = _shared(chosen, rejected)
+    if prompt is None or prompt == "" or prompt == []:
+        if not shared:
+            raise BadRow("`chosen` and `rejected` begin differently and there is no `prompt`; expected one of both")
+        return chosen[:shared], chosen[shared:], rejected[shared:]
+    before = _prompt(prompt)
+    whole = chosen[0].role != "assistant" or rejected[0].role != "assistant"
+    if not whole:
+        return before, chosen, rejected
+    if not _is_of(before, chosen[:shared], is_text=isinstance(prompt, str)):
+        raise BadRow(
+            f"`prompt` is {shown(before[-1].content)}, but `chosen` and `rejected` are conversations that do not begin "
+            "with it; leave out `prompt`, or keep only the answers in them"
+        )
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _prompt(value: Any) -> Messages:
+    if isinstance(value, str):
+        return [Message("user", text_of(value, "`prompt`"))]
+    if not isinstance(value, list):
+        raise BadRow(f"`prompt` is {kind(value)}; expected text or a list of messages")
+    return read_messages(value, "prompt")
+
+
+def _shared(chosen: Messages, rejected: Messages) -> int:
+    """How many messages both begin with."""
+    pairs = zip(chosen, rejected, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
+
+
+def _is_of(prompt: Messages, shared: Messages, *, is_text: bool) -> bool:
+    """Whether the beginning that two conversations share holds the row's prompt.
+
+    A prompt of text is one of its questions, in most datasets the first, in some the last.
+    """
+    if is_text:
+        said = [message.content.strip() for message in shared if message.role == "user"]
+        return prompt[0].content.strip() in said
+    return [(m.role, m.content) for m in prompt] == [(m.role, m.content) for m in shared[: len(prompt)]]
+
+
+def _check_answer(name: str, answer: Messages) -> None:
+    if not answer:
+        raise BadRow(f"`{name}` has no answer of its own: the other one goes on from it; expected two answers")
+    if answer[0].role != "assistant":
+        raise BadRow(
+            f"`chosen` and `rejected` differ from a message of {answer[0].role} on ({shown(answer[0].content)}); "
+            "expected two answers to one prompt"
+        )
+
+
+# --- rows that are tokens already, with what is trained of them
+
+
+IGNORED = -100  # of labels: not trained (Hugging Face convention)
+LARGEST = 2**31 - 1  # ids are kept as int32
+MASKS = ("trained", "completion_mask", "assistant_masks")  # ours; TRL's of a completion and of assistant turns
+
+
+def ids_and_mask(value: Any, row: Row) -> Ids:
+    """input_ids of a row, and its labels or masks; the first token is never trained, nothing predicts it.
+
+    input_ids  1 450 4996 2
+    labels     - 450 4996 2      (- is -100; aligned with input_ids, not shifted)
+    trained    0   1    1 1
+    """
+    input_ids = _ids(value)
+    _check_unpadded(row.get("attention_mask"), len(input_ids))
+    positions = row.get("position_ids")
+    if positions is not None and _list_of(positions, "position_ids", len(input_ids)) != list(range(len(input_ids))):
+        raise BadRow("`position_ids` are not 0, 1, 2, ...: several documents in a row; give each a row of its own")
+    masks = {name: _mask(row[name], name, len(input_ids)) for name in MASKS if row.get(name) is not None}
+    if row.get("labels") is not None:
+        masks["labels"] = _of_labels(row["labels"], input_ids)
+    said = {name: (False, *mask[1:]) for name, mask in masks.items()}
+    if len(set(said.values())) > 1:
+        raise BadRow(f"{names(said)} train different tokens; keep one of them")
+    return Ids(input_ids, next(iter(said.values()), (False, *(True,) * (len(input_ids) - 1))))
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise (BadRow if value is None else Misfit)(f"`input_ids` is {kind(value)}; expected a list of token ids")
+    if not value:
+        raise BadRow("`input_ids` is an empty list; expected token ids")
+    for i, id_ in enumerate(value):
+        if type(id_) is not int:
+            raise Misfit(f"input_ids[{i}] is {kind(id_)} ({shown(id_)}); expected a token id")
+        if not 0 <= id_ <= LARGEST:
+            raise BadRow(f"input_ids[{i}] is {shown(id_)}; expected a token id, 0 or more")
+    return tuple(value)
+
+
+def _list_of(value: Any, name: str, length: int) -> list[Any]:
+    if not isinstance(value, list):
+        raise BadRow(f"`{name}` is {kind(value)}; expected a list as long as `input_ids`")
+    if len(value) != length:
+        raise BadRow(f"`{name}` has {len(value)} items, but `input_ids` {length}")
+    return value
+
+
+def _mask(value: Any, name: str, length: int) -> tuple[bool, ...]:
+    for i, item in enumerate(_list_of(value, name, length)):
+        if type(item) not in (bool, int) or item not in (0, 1):
+            raise BadRow(f"{name}[{i}] is {shown(item)}; expected 0 or 1")
+    return tuple(bool(item) for item in value)
+
+
+def _of_labels(value: Any, input_ids: tuple[int, ...]) -> tuple[bool, ...]:
+    for i, (label, id_) in enumerate(zip(_list_of(value, "labels", len(input_ids)), input_ids, strict=True)):
+        if type(label) is not int or label not in (IGNORED, id_):
+            raise BadRow(
+                f"labels[{i}] is {shown(label)}; expected {IGNORED} (not trained) or {id_}, the id at the same place "
+                "(labels are aligned with `input_ids`, they are shifted later)"
+            )
+    return tuple(label != IGNORED for label in value)
+
+
+def _check_unpadded(value: Any, length: int) -> None:
+    if value is None:
+        return
+    for i, seen in enumerate(_mask(value, "attention_mask", length)):
+        if not seen:
+            raise BadRow(f"attention_mask[{i}] is 0: the row is padded; strip the padding, rows are packed here")

@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
-from finetune.data.cache.root import cache_root
+from finetune.data.sources.files import cache_root
 from finetune.models.attention.masked import with_unread_mask
 from finetune.models.rope import rotate_per_document
 from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config

@@ -12,7 +12,7 @@ from rich.console import Console
 from finetune.data import to_json_lines
 from finetune.data.chat.template import resolve_template
 from finetune.data.dataset import build_dataset, template_notes
-from finetune.data.show import Look
+from finetune.data.token_text import Look
 from finetune.errors import UserError
 from finetune.models.tokenizer import load_tokenizer
 from finetune.planning.inspect.dataset_view import DatasetView, dataset_statistics, find_row, first_examples
@@ -83,7 +83,7 @@ def inspect(recipe: Recipe, recipe_path: Path, options: InspectOptions, console:
 def _build_view(recipe: Recipe, recipe_path: Path, use_eval: bool) -> DatasetView:
     tokenizer = load_tokenizer(recipe.model)
     notes = template_notes(recipe, tokenizer)
-    template = resolve_template(recipe.model.chat_template, tokenizer)
+    template = resolve_template(recipe.model.chat_template, tokenizer, recipe.model.chat_template_arguments)
     sources = _sources(recipe, use_eval)
     if recipe.data.streaming and not use_eval:
         notes.append(f"data.streaming: only the first {recipe.data.window:,} rows of each source are inspected")

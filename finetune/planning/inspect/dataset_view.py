@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data import UNTRAINED, Example, Examples, Report, prepare_examples, read_rows
+from finetune.data import DataReport, Examples, prepare_examples, read_rows, row_work
 from finetune.data.dataset import Dataset
 from finetune.errors import UserError
 from finetune.recipe import Recipe
@@ -38,10 +38,7 @@ class DatasetView:
     totals: DatasetStatistics
 
 
-def num_trained(example: Example) -> int:
-    return int(np.count_nonzero(example.labels != UNTRAINED))
-
-
+SEQUENCES = ("chosen", "rejected")  # of an example that has two
 BINS = 20  # of lengths, about
 # What is dropped or changed between rows and examples: count of the report, what happened, what to do.
 LOSSES = {
@@ -79,7 +76,7 @@ class DatasetStatistics:
     split: str  # train | eval
     max_length: int  # tokens
     overlong: str
-    report: Report
+    report: DataReport
     examples: int  # per epoch, as all below
     tokens: int
     supervised_tokens: int
@@ -104,7 +101,7 @@ class DatasetStatistics:
 
 def dataset_statistics(data: Dataset, settings: Data, split: str, notes: Sequence[str] = ()) -> DatasetStatistics:
     """Computes statistics of a dataset without reading its tokens."""
-    lengths, trained = data.examples.lengths, data.examples.num_trained
+    lengths, trained = data.examples.lengths, data.examples.num_targets
     return DatasetStatistics(
         split=split,
         max_length=settings.max_length,
@@ -161,13 +158,13 @@ def _percentiles(lengths: NDArray[np.integer]) -> dict[str, int]:
 
 
 def _packing(data: Dataset, settings: Data) -> PackingStatistics:
-    squares = data.examples.lengths[data.rows.members].astype(np.int64) ** 2
+    sequences = np.diff(data.examples.sizes.offsets)[data.rows.members]
     return PackingStatistics(
         packed=settings.packing,
         rows=len(data.rows),
         efficiency=data.efficiency(settings.max_length),
-        documents_per_row=_min_mean_max(np.diff(data.rows.offsets)),
-        attention_work_per_row=_min_mean_max(np.add.reduceat(squares, data.rows.offsets[:-1])),
+        documents_per_row=_min_mean_max(np.add.reduceat(sequences, data.rows.offsets[:-1])),
+        attention_work_per_row=_min_mean_max(row_work(data.rows, data.examples.sizes.attention_work)),
     )
 
 

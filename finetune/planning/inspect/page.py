@@ -25,10 +25,16 @@ import jinja2
 from markupsafe import Markup
 
 from finetune.data import Example
-from finetune.data.show import left_out_note, shortened, tokens_of
-from finetune.data.token_text import INVISIBLE, Token, visible
+from finetune.data import Sequence as TokenSequence
+from finetune.data.token_text import INVISIBLE, Token, left_out_note, shortened, tokens_of, visible
 from finetune.errors import UserError
-from finetune.planning.inspect.dataset_view import LOSSES, DatasetStatistics, DatasetView, Histogram, num_trained
+from finetune.planning.inspect.dataset_view import (
+    LOSSES,
+    SEQUENCES,
+    DatasetStatistics,
+    DatasetView,
+    Histogram,
+)
 from finetune.planning.inspect.terminal import COUNTS, epoch_facts, overlong, source_name, source_share
 
 HERE = Path(__file__).parent
@@ -37,10 +43,10 @@ CHART_WIDTH, CHART_HEIGHT = 480, 150  # of the bars, in SVG units
 
 
 @dataclass(frozen=True)
-class PageExample:
-    """One example as the page shows it."""
+class PageSequence:
+    """One sequence of an example as the page shows it."""
 
-    path: str
+    path: str  # with `, chosen` or `, rejected` after it, of a preference
     row: int
     tokens: int
     trained: int
@@ -109,7 +115,7 @@ def render_page(
         totals=view.totals,
         report=view.totals.report,
         **_summary(view),
-        examples=[_page_example(view, view.data.examples[index], full) for index in chosen],
+        examples=[shown for index in chosen for shown in _page_sequences(view, view.data.examples[index], full)],
         rows=[_packed_row(view, number, full) for number in packed],
     )
 
@@ -237,14 +243,19 @@ def _bar(x: float, step: float, share: float, title: str, is_over: bool = False)
 # --- examples
 
 
-def _page_example(view: DatasetView, example: Example, full: bool) -> PageExample:
-    tokens = tokens_of(example, view.tokenizer)
+def _page_sequences(view: DatasetView, example: Example, full: bool) -> list[PageSequence]:
+    names = [f", {name}" for name in SEQUENCES] if len(example.sequences) > 1 else [""]
+    return [_page_sequence(view, example, *pair, full) for pair in zip(example.sequences, names, strict=True)]
+
+
+def _page_sequence(view: DatasetView, example: Example, sequence: TokenSequence, name: str, full: bool) -> PageSequence:
+    tokens = tokens_of(sequence, view.tokenizer)
     (head, tail), left_out = shortened(tokens, None if full else SHOWN_TOKENS)
-    return PageExample(
-        path=example.path,
+    return PageSequence(
+        path=example.path + name,
         row=example.row,
         tokens=len(tokens),
-        trained=num_trained(example),
+        trained=sequence.num_targets,
         head=tokens_html(head),
         left_out=left_out_note(left_out) if left_out else "",
         tail=tokens_html(tail, len(tokens) - len(tail)),
@@ -255,9 +266,9 @@ def _packed_row(view: DatasetView, number: int, full: bool) -> dict[str, Any]:
     """Returns a packed sequence: its documents with their first token's offset, tokens used, attention work."""
     documents, start = [], 0
     for member in view.data.rows[number].tolist():
-        shown = _page_example(view, view.data.examples[member], full)
-        documents.append((start, shown))
-        start += shown.tokens
+        for shown in _page_sequences(view, view.data.examples[member], full):
+            documents.append((start, shown))
+            start += shown.tokens
     return {
         "number": number,
         "documents": documents,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 
-import numpy as np
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.rule import Rule
@@ -13,9 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.data import SourceReport, render_rich
-from finetune.data.show import Look
-from finetune.data.token_text import visible
-from finetune.planning.inspect.dataset_view import LOSSES, DatasetStatistics, DatasetView, Histogram, num_trained
+from finetune.data.token_text import Look, visible
+from finetune.planning.inspect.dataset_view import LOSSES, SEQUENCES, DatasetStatistics, DatasetView, Histogram
 
 COUNTS = {
     "rows": "rows read",
@@ -40,9 +38,14 @@ def print_examples(console: Console, view: DatasetView, chosen: Iterable[int], l
     """Print a panel per example, and a legend."""
     shown = [view.data.examples[index] for index in chosen]
     for example in shown:
-        tokens = f"{len(example.input_ids):,} tokens, {num_trained(example):,} supervised"
+        tokens = f"{example.num_tokens:,} tokens, {example.num_targets:,} supervised"
         title = Text(visible(f"{example.path}:{example.row}   {tokens}"))
-        console.print(Panel(render_rich(example, view.tokenizer, look), title=title, title_align="left"))
+        parts: list[Text | Rule] = []
+        for name, sequence in zip(SEQUENCES, example.sequences, strict=False):
+            if len(example.sequences) > 1:
+                parts.append(Rule(Text(f"{name}, {len(sequence.input_ids):,} tokens"), align="left", style="cyan"))
+            parts.append(render_rich(sequence, view.tokenizer, look))
+        console.print(Panel(Group(*parts), title=title, title_align="left"))
     if shown:
         console.print(_legend(look))
 
@@ -57,21 +60,20 @@ def _legend(look: Look) -> Text:
 def print_packed_rows(console: Console, view: DatasetView, numbers: Iterable[int], look: Look) -> None:
     """Print packed sequences as the model sees them: documents end to end, positions and attention per document."""
     for number in numbers:
-        members = view.data.rows[number].tolist()
-        lengths = view.data.examples.lengths[members]
+        examples = [view.data.examples[member] for member in view.data.rows[number].tolist()]
+        documents = [(example, sequence) for example in examples for sequence in example.sequences]
         parts, start = [], 0
-        for n, member in enumerate(members, start=1):
-            example = view.data.examples[member]
-            end = start + len(example.input_ids)
+        for n, (example, sequence) in enumerate(documents, start=1):
+            end = start + len(sequence.input_ids)
             label = f"document {n}  {example.path}:{example.row}  tokens {start:,} to {end - 1:,}, positions from 0"
             parts += [
                 Rule(Text(visible(label)), align="left", style="cyan"),
-                render_rich(example, view.tokenizer, look),
+                render_rich(sequence, view.tokenizer, look),
             ]
             start = end
-        work = f"attention work {int(np.sum(lengths.astype(np.int64) ** 2)):,}"
+        work = f"attention work {sum(len(sequence.input_ids) ** 2 for _, sequence in documents):,}"
         tokens = f"{start:,} of {view.totals.max_length:,} tokens"
-        title = f"packed sequence {number}   {len(members)} documents, {tokens}, {work}"
+        title = f"packed sequence {number}   {len(documents)} documents, {tokens}, {work}"
         console.print(Panel(Group(*parts), title=Text(title), title_align="left", border_style="cyan"))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as ListLike
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import UNTRAINED, Example, prepare_examples
+from finetune.data import Example, Sequence, prepare_examples
+from finetune.data.chat.renderer import labels_of
 from finetune.data.chat.template import TEMPLATES
 from finetune.recipe import Recipe
 
@@ -39,13 +41,13 @@ def _trained(specials: tuple[str, ...]) -> str:
 
 
 def byte_level(
-    specials: Sequence[str] = ("<s>", "</s>"),
+    specials: ListLike[str] = ("<s>", "</s>"),
     *,
     template: str | None = None,
     trim_offsets: bool = False,
     adds_bos: bool = False,
-    greedy: Sequence[str] = (),
-    words: Sequence[str] = (),
+    greedy: ListLike[str] = (),
+    words: ListLike[str] = (),
     **named: str,
 ) -> PreTrainedTokenizerFast:
     """A small byte-level BPE. `greedy`: special tokens that swallow the white space behind them; `words`: added tokens
@@ -88,7 +90,7 @@ def sentencepiece_like(template: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def word_level(vocab: Mapping[str, int], specials: Sequence[str], **named: str) -> PreTrainedTokenizerFast:
+def word_level(vocab: Mapping[str, int], specials: ListLike[str], **named: str) -> PreTrainedTokenizerFast:
     """A tokenizer of given words and ids, for literal examples; the words are runs of white space or of the rest."""
     backend = Tokenizer(models.WordLevel(dict(vocab), unk_token="?"))  # the vocabulary has a "?"
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), behavior="isolated")
@@ -139,13 +141,30 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
     return path
 
 
+def ids(example: Example) -> list[int]:
+    """Of an example of one sequence, as in the next two."""
+    (sequence,) = example.sequences
+    return sequence.input_ids.tolist()
+
+
+def labels(example: Example) -> list[int]:
+    (sequence,) = example.sequences
+    return labels_of(sequence.input_ids, sequence.loss_mask).tolist()
+
+
 def trained_ids(example: Example) -> list[int]:
-    return example.labels[example.labels != UNTRAINED].tolist()
+    (sequence,) = example.sequences
+    return sequence.input_ids[sequence.loss_mask].tolist()
 
 
-def document(number: int, length: int) -> Example:
-    """An example whose tokens say which document they are of; all but the first trained."""
-    ids = np.arange(length, dtype=np.int32) + 100 * number
-    labels = ids.copy()
-    labels[0] = UNTRAINED
-    return Example("made", number, ids, labels)
+def labelled(row: int, labels: list[int], input_ids: list[int] | None = None, source: int = 0) -> Example:
+    """An example of one sequence, trained where a label is not -100. input_ids: the labels, 0 for -100, by default."""
+    loss_mask = np.array(labels) != -100
+    given = np.array(labels) * loss_mask if input_ids is None else np.array(input_ids)
+    return Example("f", row, source, (Sequence(given.astype(np.int32), loss_mask),))
+
+
+def document(number: int, *lengths: int) -> Example:
+    """An example whose tokens say which document they are of; in each sequence all but the first trained."""
+    arrays = [np.arange(length, dtype=np.int32) + 100 * number + 50 * i for i, length in enumerate(lengths)]
+    return Example("made", number, 0, tuple(Sequence(array, np.arange(len(array)) > 0) for array in arrays))

@@ -23,7 +23,7 @@ import pytest
 from data_helpers import byte_level, prepare
 
 from finetune.data import BadRow, parse_row
-from finetune.data.sources import Opened
+from finetune.data.sources import SourceReader
 from finetune.errors import UserError
 from finetune.recipe.schema import Source
 
@@ -235,7 +235,7 @@ BAD_ROWS = {name: (bad, numbers) for name, bad, numbers in bad_rows()}
 def read(path: Path, format: str, bad: Callable[[str, int, str], None]) -> list[tuple[str, int, Any]]:
     """Rows as the data room reads them under `skip`: what the file or the format refuses goes to `bad`."""
     good = []
-    for label, number, row in Opened(Source.model_validate({"path": str(path), "format": format})).rows(bad):
+    for label, number, row in SourceReader(Source.model_validate({"path": str(path), "format": format})).rows(bad):
         try:
             parse_row(row, format)
         except BadRow as error:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from data_helpers import document, prepare, recipe, text_tokenizer, write_jsonl
+from data_helpers import document, labelled, prepare, recipe, text_tokenizer, write_jsonl
 
-from finetune.data import UNTRAINED, Example, RowOrder, group_rows, one_per_row, pack, row_work
-from finetune.data.batch import Batch, collate, shifted_targets
+from finetune.data import Example, RowOrder, group_rows, one_per_row, pack, row_work
+from finetune.data.batch import Batch, collate
 from finetune.data.dataset import build_dataset
-from finetune.data.loader import Loader, OrderedRows, deal
+from finetune.data.loader import Loader, OrderedRows, assign_micro_batches
 from finetune.errors import UserError
 
 # --- packing
@@ -77,9 +78,9 @@ def test_packing_at_its_edges():
 
 def test_the_work_of_a_row():
     lengths = [5, 3, 7, 2, 3]
-    assert row_work(pack(lengths, 10), lengths).tolist() == [9 + 49, 25 + 4 + 9]
+    assert row_work(pack(lengths, 10), np.square(lengths)).tolist() == [9 + 49, 25 + 4 + 9]
     assert row_work(pack([], 10), []).tolist() == []
-    assert row_work(one_per_row([10**6]), [10**6]).tolist() == [10**12]
+    assert row_work(one_per_row([10**6]), [10**12]).tolist() == [10**12]
 
 
 def test_one_per_row():
@@ -165,48 +166,72 @@ def test_a_group_divides_the_step():
 
 
 def literal() -> list[Example]:
-    a = Example("f", 1, np.array([1, 11, 12, 2], np.int32), np.array([-100, -100, 12, 2], np.int32))
-    b = Example("f", 2, np.array([1, 21, 2], np.int32), np.array([-100, -100, 2], np.int32))
+    a = labelled(1, [-100, -100, 12, 2], [1, 11, 12, 2])
+    b = labelled(2, [-100, -100, 2], [1, 21, 2])
     return [a, b]
+
+
+def input_ids(batch: Batch) -> torch.Tensor:
+    return batch.inputs["input_ids"]
+
+
+def targets(batch: Batch) -> list[list[int]]:
+    return [column.tolist() for column in batch.targets]
+
+
+def counted(batch: Batch) -> tuple[int, ...]:
+    return tuple(batch.counts[name] for name in ("target_tokens", "tokens", "sequences", "examples"))
 
 
 def test_the_worked_example_of_collate():
     batch = collate(literal(), index=5)
     # fmt: off
-    assert batch.input_ids.tolist()    == [[   1,   11, 12, 2,    1,   21, 2]]
-    assert batch.labels.tolist()       == [[-100, -100, 12, 2, -100, -100, 2]]
-    assert batch.position_ids.tolist() == [[   0,    1,  2, 3,    0,    1, 2]]
+    assert input_ids(batch).tolist()              == [[1, 11, 12, 2, 1, 21, 2]]
+    assert batch.inputs["position_ids"].tolist()  == [[0,  1,  2, 3, 0,  1, 2]]
     # fmt: on
-    assert batch.input_ids.dtype == batch.labels.dtype == batch.position_ids.dtype == torch.int64
-    assert batch.document_lengths == (4, 3)
-    assert batch.documents == (("f", 1), ("f", 2))
-    assert (batch.num_supervised, batch.num_tokens, batch.index) == (3, 7, 5)
-    positions, targets = shifted_targets(batch)
-    assert (positions.tolist(), targets.tolist()) == ([1, 2, 5], [12, 2, 2])
+    assert {tensor.dtype for tensor in batch.tensors()} == {torch.int64}
+    assert batch.sequence_lengths == batch.sequence_tokens == (4, 3)
+    assert batch.sequence_targets == (2, 1)
+    assert batch.example_of_sequence.tolist() == [0, 1]
+    assert batch.origins == (("f", 1, 0), ("f", 2, 0))
+    assert (counted(batch), batch.index) == ((3, 7, 2, 2), 5)
+    assert targets(batch) == [[1, 2, 5], [12, 2, 2], [0, 0, 1]]
+
+
+def test_a_pair_keeps_its_order_its_columns_and_its_counts():
+    pair = replace(document(3, 4, 2), columns={"margin": 0.5, "reference": (-1.0, -2.0)}, source=1)
+    batch = collate([pair, replace(document(4, 3, 3), columns={"margin": 2.0, "reference": (-3.0, -4.0)})])
+    assert batch.sequence_lengths == (4, 2, 3, 3)
+    assert batch.example_of_sequence.tolist() == [0, 0, 1, 1]
+    assert targets(batch)[2] == [0, 0, 0, 1, 2, 2, 3, 3]
+    assert {name: column.tolist() for name, column in batch.columns.items()} == {
+        "margin": [0.5, 2.0],
+        "reference": [-1.0, -2.0, -3.0, -4.0],
+    }
+    assert batch.sequence_sources == (1, 1, 0, 0)
+    assert counted(batch) == (8, 12, 4, 2)
+    assert batch.counts["first_target_tokens"] == 3 + 2
 
 
 def test_a_trained_first_token_is_refused():
-    bad = Example("f", 3, np.array([1, 2], np.int32), np.array([1, 2], np.int32))
+    bad = labelled(3, [1, 2])
     with pytest.raises(ValueError, match="f:3: the first token"):
         collate([*literal(), bad])
 
 
 def test_padding_is_made_of_short_documents_that_train_nothing():
     plain, padded = collate(literal()), collate(literal(), padded_to=7 + 128 + 5)
-    assert padded.document_lengths == (4, 3, 128, 5)
-    for name in ("input_ids", "labels", "position_ids"):
-        ours, theirs = getattr(padded, name), getattr(plain, name)
-        assert ours.shape == (1, 140)
-        assert torch.equal(ours[:, :7], theirs)
-    assert padded.input_ids[0, 7:].unique().tolist() == [0]
-    assert padded.labels[0, 7:].unique().tolist() == [UNTRAINED]
-    assert padded.position_ids[0, [7, 134, 135, 139]].tolist() == [0, 127, 0, 4]
-    for name in ("documents", "sources", "num_supervised", "num_tokens"):
+    assert padded.sequence_lengths == (4, 3, 128, 5)
+    for name, values in padded.inputs.items():
+        assert values.shape == (1, 140)
+        assert torch.equal(values[:, :7], plain.inputs[name])
+    assert input_ids(padded)[0, 7:].unique().tolist() == [0]
+    assert padded.inputs["position_ids"][0, [7, 134, 135, 139]].tolist() == [0, 127, 0, 4]
+    for name in ("origins", "sequence_tokens", "sequence_targets", "counts"):
         assert getattr(padded, name) == getattr(plain, name)
     assert (plain.num_padding, padded.num_padding) == (0, 133)
-    assert [x.tolist() for x in shifted_targets(padded)] == [x.tolist() for x in shifted_targets(plain)]
-    assert padded.target_sources.tolist() == plain.target_sources.tolist()
-    assert collate(literal(), padded_to=7).document_lengths == (4, 3)
+    assert targets(padded) == targets(plain)
+    assert collate(literal(), padded_to=7).sequence_lengths == (4, 3)
     with pytest.raises(ValueError, match="7 tokens do not fit into a forward of 6"):
         collate(literal(), padded_to=6)
 
@@ -218,18 +243,18 @@ def test_every_forward_is_padded_to_one_length(tmp_path, world_size):
         padded = replace(loader, padded_to=100)
         for step in (0, 1):
             for ours, theirs in zip(padded.step(step).batches, loader.step(step).batches, strict=True):
-                assert ours.input_ids.shape == (1, 100)
-                assert sum(ours.document_lengths) == 100
-                assert (ours.num_tokens, ours.documents) == (theirs.num_tokens, theirs.documents)
+                assert input_ids(ours).shape == (1, 100)
+                assert sum(ours.sequence_lengths) == 100
+                assert (ours.counts, ours.origins) == (theirs.counts, theirs.origins)
 
 
-def test_targets_never_cross_documents():
+def test_targets_never_cross_sequences():
     batch = collate([document(n, length) for n, length in enumerate((5, 1, 7, 2, 3))])
-    positions, targets = shifted_targets(batch)
-    assert len(positions) == batch.num_supervised == 13
-    predicting = batch.input_ids[0, positions]
-    assert (predicting // 100 == targets // 100).all()
-    assert (targets == predicting + 1).all()
+    assert len(batch.targets.positions) == batch.counts["target_tokens"] == 13
+    predicting = input_ids(batch)[0, batch.targets.positions]
+    assert (predicting // 100 == batch.targets.ids // 100).all()
+    assert (predicting // 100 == batch.targets.sequence).all()
+    assert (batch.targets.ids == predicting + 1).all()
 
 
 # --- dealing
@@ -245,14 +270,14 @@ def loaders(
 
 
 def content(batch: Batch) -> tuple:
-    return (batch.index, batch.input_ids.tolist(), batch.labels.tolist(), batch.documents, batch.num_tokens)
+    return (batch.index, input_ids(batch).tolist(), targets(batch), batch.origins, batch.counts)
 
 
 def step_of_all(ranks: list[Loader], step: int) -> list[tuple]:
-    """A step's micro-batches by their number, dealt to whichever rank; without fillers."""
+    """A step's micro-batches by their number, dealt to whichever rank; without dummies."""
     dealt = [loader.step(step).batches for loader in ranks]
     assert len({len(batches) for batches in dealt}) == 1
-    return sorted(content(batch) for batches in dealt for batch in batches if batch.num_tokens)
+    return sorted(content(batch) for batches in dealt for batch in batches if batch.origins)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -266,7 +291,7 @@ def test_micro_batches_do_not_depend_on_the_world_size(tmp_path, world_size):
 
 def test_steps_walk_the_order(tmp_path):
     (loader,) = loaders(tmp_path, 1)
-    seen = [row for step in range(3) for _, _, _, documents, _ in step_of_all([loader], step) for _, row in documents]
+    seen = [o.row for step in range(3) for _, _, _, origins, _ in step_of_all([loader], step) for o in origins]
     assert seen == [loader.rows.order.row_at(position) + 1 for position in range(72)]
     with pytest.raises(IndexError, match="step 3 begins at row 72 of a run of 72 rows"):
         loader.step(3)
@@ -277,17 +302,17 @@ def test_steps_walk_the_order(tmp_path):
     [
         ([5, 9, 8, 4], [[1, 3], [2, 0]]),
         ([1, 1, 1, 1], [[0, 3], [1, 2]]),  # of equal work: in order
-        ([7, 6, 5], [[0, 3], [1, 2]]),  # 3 is a filler
+        ([7, 6, 5], [[0, 3], [1, 2]]),  # 3 is a dummy
         ([7], [[0], [1]]),
     ],
 )
 def test_who_runs_a_micro_batch(work, dealt):
-    assert [deal(work, rank, 2) for rank in range(2)] == dealt
+    assert [assign_micro_batches(work, rank, 2) for rank in range(2)] == dealt
 
 
 def test_processes_work_equally_long_at_the_same_time(tmp_path):
     (plain,) = loaders(tmp_path, 1, rows=240)
-    examples = plain.rows.examples
+    examples = plain.rows.data
     rows = one_per_row(examples.lengths)
 
     def waits(group: int) -> float:
@@ -295,7 +320,7 @@ def test_processes_work_equally_long_at_the_same_time(tmp_path):
         order = RowOrder(len(rows), 1, examples.lengths**2, group)
         ranks = [Loader(OrderedRows(examples, rows, order), 4, 2, rank, 2, 240) for rank in range(2)]
         slots = [[loader.step(step).batches[0] for loader in ranks] for step in range(60)]
-        work = np.array([[sum(n * n for n in batch.document_lengths) for batch in slot] for slot in slots])
+        work = np.array([[sum(n * n for n in batch.sequence_lengths) for batch in slot] for slot in slots])
         return work.max(1).sum() / work.mean(1).sum() - 1
 
     assert waits(4) < 0.02 < 0.2 < waits(1)
@@ -304,7 +329,7 @@ def test_processes_work_equally_long_at_the_same_time(tmp_path):
 def test_the_heaviest_run_first(tmp_path):
     """What does not fit into memory shows at once."""
     for loader in loaders(tmp_path, 2):
-        work = [sum(n * n for n in batch.document_lengths) for batch in loader.step(0).batches]
+        work = [sum(n * n for n in batch.sequence_lengths) for batch in loader.step(0).batches]
         assert work == sorted(work, reverse=True)
 
 
@@ -314,16 +339,16 @@ def test_the_last_step_is_short(tmp_path, world_size):
     ranks = loaders(tmp_path, world_size, total_rows=24 + 5)
     dealt = [batch for loader in ranks for batch in loader.step(1).batches]
     assert sorted(batch.index for batch in dealt) == list(range(-(-3 // world_size) * world_size))
-    fillers = [batch for batch in dealt if batch.index >= 3]
+    dummies = [batch for batch in dealt if batch.index >= 3]
     real = [ranks[0].rows.order.row_at(position) for position in range(24, 29)]
-    lengths = ranks[0].rows.examples.lengths[real]
-    for filler in fillers:
-        assert (filler.labels == UNTRAINED).all()
-        assert (filler.num_tokens, filler.num_supervised, filler.documents) == (0, 0, ())
-        assert filler.document_lengths == (lengths.min(),)  # the cheapest
-    assert [row for _, _, _, documents, _ in step_of_all(ranks, 1) for _, row in documents] == [row + 1 for row in real]
-    assert sum(batch.num_tokens for batch in dealt) == lengths.sum()
-    assert sum(batch.num_supervised for batch in dealt) == (lengths - 1).sum()
+    lengths = ranks[0].rows.data.lengths[real]
+    for dummy in dummies:
+        assert (targets(dummy), set(dummy.counts.values()), dummy.origins) == ([[], [], []], {0}, ())
+        assert dummy.example_of_sequence.tolist() == []
+        assert dummy.sequence_lengths == (lengths.min(),)  # the cheapest
+    assert [origin.row for *_, origins, _ in step_of_all(ranks, 1) for origin in origins] == [row + 1 for row in real]
+    assert sum(batch.counts["tokens"] for batch in dealt) == lengths.sum()
+    assert sum(batch.counts["target_tokens"] for batch in dealt) == (lengths - 1).sum()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -331,34 +356,34 @@ def test_the_last_step_is_short(tmp_path, world_size):
 @pytest.mark.parametrize("tokens", [None, 64])
 def test_evaluation_sees_every_row_once(tmp_path, world_size, rows, tokens):
     (plain, *_) = loaders(tmp_path, 1, rows=rows)
-    examples = plain.rows.examples
+    examples = plain.rows.data
     everything = OrderedRows(examples, one_per_row(examples.lengths))
     ranks = [Loader(everything, 24, 2, rank, world_size, rows, tokens) for rank in range(world_size)]
     dealt = [list(loader.all_batches()) for loader in ranks]
     assert len({len(batches) for batches in dealt}) == 1
-    counted = [batch for batches in dealt for batch in batches if batch.num_tokens]
-    assert sorted(row for batch in counted for _, row in batch.documents) == list(range(1, rows + 1))
-    assert sum(batch.num_supervised for batches in dealt for batch in batches) == examples.num_trained.sum()
+    counted = [batch for batches in dealt for batch in batches if batch.origins]
+    assert sorted(origin.row for batch in counted for origin in batch.origins) == list(range(1, rows + 1))
+    assert sum(batch.counts["target_tokens"] for batches in dealt for batch in batches) == examples.num_targets.sum()
     assert sorted(batch.index for batches in dealt for batch in batches) == list(range(len(dealt[0]) * world_size))
 
 
 def test_packed_rows_of_a_step(tmp_path):
     (plain,) = loaders(tmp_path, 1)
-    examples = plain.rows.examples
+    examples = plain.rows.data
     rows = pack(examples.lengths, 64)
     loader = Loader(OrderedRows(examples, rows, RowOrder(len(rows), 1)), 2, 1, 0, 1, len(rows))
     (batch,) = [batch for batch in loader.step(0).batches if batch.index == 0]
-    assert len(batch.documents) == len(batch.document_lengths) == len(rows[loader.rows.order.row_at(0)])
-    assert sum(batch.document_lengths) == batch.input_ids.shape[1] <= 64
+    assert len(batch.origins) == len(batch.sequence_lengths) == len(rows[loader.rows.order.row_at(0)])
+    assert sum(batch.sequence_lengths) == input_ids(batch).shape[1] <= 64
 
 
 def test_rows_longer_than_all_documents_together(tmp_path):
     (plain,) = loaders(tmp_path, 1)
-    examples = plain.rows.examples
+    examples = plain.rows.data
     rows = pack(examples.lengths, 10**6)
     loader = Loader(OrderedRows(examples, rows, RowOrder(len(rows), 1)), 4, 1, 0, 1, len(rows))
     (batch,) = loader.step(0).batches
-    assert batch.num_tokens == examples.lengths.sum()
+    assert batch.counts["tokens"] == examples.lengths.sum()
 
 
 def test_rows_that_cannot_be_dealt(tmp_path):
@@ -375,11 +400,11 @@ def test_a_forward_is_as_many_tokens_as_fit(tmp_path):
     """Lengths 3, 5, 7, 9, 11 or so: sorted, longest first, and cut at the budget."""
     (loader,) = loaders(tmp_path, 1, tokens=40)
     batches = sorted(loader.step(0).batches, key=lambda batch: batch.index)
-    lengths = [length for batch in batches for length in batch.document_lengths]
+    lengths = [length for batch in batches for length in batch.sequence_lengths]
     assert lengths == sorted(lengths, reverse=True)
     assert len(lengths) == 24
     for batch, following in itertools.pairwise(batches):
-        assert batch.num_tokens <= 40 < batch.num_tokens + following.document_lengths[0]
+        assert input_ids(batch).shape[1] <= 40 < input_ids(batch).shape[1] + following.sequence_lengths[0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -413,22 +438,24 @@ def test_the_recipe_s_order_does_not_depend_on_forwards(tmp_path):
 def test_every_rank_knows_what_all_ranks_count_in_a_step(tmp_path, world_size, tokens, packed, padded_to):
     """From the lengths alone what adding up over ranks and micro-batches gives; the last step is short."""
     (plain,) = loaders(tmp_path, 1)
-    examples = plain.rows.examples
+    examples = plain.rows.data
     rows = pack(examples.lengths, 32) if packed else one_per_row(examples.lengths)
     ordered = OrderedRows(examples, rows, RowOrder(len(rows), 1))
     ranks = [Loader(ordered, 12, 1, rank, world_size, 12 + 5, tokens, padded_to) for rank in range(world_size)]
     for step in range(2):
         made = [loader.step(step) for loader in ranks]
         batches = [batch for one in made for batch in one.batches]
-        counted = {(one.tokens, one.supervised_tokens, one.padding, one.epoch) for one in made}
-        places = sum(batch.input_ids.numel() for batch in batches)
-        found = sum(batch.num_tokens for batch in batches), sum(batch.num_supervised for batch in batches)
-        assert counted == {(*found, places - found[0], min(12 * (step + 1), 17) / len(rows))}
+        places = sum(input_ids(batch).numel() for batch in batches)
+        found: Counter[str] = Counter()
+        for batch in batches:
+            found.update(batch.counts)
+        epoch = min(12 * (step + 1), 17) / len(rows)
+        for one in made:
+            assert (Counter(one.counts), one.padding, one.epoch) == (found, places - found["tokens"], epoch)
 
 
-def test_targets_know_their_source():
+def test_sequences_know_their_source():
     first, second = literal()
     batch = collate([first, replace(second, source=3)])
-    assert batch.trained == (2, 1)
-    assert batch.target_sources.tolist() == [0, 0, 3]
-    assert {batch.positions.dtype, batch.targets.dtype, batch.target_sources.dtype} == {torch.int64}
+    assert batch.sequence_sources == (0, 3)
+    assert [origin.source for origin in batch.origins] == [0, 3]

@@ -19,17 +19,25 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from data_helpers import byte_level, conversation, prepare, recipe, text_tokenizer, write_jsonl
+from data_helpers import byte_level, conversation, ids, labels, prepare, recipe, text_tokenizer, write_jsonl
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data import prepare_examples, renderer, resolve_template
-from finetune.data.building.build import CHUNK_ROWS, build, open_source
-from finetune.data.building.chunk import PARTS, Item, Work, tokenise_chunk
-from finetune.data.building.progress import progress_line
-from finetune.data.building.workers import tokenised
-from finetune.data.cache.entries import ARRAYS, Entry, Writer, find_or_build, load, lock_of
-from finetune.data.cache.listing import age_in_seconds, found_entries, not_used_for, remove
+from finetune.data.building import CHUNK_ROWS, EntryBuild, OpenedSources, build_source, progress_line
 from finetune.data.chat.renderer import Rendered, Renderer
+from finetune.data.token_cache import (
+    ARRAYS,
+    CacheEntry,
+    EntryWriter,
+    age_in_seconds,
+    find_or_build,
+    list_entries,
+    load,
+    lock_of,
+    not_used_for,
+    remove,
+)
+from finetune.data.tokenizing import ChunkResult, Item, RowSettings, tokenize_chunk, tokenize_chunks
 from finetune.errors import RunFailure, UserError
 from finetune.recipe import Recipe
 
@@ -44,18 +52,12 @@ def renderer_of(made: Recipe, tokenizer: PreTrainedTokenizerFast) -> Renderer:
     return renderer(tokenizer, resolve_template(made.model.chat_template, tokenizer), made.objective.train_on)
 
 
-def build_with(workers: int, made: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Entry:
+def build_with(workers: int, made: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path) -> CacheEntry:
     """An entry made by so many processes."""
-    plain = open_source(made.data.train[0])
-    fill = partial(
-        build,
-        data=made.data,
-        plain=plain,
-        digest=plain.opened.digest(),
-        made=renderer_of(made, tokenizer),
-        workers=workers,
-    )
-    return find_or_build(folder, {"source": plain.source.path}, fill)[0]
+    opened = OpenedSources(made).open(made.data.train[0])
+    build = EntryBuild(made.data, opened, renderer_of(made, tokenizer), workers=workers)
+    fill = partial(build_source, build=build, digest=opened.reader.digest())
+    return find_or_build(folder, {"source": opened.source.path}, fill)[0]
 
 
 def talk(count: int) -> list[dict[str, Any]]:
@@ -93,8 +95,9 @@ def test_an_entry_is_bitwise_the_same_with_two_processes(tmp_path):
     ]
     for name in ARRAYS:
         assert (tmp_path / "1" / f"{name}.npy").read_bytes() == (tmp_path / "2" / f"{name}.npy").read_bytes()
-    assert one.offsets[-1] == one.report.tokens == len(one.input_ids)
-    assert one.num_trained.tolist() == np.add.reduceat(one.trained, one.offsets[:-1], dtype=np.int64).tolist()
+    assert one.sequence_offsets[-1] == one.report.tokens == len(one.input_ids)
+    assert one.targets.tolist() == np.add.reduceat(one.loss_mask, one.sequence_offsets[:-1], dtype=np.int64).tolist()
+    assert one.example_offsets.tolist() == list(range(len(one) + 1))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -129,7 +132,7 @@ def test_a_bad_row_before_an_error_of_the_file_itself_is_said_first(tmp_path, wo
 class Deadly:
     """In place of a renderer: ends the worker that uses it, as a system without memory does."""
 
-    def draw(self, sample: object) -> list[Rendered]:
+    def draw(self, sample: object) -> list[tuple[Rendered, ...]]:
         if multiprocessing.parent_process() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         return []
@@ -140,10 +143,10 @@ class Deadly:
 
 def test_a_worker_that_is_killed_is_an_error_and_not_a_hang():
     made: Any = Deadly()
-    work = Work(made, "text", None, 64, "drop", False)
+    settings = RowSettings(made, "text", None, 64, "drop", False)
     chunks: list[list[Item]] = [[("x", 1, {"text": "hello"})]] * 20
     with pytest.raises(RunFailure, match="one of the 2 processes that tokenise has died"):
-        list(tokenised(work, chunks, 2))
+        list(tokenize_chunks(settings, chunks, 2))
 
 
 def build_and_stop(path: Path, tokenizer: Path, folder: Path, processes: Any) -> None:
@@ -154,12 +157,10 @@ def build_and_stop(path: Path, tokenizer: Path, folder: Path, processes: Any) ->
         time.sleep(600)
 
     made = recipe(path)
-    plain = open_source(made.data.train[0])
+    opened = OpenedSources(made).open(made.data.train[0])
     renders = renderer_of(made, PreTrainedTokenizerFast.from_pretrained(tokenizer))
-    fill = partial(
-        build, data=made.data, plain=plain, digest=plain.opened.digest(), made=renders, progress=stop, workers=2
-    )
-    find_or_build(folder, {}, fill)
+    build = EntryBuild(made.data, opened, renders, progress=stop, workers=2)
+    find_or_build(folder, {}, partial(build_source, build=build, digest=opened.reader.digest()))
 
 
 def test_a_builder_that_is_killed_leaves_nothing_that_loads_and_no_process(tmp_path):
@@ -188,7 +189,7 @@ def prepare_in_process(path: Path, eval_path: Path, weight: float, tokenizer: Pa
     )
     barrier.wait()
     found = [prepare_examples(made, sources, loaded) for sources in (made.data.train, made.data.eval)]
-    results.put([(examples.made_s[0] is not None, len(examples)) for examples in found])
+    results.put([(examples.build_s[0] is not None, len(examples)) for examples in found])
 
 
 def test_four_processes_and_two_recipes_build_each_entry_once(tmp_path, cache_folder):
@@ -267,11 +268,12 @@ def say_another_length(path: Path) -> None:
 
 DAMAGE = [
     ("input_ids.npy", truncate),
-    ("trained.npy", truncate),
-    ("offsets.npy", flip_header),
+    ("loss_mask.npy", truncate),
+    ("sequence_offsets.npy", flip_header),
+    ("example_offsets.npy", truncate),
     ("rows.npy", Path.unlink),
     ("hashes.npy", lengthen),
-    ("num_trained.npy", say_another_length),
+    ("targets.npy", say_another_length),
     ("report.json", Path.unlink),
     ("report.json", truncate),
     ("report.json", lambda path: path.write_text("{}")),
@@ -281,11 +283,11 @@ DAMAGE = [
 @pytest.mark.parametrize(("name", "damage"), DAMAGE)
 def test_a_damaged_entry_is_made_again(tmp_path, cache_folder, name, damage):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"hello {WORDS[i % 13]}"} for i in range(20)])
-    before = [example.labels.tolist() for example in prepare(path)]
+    before = [labels(example) for example in prepare(path)]
     (report,) = cache_folder.rglob("report.json")
     damage(report.with_name(name))
     assert load(report.parent) is None
-    assert [example.labels.tolist() for example in prepare(path)] == before
+    assert [labels(example) for example in prepare(path)] == before
     assert load(report.parent) is not None
     assert len(list(cache_folder.rglob("*.npy"))) == len(ARRAYS)
 
@@ -313,7 +315,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_cached(tmp_path, cache_fold
 
     with pytest.raises(UserError, match=r"rows\.jsonl: was changed while it was read"):
         prepare_examples(made, made.data.train, text_tokenizer(), change)
-    assert found_entries() == []
+    assert list_entries() == []
 
 
 def test_nothing_is_tokenised_before_every_source_was_looked_at(tmp_path, cache_folder):
@@ -327,7 +329,7 @@ def test_nothing_is_tokenised_before_every_source_was_looked_at(tmp_path, cache_
         made = recipe(good, data__eval=[{"format": "text", **last}])
         with pytest.raises(UserError, match=message):
             prepare_examples(made, made.data.train, text_tokenizer())
-    assert found_entries() == []
+    assert list_entries() == []
 
 
 # --- what an entry holds
@@ -345,55 +347,75 @@ def test_a_format_that_was_found_shares_the_entry_of_one_that_was_said(tmp_path,
     assert prepare(path, "auto").report.sources[0].format == "text"
     assert f"{path}: format text" in caplog.text
     assert prepare(path, "text", source={"weight": 3.0, "name": "mine"}).report.sources[0].name == "mine"
-    assert len(found_entries()) == 1
-
-
-@dataclass(frozen=True)
-class Part(Rendered):
-    part: str = ""
+    assert len(list_entries()) == 1
 
 
 @dataclass(frozen=True)
 class InParts:
-    """A renderer that makes of "a|b" two renderings; as a preference, or as a conversation that was unrolled."""
+    """A renderer that makes of "a|b" two texts: of a preference, or of a conversation that was unrolled."""
 
     of: Renderer
-    parts: tuple[str, str]
+    is_preference: bool
 
-    def draw(self, sample: Any) -> list[Rendered]:
-        texts = sample.text.split("|")
-        return [Part(text, [(0, len(text))], True, part) for text, part in zip(texts, self.parts, strict=True)]
+    def draw(self, sample: Any) -> list[tuple[Rendered, ...]]:
+        texts = [Rendered(text, [(0, len(text))], True) for text in sample.text.split("|")]
+        return [tuple(texts)] if self.is_preference else [(text,) for text in texts]
 
     def tokenise(self, rendered: list[Rendered]) -> Any:
         return self.of.tokenise(rendered)
 
 
-def in_parts(parts: tuple[str, str], overlong: str, *texts: str) -> Any:
-    made: Any = InParts(renderer(text_tokenizer()), parts)
-    work = Work(made, "text", None, 8, overlong, False)
-    return tokenise_chunk(work, [("x", number, {"text": text}) for number, text in enumerate(texts, 1)])
+def in_parts(is_preference: bool, overlong: str, *texts: str) -> ChunkResult:
+    made: Any = InParts(renderer(text_tokenizer()), is_preference)
+    settings = RowSettings(made, "text", None, 10, overlong, False)
+    return tokenize_chunk(settings, [("x", number, {"text": text}) for number, text in enumerate(texts, 1)])
 
 
-LONG = "hello " * 10
+LONG = "hello " * 10  # 22 tokens or so
+SHORT = "hello"  # 3
 
 
-def test_a_preference_is_kept_or_dropped_whole():
-    found = in_parts(("chosen", "rejected"), "drop", "hello|world", f"hello|{LONG}", f"{LONG}|{LONG}", "a|b")
-    assert found.flat.rows.tolist() == [1, 1, 4, 4]
-    assert [PARTS[part] for part in found.flat.parts] == ["chosen", "rejected"] * 2
+def test_a_preference_is_one_example_and_is_kept_or_dropped_as_one():
+    """Both answers together have at most max_length tokens, as a packed row has."""
+    found = in_parts(True, "drop", f"{SHORT}|world", f"{SHORT}|{LONG}", f"{LONG}|{LONG}", "a|b")
+    assert found.arrays.rows.tolist() == [1, 4]
+    assert found.arrays.sizes.tolist() == [2, 2]
+    assert found.arrays.lengths.sum() == len(found.arrays.input_ids)
     assert dict(found.counts) == {"rows": 4, "dropped_overlong": 2}
-    found = in_parts(("chosen", "rejected"), "truncate", f"{LONG}|{LONG}")
-    assert found.flat.lengths.tolist() == [8, 8]
-    assert dict(found.counts) == {"rows": 1, "truncated": 1}
-    assert "a preference cannot be split" not in (in_parts(("chosen", "rejected"), "split", "a|b").failed or "")
-    assert in_parts(("chosen", "rejected"), "split", f"a|{LONG}").failed.startswith("x:1: ")
+
+
+def test_of_a_preference_that_is_truncated_the_longer_answer_is_cut_first():
+    found = in_parts(True, "truncate", f"{LONG}|{LONG}", f"{SHORT}|{LONG}")
+    short = len(text_tokenizer()(SHORT)["input_ids"]) + 1
+    assert found.arrays.lengths.tolist() == [5, 5, short, 10 - short]
+    assert found.arrays.sizes.tolist() == [2, 2]
+    assert dict(found.counts) == {"rows": 2, "truncated": 2}
+
+
+def test_a_preference_that_cannot_be_shortened_is_an_error():
+    assert in_parts(True, "split", "a|b").failed is None
+    assert in_parts(True, "split", f"a|{LONG}").failed.startswith("x:1: the answers of a preference cannot be split")
+    assert " tokens in both answers, but data.max_length is 10" in in_parts(True, "error", f"a|{LONG}").failed
 
 
 def test_of_a_conversation_that_was_unrolled_each_piece_is_an_example():
-    found = in_parts(("", ""), "drop", "hello|world", f"hello|{LONG}")
-    assert found.flat.rows.tolist() == [1, 1, 2]
-    assert found.flat.parts.tolist() == [0, 0, 0]
+    found = in_parts(False, "drop", f"{SHORT}|world", f"{SHORT}|{LONG}")
+    assert found.arrays.rows.tolist() == [1, 1, 2]
+    assert found.arrays.sizes.tolist() == [1, 1, 1]
     assert dict(found.counts) == {"rows": 2, "unrolled": 2, "dropped_overlong": 1}
+
+
+def test_columns_of_numbers_are_kept_with_the_tokens(tmp_path):
+    rows = [{"text": "hello", "weight": 0.5}, {"text": "two", "weight": 3}, {"text": "four", "weight": True}]
+    made = recipe(write_jsonl(tmp_path / "rows.jsonl", rows))
+    examples = prepare_examples(made, made.data.train, text_tokenizer(), numeric_columns=("weight",))
+    assert [example.columns for example in examples] == [{"weight": 0.5}, {"weight": 3.0}, {"weight": 1.0}]
+    assert [example.columns for example in prepare(tmp_path / "rows.jsonl")] == [{}] * 3  # another entry
+    more = examples.with_columns({"reference": np.array([1.0, 2.0, 4.0])})
+    assert more[1].columns == {"weight": 3.0, "reference": 2.0}
+    write_jsonl(tmp_path / "rows.jsonl", [*rows, {"text": "hello"}])
+    with pytest.raises(UserError, match=r"rows\.jsonl:4: column `weight` is missing; the objective needs a number"):
+        prepare_examples(made, made.data.train, text_tokenizer(), numeric_columns=("weight",))
 
 
 # --- listed and cleaned
@@ -403,7 +425,7 @@ def test_entries_are_listed_and_cleaned_by_age(tmp_path, cache_folder):
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", [{"text": "hello"}] * 3) for name in ("old", "new")]
     old, new = (Path(prepare_one(path).path) for path in paths)
     os.utime(old / "report.json", (time.time() - 3 * 86400,) * 2)
-    listed = found_entries()
+    listed = list_entries()
     assert [entry.path for entry in listed] == [str(new), str(old)]
     assert listed[0].of is not None
     assert (listed[0].of["source"], listed[0].of["format"], listed[0].of["max_length"]) == (str(paths[1]), "text", 64)
@@ -412,13 +434,13 @@ def test_entries_are_listed_and_cleaned_by_age(tmp_path, cache_folder):
     json.dumps([entry.as_dict() for entry in listed])
     aged = not_used_for(listed, age_in_seconds("2d"))
     assert remove(aged) == []
-    assert [entry.path for entry in found_entries()] == [str(new)]
+    assert [entry.path for entry in list_entries()] == [str(new)]
     assert list(cache_folder.rglob("*.tmp")) == []
 
 
 def prepare_one(path: Path) -> Any:
     prepare(path)
-    return found_entries()[0]
+    return list_entries()[0]
 
 
 def test_use_keeps_an_entry_young(tmp_path):
@@ -426,31 +448,31 @@ def test_use_keeps_an_entry_young(tmp_path):
     entry = prepare_one(path)
     os.utime(Path(entry.path) / "report.json", (0, 0))
     prepare(path)
-    assert not_used_for(found_entries(), 3600) == []
+    assert not_used_for(list_entries(), 3600) == []
 
 
 def test_cleaning_leaves_what_is_being_built_and_takes_what_dead_builds_left(tmp_path, cache_folder):
     entry = prepare_one(write_jsonl(tmp_path / "rows.jsonl", [{"text": "hello"}]))
     folder = Path(entry.path)
     leftover = folder.with_name(f"{folder.name}.{'0' * 32}.tmp")
-    with Writer(leftover):
+    with EntryWriter(leftover):
         pass
-    listed = found_entries()
+    listed = list_entries()
     assert [one.is_whole for one in sorted(listed, key=lambda one: one.path)] == [True, False]
     with held(folder):
         assert remove(listed) == listed
     assert folder.is_dir()
     assert leftover.is_dir()
     assert remove(listed) == []
-    assert found_entries() == []
+    assert list_entries() == []
 
 
 def test_a_run_keeps_what_was_removed_while_it_reads(tmp_path):
     examples = prepare(write_jsonl(tmp_path / "rows.jsonl", [{"text": "hello"}] * 3))
-    before = examples[2].input_ids.tolist()
-    remove(found_entries())
-    assert found_entries() == []
-    assert examples[2].input_ids.tolist() == before
+    before = ids(examples[2])
+    remove(list_entries())
+    assert list_entries() == []
+    assert ids(examples[2]) == before
 
 
 @pytest.mark.parametrize("text", ["", "30", "d", "-3d", "3 years"])

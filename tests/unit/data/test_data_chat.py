@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from data_helpers import byte_level, conversation, sentencepiece_like, word_level
@@ -25,8 +28,8 @@ from finetune.data import (
     renderer,
     resolve_template,
 )
-from finetune.data.chat.jinja import asks_for_today
-from finetune.data.chat.tokens import Offsets, is_clean, tokens_in_spans
+from finetune.data.chat.encoding import Offsets, is_clean, tokens_in_spans
+from finetune.data.chat.template import asks_for_today, with_arguments
 from finetune.data.samples import Ids, Preference
 from finetune.errors import UserError
 
@@ -435,6 +438,95 @@ def test_one_bos_where_template_and_tokenizer_both_have_one():
         assert input_ids.tolist().count(tokenizer.bos_token_id) == 1
 
 
+# --- model.chat_template_arguments
+
+SWITCHED = (
+    "{% macro end() %}{{ '<|im_end|>' if marked else '?' }}{% endmacro %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + end() + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if think is defined and think is false %}{{ name }}\n{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["given", "the tokenizer's own"])
+@pytest.mark.parametrize("text", [SWITCHED, "\n  {% if true %}\n" + SWITCHED + "{% endif %}"], ids=["plain", "blocks"])
+def test_arguments_are_as_if_the_caller_gave_them(tmp_path: Path, own: bool, text: str):
+    arguments = {"think": False, "marked": True, "name": 'a "é" \\n🦊'}
+    tokenizer = STYLES["chatml"].tokenizer(text)
+    (tmp_path / "a.jinja").write_text(text)
+    named = None if own else str(tmp_path / "a.jinja")
+    messages = conversation("hello", "fine")
+    asked = {"add_generation_prompt": True, "tokenize": False}
+    wanted = tokenizer.apply_chat_template(messages[:1], **asked, **arguments)
+    for _ in range(2):  # once more changes nothing
+        template = resolve_template(named, tokenizer, arguments)
+        assert template is not None
+        tokenizer.chat_template = template.text
+        assert template.text.count("is not defined") == 3
+    assert wanted != tokenizer.apply_chat_template(messages[:1], **asked, marked=False)
+    assert tokenizer.apply_chat_template(messages[:1], **asked) == wanted
+    ids, _ = render(as_conversation(messages), tokenizer, "all", template)
+    assert ids.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
+
+
+def test_values_of_all_kinds_reach_the_template():
+    values = {"a": None, "b": [1, 2.5, True], "c": {"k": ["v", None]}, "d": "x"}
+    text = "{{ [a, b, c, d] | tojson }}"
+    tokenizer = byte_level(template=text)
+    expected = tokenizer.apply_chat_template(conversation("q"), tokenize=False, **values)
+    tokenizer.chat_template = with_arguments(Template(text, "t"), values).text
+    assert tokenizer.apply_chat_template(conversation("q"), tokenize=False) == expected
+
+
+def test_arguments_that_a_template_does_not_know():
+    with pytest.raises(UserError, match=r"has no variable `enable_think`; did you mean `enable_thinking`\?"):
+        resolve_template(None, byte_level(template="{{ enable_thinking }}"), {"enable_think": True})
+    with pytest.raises(UserError, match="the tokenizer has no chat template"):
+        resolve_template(None, byte_level(), {"enable_thinking": True})
+
+
+# --- special tokens in what a row says
+
+
+def _with_call(call: Mapping[str, Any] | None = None, tools: tuple[Any, ...] = (), **tool: str) -> Conversation:
+    call = call or {"type": "function", "id": "one", "function": {"name": "add", "arguments": {}}}
+    answer = Message("tool", "4", **{"name": "add", "tool_call_id": str(call["id"]), **tool})
+    turns = (Message("user", "a"), Message("assistant", "", tool_calls=(call,)), answer, Message("assistant", "b"))
+    return Conversation(turns, tools)
+
+
+def _call(id: str = "one", **function: Any) -> dict[str, Any]:
+    return {"type": "function", "id": id, "function": {"name": "add", "arguments": {}, **function}}
+
+
+SPECIAL = '<|"|>'  # a token that JSON would escape, as Gemma's latest tokenizers have it
+
+
+@pytest.mark.parametrize(
+    ("sample", "where"),
+    [
+        (Conversation((Message("user", SPECIAL), Message("assistant", "b"))), "message 0 (user)"),
+        (
+            Conversation((Message("user", "a"), Message("assistant", "b", reasoning=SPECIAL))),
+            "the reasoning of message",
+        ),
+        (_with_call(name=SPECIAL), "the `name` of message 2 (tool)"),
+        (_with_call(tool_call_id=SPECIAL), "the `tool_call_id` of message 2"),
+        (_with_call(_call(id=SPECIAL), tool_call_id="one"), "a tool call of message 1"),
+        (_with_call(_call(name=SPECIAL)), "a tool call of message 1"),
+        (_with_call(_call(arguments={"a": [{"b": SPECIAL}]})), "a tool call of message 1"),
+        (_with_call(_call(arguments={SPECIAL: 1})), "a tool call of message 1"),
+        (_with_call(tools=({"type": "function", "function": {"name": "f", "description": SPECIAL}},)), "a tool"),
+        (Conversation((Message("user", "a", name=SPECIAL), Message("assistant", "b"))), "the `name` of message 0"),
+    ],
+)
+def test_special_tokens_are_refused_wherever_a_row_has_them(sample: Conversation, where: str):
+    template = "{{ messages | tojson }}{{ tools | tojson }}<|im_end|>"
+    made = renderer(byte_level(("<|im_end|>", SPECIAL), template=template))
+    with pytest.raises(BadRow, match=re.escape(where) + ".* contains .*which this tokenizer reads as a special"):
+        made.draw(sample)
+
+
 # --- ids, and preferences
 
 
@@ -449,12 +541,11 @@ def test_ids_pass_through():
             render(Ids((5, wrong), (False, True)), tokenizer)
 
 
-def test_a_preference_is_two_examples():
+def test_a_preference_is_one_example_of_two_sequences():
     tokenizer = STYLES["chatml"].tokenizer(shaped("chatml", "none"))
     made = renderer(tokenizer)
     pair = Preference(PromptCompletion("hello", "fine"), as_conversation(conversation("hello", "four")))
-    drawn = made.draw(pair)
-    assert [one.part for one in drawn] == ["chosen", "rejected"]
+    (drawn,) = made.draw(pair)
     assert [tokenizer.decode(ids[trained]) for ids, trained in made.tokenise(drawn)] == [
         "fine<|im_end|>",
         "four<|im_end|>",
@@ -464,8 +555,9 @@ def test_a_preference_is_two_examples():
 def test_samples_of_all_kinds_keep_their_order():
     made = renderer(STYLES["chatml"].tokenizer(shaped("chatml", "none")))
     samples = [Ids((5, 6), (False, True)), PromptCompletion("a", "b"), Ids((7,), (False,)), Text("four")]
-    together = made.tokenise([one for sample in samples for one in made.draw(sample)])
-    alone = [made.tokenise(made.draw(sample))[0] for sample in samples]
+    drawn = [made.draw(sample)[0] for sample in samples]
+    together = made.tokenise([text for group in drawn for text in group])
+    alone = [made.tokenise(group)[0] for group in drawn]
     assert [ids.tolist() for ids, _ in together] == [ids.tolist() for ids, _ in alone]
 
 
@@ -480,7 +572,8 @@ def test_a_turn_that_is_written_differently_later_is_an_example_of_its_own():
     tokenizer = byte_level(("<|im_start|>", "<|im_end|>", "<|endoftext|>"), template=ENDS_DIFFERENTLY)
     made = renderer(tokenizer)
     sample = as_conversation(conversation("hello", "fine", "and you?", "good"))
-    found = [(tokenizer.decode(ids), tokenizer.decode(ids[mask])) for ids, mask in made.tokenise(made.draw(sample))]
+    tokens = [made.tokenise(group)[0] for group in made.draw(sample)]
+    found = [(tokenizer.decode(ids), tokenizer.decode(ids[mask])) for ids, mask in tokens]
     assert found == [
         ("<|im_start|>user\nhello<|im_end|><|im_start|>assistant\nfine<|endoftext|>", "fine<|endoftext|>"),
         (

@@ -7,10 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import byte_level, conversation, prepare, recipe, text_tokenizer, trained_ids, write_jsonl
+from data_helpers import (
+    byte_level,
+    conversation,
+    ids,
+    labels,
+    prepare,
+    recipe,
+    text_tokenizer,
+    trained_ids,
+    write_jsonl,
+)
 
 from finetune.data import UNTRAINED, prepare_examples
 from finetune.data.mixture import choose
+from finetune.data.token_cache import ARRAYS
 from finetune.errors import UserError
 
 TEXTS = ["hello world", "the quick brown fox jumps over the lazy dog", "two and two is four", "thanks"]
@@ -31,11 +42,11 @@ def test_examples_are_the_rows(texts):
     assert len(examples) == 4
     assert [(e.path, e.row) for e in examples] == [(str(texts), n) for n in (1, 2, 3, 4)]
     for example, text in zip(examples, TEXTS, strict=True):
-        assert example.input_ids.dtype == example.labels.dtype == np.int32
-        assert example.input_ids.tolist() == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-        assert example.labels.tolist() == [UNTRAINED, *example.input_ids[1:].tolist()]
+        assert example.sequences[0].input_ids.dtype == np.int32
+        assert ids(example) == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        assert labels(example) == [UNTRAINED, *ids(example)[1:]]
     assert examples.lengths.tolist() == lengths_of(TEXTS)
-    assert examples.num_trained.tolist() == [n - 1 for n in lengths_of(TEXTS)]
+    assert examples.num_targets.tolist() == [n - 1 for n in lengths_of(TEXTS)]
     totals = examples.report.totals()
     assert totals["rows"] == totals["examples"] == totals["taken"] == 4
     assert totals["tokens"] == sum(lengths_of(TEXTS))
@@ -53,7 +64,7 @@ def test_conversations(tmp_path):
     everything = prepare(
         path, "messages", tokenizer=tokenizer, model__chat_template="chatml", objective__train_on="all"
     )
-    assert everything.num_trained.tolist() == [everything.lengths[0] - 1]
+    assert everything.num_targets.tolist() == [everything.lengths[0] - 1]
 
 
 # --- longer than max_length
@@ -72,7 +83,7 @@ def test_overlong_rows_are_cut_at_the_end(texts):
     assert 1 < longer < 4
     assert cut.report.totals()["truncated"] == longer
     for long, short in zip(whole, cut, strict=True):
-        assert short.labels.tolist() == long.labels[:5].tolist()
+        assert labels(short) == labels(long)[:5]
 
 
 def test_a_row_without_its_trained_part_is_dropped_and_counted(tmp_path):
@@ -90,11 +101,11 @@ def test_overlong_rows_are_split(texts):
     for row in (1, 2, 3, 4):
         pieces = [e for e in cut if e.row == row]
         (long,) = [e for e in whole if e.row == row]
-        joined = np.concatenate([e.input_ids for e in pieces])
+        joined = [token for e in pieces for token in ids(e)]
         # a last piece of one token has nothing to predict and is dropped
-        assert joined.tolist() == long.input_ids[: len(joined)].tolist()
-        assert len(long.input_ids) - len(joined) <= 1
-        assert all(len(e.input_ids) <= 5 and e.labels[0] == UNTRAINED for e in pieces)
+        assert joined == ids(long)[: len(joined)]
+        assert long.num_tokens - len(joined) <= 1
+        assert all(e.num_tokens <= 5 and labels(e)[0] == UNTRAINED for e in pieces)
     assert cut.report.totals()["split"] == sum(n > 5 for n in lengths_of(TEXTS))
 
 
@@ -197,8 +208,8 @@ def test_several_sources(texts, tmp_path):
     )
     examples = prepare_examples(made, made.data.train, text_tokenizer())
     assert [Path(e.path).name for e in examples] == ["texts.jsonl"] * 8 + ["other.jsonl"] * 6
-    assert examples.lengths.tolist() == [len(e.input_ids) for e in examples]
-    assert examples.num_trained.tolist() == [len(trained_ids(e)) for e in examples]
+    assert examples.lengths.tolist() == [e.num_tokens for e in examples]
+    assert examples.num_targets.tolist() == [len(trained_ids(e)) for e in examples]
     assert [source.examples for source in examples.report.sources] == [4, 3]
 
 
@@ -216,9 +227,9 @@ def test_the_second_time_reads_the_cache(texts, cache_folder):
     before = entries(cache_folder)
     second = prepare_examples(made, made.data.train, text_tokenizer(), calls.append)
     assert calls == [4]
-    assert len(before) == 8
+    assert len(before) == len(ARRAYS)
     assert entries(cache_folder) == before
-    assert [e.labels.tolist() for e in first] == [e.labels.tolist() for e in second]
+    assert [labels(e) for e in first] == [labels(e) for e in second]
     assert first.report == second.report
 
 
@@ -255,7 +266,7 @@ def test_everything_that_matters_makes_a_new_entry(texts, cache_folder):
 
 def test_an_entry_that_someone_deleted_in_part_is_made_again(texts, cache_folder):
     prepare(texts)
-    for path in cache_folder.rglob("trained.npy"):
+    for path in cache_folder.rglob("loss_mask.npy"):
         path.unlink()
     assert len(prepare(texts)) == 4
 

@@ -247,6 +247,37 @@ GOOD_ROWS: dict[str, tuple[str, dict, Sample]] = {
         },
         Conversation((Q, replace(A, reasoning="r"), Q, replace(A, reasoning="r"), Q, A)),
     ),
+    "parts and weights of LLaMA-Factory": (
+        "messages",
+        {
+            "messages": [
+                {**say("user", [{"type": "text", "value": "q"}]), "loss_weight": 0.0},
+                say("assistant", [{"type": "reasoning", "value": "r"}, {"type": "text", "value": "a"}], loss_weight=1),
+                say("user", [{"type": "text", "value": "q"}, {"type": "text", "value": ""}]),
+                say("assistant", [{"type": "text", "value": "a"}], loss_weight=0),
+                say("user", [{"type": "text", "value": "q"}]),
+                say("assistant", [{"type": "tool_call", "value": '{"name": "weather", "arguments": {"city": null}}'}]),
+                say("tool", [{"type": "text", "value": "x"}]),
+                say("assistant", [{"type": "text", "value": "a"}]),
+            ]
+        },
+        Conversation(
+            (
+                Q,
+                replace(A, reasoning="r"),
+                Q,
+                replace(A, train=False),
+                Q,
+                Message(
+                    "assistant",
+                    "",
+                    tool_calls=({"type": "function", "function": {"name": "weather", "arguments": {"city": None}}},),
+                ),
+                Message("tool", "x"),
+                A,
+            )
+        ),
+    ),
     "parts": (
         "messages",
         {
@@ -554,11 +585,20 @@ BAD_MESSAGES = {
         said(say("user"), say("assistant", weight=0.5)),
         ["messages[3].weight is 0.5", "expected 0 or 1", "a share of a message is not supported"],
     ),
+    "half a loss_weight": (said(say("user"), say("assistant", loss_weight=0.5)), ["messages[3].loss_weight is 0.5"]),
+    "an image of LLaMA-Factory": (
+        said(say("user", [{"type": "image_url", "value": "a.png"}])),
+        ["messages[2].content[0] is of type 'image_url'", "`text`, `reasoning`, `tool_call`"],
+    ),
+    "a call in a user's parts": (
+        said(say("user", [{"type": "tool_call", "value": '{"name": "f"}'}])),
+        ["messages[2] is from user and has `content` with calls"],
+    ),
     "a weight of text": (said(say("user"), say("assistant", weight="1")), ["messages[3].weight is '1'"]),
     "a weight of true": (said(say("user"), say("assistant", weight=True)), ["messages[3].weight is True"]),
     "train against weight": (
         said(say("user"), say("assistant", train=True, weight=0)),
-        ["messages[3].train is True and its weight 0", "keep one"],
+        ["messages[3].train is True and its weight is 0", "keep one"],
     ),
     "a trained user": (
         said(say("user", train=True)),

@@ -14,8 +14,8 @@ from test_data_templates import CONVERSATIONS, FAMILIES
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.data import BadRow, Conversation, Message, Template
-from finetune.data.chat import jinja
-from finetune.data.chat.jinja import Jinja
+from finetune.data.chat import template as chat_template
+from finetune.data.chat.template import Jinja
 from finetune.data.chat.traits import CallForm, Traits
 from finetune.errors import UserError
 
@@ -70,7 +70,7 @@ def theirs(template: str, messages: Any, tools: Any, *, prompt: bool = False, ma
         rendered, spans = render(
             conversations=[messages],
             tools=[dict(tool) for tool in tools] or None,
-            chat_template=jinja.dated(template),
+            chat_template=chat_template.dated(template),
             add_generation_prompt=prompt,
             return_assistant_tokens_mask=mark,
             **SPECIAL,
@@ -121,11 +121,11 @@ def test_what_templates_may_say(name):
 
 def test_a_transformers_that_keeps_its_sandbox_to_itself(monkeypatch: pytest.MonkeyPatch):
     public = SimpleNamespace(render_jinja_template=render_jinja_template)
-    monkeypatch.setattr(jinja, "chat_template_utils", public)
-    jinja._compiled.cache_clear()
+    monkeypatch.setattr(chat_template, "chat_template_utils", public)
+    chat_template._compiled.cache_clear()
     for name in ("tojson", "blocks", "an exception", "no template"):
         assert_same(CRAFTED[name])
-    jinja._compiled.cache_clear()
+    chat_template._compiled.cache_clear()
 
 
 def test_a_refusal_leaves_nothing_behind():

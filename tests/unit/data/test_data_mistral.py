@@ -147,7 +147,11 @@ def examples_by_oracle(name: str, sample: Conversation) -> list[tuple[list[int],
 
 def assert_same(name: str, sample: Conversation, made: Renderer | None = None) -> None:
     made = made or ours(name)
-    found = [(ids.tolist(), labels_of(ids, mask).tolist()) for ids, mask in made.tokenise(made.draw(sample))]
+    found = [
+        (ids.tolist(), labels_of(ids, mask).tolist())
+        for group in made.draw(sample)
+        for ids, mask in made.tokenise(group)
+    ]
     assert found == examples_by_oracle(name, sample)
 
 

@@ -77,7 +77,7 @@ def test_pouring_keeps_within_every_bound(parts, total):
 def test_a_choice_by_tokens_comes_nearest_to_them():
     lengths = np.array([10, 20, 30, 40, 50] * 20)
     for weight in (0.1, 0.33, 0.5, 1.0, 1.7, 3.0):
-        taken = choose_by_tokens(lengths, weight, seed=1, number=0)
+        taken = choose_by_tokens(lengths, weight, seed=1, source_index=0)
         assert abs(lengths[taken].sum() - weight * lengths.sum()) <= 25
         assert np.bincount(taken, minlength=100).max() <= np.ceil(weight)
         assert np.bincount(taken, minlength=100).min() >= np.floor(weight)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data import Examples, RowOrder, group_rows, pack, row_work
-from finetune.data.loader import Loader, OrderedRows, deal
+from finetune.data.loader import Loader, OrderedRows, assign_micro_batches
 
 quick = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -95,7 +95,7 @@ def test_each_epoch_sees_each_row_once_in_groups_of_like_work(num_rows, seed, ro
 @quick
 @given(st.lists(st.integers(1, 10**12), min_size=1, max_size=100), st.integers(1, 16))
 def test_every_micro_batch_is_run_once_and_all_ranks_run_as_many(work, world_size):
-    dealt = [deal(work, rank, world_size) for rank in range(world_size)]
+    dealt = [assign_micro_batches(work, rank, world_size) for rank in range(world_size)]
     assert len({len(numbers) for numbers in dealt}) == 1
     numbers = sorted(number for share in dealt for number in share)
     assert numbers == list(range(len(numbers)))
@@ -137,7 +137,7 @@ def seen(
 ) -> list[Counter]:
     """What all ranks together train on in each step from `start`: (micro-batch, its documents and tokens)."""
     rows = pack(examples.lengths[: shape["documents"]], shape["max_length"])
-    work = row_work(rows, examples.lengths)
+    work = row_work(rows, examples.sizes.attention_work)
     order = RowOrder(len(rows), shape["seed"], work, group_rows(shape["balance"], shape["rows_per_step"]))
     ranks = [
         Loader(
@@ -156,9 +156,11 @@ def seen(
     for step in steps:
         dealt = [loader.step(step).batches for loader in ranks]
         assert len({len(batches) for batches in dealt}) == 1
-        assert tokens is None or all(batch.input_ids.shape[1] <= tokens for batches in dealt for batch in batches)
-        real = [batch for batches in dealt for batch in batches if batch.num_tokens]
-        found.append(Counter((batch.index, batch.documents, batch.num_supervised) for batch in real))
+        assert tokens is None or all(
+            batch.inputs["input_ids"].shape[1] <= tokens for batches in dealt for batch in batches
+        )
+        real = [batch for batches in dealt for batch in batches if batch.origins]
+        found.append(Counter((batch.index, batch.origins, batch.counts["target_tokens"]) for batch in real))
     return found
 
 
@@ -172,7 +174,7 @@ def test_the_rows_of_a_step_are_the_same_for_any_world_size_and_stop_point(examp
     stop = shape["stop"] % len(alone)
     assert seen(examples, shape, shape["world_size"], tokens, start=stop) == alone[stop:]
     rows = len(pack(examples.lengths[: shape["documents"]], shape["max_length"]))
-    times = Counter(row for step in alone for _, documents, _ in step.elements() for _, row in documents)
+    times = Counter(row for step in alone for _, origins, _ in step.elements() for _, row, _ in origins)
     assert max(times.values()) == -(-shape["total_rows"] // rows)
     if shape["total_rows"] >= rows:
         assert sorted(times) == list(range(1, shape["documents"] + 1))

@@ -30,9 +30,8 @@ import pytest
 from data_helpers import prepare
 
 from finetune.data import read_rows
-from finetune.data.sources import Opened, digests, json_array, without_credentials
-from finetune.data.sources.compression import COMPRESSIONS
-from finetune.data.sources.file import File
+from finetune.data.sources import SourceReader, files, json_rows, without_credentials
+from finetune.data.sources.files import COMPRESSIONS, File
 from finetune.data.sources.hub import HubRows, dataset_rows
 from finetune.data.sources.readers import READERS, rows_of
 from finetune.errors import UserError
@@ -106,7 +105,7 @@ def texts(path: Path | str, **options) -> list[str]:
 def refused(path: Path | str, *parts: str, **options) -> str:
     """The message of a source that cannot be read."""
     with pytest.raises(UserError) as caught:
-        list(Opened(source(path, **options)).rows())
+        list(SourceReader(source(path, **options)).rows())
     for part in parts:
         assert part in str(caught.value)
     return str(caught.value)
@@ -126,7 +125,7 @@ def test_each_kind_of_file(tmp_path, kind, compression):
     name, content, numbers = KINDS[kind]
     path = written(tmp_path / f"{name}{compression}", COMPRESS[compression](content))
     expected = [ROWS[0], ROWS[2]] if kind == ".txt" else ROWS
-    opened = Opened(source(path))
+    opened = SourceReader(source(path))
     for _ in range(2):
         found = list(opened.rows())
         assert [row for _, _, row in found] == expected
@@ -193,7 +192,7 @@ def test_an_array_is_the_same_however_it_is_cut(tmp_path, monkeypatch, block):
         {"text": "🤣 é", "n": [1, -2.5e3, True, None, {"a": "]},{"}]},
         {"text": "", "m": 12345},
     ]
-    monkeypatch.setattr(json_array, "BLOCK_BYTES", block)
+    monkeypatch.setattr(json_rows, "BLOCK_BYTES", block)
     for number, ascii_only in enumerate((True, False)):
         text = " \n[" + " ,\n".join(json.dumps(row, ensure_ascii=ascii_only) for row in rows) + "\n]\n "
         path = written(tmp_path / f"{number}.json", text.encode("utf-8-sig"))
@@ -334,7 +333,7 @@ def test_a_part_counts_bad_rows(tmp_path):
     """So that skipping bad rows does not move the others from one part to another."""
     path = written(tmp_path / "a.jsonl", b'{"text": "0"}\nbad\n{"text": "2"}\n{"text": "3"}\n')
     bad = []
-    opened = Opened(source(path, split="train[25%:75%]"))
+    opened = SourceReader(source(path, split="train[25%:75%]"))
     assert [row["text"] for _, _, row in opened.rows(lambda *found: bad.append(found))] == ["2"]
     assert [(label, number) for label, number, _ in bad] == [(str(path), 2)]
 
@@ -383,57 +382,57 @@ def cache(tmp_path, monkeypatch) -> Path:
 def settle(path: Path) -> None:
     """Wait until a file's times lie so far back that its digest may be remembered: mtime and ctime."""
     os.utime(path, (1e9, 1e9))
-    while time.time() - path.stat().st_ctime < digests.SETTLED_S:
+    while time.time() - path.stat().st_ctime < files.SETTLED_S:
         time.sleep(0.05)
 
 
 def test_the_digest_changes_with_the_content(tmp_path):
     path = numbered(tmp_path / "a.jsonl", 3)
-    first = Opened(source(path)).digest()
-    assert Opened(source(path)).digest() == first
+    first = SourceReader(source(path)).digest()
+    assert SourceReader(source(path)).digest() == first
     stat = path.stat()
     path.write_bytes(path.read_bytes().replace(b"1", b"9"))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size, same time
-    assert Opened(source(path)).digest() != first
-    assert Opened(source(numbered(tmp_path / "b.jsonl", 3))).digest() != first
+    assert SourceReader(source(path)).digest() != first
+    assert SourceReader(source(numbered(tmp_path / "b.jsonl", 3))).digest() != first
 
 
 def test_a_digest_is_remembered_only_of_a_file_left_alone(tmp_path, cache, monkeypatch):
     path = numbered(tmp_path / "a.jsonl", 3)
-    first = digests.file_digest(path)
+    first = files.file_digest(path)
     assert first == hashlib.sha256(path.read_bytes()).hexdigest()
     assert not list(cache.glob("digests/*.json"))  # written just now: another write could have the same time
-    monkeypatch.setattr(digests, "SETTLED_S", 0.2)
+    monkeypatch.setattr(files, "SETTLED_S", 0.2)
     settle(path)
-    assert digests.file_digest(path) == first
+    assert files.file_digest(path) == first
     (memo,) = cache.glob("digests/*.json")
 
     read = []
-    hashed = digests._sha256
-    monkeypatch.setattr(digests, "_sha256", lambda *found: read.append(found) or hashed(*found))
-    assert digests.file_digest(path) == first
+    hashed = files._sha256
+    monkeypatch.setattr(files, "_sha256", lambda *found: read.append(found) or hashed(*found))
+    assert files.file_digest(path) == first
     assert not read  # remembered
     stat = path.stat()
     path.write_bytes(path.read_bytes().replace(b"1", b"9"))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # only ctime tells
-    assert digests.file_digest(path) != first
+    assert files.file_digest(path) != first
     assert len(read) == 1
     memo.write_text("{")  # not whole
-    assert digests.file_digest(path) == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert files.file_digest(path) == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path, cache):
     path = numbered(tmp_path / "a.jsonl", 3)
-    key = digests._key(path)
+    key = files._key(path)
     path.write_bytes(b"")
     with pytest.raises(UserError, match="the file changes while it is read; start again"):
-        digests._sha256(path, key)
+        files._sha256(path, key)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_CACHE", str(written(tmp_path / "file") / "below"))
     with pytest.raises(UserError, match=r"the data cache cannot be written.*set FINETUNE_CACHE"):
-        Opened(source(numbered(tmp_path / "a.jsonl", 3))).digest()
+        SourceReader(source(numbered(tmp_path / "a.jsonl", 3))).digest()
 
 
 # --- URLs
@@ -503,17 +502,17 @@ def test_a_web_file_is_fetched_once(server, cache):
     folder, address, handler = server
     os.utime(written(folder / "a.jsonl.gz", gzip.compress(jsonl())), (2e9, 1e9))
     url = f"http://me:secret@{address}/a.jsonl.gz?token=hidden"
-    first = Opened(source(url))
+    first = SourceReader(source(url))
     assert [row for _, _, row in first.rows()] == ROWS
     assert {label for label, _, _ in first.rows()} == {f"http://{address}/a.jsonl.gz?..."}
     assert len(texts(url)) == 3
     assert handler.asked == ["/a.jsonl.gz?token=hidden"]
-    assert Opened(source(url)).digest() == first.digest()
+    assert SourceReader(source(url)).digest() == first.digest()
 
     written(folder / "a.jsonl.gz", gzip.compress(jsonl(ROWS[:1])))
     os.utime(folder / "a.jsonl.gz", (2e9, 1.1e9))
     assert len(texts(url)) == 1
-    assert Opened(source(url)).digest() != first.digest()
+    assert SourceReader(source(url)).digest() != first.digest()
     assert len(handler.asked) == 2
     assert not list(cache.glob("remote/*.tmp"))
     assert len(texts(f"http://{address}/*.gz")) == 1  # as the server lists its folder
@@ -523,9 +522,9 @@ def test_a_web_file_without_a_version_is_fetched_for_every_run(server):
     folder, address, handler = server
     handler.versions = False
     written(folder / "a.jsonl")
-    first = Opened(source(f"http://{address}/a.jsonl"))
+    first = SourceReader(source(f"http://{address}/a.jsonl"))
     written(folder / "a.jsonl", jsonl(reversed(ROWS)))  # of the same size
-    second = Opened(source(f"http://{address}/a.jsonl"))
+    second = SourceReader(source(f"http://{address}/a.jsonl"))
     assert [row for _, _, row in first.rows()] == ROWS
     assert [row for _, _, row in second.rows()] == ROWS[::-1]
     assert first.digest() != second.digest()
@@ -544,7 +543,7 @@ def test_a_stream_that_breaks_off(server):
     folder, address, _ = server
     written(folder / "short.jsonl", b"{}" * 50)
     with pytest.raises(UserError, match=r"short.jsonl\?\.{3}: cannot be read: ") as caught:
-        list(Opened(source(f"http://{address}/short.jsonl?sig=hidden"), streaming=True).rows())
+        list(SourceReader(source(f"http://{address}/short.jsonl?sig=hidden"), streaming=True).rows())
     assert "hidden" not in str(caught.value)
 
 
@@ -567,13 +566,13 @@ def test_a_web_file_is_streamed(server, cache, kind, compression):
     folder, address, _ = server
     name, content, numbers = KINDS[kind]
     written(folder / (name + compression), COMPRESS[compression](content))
-    opened = Opened(source(f"http://{address}/{name}{compression}"), streaming=True)
+    opened = SourceReader(source(f"http://{address}/{name}{compression}"), streaming=True)
     for _ in range(2):
         assert [number for _, number, _ in opened.rows()] == numbers
     assert not (cache / "remote").exists()
-    assert opened.digest() == Opened(opened.source, streaming=True).digest()
+    assert opened.digest() == SourceReader(opened.source, streaming=True).digest()
     os.utime(folder / (name + compression), (1e9, 1e9))
-    assert opened.digest() != Opened(opened.source, streaming=True).digest()
+    assert opened.digest() != SourceReader(opened.source, streaming=True).digest()
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
@@ -581,7 +580,7 @@ def test_a_stream_from_a_server_that_sends_whole_files_only(server, kind):
     folder, address, handler = server
     handler.parts = False
     written(folder / f"a{kind}", KINDS[kind][1])
-    opened = Opened(source(f"http://{address}/a{kind}"), streaming=True)
+    opened = SourceReader(source(f"http://{address}/a{kind}"), streaming=True)
     if kind == ".jsonl":
         assert [row for _, _, row in opened.rows()] == ROWS
     else:
@@ -644,15 +643,15 @@ def test_folders_and_patterns_of_a_store(memory):
 
 def test_a_stream_of_a_store(memory, cache):
     memory.pipe("/a.jsonl", jsonl({"text": str(i)} for i in range(9)))
-    opened = Opened(source("memory://a.jsonl", split="train[2:5]"), streaming=True)
+    opened = SourceReader(source("memory://a.jsonl", split="train[2:5]"), streaming=True)
     assert [(number, row["text"]) for _, number, row in opened.rows()] == [(3, "2"), (4, "3"), (5, "4")]
     first = opened.digest()
     memory.pipe("/a.jsonl", jsonl({"text": str(i)} for i in range(9)))  # a newer file of the same size
-    assert Opened(opened.source, streaming=True).digest() != first
+    assert SourceReader(opened.source, streaming=True).digest() != first
     assert not (cache / "remote").exists()
     for split in ("train[:10%]", "train[-5:]"):
-        with pytest.raises(UserError, match="cannot be streamed: nobody knows how many rows"):
-            Opened(source("memory://a.jsonl", split=split), streaming=True)
+        with pytest.raises(UserError, match="cannot be streamed: the number of its rows is not known"):
+            SourceReader(source("memory://a.jsonl", split=split), streaming=True)
 
 
 def test_a_cache_that_cannot_keep_a_remote_file(memory, tmp_path, monkeypatch):
@@ -714,7 +713,7 @@ def test_splits_of_the_hub(repository, streaming):
 def test_shares_of_a_stream_are_refused(repository):
     assert hub_texts(repository, "train[:50%]+test[-2:]", False) == [*map(str, range(10)), "103", "104"]
     for split in ("train[:50%]", "train[-2:]"):
-        with pytest.raises(UserError, match="cannot be streamed: nobody knows how many rows"):
+        with pytest.raises(UserError, match="cannot be streamed: the number of its rows is not known"):
             HubRows(source(repository, split=split), True)
 
 
@@ -742,11 +741,11 @@ def test_saved_datasets(tmp_path):
     refused(tmp_path / "two", "`config: x`", config="x")
     refused(tmp_path, "one: a dataset saved with save_to_disk, within", "source of its own")
 
-    first = Opened(source(tmp_path / "one")).digest()
-    assert Opened(source(tmp_path / "one")).digest() == first
+    first = SourceReader(source(tmp_path / "one")).digest()
+    assert SourceReader(source(tmp_path / "one")).digest() == first
     (data,) = (tmp_path / "one").glob("*.arrow")
     data.write_bytes(data.read_bytes().replace(b"0123456789", b"0123456798"))
-    assert Opened(source(tmp_path / "one")).digest() != first
+    assert SourceReader(source(tmp_path / "one")).digest() != first
     (tmp_path / "one" / "state.json").write_text("{}")
     refused(tmp_path / "one", "saved with save_to_disk, but it cannot be loaded")
 

@@ -45,11 +45,11 @@ def streaming(*sources: dict, seed: int = 1, max_steps: int = 30, **data: object
 
 
 def rows_of(recipe: Recipe) -> StreamedRows:
-    return StreamedRows(recipe, open_stream(recipe, text_tokenizer()).tapes)
+    return StreamedRows(recipe, open_stream(recipe, text_tokenizer()).streams)
 
 
 def seen(rows: StreamedRows, positions: range) -> list[list[tuple[str, int]]]:
-    return [[(Path(one.path).name, one.row) for one in rows.documents(position)] for position in positions]
+    return [[(Path(one.path).name, one.row) for one in rows.examples(position)] for position in positions]
 
 
 def entries(cache: Path) -> set[Path]:
@@ -72,7 +72,7 @@ def test_rows_are_packed_and_no_longer_than_a_row_may_be(texts):
     assert max(rows.lengths(position).sum() for position in range(end)) <= 32
     assert end < ROWS / 2
     for position in range(end):
-        assert rows.lengths(position).tolist() == [len(one.input_ids) for one in rows.documents(position)]
+        assert rows.lengths(position).tolist() == [one.num_tokens for one in rows.examples(position)]
 
 
 def test_any_position_is_the_same_from_anywhere_and_tokenises_nothing_twice(texts, cache_folder):
@@ -106,10 +106,10 @@ def test_no_more_is_read_than_is_needed(tmp_path, cache_folder):
 def test_sources_are_mixed_by_weight(texts, others, by, expected):
     sources = ({"path": str(texts), "weight": 3.0}, {"path": str(others), "weight": 1.0})
     rows = rows_of(streaming(*sources, mixture={"by": by}))
-    documents = [one for position in range(rows.window(9).end_row) for one in rows.documents(position)]
+    documents = [one for position in range(rows.window(9).end_row) for one in rows.examples(position)]
     counts: Counter[int] = Counter()
     for one in documents:
-        counts[one.source] += len(one.input_ids) if by == "tokens" else 1
+        counts[one.source] += one.num_tokens if by == "tokens" else 1
     assert counts[0] / counts.total() == pytest.approx(expected, abs=0.01)
 
 
@@ -124,7 +124,7 @@ def test_changing_a_weight_tokenises_nothing_again(texts, others, cache_folder):
 def test_a_source_is_read_no_more_often_than_it_may_be(texts, others):
     sources = ({"path": str(texts)}, {"path": str(others), "max_epochs": 2.0})
     rows = rows_of(streaming(*sources))
-    documents = [one for position in range(rows.window(12).end_row) for one in rows.documents(position)]
+    documents = [one for position in range(rows.window(12).end_row) for one in rows.examples(position)]
     times = Counter((one.source, one.row) for one in documents)
     assert {count for (source, _), count in times.items() if source == 1} == {2}
 
@@ -132,13 +132,13 @@ def test_a_source_is_read_no_more_often_than_it_may_be(texts, others):
 def test_a_stream_that_ends_says_when(texts):
     rows = rows_of(streaming({"path": str(texts), "max_epochs": 1.0}))
     with pytest.raises(UserError, match=r"the stream ends after \d+ steps: every source was read `max_epochs` times"):
-        rows.documents(1000)
+        rows.examples(1000)
 
 
 def test_rows_that_fill_the_last_window_exactly(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"row {number}"} for number in range(2 * WINDOW)])
     rows = rows_of(streaming({"path": str(path), "format": "text"}))
-    documents = [one.row for position in range(rows.window(4).end_row) for one in rows.documents(position)]
+    documents = [one.row for position in range(rows.window(4).end_row) for one in rows.examples(position)]
     assert Counter(Counter(documents).values()) == {2: 2 * WINDOW}  # windows 0, 1; none behind the end; 3, 4
 
 
@@ -147,7 +147,7 @@ def test_a_stream_of_nothing_is_an_error(texts, tmp_path, beside):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "much too long " * 50}] * 5)
     sources = ([{"path": str(texts)}] if beside else []) + [{"path": str(path), "format": "text"}]
     with pytest.raises(UserError, match=rf"data.train\[{int(beside)}\]: no row of it can be trained on"):
-        rows_of(streaming(*sources)).documents(0)
+        rows_of(streaming(*sources)).examples(0)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -156,11 +156,11 @@ def test_every_world_size_and_stop_sees_the_same_rows(texts, world_size):
 
     def step(step: int, world_size: int) -> Counter[tuple[str, int]]:
         loaders = [Loader(rows_of(recipe), 4, 1, rank, world_size, 120) for rank in range(world_size)]
-        return Counter(place for loader in loaders for batch in loader.step(step).batches for place in batch.documents)
+        return Counter(place for loader in loaders for batch in loader.step(step).batches for place in batch.origins)
 
     alone = Loader(rows_of(recipe), 4, 1, 0, 1, 120)
     for number in (0, 3, 7, 11):
-        assert step(number, world_size) == Counter(p for batch in alone.step(number).batches for p in batch.documents)
+        assert step(number, world_size) == Counter(p for batch in alone.step(number).batches for p in batch.origins)
 
 
 def test_every_rank_knows_what_all_ranks_count_in_a_step(texts, others):
@@ -170,13 +170,13 @@ def test_every_rank_knows_what_all_ranks_count_in_a_step(texts, others):
     for number in range(8):
         made = [loader.step(number) for loader in ranks]
         batches = [batch for one in made for batch in one.batches]
-        found = sum(batch.num_tokens for batch in batches), sum(batch.num_supervised for batch in batches)
-        assert {(one.tokens, one.supervised_tokens) for one in made} == {found}
+        for name in ("tokens", "target_tokens", "sequences", "examples"):
+            assert {one.counts[name] for one in made} == {sum(batch.counts[name] for batch in batches)}
 
 
 def test_what_tells_a_stream_from_another(texts, others):
     facts = [
-        build_training(recipe, text_tokenizer()).facts()["stream"]
+        build_training(recipe, text_tokenizer()).summary()["stream"]
         for recipe in (
             streaming({"path": str(texts), "format": "text"}),
             streaming({"path": str(texts), "format": "text", "weight": 2.0}),

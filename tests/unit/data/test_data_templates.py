@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.data import UNTRAINED, BadRow, Conversation, Message, built_in_templates, check_template, renderer
 from finetune.data.chat.renderer import labels_of
+from finetune.data.chat.template import own_template
+from finetune.data.chat.template_check import turn_end_ids
 from finetune.data.chat.traits import CALL_ID
 
 ADD = {
@@ -428,7 +430,11 @@ def _pieces(shown: str) -> list[tuple[bool, str]]:
 
 def drawn(tokenizer: PreTrainedTokenizerFast, sample: Conversation, train_on: str = "assistant", template=None):
     made = renderer(tokenizer, template, train_on)
-    return [(ids.tolist(), labels_of(ids, trained).tolist()) for ids, trained in made.tokenise(made.draw(sample))]
+    return [
+        (ids.tolist(), labels_of(ids, trained).tolist())
+        for group in made.draw(sample)
+        for ids, trained in made.tokenise(group)
+    ]
 
 
 def only_last(shown: str) -> str:
@@ -508,6 +514,41 @@ def test_a_call_and_its_thought_are_what_the_model_saw_when_it_wrote_them():
     for tags in (False, True):
         tokenizer = GPT_OSS.tokenizer(family_template("gpt_oss", tags=tags))
         assert drawn(tokenizer, sample) == [expected(tokenizer, whole)]
+
+
+@pytest.mark.parametrize("tags", [False, True], ids=["as published", "tagged"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tokens_that_end_a_turn(name, tags):
+    """Those that the texts above end with, of answers and of calls; no matter which token is `eos_token`."""
+    family = FAMILIES[name]
+    which = [which for which in ("one", "tools") if which not in family.refused]
+    for eos in (family.eos, family.specials[0]):
+        tokenizer = replace(family, eos=eos).tokenizer(family_template(name, tags=tags))
+        if "eos_token" in str(tokenizer.chat_template) and eos != family.eos:
+            continue  # its text is another one then
+        ends = {shown.split("»")[0] for one in which for text in texts(family, one) for shown in text.split("«")[1:]}
+        wanted = {tokenizer.encode(end, add_special_tokens=False)[-1] for end in ends}
+        template = own_template(tokenizer)
+        assert template is not None
+        assert turn_end_ids(tokenizer, template) == wanted
+
+
+@pytest.mark.parametrize("name", ["built-in mistral-v3", "built-in mistral-tekken"])
+def test_calls_without_ids_get_them_where_a_template_writes_them(name):
+    """The same each time, others for other calls, and the answer names the call; an id that a row has stays."""
+    tokenizer = FAMILIES[name].tokenizer(family_template(name))
+    question, call, answer, last = TOOLS.messages
+    bare = {key: value for key, value in CALL.items() if key != "id"}
+    twice = replace(call, tool_calls=(bare, bare))
+    answers = replace(answer, tool_call_id=None)
+    sample = replace(TOOLS, messages=(question, twice, answers, answers, last))
+    texts = [tokenizer.decode(drawn(tokenizer, sample)[0][0]) for _ in range(2)]
+    first, second, *answered = re.findall(r'id": "(\w{9})"', texts[0])
+    assert texts[0] == texts[1]
+    assert first != second
+    assert answered == [first, second]
+    unnamed = replace(TOOLS, messages=(question, call, answers, last))
+    assert drawn(tokenizer, unnamed) == drawn(tokenizer, TOOLS)
 
 
 def test_every_built_in_template_is_tested():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from data_helpers import labelled
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finetune.data import Example
 from finetune.data.batch import Batch, collate
-from finetune.data.examples import Example
 from finetune.data.loader import Loader
 from finetune.data.token_shard import TokenShare, token_shard
 
@@ -23,28 +25,33 @@ def shares(context: int, sequence: int) -> list[TokenShare]:
 
 
 def example(number: int, labels: list[int]) -> Example:
-    ids = np.arange(1, len(labels) + 1) + 100 * number
-    return Example("rows.jsonl", number, ids.astype(np.int32), np.array(labels, np.int32), number % 2)
+    return labelled(number, labels, [1 + 100 * number + i for i in range(len(labels))], number % 2)
 
 
 def batch_of(lengths: list[int], share: TokenShare, seed: int = 0) -> Batch:
+    """Of pairs, and of a single sequence where there is one left."""
     rng = np.random.default_rng(seed)
     labels = [[-100, *np.where(rng.random(n - 1) < 0.6, rng.integers(1, 90, n - 1), -100).tolist()] for n in lengths]
-    examples = [example(i, found) for i, found in enumerate(labels)]
-    return collate(examples, padded_to=share.padded(sum(lengths)))
+    single = [example(i, found) for i, found in enumerate(labels)]
+    pairs = [
+        replace(single[i], sequences=tuple(s for one in single[i : i + 2] for s in one.sequences), columns={"x": i})
+        for i in range(0, len(single), 2)
+    ]
+    return collate(pairs, padded_to=share.padded(sum(lengths)))
 
 
 def test_the_example_of_the_docstring() -> None:
     a, b = example(0, [-100, -100, 12, 2]), example(1, [-100, -100, 2])
     first, second = (token_shard(collate([a, b], padded_to=8), share) for share in shares(2, 1))
-    assert (first.input_ids.tolist(), second.input_ids.tolist()) == ([[1, 2, 103, 0]], [[3, 4, 101, 102]])
-    assert (first.position_ids.tolist(), second.position_ids.tolist()) == ([[0, 1, 2, 0]], [[2, 3, 0, 1]])
-    assert (first.positions.tolist(), second.positions.tolist()) == ([1], [0, 3])
-    assert (first.targets.tolist(), second.targets.tolist()) == ([12], [2, 2])
-    assert first.document_lengths == second.document_lengths == (4, 3, 1)
-    assert (first.tokens, second.tokens) == ((2, 1), (2, 2))
-    assert (first.trained, second.trained) == ((1, 0), (1, 1))
-    assert (first.num_tokens, second.num_tokens, first.num_padding, second.num_padding) == (3, 4, 1, 0)
+    assert [one.inputs["input_ids"].tolist() for one in (first, second)] == [[[1, 2, 103, 0]], [[3, 4, 101, 102]]]
+    assert [one.inputs["position_ids"].tolist() for one in (first, second)] == [[[0, 1, 2, 0]], [[2, 3, 0, 1]]]
+    assert [column.tolist() for column in first.targets] == [[1], [3], [0]]
+    assert [column.tolist() for column in second.targets] == [[0, 3], [4, 103], [0, 1]]
+    assert first.sequence_lengths == second.sequence_lengths == (4, 3, 1)
+    assert (first.sequence_tokens, second.sequence_tokens) == ((2, 1), (2, 2))
+    assert (first.sequence_targets, second.sequence_targets) == ((1, 0), (1, 1))
+    assert [one.counts["tokens"] for one in (first, second)] == [3, 4]
+    assert (first.num_padding, second.num_padding) == (1, 0)
 
 
 @given(
@@ -56,22 +63,28 @@ def test_the_parts_are_the_whole(lengths: list[int], cut: tuple[int, int], seed:
     ranks = shares(*cut)
     whole = batch_of(lengths, ranks[0], seed)
     parts = [token_shard(whole, share) for share in ranks]
-    tokens = whole.input_ids.shape[1]
+    tokens = whole.inputs["input_ids"].shape[1]
     places = [share.places(tokens) for share in ranks]
     assert sorted(np.concatenate(places).tolist()) == list(range(tokens))
-    assert {part.input_ids.shape for part in parts} == {(1, tokens // len(ranks))}
     targets = {}
     for part, here in zip(parts, places, strict=True):
-        for name in ("input_ids", "labels", "position_ids"):
-            assert torch.equal(getattr(part, name), getattr(whole, name)[:, here])
-        found = zip(part.positions.tolist(), part.targets.tolist(), part.target_sources.tolist(), strict=True)
-        targets |= {int(here[position]): (token, source) for position, token, source in found}
-        assert part.num_supervised == len(part.targets) == sum(part.trained)
-    expected = zip(whole.positions.tolist(), whole.targets.tolist(), whole.target_sources.tolist(), strict=True)
-    assert targets == {position: (token, source) for position, token, source in expected}
-    for name in ("num_supervised", "num_tokens", "num_padding"):
-        assert sum(getattr(part, name) for part in parts) == getattr(whole, name)
-    for name in ("tokens", "trained"):
+        for name, values in part.inputs.items():
+            assert torch.equal(values, whole.inputs[name][:, here])
+        found = zip(*(column.tolist() for column in part.targets), strict=True)
+        targets |= {int(here[position]): (token, sequence) for position, token, sequence in found}
+        assert part.counts["target_tokens"] == len(part.targets.ids) == sum(part.sequence_targets)
+        # What sums over sequences and examples need is every rank's.
+        for name in ("sequence_lengths", "origins", "sequence_sources"):
+            assert getattr(part, name) == getattr(whole, name)
+        assert torch.equal(part.example_of_sequence, whole.example_of_sequence)
+        assert torch.equal(part.columns["x"], whole.columns["x"])
+        assert [part.counts[name] for name in ("sequences", "examples")] == [len(lengths), -(-len(lengths) // 2)]
+    expected = zip(*(column.tolist() for column in whole.targets), strict=True)
+    assert targets == {position: (token, sequence) for position, token, sequence in expected}
+    for name in ("target_tokens", "first_target_tokens", "tokens"):
+        assert sum(part.counts[name] for part in parts) == whole.counts[name]
+    assert sum(part.num_padding for part in parts) == whole.num_padding
+    for name in ("sequence_tokens", "sequence_targets"):
         assert np.sum([getattr(part, name) for part in parts], axis=0).tolist() == list(getattr(whole, name))
 
 
@@ -94,17 +107,17 @@ class FourRows:
     def lengths(self, position: int) -> np.ndarray:
         return np.array([self.LENGTHS[position]])
 
-    def num_trained(self, position: int) -> int:
-        return self.LENGTHS[position] - 1
+    def counts(self, position: int) -> dict[str, int]:
+        return {"target_tokens": self.LENGTHS[position] - 1, "tokens": self.LENGTHS[position]}
 
-    def documents(self, position: int) -> list[Example]:
+    def examples(self, position: int) -> list[Example]:
         return [example(position, [-100, *range(1, self.LENGTHS[position])])]
 
     def epochs(self, position: int) -> float:
         return position / 4
 
 
-@pytest.mark.parametrize("rows_per_step", [4, 3])  # with 3 the other group of ranks runs a filler
+@pytest.mark.parametrize("rows_per_step", [4, 3])  # with 3 the other group of ranks runs a dummy
 def test_what_a_step_counts_is_what_its_ranks_have(rows_per_step: int) -> None:
     """Two groups of two ranks."""
     total = 4 if rows_per_step == 4 else 3
@@ -112,6 +125,7 @@ def test_what_a_step_counts_is_what_its_ranks_have(rows_per_step: int) -> None:
         Loader(FourRows(), 4, 1, rank, 2, total, share=share).step(0) for rank in range(2) for share in shares(2, 1)
     ]
     batches = [batch for one in made for batch in one.batches]
-    counted = tuple(sum(getattr(b, f"num_{what}") for b in batches) for what in ("tokens", "supervised", "padding"))
-    assert {(one.tokens, one.supervised_tokens, one.padding) for one in made} == {counted}
-    assert made[0].tokens == sum(FourRows.LENGTHS[:total])
+    counts = {name: sum(batch.counts[name] for batch in batches) for name in ("target_tokens", "tokens")}
+    padding = sum(batch.num_padding for batch in batches)
+    assert all((one.counts, one.padding) == (counts, padding) for one in made)
+    assert made[0].counts["tokens"] == sum(FourRows.LENGTHS[:total])

@@ -14,8 +14,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.data import Example, Sequence
 from finetune.data.batch import Batch, collate
-from finetune.data.examples import Example
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import DOCUMENTS
 from finetune.models.attention.per_document import prepare
@@ -59,8 +59,7 @@ def row() -> Batch:
     rng, examples = np.random.default_rng(0), []
     for n in LENGTHS:
         ids = rng.integers(3, 384, n)
-        labels = np.where(np.arange(n) < n // 3 + 1, -100, ids)
-        examples.append(Example("a", n, ids.astype(np.int32), labels.astype(np.int32)))
+        examples.append(Example("a", n, 0, (Sequence(ids.astype(np.int32), np.arange(n) > n // 3),)))
     return collate(examples)
 
 
@@ -75,10 +74,10 @@ def made(config: dict[str, Any], implementation: str, adapted: Any) -> Any:
 
 def counted(model: Any, batch: Batch, implementation: str) -> tuple[int, int]:
     """(products, fused attention) by torch's counter, forward and backward."""
-    arguments = prepare(batch.document_lengths) if implementation == DOCUMENTS else {}
-    targets = TargetTokens(batch.positions, batch.targets, TokenLoss())
+    arguments = prepare(batch.sequence_lengths) if implementation == DOCUMENTS else {}
+    targets = TargetTokens(batch.targets.positions, batch.targets.ids, TokenLoss())
     with FlopCounterMode(display=False, custom_mapping={**FUSED, aten.addmm_: added_product}) as counter:
-        inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, **arguments}
+        inputs = {**batch.inputs, "use_cache": False, **arguments}
         CausalLMWithLoss(model)(targets=targets, **inputs).total.backward()
     by_operator = counter.get_flop_counts()["Global"]
     fused = sum(count for operator, count in by_operator.items() if operator in FUSED)
@@ -87,7 +86,7 @@ def counted(model: Any, batch: Batch, implementation: str) -> tuple[int, int]:
 
 def parts(flops: ModelFlops, batch: Batch) -> tuple[float, float]:
     """(products, attention) that are executed."""
-    lengths, supervised = batch.document_lengths, batch.num_supervised
+    lengths, supervised = batch.sequence_lengths, batch.counts["target_tokens"]
     whole = flops.of(lengths, lengths, supervised).hardware
     products = replace(flops, attention=()).of(lengths, lengths, supervised).hardware
     return products, whole - products
@@ -137,7 +136,7 @@ def test_hardware_flops_are_what_torch_counts(
 def test_model_flops_of_a_full_model_are_three_forwards_of_causal_attention() -> None:
     model, batch = made({}, DOCUMENTS, None), row()
     layers = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name)
-    tokens, supervised = batch.num_tokens, batch.num_supervised
+    tokens, supervised = batch.counts["tokens"], batch.counts["target_tokens"]
     products = 6 * (layers * tokens + 384 * 64 * supervised)
     attention = 3 * 2 * (4 * 16 * 2 * 2) * sum(n * (n + 1) // 2 for n in LENGTHS)  # layers, heads, size, two products
     assert model_flops(model, DOCUMENTS, False).of(LENGTHS, LENGTHS, supervised).model == products + attention
@@ -146,7 +145,9 @@ def test_model_flops_of_a_full_model_are_three_forwards_of_causal_attention() ->
 def test_lora_needs_no_gradients_of_what_is_frozen() -> None:
     batch = row()
     full, lora = (
-        model_flops(made({}, DOCUMENTS, adapted), DOCUMENTS, False).of(LENGTHS, LENGTHS, batch.num_supervised).model
+        model_flops(made({}, DOCUMENTS, adapted), DOCUMENTS, False)
+        .of(LENGTHS, LENGTHS, batch.counts["target_tokens"])
+        .model
         for adapted in (None, "all-linear")
     )
     assert 2 / 3 < lora / full < 0.75  # two of three products, the adapters' own besides

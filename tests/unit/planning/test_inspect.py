@@ -17,8 +17,8 @@ import pytest
 import tiny
 from rich.console import Console
 
-from finetune.data import UNTRAINED, Example
-from finetune.data.show import tokens_of
+from finetune.data import UNTRAINED, Sequence
+from finetune.data.token_text import tokens_of
 from finetune.errors import UserError
 from finetune.planning.inspect import InspectOptions, check_options, inspect
 from finetune.planning.inspect.dataset_view import _length_edges
@@ -340,10 +340,9 @@ def test_runs_of_tokens_worked():
     tokenizer = tiny.tokenizer()
     ids = tokenizer("<|im_start|>a🦊<|im_end|>", add_special_tokens=False)["input_ids"]
     assert len(ids) == 7
-    array = np.array(ids, np.int32)
-    labels = np.where(np.arange(7) > 0, array, UNTRAINED).astype(np.int32)
+    sequence = Sequence(np.array(ids, np.int32), np.arange(7) > 0)
     start, *middle, end = ids
-    assert tokens_html(tokens_of(Example("x", 1, array, labels), tokenizer)) == (
+    assert tokens_html(tokens_of(sequence, tokenizer)) == (
         f'<span data-p="0" data-i="{start}" class="x">&lt;|im_start|&gt;</span>'
         f'<mark data-p="1" data-i="{" ".join(map(str, middle))}" data-n="1 0 0 0 2" '
         'data-b="1 ⟨F0⟩|2 ⟨9F⟩|3 ⟨A6⟩|4 ⟨8A⟩">a🦊</mark>'

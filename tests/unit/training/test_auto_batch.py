@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -282,18 +282,25 @@ def test_the_heaviest_row_is_as_heavy_as_any(started: Started) -> None:
     rows = [data.rows[i] for i in range(len(data.rows))]
     tokens, supervised = data.heaviest_row(64)
     assert tokens == max(int(data.examples.lengths[row].sum()) for row in rows)
-    assert supervised == max(int(data.examples.num_trained[row].sum()) for row in rows)
+    assert supervised == max(int(data.examples.num_targets[row].sum()) for row in rows)
     batch = HeaviestRow(data.first_example(), tokens, supervised).batch(3)
-    assert (batch.num_tokens, batch.num_supervised, batch.document_lengths) == (
-        3 * tokens,
-        3 * supervised,
-        (tokens,) * 3,
-    )
-    assert HeaviestRow(data.first_example(), 2, 2).batch(HALF).num_supervised == 0
-    example = data.first_example()
-    assert batch.input_ids[0, : len(example.input_ids)].tolist() == example.input_ids.tolist()
-    assert batch.input_ids.dtype == torch.int64
-    assert np.count_nonzero(batch.labels.numpy() != -100) == 3 * supervised
+    assert (batch.counts["tokens"], batch.counts["target_tokens"]) == (3 * tokens, 3 * supervised)
+    assert batch.sequence_lengths == (tokens,) * 3
+    assert HeaviestRow(data.first_example(), 2, 2).batch(HALF).counts["target_tokens"] == 0
+    (sequence,) = data.first_example().sequences
+    input_ids = batch.inputs["input_ids"]
+    assert input_ids[0, : len(sequence.input_ids)].tolist() == sequence.input_ids.tolist()
+    assert input_ids.dtype == torch.int64
+    assert len(batch.targets.ids) == 3 * supervised
+
+
+def test_the_heaviest_row_of_pairs_is_made_of_pairs(started: Started) -> None:
+    example = started.data.first_example()
+    pair = replace(example, sequences=example.sequences * 2, columns={"margin": 1.0})
+    batch = HeaviestRow(pair, 20, 11).batch(2)
+    assert batch.sequence_lengths == (10,) * 4
+    assert (batch.counts["examples"], batch.counts["target_tokens"]) == (2, 20)
+    assert batch.columns["margin"].tolist() == [1.0, 1.0]
 
 
 # --- a run

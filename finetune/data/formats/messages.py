@@ -8,16 +8,19 @@ A conversation is, with at least one answer to train on:
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from finetune.data.formats.tools import Call, Tool, called, calls_of_turn, only_keys, tool_calls
 from finetune.data.formats.values import (
     Misfit,
     Row,
     encodable,
+    from_json,
     has_value,
+    json_list,
+    json_object,
     keys_of,
     kind,
     mapping,
@@ -27,6 +30,9 @@ from finetune.data.formats.values import (
     text,
 )
 from finetune.data.samples import BadRow, Conversation, Message
+
+Call = Mapping[str, Any]
+Tool = Mapping[str, Any]
 
 ROLES = {
     "system": "system",
@@ -68,7 +74,7 @@ METADATA = (
     *("tokens", "num_tokens", "token_count", "markdown"),
 )
 REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek's and Qwen's, gpt-oss's, OpenRouter's name
-TRAINED = ("train", "weight")
+TRAINED = ("train", "weight", "loss_weight")  # ours, OpenAI's, LLaMA-Factory's
 KEYS = (
     *("role", "content", "name", "tool_calls", "tool_call_id", "function_call"),
     *(*TRAINED, *REASONING, *METADATA),
@@ -79,9 +85,9 @@ SHAREGPT_KEYS = ("from", "value", "name", *TRAINED, *METADATA)
 # --- messages
 
 
-def messages(value: Any, where: str) -> list[Message]:
+def read_messages(value: Any, where: str) -> list[Message]:
     """[{role, content, ...}, ...]"""
-    return [message(item, f"{where}[{i}]") for i, item in enumerate(items(value, where))]
+    return [read_message(item, f"{where}[{i}]") for i, item in enumerate(items(value, where))]
 
 
 def items(value: Any, where: str) -> list[Any]:
@@ -93,12 +99,13 @@ def items(value: Any, where: str) -> list[Any]:
     return value
 
 
-def message(value: Any, where: str) -> Message:
+def read_message(value: Any, where: str) -> Message:
     """{role, content} and what else a message may have."""
     item = _with_keys(value, "role", "content", where)
     role = _role(item["role"], ROLES, f"{where}.role")
     only_keys(item, KEYS, where)
-    calls = _calls(item, role, where)
+    item, parts = _from_parts(item, f"{where}.content")
+    calls = _calls(item, parts, role, where)
     content = _content(item.get("content"), role, f"{where}.content", has_calls=bool(calls))
     return Message(
         role,
@@ -153,8 +160,39 @@ def _part(value: Any, where: str) -> str:
     return encodable(part["text"], f"{where}.text")
 
 
-def _calls(item: Row, role: str, where: str) -> tuple[Call, ...]:
+def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:
+    """LLaMA-Factory's content, a list of {type: text | reasoning | tool_call, value}, as text and reasoning; its calls.
+
+    https://github.com/hiyouga/LLaMA-Factory, src/llamafactory/v1/utils/types.py. Other messages stay as they are.
+    """
+    parts = item["content"] if isinstance(item.get("content"), list) else []
+    if not any(isinstance(part, Mapping) and part.get("value") is not None for part in parts):
+        return item, ()
+    values: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
+    for i, part in enumerate(parts):
+        part = mapping(part, f"{where}[{i}]", 'a part such as {"type": "text", "value": ...}')
+        only_keys(part, ("type", "value"), f"{where}[{i}]")
+        if part.get("type") not in list(values):  # it may be anything
+            raise BadRow(f"{where}[{i}] is of type {shown(part.get('type'))}; only {names(values)} are supported")
+        if not isinstance(part.get("value"), str):
+            raise BadRow(f"{where}[{i}].value is {kind(part.get('value'))}; expected text")
+        values[part["type"]].append(encodable(part["value"], f"{where}[{i}].value"))
+    said = {**item, "content": "".join(values["text"])}
+    if values["reasoning"]:
+        if found := [key for key in REASONING if has_value(item.get(key))]:
+            raise BadRow(f"{where} has reasoning, and so has {names(found)}; keep one")
+        said["reasoning_content"] = "".join(values["reasoning"])
+    calls = [call for value in values["tool_call"] for call in calls_of_turn(value, where)]
+    return said, tuple(calls)
+
+
+def _calls(item: Row, parts: tuple[Call, ...], role: str, where: str) -> tuple[Call, ...]:
+    """parts: calls that stand in the content."""
     found = [key for key in ("tool_calls", "function_call") if has_value(item.get(key))]
+    if parts:
+        if found or role != "assistant":
+            raise BadRow(f"{where} is from {role} and has {names(['content', *found])} with calls; keep an assistant's")
+        return parts
     if not found:
         return ()
     if role != "assistant":
@@ -187,22 +225,24 @@ def _reasoning(item: Row, role: str, where: str) -> str | None:
 
 
 def _train(item: Row, role: str, where: str) -> bool:
-    """Whether a message is trained, by `train` or by OpenAI's `weight`; every assistant's is where neither is given.
+    """Whether a message is trained, by a key of `TRAINED`; every assistant's is where none is given.
 
     weight: https://platform.openai.com/docs/guides/supervised-fine-tuning, 0 or 1 there as well.
     """
-    train, weight = item.get("train"), item.get("weight")
-    if train is not None and not isinstance(train, bool):
-        raise BadRow(f"{where}.train is {shown(train)}; expected true or false")
-    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise BadRow(f"{where}.weight is {shown(weight)}; expected 0 or 1: a share of a message is not supported")
-    said = {bool(value) for value in (train, weight) if value is not None}
+    given = {key: item[key] for key in TRAINED if item.get(key) is not None}
+    for key, value in given.items():
+        if key == "train" and not isinstance(value, bool):
+            raise BadRow(f"{where}.train is {shown(value)}; expected true or false")
+        if key != "train" and (isinstance(value, bool) or value not in (0, 1)):
+            raise BadRow(f"{where}.{key} is {shown(value)}; expected 0 or 1: a share of a message is not supported")
+    said = {bool(value) for value in given.values()}
     if len(said) == 2:
-        raise BadRow(f"{where}.train is {shown(train)} and its weight {shown(weight)}; keep one")
+        both = " and its ".join(f"{key} is {shown(value)}" for key, value in given.items())
+        raise BadRow(f"{where}.{both}; keep one")
     if role == "assistant":
         return said != {False}
     if True in said:
-        key = "train" if train else "weight"
+        key = next(iter(given))
         raise BadRow(
             f"{where} is from {role} and has `{key}: {shown(item[key])}`; only an assistant's messages are trained "
             "(objective.train_on: all trains every token)"
@@ -213,7 +253,7 @@ def _train(item: Row, role: str, where: str) -> bool:
 # --- sharegpt
 
 
-def turns(value: Any, where: str) -> list[Message]:
+def read_turns(value: Any, where: str) -> list[Message]:
     """[{from, value, ...}, ...]"""
     return [_turn(item, f"{where}[{i}]") for i, item in enumerate(items(value, where))]
 
@@ -231,7 +271,7 @@ def _turn(value: Any, where: str) -> Message:
 # --- conversations
 
 
-def conversation(found: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
+def to_conversation(found: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
     """The messages in an order that makes sense, after a row's `system`, where that is not among them."""
     _check_order(found)
     answers = [message for message in found if message.role == "assistant"]
@@ -242,7 +282,7 @@ def conversation(found: Sequence[Message], system: str = "", tools: tuple[Tool, 
     return Conversation((*_system(found[0], system), *found), tools)
 
 
-def context(found: Sequence[Message]) -> list[Message]:
+def as_context(found: Sequence[Message]) -> list[Message]:
     """Messages that are seen, not trained."""
     return [replace(message, train=False) if message.role == "assistant" else message for message in found]
 
@@ -310,3 +350,114 @@ def _answer(waiting: list[str | None], message: Message, i: int) -> None:
             f"message {i} (tool) answers the call {shown(message.tool_call_id)}; the calls that wait for an answer "
             + (f"are {names(ids)}" if ids else "have no `id`")
         )
+
+
+# --- tools that a conversation offers, and the calls of them, in the one form that chat templates take
+#
+#     {"type": "function", "id": "call_1", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+#
+# `arguments` are an object, never its JSON: most templates write them with `tojson`, which would quote a text again.
+# The form is OpenAI's (https://platform.openai.com/docs/guides/function-calling), but for that.
+
+STREAMED = ("index",)  # of a call: its number in an answer that came in parts
+
+
+def only_keys(item: Row, allowed: tuple[str, ...], where: str) -> None:
+    """Raises BadRow for a key with a value that is not `allowed`: to leave it out would change what the row says."""
+    for key, value in item.items():
+        if key not in allowed and has_value(value):
+            close = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.7)
+            hint = f"; did you mean `{close[0]}`?" if close else ""
+            raise BadRow(
+                f"{where} has {names([key])} ({shown(value)}), which is not supported and cannot be left out without "
+                f"changing the row{hint}"
+            )
+
+
+def tool_calls(value: Any, where: str, *, is_text: bool = False) -> tuple[Call, ...]:
+    """The calls of one answer: a list, or the JSON of one; null and empty are none."""
+    is_text = is_text or isinstance(value, str)
+    calls = tuple(_call(item, f"{where}[{i}]", is_text) for i, item in enumerate(json_list(value, where, "calls")))
+    ids = [call["id"] for call in calls if "id" in call]
+    for i in range(1, len(ids)):
+        if ids[i] in ids[:i]:
+            raise BadRow(f"{where} has two calls of the id {shown(ids[i])}; their answers could not be told apart")
+    return calls
+
+
+def _call(value: Any, where: str, is_text: bool) -> Call:
+    """One call: OpenAI's form, or {"name", "arguments"} alone."""
+    call = mapping(value, where, "a call with `function`")
+    if (type_ := call.get("type")) not in (None, "function"):
+        raise BadRow(f"{where}.type is {shown(type_)}; expected 'function'")
+    if has_value(call.get("function")):
+        only_keys(call, ("type", "id", "function", *STREAMED), where)
+        function = called(call["function"], f"{where}.function", is_text=is_text)
+    else:
+        only_keys(call, ("type", "id", "name", "arguments", *STREAMED), where)
+        function = _name_and_arguments(call, where, is_text)
+    id_ = {"id": text(call["id"], f"{where}.id")} if has_value(call.get("id")) else {}
+    return {"type": "function", **id_, "function": function}
+
+
+def called(value: Any, where: str, *, is_text: bool = False) -> dict[str, Any]:
+    """{"name", "arguments"} of a call."""
+    function = mapping(value, where, "an object with `name` and `arguments`")
+    only_keys(function, ("name", "arguments"), where)
+    return _name_and_arguments(function, where, is_text)
+
+
+def _name_and_arguments(function: Row, where: str, is_text: bool) -> dict[str, Any]:
+    if "name" not in function:
+        raise BadRow(f"{where} has no `name`; it has {keys_of(function)}")
+    return {
+        "name": text(function["name"], f"{where}.name"),
+        "arguments": _arguments(function.get("arguments"), f"{where}.arguments", is_text),
+    }
+
+
+def _arguments(value: Any, where: str, is_text: bool) -> dict[str, Any]:
+    """The object, whether given as such or as JSON; a function without arguments may have none or an empty text."""
+    if not has_value(value):
+        return {}
+    if not isinstance(value, str):
+        return json_object(mapping(value, where, "an object, or the JSON of one"), where, is_text=is_text)
+    found = from_json(value, where)
+    if not isinstance(found, dict):
+        raise BadRow(f"{where} is the JSON of {kind(found)} ({shown(value)}); expected that of an object")
+    return json_object(found, where, is_text=True)
+
+
+def calls_of_turn(value: Any, where: str) -> tuple[Call, ...]:
+    """The calls in a sharegpt `function_call` turn: the JSON of one call or of a list of them, or these as they are."""
+    is_text = isinstance(value, str)
+    found = from_json(text(value, where), where) if is_text else value
+    calls = tool_calls(found if isinstance(found, list) else [found], where, is_text=is_text)
+    if not calls:
+        raise BadRow(f"{where} has no call; expected the JSON of one, with `name` and `arguments`")
+    return calls
+
+
+def read_tools(value: Any, where: str) -> tuple[Tool, ...]:
+    """JSON schemas of the functions that may be called: a list, or the JSON of one; null and empty are none."""
+    is_text = isinstance(value, str)
+    return tuple(_tool(item, f"{where}[{i}]", is_text) for i, item in enumerate(json_list(value, where, "functions")))
+
+
+def _tool(value: Any, where: str, is_text: bool) -> Tool:
+    """{"type": "function", "function": {"name", ...}}; the bare function is wrapped."""
+    if isinstance(value, str):
+        value, is_text = from_json(value, where), True
+    tool = mapping(value, where, "a function with `name` and `parameters`")
+    tool = json_object(tool, where, is_text=is_text)
+    if (type_ := tool.pop("type", None)) not in (None, "function"):
+        raise BadRow(f"{where}.type is {shown(type_)}; expected 'function'")
+    is_wrapped = "function" in tool
+    inside = f"{where}.function" if is_wrapped else where
+    function = mapping(tool["function"] if is_wrapped else tool, inside, "an object with `name`")
+    if "name" not in function:
+        raise BadRow(f"{inside} has no `name`; it has {keys_of(function)}")
+    text(function["name"], f"{inside}.name")
+    if has_value(function.get("parameters")):
+        mapping(function["parameters"], f"{inside}.parameters", "a JSON schema (an object)")
+    return {"type": "function", **(tool if is_wrapped else {"function": tool})}

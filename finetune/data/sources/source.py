@@ -1,4 +1,4 @@
-"""A source, found: its rows as often as they are wanted, and a digest of its content."""
+"""A recipe's source, opened: its rows as often as they are needed, and a digest of its content."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from finetune.data.samples import BadRow
-from finetune.data.sources.estimate import estimated_rows
-from finetune.data.sources.file import File, Labelled
-from finetune.data.sources.hub import HubRows, SavedRows
-from finetune.data.sources.local import is_saved_dataset, local_files
-from finetune.data.sources.readers import rows_of
-from finetune.data.sources.remote import remote_files
-from finetune.data.sources.slices import parse_split
+from finetune.data.sources.files import File, LabelledRows
+from finetune.data.sources.hub import HubRows, SavedRows, parse_split
+from finetune.data.sources.locations import is_saved_dataset, local_files, remote_files
+from finetune.data.sources.readers import estimated_rows, rows_of
 from finetune.errors import UserError
 from finetune.recipe.schema import Source
 from finetune.recipe.urls import is_url, without_credentials
@@ -25,23 +22,23 @@ OnBadRow = Callable[[str, int, str], None]  # label, number, message
 
 
 def raise_bad_row(label: str, number: int, message: str) -> NoReturn:
-    """What happens to a bad row unless the caller says otherwise."""
+    """The default for bad rows: an error."""
     raise UserError(f"{label}:{number}: {message}")
 
 
-class _Content(Protocol):
+class _Rows(Protocol):
     def digest(self) -> str: ...
 
-    def rows(self) -> Labelled: ...
+    def rows(self) -> LabelledRows: ...
 
     def estimated_rows(self) -> int | None: ...
 
 
-class Opened:
-    """A source that was found: its rows, and a digest of its content (not of the recipe's settings)."""
+class SourceReader:
+    """A source that exists: its rows, and a digest of its content (not of the recipe's settings)."""
 
     def __init__(self, source: Source, streaming: bool = False):
-        """streaming: remote files and datasets of the hub are read where they lie, not fetched whole beforehand.
+        """streaming: remote files and datasets of the hub are read where they are, not fetched beforehand.
 
         Raises UserError where there is no such file, folder, URL or dataset, or it cannot be reached.
         """
@@ -53,14 +50,14 @@ class Opened:
         return self._content.digest()
 
     def estimated_rows(self) -> int | None:
-        """About how many there are; None where they would have to be read to know."""
+        """About how many rows there are; None where only reading all of them would tell."""
         count = self._content.estimated_rows()
         return count if count is None or self.source.limit is None else min(count, self.source.limit)
 
     def rows(self, on_bad_row: OnBadRow = raise_bad_row) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """(label, number, row), `limit` of them with the bad ones; these go to `on_bad_row` instead.
 
-        From the start, at every call. Raises UserError for what cannot be read on from.
+        From the start, at every call. Raises UserError where the rest cannot be read.
         """
         for label, number, row in islice(self._content.rows(), self.source.limit):
             if isinstance(row, BadRow):
@@ -70,14 +67,14 @@ class Opened:
 
 
 def read_rows(source: Source, on_bad_row: OnBadRow = raise_bad_row) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Rows of a source as (file or dataset, number, object); see the package for what the number counts.
+    """Rows of a source as (file or dataset, number, object); numbers as the package's docstring says.
 
     Raises UserError with file and line for what cannot be read.
     """
-    return Opened(source).rows(on_bad_row)
+    return SourceReader(source).rows(on_bad_row)
 
 
-def _content(source: Source, streaming: bool) -> _Content:
+def _content(source: Source, streaming: bool) -> _Rows:
     path = source.path.removeprefix("file://")
     if is_url(path):
         _check_settings(source)
@@ -97,7 +94,7 @@ def _content(source: Source, streaming: bool) -> _Content:
 
 
 def _check_settings(source: Source) -> None:
-    """What only a dataset of the hub has is an error for files: to pass over it would read something else."""
+    """Raises UserError for settings that only a dataset of the hub has: without them other rows would be read."""
     _check_config(source)
     shown = without_credentials(source.path)
     name = parse_split(shown, source.split).name
@@ -117,7 +114,7 @@ def _check_config(source: Source) -> None:
 
 
 class _Files:
-    """Files one after the other, and the part of them that the split says."""
+    """Files one after the other, or the part of them that `split` takes."""
 
     def __init__(self, source: Source, files: list[File], counted: bool):
         """counted: the rows may be read once just to count them."""
@@ -125,7 +122,7 @@ class _Files:
         self._part = parse_split(self._path, source.split)
         if self._part.needs_count and not counted:
             raise UserError(
-                f"{self._path}: `split: {source.split}` cannot be streamed: nobody knows how many rows a stream has; "
+                f"{self._path}: `split: {source.split}` cannot be streamed: the number of its rows is not known; "
                 "give numbers of rows from the start, or set `data.streaming: false`"
             )
 
@@ -137,17 +134,17 @@ class _Files:
     def estimated_rows(self) -> int | None:
         return estimated_rows(self._files) if self._split == self._part.name else None
 
-    def rows(self) -> Labelled:
+    def rows(self) -> LabelledRows:
         begin, end = self._part.bounds(lambda: self._count)
         seen = 0
-        for seen, found in enumerate(islice(self._all(), end), start=1):
+        for seen, row in enumerate(islice(self._all(), end), start=1):
             if seen > begin:
-                yield found
+                yield row
         if seen <= begin:
             raise UserError(f"{self._path}: `split: {self._split}` takes no rows, for there are only {seen}")
 
-    def _all(self) -> Labelled:
-        return (found for file in self._files for found in rows_of(file))
+    def _all(self) -> LabelledRows:
+        return (row for file in self._files for row in rows_of(file))
 
     @cached_property
     def _count(self) -> int:

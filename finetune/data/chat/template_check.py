@@ -1,16 +1,16 @@
-"""Whether masks can be right under a chat template, found by rendering short conversations; once per run."""
+"""Short conversations rendered with a chat template, once per run: whether masks can be right, and what ends a turn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.chat.jinja import DATE, asks_for_today, dated
-from finetune.data.chat.renderer import Renderer, renderer
-from finetune.data.chat.template import Template
+from finetune.data.chat.renderer import Renderer, chat_of, renderer
+from finetune.data.chat.template import DATE, Template, asks_for_today, dated
+from finetune.data.chat.trained_spans import Chat, parts_of
 from finetune.data.chat.traits import ANSWER, CALL_ID, QUESTION, RESULT, THOUGHT, TOOL, probe_call, probe_tool
-from finetune.data.chat.turns import Chat
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
 
@@ -49,7 +49,7 @@ def _plain(turns: int, reasoning: str | None = None) -> Conversation:
 
 def _trained(made: Renderer, conversation: Conversation) -> list[list[str]]:
     """The texts that are trained, of each example of a conversation."""
-    return [[one.text[begin:end] for begin, end in one.spans] for one in made.draw(conversation)]
+    return [[text.text[begin:end] for begin, end in text.spans] for group in made.draw(conversation) for text in group]
 
 
 def _text_problems(made: Renderer, chat: Chat) -> list[str]:
@@ -144,3 +144,40 @@ def _tool_notes(made: Renderer, chat: Chat, thought: str | None) -> Iterator[str
         made.draw(Conversation(turns, (probe_tool(),) if chat.traits.writes_tools else ()))
     except (BadRow, UserError) as error:
         yield f"rows with tool calls and their results will be refused: {error}"
+
+
+# --- the tokens that end an assistant's turn
+
+
+def turn_end_ids(tokenizer: PreTrainedTokenizerBase, template: Template) -> set[int]:
+    """Ids of the tokens that end an answer and a tool call, whatever role the tokenizer gives them.
+
+    Llama 3: <|eot_id|>, an added token that is not `eos_token` of its base; gpt-oss: <|return|> and <|call|>, not
+    <|end|>, with which its reasoning ends. Empty where a template ends turns with text of several tokens.
+    """
+    chat, added = chat_of(tokenizer, template), set(tokenizer.added_tokens_decoder)
+    end_of_turn = _ids(tokenizer, chat.traits.end_of_turn)
+    whole = set(end_of_turn) if len(end_of_turn) == 1 else set()  # a token of the vocabulary may end turns as well
+    last = {_ids(tokenizer, text)[-1] for text in _up_to_the_end(chat)}
+    return last & (added | whole)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _up_to_the_end(chat: Chat) -> Iterator[str]:
+    """Conversations up to where their last turn ends; none for what the template refuses."""
+    question = Message("user", QUESTION)
+    conversations = [
+        Conversation((question, Message("assistant", ANSWER))),
+        Conversation((question, Message("assistant", ANSWER, reasoning=THOUGHT))),
+        Conversation((question, Message("assistant", "", tool_calls=(probe_call(),))), (probe_tool(),)),
+    ]
+    for conversation in conversations:
+        try:
+            text, spans = parts_of(chat, conversation, "assistant")[-1]
+        except (BadRow, UserError):
+            continue
+        yield text[: spans[-1][1]]

@@ -1,0 +1,376 @@
+"""From a source's rows to an entry of the cache: chunks of rows over all cores, written in order as they come back.
+
+This process reads and writes; memory holds a few chunks, however many rows there are.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from finetune.data.chat.renderer import Renderer
+from finetune.data.formats import check_columns, detect_format
+from finetune.data.samples import BadRow
+from finetune.data.sources import SourceReader, without_credentials
+from finetune.data.token_cache import EntryWriter, SourceReport
+from finetune.data.token_text import plain_text
+from finetune.data.tokenizing import (
+    ChunkResult,
+    Item,
+    RowSettings,
+    TokenizedExample,
+    bad_row_message,
+    draw,
+    num_cores,
+    row_numbers,
+    tokenize_chunks,
+)
+from finetune.errors import UserError
+from finetune.recipe import Recipe
+from finetune.recipe.schema import Data, Source
+
+CHUNK_ROWS = 256
+CHUNK_CHARACTERS = 500_000  # a chunk ends early after as much text, or a few of them would fill the memory
+SMALL_CHARACTERS = 8_000_000  # less is tokenised here: it takes about as long as to start the other processes
+HEAD_ROWS = 20  # of every source, rendered before any is tokenised
+FORMAT_ROWS = 100  # that `format: auto` looks at
+BAD_ROWS_LISTED = 10
+LINE_EVERY_S = 30.0  # between lines of progress, where there is no terminal to draw a bar on
+
+
+# --- sources, opened once
+
+
+@dataclass(frozen=True)
+class OpenedSource:
+    """A source that exists, with its format."""
+
+    source: Source  # `format` is never auto
+    reader: SourceReader
+    note: str | None  # how the format was detected, where it was
+    head: tuple[Item, ...] | None  # the first rows, where the format was detected by them
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return without_credentials(self.source.path)
+
+
+class OpenedSources:
+    """The sources of a recipe, each opened once and its format detected once, however many parts of a run need it."""
+
+    def __init__(self, recipe: Recipe):
+        self._recipe = recipe
+        self._opened: list[tuple[Source, bool, OpenedSource]] = []
+        self._heads_checked = False
+
+    def open(self, source: Source) -> OpenedSource:
+        """Raises UserError where there is no such source, or its format cannot be told."""
+        streaming = self._recipe.data.streaming and any(source is train for train in self._recipe.data.train)
+        for known, streamed, opened in self._opened:
+            if known == source and streamed == streaming:
+                return opened
+        opened = _open(source, streaming)
+        self._opened.append((source, streaming, opened))
+        return opened
+
+    def check_heads(self, renderer: Renderer, numeric_columns: tuple[str, ...] = ()) -> None:
+        """Render the first rows of every source of the recipe, once: a typo in the last source must not cost the
+        tokenising of the first. Raises UserError as the build would."""
+        if self._heads_checked:
+            return
+        data = self._recipe.data
+        for source in (*data.train, *data.eval):
+            opened = self.open(source)
+            settings = row_settings(data, opened.source, renderer, numeric_columns)
+            if opened.head is not None:
+                _check_rows(settings, opened.head)
+                continue
+            with closing(read_items(opened.reader)) as items:
+                _check_rows(settings, islice(items, HEAD_ROWS))
+        self._heads_checked = True
+
+
+def _open(source: Source, streaming: bool) -> OpenedSource:
+    reader = SourceReader(source, streaming)
+    if source.format != "auto":
+        check_columns(source.format, source.columns)
+        return OpenedSource(source, reader, None, None)
+    name, items = without_credentials(source.path), []
+    with closing(read_items(reader)) as rows:
+        while sum(not isinstance(row, str) for _, _, row in items) < FORMAT_ROWS and (item := next(rows, None)):
+            items.append(item)
+    readable = [(label, number, row) for label, number, row in items if not isinstance(row, str)]
+    if not readable:
+        raise UserError(f"{name}: has no row that can be read, so its format cannot be told; set `format`")
+    try:
+        detected = detect_format([row for _, _, row in readable], source.columns)
+    except UserError as error:  # its message is about the first row
+        raise UserError(f"{readable[0][0]}:{readable[0][1]}: {error}") from None
+    resolved = source.model_copy(update={"format": detected.format, "columns": detected.columns})
+    check_columns(resolved.format, resolved.columns)
+    note = f"{name}: format {detected.format} ({detected.reason})"
+    return OpenedSource(resolved, reader, note, tuple(items[:HEAD_ROWS]))
+
+
+def row_settings(data: Data, source: Source, renderer: Renderer, numeric_columns: tuple[str, ...] = ()) -> RowSettings:
+    return RowSettings(
+        renderer=renderer,
+        format=source.format,
+        columns=source.columns,
+        max_length=data.max_length,
+        overlong=data.overlong,
+        skips_bad=data.on_bad_row == "skip",
+        numeric_columns=numeric_columns,
+    )
+
+
+def _check_rows(settings: RowSettings, items: Iterator[Item] | tuple[Item, ...]) -> None:
+    for label, number, row in items:
+        try:
+            draw(settings, row)
+            row_numbers(settings, row)
+        except BadRow as error:
+            if not settings.skips_bad:
+                raise UserError(bad_row_message((label, number), error)) from None
+        except UserError as error:
+            raise UserError(f"{label}:{number}: {error}") from None
+
+
+# --- the build
+
+
+@dataclass(frozen=True)
+class EntryBuild:
+    """What an entry is built from, and how."""
+
+    data: Data
+    opened: OpenedSource
+    renderer: Renderer
+    numeric_columns: tuple[str, ...] = ()  # kept with the tokens
+    progress: Callable[[int], None] | None = None  # called with the rows done so far
+    workers: int | None = None  # processes; None: one a core if there is enough to do
+
+
+def build_source(writer: EntryWriter, build: EntryBuild, digest: str) -> None:
+    """Write all examples of a source whose content has this digest.
+
+    Raises UserError for bad rows beyond what the recipe allows, where nothing is left, and where the content changes.
+    """
+    reader = build.opened.reader
+    untrained = _write(writer, build, read_items(reader))
+    if reader.digest() != digest:
+        raise UserError(f"{build.opened.name}: was changed while it was read; start again when it is written whole")
+    _check_share(writer.report, build.data.max_bad_share)
+    _check_rest(writer.report, build.data.max_length, untrained, build.renderer)
+
+
+def build_part(writer: EntryWriter, build: EntryBuild, items: Iterator[Item]) -> None:
+    """Write the examples of some rows of a source; there may be none. Raises UserError as `build_source` does."""
+    _write(writer, build, items)
+    _check_share(writer.report, build.data.max_bad_share)
+
+
+def _write(writer: EntryWriter, build: EntryBuild, items: Iterator[Item]) -> TokenizedExample | None:
+    """Writes the examples of these rows; returns the first one that has no trained token."""
+    opened, report, untrained = build.opened, writer.report, None
+    writer.columns = build.numeric_columns
+    report.path, report.format = opened.name, opened.source.format
+    settings = row_settings(build.data, opened.source, build.renderer, build.numeric_columns)
+    with BuildProgress(opened.name, opened.reader.estimated_rows()) as shown, closing(_chunks(items)) as chunks:
+        head, several = _first_chunks(chunks)
+        workers = build.workers or (num_cores() if several else 1)
+        with closing(tokenize_chunks(settings, chain(head, chunks), workers)) as results:
+            for result in results:
+                _count(report, result)
+                writer.append(result.arrays)
+                untrained = untrained or result.untrained
+                shown.update(report.rows)
+                if build.progress:
+                    build.progress(report.rows)
+    return untrained
+
+
+def _count(report: SourceReport, result: ChunkResult) -> None:
+    if result.failed:
+        raise UserError(result.failed)
+    for name, count in result.counts.items():
+        setattr(report, name, getattr(report, name) + count)
+    report.bad_rows += result.bad_rows[: BAD_ROWS_LISTED - len(report.bad_rows)]
+    report.examples += len(result.arrays.sizes)
+    report.tokens += len(result.arrays.input_ids)
+    report.supervised_tokens += int(result.arrays.targets.sum())
+
+
+def _check_share(report: SourceReport, most: float) -> None:
+    if report.rows and report.bad > most * report.rows:
+        listed = "\n".join(f"  {line}" for line in report.bad_rows)
+        raise UserError(
+            f"{report.path}: {report.bad} of {report.rows} rows are bad, more than data.max_bad_share "
+            f"({most:g}) allows. The first of them:\n{listed}"
+        )
+
+
+def _check_rest(report: SourceReport, max_length: int, untrained: TokenizedExample | None, renderer: Renderer) -> None:
+    """Raises UserError where no example is left, with one that was dropped and its mask."""
+    if report.examples:
+        return
+    message = (
+        f"{report.path}: none of its {report.rows} rows can be trained on: {report.bad} bad, "
+        f"{report.dropped_overlong} longer than data.max_length ({max_length}), "
+        f"{report.no_supervised_token} without a trained token"
+    )
+    if untrained:
+        sequence = next(one for one in untrained.sequences if not one.num_targets)
+        shown = plain_text(sequence, renderer.tokenizer)
+        message += f".\n{untrained.where}, with [[ ]] around what is trained:\n{shown}"
+    raise UserError(message)
+
+
+# --- rows in chunks
+
+
+def read_items(reader: SourceReader) -> Generator[Item, None, None]:
+    """Rows in their order, those that cannot be read as the reason."""
+    unread: list[Item] = []
+    rows = reader.rows(lambda label, number, message: unread.append((label, number, message)))
+    failure = None
+    while failure is None:
+        try:
+            item = next(rows, None)
+        except UserError as error:
+            item, failure = None, error
+        except OSError as error:
+            name = without_credentials(reader.source.path)
+            item, failure = None, UserError(f"{name}: cannot be read: {error.strerror or error}")
+        yield from unread
+        unread.clear()
+        if item is None:
+            break
+        yield item
+    if failure:
+        raise failure
+
+
+def _chunks(items: Iterator[Item]) -> Generator[list[Item], None, None]:
+    """Rows by the hundred; the last chunk before an error of the file itself comes out before the error does."""
+    chunk: list[Item] = []
+    characters, failure = 0, None
+    while True:
+        try:
+            item = next(items, None)
+        except UserError as error:
+            item, failure = None, error
+        if item is None:
+            break
+        chunk.append(item)
+        characters += num_characters(item[2])
+        if len(chunk) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+    if failure:
+        raise failure
+
+
+def num_characters(value: Any) -> int:
+    """Characters in a row, about."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(num_characters, value.values()))
+    if isinstance(value, Sequence):
+        return sum(map(num_characters, value)) if value and not isinstance(value[0], int) else 8 * len(value)
+    return 8
+
+
+def _first_chunks(chunks: Iterator[list[Item]]) -> tuple[Iterator[list[Item]], bool]:
+    """The first chunks, and whether there is enough text for more than one process."""
+    head: list[list[Item]] = []
+    characters = 0
+    try:
+        for chunk in chunks:
+            head.append(chunk)
+            characters += sum(num_characters(row) for _, _, row in chunk)
+            if characters >= SMALL_CHARACTERS:
+                return iter(head), True
+    except UserError as error:
+        return _then_raise(head, error), False
+    return iter(head), False
+
+
+def _then_raise(head: list[list[Item]], error: UserError) -> Iterator[list[Item]]:
+    yield from head
+    raise error
+
+
+# --- progress
+
+
+class BuildProgress:
+    """A bar with rows, rows/s and the time left; without a terminal a line now and then. Both on standard error."""
+
+    def __init__(self, name: str, total: int | None):
+        """total: rows, about; None: not known."""
+        self.name, self.total = name, total
+        self._begun = self._shown_at = time.monotonic()
+        self._bar = _bar() if sys.stderr.isatty() else None
+
+    def __enter__(self) -> BuildProgress:
+        if self._bar:
+            self._task = self._bar.add_task(f"tokenising {self.name}", total=self.total)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, rows: int) -> None:
+        """rows: done so far."""
+        if self.total is not None and rows > self.total:  # an estimate was too low
+            self.total = None
+        if self._bar:
+            self._bar.update(self._task, completed=rows, total=self.total)
+        elif time.monotonic() - self._shown_at > LINE_EVERY_S:
+            self._shown_at = time.monotonic()
+            line = progress_line(self.name, rows, self.total, self._shown_at - self._begun)
+            print(line, file=sys.stderr, flush=True)
+
+
+def progress_line(name: str, rows: int, total: int | None, seconds: float) -> str:
+    """
+    >>> progress_line("a.jsonl", 60_000, 300_000, 30.0)
+    'tokenising a.jsonl: 60,000 of about 300,000 rows, 2,000 rows/s, about 120 s left'
+    """
+    of = f" of about {total:,}" if total else ""
+    speed = rows / seconds
+    left = f", about {(total - rows) / speed:.0f} s left" if total and speed else ""
+    return f"tokenising {name}: {rows:,}{of} rows, {speed:,.0f} rows/s{left}"
+
+
+def _bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _RowsPerSecond(),
+        TimeRemainingColumn(compact=True),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+class _RowsPerSecond(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:,.0f} rows/s" if task.speed else "")

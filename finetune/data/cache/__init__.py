@@ -1,1 +1,0 @@
-"""The cache of tokenised examples: what lies on the disk, found by what it was made of."""

@@ -1,0 +1,293 @@
+"""From a text and spans of its characters to token ids and which of them are trained.
+
+The text is tokenised once, whole, so the ids are those that everyone else gets. Only where a token holds characters on
+both sides of a border, as "\\n\\n" does where a prompt ends and an answer begins with a newline, the text is cut at its
+borders and tokenised in pieces: in use the model is given the tokens of the prompt, and writes the answer behind them.
+
+Where the bytes of the tokens prove where they are, the tokenizer is not asked for it.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.chat.template import Span
+
+Tokens = tuple[NDArray[np.int32], NDArray[np.bool_]]  # input_ids (T,), loss mask (T,)
+
+# Words whose tokens a tokenizer remembers; it begins with 10,000, and a corpus has more. Saves a tenth of the time and
+# changes no token.
+WORDS_CACHED = 200_000
+
+SEARCHED = 10_000  # tokens that a tokenizer looks through sooner than Python asks for a dozen of them
+
+TRIED = 16  # texts that say whether the bytes of the others are worth a try
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Where the tokens of a text lie, asked one by one: few are of interest, and a list of all takes long to make."""
+
+    count: int  # of tokens
+    at: Callable[[int], Span]  # characters [begin, end) of a token; begins ascend
+    owner: Callable[[int], int | None] = lambda character: None  # the first token that holds it; None: none, or unknown
+
+    def first_from(self, character: int) -> int:
+        """The first token that begins at a character or behind it; `count` where none does."""
+        if not self.count or self.at(self.count - 1)[0] < character:
+            return self.count
+        owner = self.owner(character) if self.count <= SEARCHED else None
+        # An owner may begin earlier, or behind an empty token that begins there as well.
+        if owner is not None and self.at(owner)[0] == character and (owner == 0 or self.at(owner - 1)[0] < character):
+            return owner
+        return bisect_left(range(self.count), character, key=lambda i: self.at(i)[0])
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer, and what masks must know of it. Build it with `encoder`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    added: frozenset[int]  # ids of added tokens, which are never part of another; some swallow the white space around
+    can_cut: bool  # whether pieces of a text, tokenised one by one, are the text again
+    byte_level: ByteLevel | None  # None where bytes do not tell where tokens lie
+
+    def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
+        """Ids and masks of many in a few calls."""
+        fast: Any = self.tokenizer
+        backend = fast.backend_tokenizer
+        backend.no_truncation()  # a tokenizer.json may ask for them
+        backend.no_padding()
+        placed = self._placed(texts, spans)
+        rest = [i for i, one in enumerate(placed) if one is None]
+        # Not through the tokenizer's __call__: it makes a list of the offsets of all tokens, of which masks need few.
+        # add_special_tokens=False: the template writes its own, a second BOS would be one too many.
+        encoded = backend.encode_batch([texts[i] for i in rest], add_special_tokens=False) if rest else []
+        asked = (self._one(texts[i], spans[i], encoding) for i, encoding in zip(rest, encoded, strict=True))
+        return [next(asked) if one is None else one for one in placed]
+
+    def _placed(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens | None]:
+        """What bytes prove. Of texts whose answers begin within a token they prove nothing, and all is done twice."""
+        if self.byte_level is None:
+            return [None] * len(texts)
+        first = self.byte_level.place(texts[:TRIED], spans[:TRIED])
+        if 2 * first.count(None) > len(first):
+            return first + [None] * len(texts[TRIED:])
+        return first + self.byte_level.place(texts[TRIED:], spans[TRIED:])
+
+    def _one(self, text: str, spans: Sequence[Span], encoding: Any) -> Tokens:
+        ids = encoding.ids  # a new list each time
+        offsets = Offsets(len(ids), encoding.token_to_chars, encoding.char_to_token)
+        if self.can_cut:
+            spans = [(begin, self._behind_added(end, ids, offsets)) for begin, end in spans]
+            borders = sorted({border for span in spans for border in span if 0 < border < len(text)})
+            if any(not is_clean(border, offsets) for border in borders):
+                return self._in_pieces(text, spans, [0, *borders, len(text)])
+        return np.array(ids, np.int32), tokens_in_spans(offsets, spans)
+
+    def _behind_added(self, end: int, ids: Sequence[int], offsets: Offsets) -> int:
+        """The end of a span, moved behind the white space that the added token there swallows (Phi-3's <|end|>)."""
+        last = offsets.first_from(end) - 1
+        return max(end, offsets.at(last)[1]) if last >= 0 and ids[last] in self.added else end
+
+    def _in_pieces(self, text: str, spans: Sequence[Span], cuts: Sequence[int]) -> Tokens:
+        pieces = list(pairwise(cuts))
+        batch = self.tokenizer([text[a:b] for a, b in pieces], add_special_tokens=False, verbose=False)["input_ids"]
+        inside = [any(begin <= a and b <= end for begin, end in spans) for a, b in pieces]
+        trained = np.repeat(inside, [len(ids) for ids in batch])
+        return np.concatenate([np.asarray(ids, np.int32) for ids in batch]), trained.astype(bool)
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    """What a tokenizer is like, found by trying it."""
+    pieces: Collection[list[int]] = tokenizer(["b", "c"], add_special_tokens=False)["input_ids"]
+    joined = tokenizer.decode([i for ids in pieces for i in ids], clean_up_tokenization_spaces=False)
+    remember_words(tokenizer)
+    # Tokenizers made from SentencePiece put a space before every text: pieces of one would have more than the whole.
+    can_cut = joined == "bc"
+    by_bytes = byte_level(tokenizer) if can_cut else None
+    return Encoder(tokenizer, frozenset(tokenizer.added_tokens_decoder), can_cut, by_bytes)
+
+
+def remember_words(tokenizer: PreTrainedTokenizerBase) -> None:
+    """To be said again in another process: a tokenizer that was sent there has forgotten it."""
+    fast: Any = tokenizer
+    if resize := getattr(fast.backend_tokenizer.model, "_resize_cache", None):  # BPE and Unigram have one
+        resize(WORDS_CACHED)
+
+
+def is_clean(border: int, offsets: Offsets) -> bool:
+    """Whether one token ends at a border and the next begins there, so that no token holds both sides.
+
+        offsets  (0,3) (3,8) (8,9) (9,13)      a border at 8 is clean, at 5 it is not: the second token is on both sides
+
+    Not clean either: white space that no token owns up to (offsets trimmed), on either side.
+    """
+    after = offsets.first_from(border)
+    if after < offsets.count:
+        begin, end = offsets.at(after)
+        if begin != border or end == border:
+            return False
+    return after == 0 or offsets.at(after - 1)[1] == border
+
+
+def tokens_in_spans(offsets: Offsets, spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """Tokens that begin in a span.
+
+        offsets  (0,3) (3,8) (8,9) (9,13)      spans  (3,8) (8,12)
+        mask       no   yes   yes   yes
+
+    A token that begins before a span is what the model is given there, not what it writes.
+    """
+    mask = np.zeros(offsets.count, bool)
+    for begin, end in spans:
+        mask[offsets.first_from(begin) : offsets.first_from(end)] = True
+    return mask
+
+
+# --- placed by the bytes that each token stands for
+#
+# Under a byte-level tokenizer a token stands for the same bytes wherever it is found, so a table of lengths says where
+# each one begins, and the tokenizer need not say it: a quarter of its time goes into offsets.
+#
+#     text     Hi<|end|>\n      tokens   Hi  <|end|>  \n      lengths  2 7 1      begin at  0 2 9, end at 10
+#
+# What is placed so is proved to be. No token stands for more bytes than it has in its text, and together they have
+# those of the text, so each has as many as the table says; and every border of what is trained lies between two tokens.
+# For the rest (`None`) the tokenizer is asked, which gives the same ids and masks where both have an answer.
+
+_SPLITTERS = ("Split", "Digits", "Punctuation")  # pre-tokenizers that add no byte
+_SPACE = "Ġ"  # a space in the alphabet of byte-level vocabularies
+
+
+@dataclass(frozen=True)
+class ByteLevel:
+    """What the tokens of such a tokenizer stand for. Build it with `byte_level`."""
+
+    backend: Any  # the tokenizer of `tokenizers`
+    lengths: NDArray[np.int32]  # (V,) bytes that a token stands for; 0 where it is not known
+    spaced: NDArray[np.bool_] | None  # (V,) whether it begins or ends with what offsets leave out; None: they do not
+
+    def place(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens | None]:
+        """Ids and masks of many, in one call of the tokenizer; None where the bytes prove nothing."""
+        kept = [self._is_kept(text) for text in texts]
+        # An empty text in the place of one that is not kept: its length is wrong, so it comes out as None.
+        encoded = self.backend.encode_batch_fast(
+            [text if one else "" for text, one in zip(texts, kept, strict=True)], add_special_tokens=False
+        )
+        every = [one.ids for one in encoded]  # new lists each time
+        ends = np.fromiter(accumulate(map(len, every)), np.int64, len(every))
+        ids = np.fromiter(chain.from_iterable(every), np.int32, int(ends[-1]) if every else 0)
+        return self._masked(ids, np.concatenate(([0], ends)), texts, spans)
+
+    def _is_kept(self, text: str) -> bool:
+        """Whether the normalizer, NFC if there is one, changes nothing. Added tokens are cut out before it, but what it
+        leaves whole it leaves in parts: normal forms are closed under substrings (https://www.unicode.org/reports/tr15).
+        """
+        normalizer = self.backend.normalizer
+        return normalizer is None or text.isascii() or normalizer.normalize_str(text) == text
+
+    def _masked(
+        self, ids: NDArray[np.int32], rows: NDArray[np.int64], texts: Sequence[str], spans: Sequence[Sequence[Span]]
+    ) -> list[Tokens | None]:
+        """ids: (T,) of all texts; rows: (R + 1,) where those of each text begin."""
+        begins = np.concatenate(([0], np.cumsum(self.lengths[ids], dtype=np.int64)))  # (T + 1,) in bytes, over all
+        size = np.array([_num_bytes(text) for text in texts], np.int64)
+        proved = np.diff(begins[rows]) == size
+        row = np.repeat(np.arange(len(texts)), [2 * len(one) for one in spans])  # (B,) of each border
+        borders = np.fromiter(chain.from_iterable(map(_in_bytes, texts, spans)), np.int64, len(row))
+        wanted = begins[rows[row]] + borders
+        at = np.clip(np.searchsorted(begins, wanted), rows[row], rows[row + 1])  # the first token from there
+        proved[row[(begins[at] != wanted) | self._are_spaced(ids, at, rows[row], rows[row + 1])]] = False
+        trained = np.zeros(len(ids), bool)
+        for begin, end in at.reshape(-1, 2).tolist():
+            trained[begin:end] = True
+        places = zip(rows[:-1].tolist(), rows[1:].tolist(), proved.tolist(), strict=True)
+        return [(ids[begin:end], trained[begin:end]) if known else None for begin, end, known in places]
+
+    def _are_spaced(
+        self, ids: NDArray[np.int32], at: NDArray[np.int64], first: NDArray[np.int64], end: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """(B,) whether offsets would leave out white space at a border: `Encoder` cuts the text there."""
+        if self.spaced is None:
+            return np.zeros(len(at), bool)
+        spaced = np.append(self.spaced[ids], False)
+        return (spaced[at] & (at < end)) | (spaced[at - 1] & (at > first))
+
+
+def byte_level(tokenizer: PreTrainedTokenizerBase) -> ByteLevel | None:
+    """None for a tokenizer whose tokens may stand for other bytes than their own."""
+    fast: Any = tokenizer
+    backend, added = fast.backend_tokenizer, fast.added_tokens_decoder
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    if not (_writes_itself(backend.model, vocabulary) and _adds_nothing(backend)):
+        return None
+    if any(token.lstrip or token.rstrip for token in added.values()):  # such a one stands for white space as well
+        return None
+    texts = {number: text for text, number in vocabulary.items()} | {number: str(one) for number, one in added.items()}
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    lengths = np.zeros(max(texts, default=-1) + 1, np.int32)
+    spaced = np.zeros(len(lengths), bool)
+    for number, text in texts.items():
+        lengths[number] = _added_bytes(backend, text) if number in added else len(text) * alphabet.issuperset(text)
+        spaced[number] = text[:1] == _SPACE or text[-1:] == _SPACE or text.strip() != text
+    # Whether offsets leave out the white space at a token's ends.
+    trims = any(part.get("trim_offsets") for part in _parts(backend.post_processor))
+    return ByteLevel(backend, lengths, spaced if trims else None)
+
+
+def _writes_itself(model: Any, vocabulary: Mapping[str, int]) -> bool:
+    """Whether a model's tokens, joined, are at most what it was given: no mark of a word's parts, no unknown token."""
+    if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    whole = vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+    return not model.byte_fallback and (whole or model.unk_token is None)
+
+
+def _adds_nothing(backend: Any) -> bool:
+    """Whether the text reaches the model as it is but for one spelling in bytes, or for NFC."""
+    before = list(_parts(backend.pre_tokenizer))
+    levels = [part for part in before if part["type"] == "ByteLevel"]
+    return (
+        len(levels) == 1
+        and not levels[0]["add_prefix_space"]
+        and all(part["type"] in ("ByteLevel", *_SPLITTERS) for part in before)
+        and all(part["type"] == "NFC" for part in _parts(backend.normalizer))
+    )
+
+
+def _parts(component: Any) -> Iterator[dict[str, Any]]:
+    """A component of a tokenizer, or those of a sequence, as tokenizer.json has them."""
+    waiting = [json.loads(component.__getstate__())] if component is not None else []
+    while waiting:
+        part = waiting.pop()
+        if part["type"] == "Sequence":
+            waiting += next(value for value in part.values() if isinstance(value, list))
+        else:
+            yield part
+
+
+def _added_bytes(backend: Any, text: str) -> int:
+    """0, which proves nothing, where a text would have to be changed to hold this token."""
+    normalizer = backend.normalizer
+    return len(text.encode()) if normalizer is None or normalizer.normalize_str(text) == text else 0
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _in_bytes(text: str, spans: Sequence[Span]) -> Iterator[int]:
+    """The borders of spans, which are characters."""
+    borders = chain.from_iterable(spans)
+    return borders if text.isascii() else (len(text[:border].encode()) for border in borders)

@@ -1,0 +1,284 @@
+"""A file as the readers see it, wherever it lies: its bytes, decompressed, checked to be what its name says, and their
+digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import lzma
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import filelock
+import pyarrow
+
+from finetune.data.samples import BadRow
+from finetune.errors import UserError
+from finetune.recipe.urls import scrubbed
+
+
+class _Xz(io.RawIOBase):
+    """The bytes of one or more xz streams with nothing but padding (zeros) between and after them.
+
+    Not `lzma.LZMAFile`, which takes padding between streams, and any other bytes there, for the end of the file: the
+    rows that follow would be lost without an error.
+    """
+
+    def __init__(self, stored: io.BufferedReader):
+        self._stored, self._decoder = stored, lzma.LZMADecompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises EOFError or lzma.LZMAError where the data is cut short, damaged or followed by something else."""
+        while True:
+            stored = b""
+            if self._decoder.eof:
+                stored = self._next_stream()
+                if not stored:
+                    return 0
+                self._decoder = lzma.LZMADecompressor()
+            elif self._decoder.needs_input:
+                stored = self._stored.read1()
+                if not stored:
+                    raise EOFError("the compressed data ends before its end mark")
+            data = self._decoder.decompress(stored, len(buffer))
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+
+    def _next_stream(self) -> bytes:
+        begin = self._decoder.unused_data.lstrip(b"\0")
+        while not begin and (block := self._stored.read1()):
+            begin = block.lstrip(b"\0")
+        return begin
+
+
+# By suffix: (first bytes of such a file, its decompressor). What is cut short, or followed by something else, is an
+# error: Python's own bz2 ignores what follows the compressed data, and the rows in it.
+COMPRESSIONS: dict[str, tuple[bytes, Callable[[io.BufferedReader], Any]]] = {
+    ".gz": (b"\x1f\x8b", partial(pyarrow.CompressedInputStream, compression="gzip")),
+    ".bz2": (b"BZh", partial(pyarrow.CompressedInputStream, compression="bz2")),
+    ".xz": (b"\xfd7zXZ\0", _Xz),
+    ".zst": (b"\x28\xb5\x2f\xfd", partial(pyarrow.CompressedInputStream, compression="zstd")),
+}
+
+
+NumberedRows = Iterator[tuple[int, "dict[str, Any] | BadRow"]]  # (number, row) of one file
+LabelledRows = Iterator[tuple[str, int, "dict[str, Any] | BadRow"]]  # with the file or dataset before it
+
+HEAD_BYTES = 64  # what tells a file's kind
+BUFFER_BYTES = 1 << 16  # read at a time
+# Raised by the decompressors and pyarrow for bytes that are damaged or of another kind.
+DAMAGED = (EOFError, lzma.LZMAError, pyarrow.ArrowException)
+BINARY_KINDS = (".parquet", ".arrow")  # the others are text
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a source."""
+
+    label: str  # its name in messages and rows; without credentials
+    name: str  # its suffixes tell the kind
+    open: Callable[[], IO[bytes]]  # the stored bytes, from the start
+    digest: Callable[[], str]  # changes when the bytes do
+    size: Callable[[], int | None] = lambda: None  # of the stored bytes, where it is known without reading them
+
+
+# (kind, its first bytes, the problem with a file of another kind that begins so).
+_SIGNATURES: tuple[tuple[str, re.Pattern[bytes], str], ...] = (
+    ("", re.compile(rb"\xff\xfe|\xfe\xff"), "it is UTF-16, not UTF-8; save the file as UTF-8"),
+    (".parquet", re.compile(rb"PAR1[\x00-\x08\x0e-\x1f]"), "it is a parquet file; name it .parquet"),
+    (".arrow", re.compile(rb"ARROW1\0"), "it is an arrow file; name it .arrow"),
+    ("", re.compile(rb"\x1f\x8b"), "it is compressed with gzip; add .gz to its name"),
+    ("", re.compile(rb"BZh[1-9]1AY&SY"), "it is compressed with bzip2; add .bz2 to its name"),
+    ("", re.compile(rb"\xfd7zXZ\0"), "it is compressed with xz; add .xz to its name"),
+    ("", re.compile(rb"\x28\xb5\x2f\xfd"), "it is compressed with zstd; add .zst to its name"),
+    ("", re.compile(rb"PK\x03\x04"), "it is a zip archive (or a spreadsheet); unpack it, or save it as csv"),
+    ("", re.compile(rb"version https://git-lfs"), "it is a pointer of Git LFS, not the data; run `git lfs pull`"),
+)
+_WEB_PAGE = re.compile(rb"\s*<(!doctype html|html)", re.IGNORECASE)
+
+
+def kind_of(name: str) -> tuple[str, str]:
+    """(kind, compression) by the end of a name: `a.jsonl.gz` -> (".jsonl", ".gz"), `a.csv` -> (".csv", "")."""
+    suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
+    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
+    return (suffixes[-1] if suffixes else ""), compression
+
+
+@contextmanager
+def content(file: File) -> Iterator[io.BufferedReader]:
+    """A file's bytes, decompressed, from the start.
+
+    Raises UserError where they are of another kind than the name says. Memory is a buffer's.
+    """
+    kind, compression = kind_of(file.name)
+    raw: Any = file.open()
+    with io.BufferedReader(raw, BUFFER_BYTES) as stored:
+        head = stored.peek(HEAD_BYTES)[:HEAD_BYTES]
+        if not compression or not head:
+            _check_head(file.label, kind, head)
+            yield stored
+            return
+        first, decompress = COMPRESSIONS[compression]
+        if not head.startswith(first):
+            raise UserError(f"{file.label}: {_other_kind(head, kind) or f'not a {compression} file'}; check its name")
+        with io.BufferedReader(decompress(stored), BUFFER_BYTES) as stream:
+            _check_head(file.label, kind, stream.peek(HEAD_BYTES)[:HEAD_BYTES])
+            yield stream
+
+
+@contextmanager
+def seekable_content(file: File) -> Iterator[IO[bytes]]:
+    """The same for kinds that are read from their end; a stream that cannot seek is first copied to a file."""
+    with content(file) as stream:
+        if not kind_of(file.name)[1] and stream.seekable():
+            yield stream
+            return
+        with tempfile.TemporaryFile() as unpacked:
+            shutil.copyfileobj(stream, unpacked, 1 << 20)
+            unpacked.seek(0)
+            yield unpacked
+
+
+def _check_head(label: str, kind: str, head: bytes) -> None:
+    problem = _other_kind(head, kind)
+    if not problem and kind not in (".txt", *BINARY_KINDS) and _WEB_PAGE.match(head):
+        problem = "it is a web page, not data; download the file itself"
+    if problem:
+        raise UserError(f"{label}: {problem}")
+
+
+def _other_kind(head: bytes, kind: str) -> str | None:
+    """The problem with a file of `kind` that begins so; None where the first bytes show none."""
+    return next((problem for own, first, problem in _SIGNATURES if own != kind and first.match(head)), None)
+
+
+def package_errors() -> tuple[type[BaseException], ...]:
+    """Returns the exceptions other than OSError of the file systems of fsspec, of the packages that were imported."""
+    names = {
+        "aiohttp": ("ClientError",),
+        "asyncio": ("TimeoutError",),  # no OSError before Python 3.11
+        "botocore.exceptions": ("BotoCoreError", "ClientError"),
+        "gcsfs.retry": ("HttpError",),
+        "google.auth.exceptions": ("GoogleAuthError",),
+        "huggingface_hub.errors": ("HfHubHTTPError", "HFValidationError"),
+    }
+    loaded = ((sys.modules.get(module), name) for module, classes in names.items() for name in classes)
+    return tuple(getattr(module, name) for module, name in loaded if module)
+
+
+def file_rows(file: File, read: Callable[[File], NumberedRows]) -> LabelledRows:
+    """Rows of one file. Raises UserError with its name for an empty, damaged or unreadable one."""
+    number = 0
+    try:
+        for number, row in read(file):
+            yield file.label, number, row
+    except (OSError, *DAMAGED, *package_errors()) as error:
+        raise UserError(f"{file.label}: {_read_problem(file, number, error)}") from None
+    if not number:
+        raise UserError(f"{file.label}: the file has no rows; put data into it or take it out of the recipe")
+
+
+def _read_problem(file: File, number: int, error: BaseException) -> str:
+    """Returns why a file could not be read beyond row `number`."""
+    reason = " ".join(scrubbed(str(error) or type(error).__name__).split())[:200]
+    beyond = f" beyond row {number}" if number else ""
+    if isinstance(error, OSError) and error.errno:
+        return f"cannot be read{beyond}: {error.strerror}"
+    if isinstance(error, package_errors()):
+        return f"cannot be read{beyond}: {reason}"
+    kind, compression = kind_of(file.name)
+    return (
+        f"not a readable {(compression or kind).lstrip('.')} file{beyond}: it is damaged or incomplete ({reason}); "
+        "write, copy or download it again"
+    )
+
+
+# --- digests and the cache's folder
+
+
+def cache_root() -> Path:
+    """Folder of all that is made from data and kept between runs: $FINETUNE_CACHE, or ~/.cache/finetune."""
+    return Path(os.environ.get("FINETUNE_CACHE") or "~/.cache/finetune").expanduser()
+
+
+# sha256 of local files is remembered: a run that starts again does not read 100 GB to find that nothing changed. It is
+# trusted only while device, inode, size and both times of a file are what they were, and only if the file had been left
+# alone for two seconds before it was read. Otherwise a change within the clock tick of the last one could go unseen
+# ("racily clean", git's Documentation/technical/racy-git.txt).
+SETTLED_S = 2.0  # the coarsest tick of file times in use, that of FAT
+
+
+def file_digest(path: Path) -> str:
+    """Returns the sha256 of a file's bytes, in hex. Raises UserError where it cannot be read, or changes meanwhile."""
+    try:
+        key = _key(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    name = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()
+    memo = cache_root() / "digests" / f"{name}.json"
+    try:
+        if digest := _remembered(memo, key):
+            return digest
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        # One process of a launch reads the file, the others wait. The lock's file stays: see `lock_of`, token_cache.py.
+        with filelock.FileLock(memo.with_suffix(".lock")):
+            return _remembered(memo, key) or _hash_and_remember(path, memo, key)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or memo}: the data cache cannot be written: {error.strerror or error}; "
+            "set FINETUNE_CACHE to a folder with room"
+        ) from None
+
+
+def _key(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _remembered(memo: Path, key: list[int]) -> str | None:
+    try:
+        memory = json.loads(memo.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # never written, or cut off
+        return None
+    return memory["sha256"] if isinstance(memory, dict) and memory.get("key") == key else None
+
+
+def _hash_and_remember(path: Path, memo: Path, key: list[int]) -> str:
+    begun = time.time()
+    digest = _sha256(path, key)
+    if begun - max(key[3:]) / 1e9 >= SETTLED_S:
+        temporary = memo.with_suffix(f".{uuid.uuid4().hex}.tmp")
+        temporary.write_text(json.dumps({"key": key, "sha256": digest}), encoding="utf-8")
+        temporary.replace(memo)
+    return digest
+
+
+def _sha256(path: Path, key: list[int]) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        changed = _key(path) != key
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if changed:
+        raise UserError(f"{path}: the file changes while it is read; start again when it is complete")
+    return digest.hexdigest()

@@ -1,0 +1,339 @@
+"""The files that a path or URL means: one, those of a pattern, or all below a folder.
+
+Local files are read where they are. Files behind https://, s3://, gs://, hf:// and whatever else fsspec knows are
+fetched once and then read as local ones, or, for a stream, read where they are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import glob
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+import filelock
+
+from finetune.data.sources.files import BINARY_KINDS, SETTLED_S, File, cache_root, file_digest, kind_of, package_errors
+from finetune.data.sources.readers import expected_kinds, is_data
+from finetune.errors import UserError
+from finetune.recipe.urls import is_url, scrubbed, without_credentials
+
+
+def local_files(name: str) -> list[File]:
+    """Returns the files of a local source, by path; none where the name can only be a dataset of the hub.
+
+    Raises UserError for a path that does not exist, and OSError where it may not be read.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return [local_file(inside) for inside in _files_in_folder(path)]
+    if path.is_file():
+        if not is_data(path.name):
+            raise UserError(
+                f"{path}: `{path.suffix or path.name}` is not a kind of file that is read; {expected_kinds()}"
+            )
+        return [local_file(path)]
+    _check_link(path)
+    if path.exists():
+        raise UserError(f"{path}: neither a file nor a folder; rows are read more than once, so save them to a file")
+    if glob.has_magic(name):
+        return [local_file(match) for match in _matching(path)]
+    if is_data(path.name) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"{path}: no such file or folder{_close_names(path)}; relative paths start at {Path.cwd()}")
+    return []
+
+
+def local_file(path: Path) -> File:
+    """A file of this machine."""
+    return File(
+        str(path),
+        path.name,
+        lambda: path.open("rb", buffering=0),
+        lambda: file_digest(path),
+        lambda: path.stat().st_size,
+    )
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote the folder."""
+    # os.path: of a folder without permission False is good enough, reading it raises the error.
+    return os.path.isfile(folder / "dataset_dict.json") or all(
+        os.path.isfile(folder / name) for name in ("state.json", "dataset_info.json")
+    )
+
+
+def _files_in_folder(folder: Path) -> list[Path]:
+    """Data files at any depth; hidden files and folders are left out, and so are other kinds of file."""
+    inside = sorted(_walk(folder))
+    files = [path for path in inside if is_data(path.name)]
+    if not files:
+        names = ", ".join(str(path.relative_to(folder)) for path in inside[:5]) or "no files"
+        raise UserError(f"{folder}: no data files in this folder (it has {names}); {expected_kinds()}")
+    for path in files:
+        _check_link(path)
+    return files
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    seen: set[tuple[int, int]] = set()  # folders, since links may lead in circles
+    # Without onerror, os.walk leaves out folders that it may not read.
+    for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
+        here = Path(parent)
+        identity = (here.stat().st_dev, here.stat().st_ino)
+        if identity in seen:
+            folders.clear()
+            continue
+        seen.add(identity)
+        if here != folder and is_saved_dataset(here):
+            raise UserError(
+                f"{here}: a dataset saved with save_to_disk, within {folder}; give it as a source of its own"
+            )
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (here / name for name in names if not name.startswith("."))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _matching(pattern: Path) -> list[Path]:
+    matches = sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))
+    files = [path for path in matches if not path.is_dir()]
+    if not files:
+        raise UserError(f"{pattern}: no file matches this pattern; relative paths start at {Path.cwd()}")
+    check_kinds(str(pattern), (path.name for path in files))
+    for path in files:
+        _check_link(path)
+    return files
+
+
+def check_kinds(pattern: str, names: Iterable[str]) -> None:
+    """Raises UserError for a pattern that matches other kinds of file: to leave them out would lose rows silently."""
+    if others := [name for name in names if not is_data(name)]:
+        raise UserError(
+            f"{pattern}: matches {', '.join(others[:3])} too, which is not a kind of file that is read; narrow the "
+            f"pattern, as *.jsonl does; {expected_kinds()}"
+        )
+
+
+def _check_link(path: Path) -> None:
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{path}: a link to {os.readlink(path)}, which does not exist")
+
+
+def _close_names(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f" (there is no folder {path.parent} either)"
+    close = difflib.get_close_matches(path.name, [child.name for child in path.parent.iterdir()], n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(str(path.parent / name) for name in close)}?" if close else ""
+
+
+# --- remote files
+
+
+# What pip must add for a protocol.
+INSTALL = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "sftp": "paramiko",
+    "ssh": "paramiko",
+}
+# Metadata of file systems that change with a file's content, in lower case.
+_VERSION = ("etag", "last-modified", "last_modified", "lastmodified", "content-md5", "digest", "md5hash", "crc32c")
+_VERSION += ("generation", "versionid", "checksum", "blob_id", "sha", "mtime", "updated", "created", "modify")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """One file of a file system."""
+
+    system: Any  # fsspec's
+    path: str  # there
+    label: str
+    metadata: dict[str, Any]  # from the file system
+
+    @property
+    def version(self) -> str | None:
+        """Changes when the content does; None where the server has no such metadata."""
+        parts = {key.lower(): str(value) for key, value in self.metadata.items() if key.lower() in _VERSION}
+        return json.dumps([self.metadata.get("size"), parts], sort_keys=True) if parts else None
+
+    @property
+    def may_change_unseen(self) -> bool:
+        """Whether the version is a time in full seconds, of the last two: RFC 9110, section 8.8.2.2."""
+        if {key.lower() for key in self.metadata} & set(_VERSION) != {"last-modified"}:
+            return False
+        modified = parsedate_to_datetime(self.metadata["Last-Modified"]).timestamp()
+        return time.time() - modified < SETTLED_S
+
+
+def remote_files(url: str, streaming: bool) -> list[File]:
+    """The files of a URL: one, those of a pattern, or all below a folder; fetched now, unless they are streamed.
+
+    Raises UserError where there is none, it cannot be reached, or the package for its protocol is not installed.
+    """
+    label = without_credentials(url)
+    try:
+        return [_streamed(remote) if streaming else _fetched(remote) for remote in _remotes(url, label)]
+    except ImportError as error:
+        protocol = url.partition("://")[0].lower()
+        line = INSTALL.get(protocol)
+        raise UserError(
+            f"{label}: reading {protocol}:// needs a package that is not installed: "
+            + (f"pip install {line}" if line else str(error))
+        ) from None
+    except (OSError, *package_errors()) as error:
+        raise UserError(f"{label}: {_reason(error, url)}") from None
+
+
+def _reason(error: BaseException, url: str) -> str:
+    """Returns the problem, without the secrets of the URL."""
+    filename = getattr(error, "filename", None)
+    in_cache = isinstance(filename, str) and filename.startswith(str(cache_root()))
+    if isinstance(error, OSError) and (error.errno in _NO_ROOM or in_cache):
+        return f"cannot be kept in {cache_root()}: {error.strerror}; set FINETUNE_CACHE to a folder with room"
+    cause = error.__cause__ or error  # of a FileNotFoundError, where a web server could not be asked
+    status = getattr(cause, "status", None)
+    if status in (401, 403) or isinstance(error, PermissionError):
+        return f"access is refused ({status or 'permission denied'}); check the path and your credentials"
+    if isinstance(error, FileNotFoundError) and (status == 404 or cause is error):
+        return "no such file or folder there; check the path and, where it is private, your credentials"
+    text = " ".join(scrubbed(str(cause), url).split()) or type(cause).__name__
+    return f"cannot be reached: {text[:200]}"
+
+
+def _remotes(url: str, label: str) -> list[_Remote]:
+    # Imported here: local files do not need it.
+    import fsspec.core
+
+    if "::" in url:
+        raise UserError(f"{label}: chained URLs (`::`) are not read; give the file itself")
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+    except ValueError as error:  # a protocol that it does not know
+        raise UserError(f"{label}: {scrubbed(str(error), url)}; https://, s3://, gs:// and hf:// are read") from None
+    system.invalidate_cache()  # a listing of before may be out of date
+    paths = _paths(system, path, label)
+    return [_Remote(system, one, without_credentials(system.unstrip_protocol(one)), system.info(one)) for one in paths]
+
+
+def _paths(system: Any, path: str, label: str) -> list[str]:
+    web = _is_web(system)
+    # On the web `?` begins a query, and folders are only pages with links.
+    if signs := [path.index(sign) for sign in ("*" if web else "*[?") if sign in path]:
+        matches = sorted(match for match in system.glob(path) if web or not system.isdir(match))
+        matches = _without_hidden(matches, len(path[: min(signs)].rpartition("/")[0]))
+        if not matches:
+            raise UserError(f"{label}: no file matches this pattern")
+        check_kinds(label, map(_name, matches))
+        return matches
+    if not web and system.isdir(path):
+        inside = _without_hidden([name for name in sorted(system.find(path)) if is_data(_name(name))], len(path))
+        if not inside:
+            raise UserError(f"{label}: no data files in this folder; {expected_kinds()}")
+        return inside
+    if not is_data(_name(path)):
+        raise UserError(f"{label}: `{_name(path)}` is not a kind of file that is read; {expected_kinds()}")
+    return [path]
+
+
+def _without_hidden(paths: list[str], start: int) -> list[str]:
+    """Paths without those that have a hidden part beyond `start` characters, as for local files."""
+    return [path for path in paths if not any(part.startswith(".") for part in PurePosixPath(path[start:]).parts)]
+
+
+def _name(path: str) -> str:
+    return PurePosixPath(urlsplit(path).path if is_url(path) else path).name
+
+
+def _streamed(remote: _Remote) -> File:
+    # Without a version the size has to do: the rest is unknown before all of the file is read.
+    digest = f"{remote.label} {remote.version or remote.metadata.get('size')}"
+    return File(remote.label, _name(remote.path), lambda: _opened(remote), lambda: digest)
+
+
+def _opened(remote: _Remote) -> Any:
+    kind, compression = kind_of(_name(remote.path))
+    if not _is_web(remote.system):
+        return remote.system.open(remote.path, "rb")
+    if kind not in BINARY_KINDS or compression:
+        return remote.system.open(remote.path, "rb", block_size=0)  # one request, from the start to the end
+    stream = remote.system.open(remote.path, "rb")
+    try:
+        stream.seek(max(stream.size - 1, 0))
+        stream.read(1)
+        stream.seek(0)
+    except (ValueError, TypeError):  # fsspec raises these where a server cannot send a part of a file
+        raise UserError(
+            f"{remote.label}: the server sends no parts of files, which streaming {kind} takes; set "
+            "`data.streaming: false`, or download the file"
+        ) from None
+    return stream
+
+
+def _is_web(system: Any) -> bool:
+    return "http" in system.protocol
+
+
+def _fetched(remote: _Remote) -> File:
+    """The file in the cache, by URL and version: complete or absent, fetched by one process while the others wait.
+
+    Not fsspec's `filecache`, which writes under the final name, keeps URLs with their credentials on disk, and under
+    https:// never notices that a file has changed.
+    """
+    slot = cache_root() / "remote" / _sha256(remote.path)
+    slot.parent.mkdir(parents=True, exist_ok=True)
+    # The lock's file stays: see `lock_of` in token_cache.py.
+    with filelock.FileLock(slot.with_suffix(".lock")):
+        kept = _kept(remote, slot)
+    return File(
+        remote.label,
+        _name(remote.path),
+        lambda: kept.open("rb", buffering=0),
+        lambda: file_digest(kept),
+        lambda: kept.stat().st_size,
+    )
+
+
+def _kept(remote: _Remote, slot: Path) -> Path:
+    if remote.version is None or remote.may_change_unseen:
+        # Only the content itself is a version: such a file is fetched for every run.
+        return _fetch(remote, slot, None)
+    kept = slot.with_suffix(f".{_sha256(remote.version)}")
+    return kept if kept.is_file() else _fetch(remote, slot, kept)
+
+
+def _fetch(remote: _Remote, slot: Path, kept: Path | None) -> Path:
+    temporary = slot.with_suffix(f".{uuid.uuid4().hex}.tmp")
+    try:
+        remote.system.get_file(remote.path, str(temporary))
+        remote.system.invalidate_cache()
+        after = _Remote(remote.system, remote.path, remote.label, remote.system.info(remote.path))
+        if after.version != remote.version:
+            raise UserError(f"{remote.label}: the file changes while it is fetched; start again when it is complete")
+        kept = kept or slot.with_suffix(f".{file_digest(temporary)}")
+        temporary.replace(kept)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return kept
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

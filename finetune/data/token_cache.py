@@ -1,0 +1,444 @@
+"""Tokenised examples on disk: entries that are complete or absent, made by one process while the others wait.
+
+An entry is a folder of flat arrays (`T` tokens in `M` sequences of `N` examples of one source) that numpy maps:
+
+    input_ids.npy        (T,) int32
+    loss_mask.npy        (T,) bool
+    sequence_offsets.npy (M + 1,) int64, sequence j is tokens [sequence_offsets[j], sequence_offsets[j + 1])
+    targets.npy          (M,) int64, trained tokens
+    example_offsets.npy  (N + 1,) int64, example i is sequences [example_offsets[i], example_offsets[i + 1])
+    hashes.npy           (N,) uint64, of its tokens
+    files.npy            (N,) int32, index in the report's `files`
+    rows.npy             (N,) int64
+    numbers.npy          (N * C,) float64, the report's `columns` of each example
+    report.json
+
+Its name is the key: a hash of everything that its tokens depend on, so that nothing stale can be found. Next to it are
+`<key>.lock`, held while it is built or removed, `<key>.builder`, who builds, and `<key>.*.tmp`, what is being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from finetune.data.samples import Example, ExampleSizes, Sequence
+from finetune.data.sources.files import cache_root
+from finetune.data.tokenizing import ExampleArrays
+from finetune.errors import RunFailure, UserError
+
+
+@dataclass
+class SourceReport:
+    """What became of one source. rows = bad + overlong dropped + the rest; counts before `weight`."""
+
+    path: str
+    name: str = ""  # in metrics
+    format: str = ""  # the one that was chosen, where the recipe says auto
+    rows: int = 0  # read, the bad ones too
+    bad: int = 0  # skipped under on_bad_row: skip
+    dropped_overlong: int = 0
+    truncated: int = 0
+    split: int = 0  # rows cut into pieces
+    no_supervised_token: int = 0  # examples (or pieces) dropped because nothing in them is trained
+    unrolled: int = 0  # conversations that became several examples, because the template rewrites history
+    duplicates: int = 0  # examples whose tokens are those of an earlier one of this source; kept
+    examples: int = 0  # what is left
+    tokens: int = 0
+    supervised_tokens: int = 0
+    bad_rows: list[str] = field(default_factory=list)  # the first ten, with place and reason
+    weight: float = 1.0
+    passes: float = 1.0  # over this source in an epoch
+    taken: int = 0  # examples of an epoch
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What became of all sources; `totals` sums them, `as_dict` is for JSON."""
+
+    sources: tuple[SourceReport, ...]
+
+    def totals(self) -> dict[str, int]:
+        """Every count, over all sources."""
+        names = [name for name, value in asdict(SourceReport("")).items() if isinstance(value, int)]
+        return {name: sum(getattr(source, name) for source in self.sources) for name in names}
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self.totals(), "sources": [asdict(source) for source in self.sources]}
+
+
+ARRAYS = {
+    "input_ids": np.dtype(np.int32),
+    "loss_mask": np.dtype(bool),
+    "sequence_offsets": np.dtype(np.int64),
+    "targets": np.dtype(np.int64),
+    "example_offsets": np.dtype(np.int64),
+    "hashes": np.dtype(np.uint64),
+    "files": np.dtype(np.int32),
+    "rows": np.dtype(np.int64),
+    "numbers": np.dtype(np.float64),
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """One source's examples, mapped into memory: nothing is read before it is used."""
+
+    input_ids: NDArray[np.int32]  # (T,)
+    loss_mask: NDArray[np.bool_]  # (T,)
+    sequence_offsets: NDArray[np.int64]  # (M + 1,)
+    targets: NDArray[np.int64]  # (M,)
+    example_offsets: NDArray[np.int64]  # (N + 1,)
+    hashes: NDArray[np.uint64]  # (N,)
+    files: NDArray[np.int32]  # (N,)
+    rows: NDArray[np.int64]  # (N,)
+    numbers: NDArray[np.float64]  # (N * C,)
+    names: tuple[str, ...]  # of files
+    columns: tuple[str, ...]  # names of the `C` numbers of each example
+    report: SourceReport
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sizes(self) -> ExampleSizes:
+        return ExampleSizes(self.example_offsets, np.diff(self.sequence_offsets), self.targets)
+
+    def example(self, i: int, source: int) -> Example:
+        """Example `i`, of the recipe's source with this index."""
+        first, end = self.example_offsets[i], self.example_offsets[i + 1]
+        places = [slice(self.sequence_offsets[j], self.sequence_offsets[j + 1]) for j in range(first, end)]
+        # Copies: torch wants memory it may write to.
+        sequences = [Sequence(np.array(self.input_ids[place]), np.array(self.loss_mask[place])) for place in places]
+        numbers = self.numbers[i * len(self.columns) : (i + 1) * len(self.columns)].tolist()
+        columns = dict(zip(self.columns, numbers, strict=True))
+        return Example(self.names[self.files[i]], int(self.rows[i]), source, tuple(sequences), columns)
+
+
+def entries_folder() -> Path:
+    return cache_root() / "data"
+
+
+def load(folder: Path) -> CacheEntry | None:
+    """A complete entry; None where there is none, or a part of it is missing, cut off or of the wrong size."""
+    try:
+        metadata = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        arrays = {name: _map(folder, name, metadata["arrays"][name]) for name in ARRAYS}
+        names, columns = tuple(metadata["files"]), tuple(metadata["columns"])
+        entry = CacheEntry(**arrays, names=names, columns=columns, report=SourceReport(**metadata["report"]))
+        sizes = (len(entry.input_ids), len(entry.targets), len(entry) * len(columns))
+        is_complete = sizes == (entry.sequence_offsets[-1], entry.example_offsets[-1], len(entry.numbers))
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+    if not is_complete:
+        return None
+    with contextlib.suppress(OSError):  # a cache on read-only storage is as good
+        os.utime(folder / "report.json")
+    return entry
+
+
+def _map(folder: Path, name: str, count: int) -> np.ndarray:
+    """Raises ValueError where the file is not of `count` items of its type, which reads nothing but its header."""
+    path, dtype = folder / f"{name}.npy", ARRAYS[name]
+    header = _header(dtype, count)
+    with path.open("rb") as file:
+        written = file.read(len(header))
+    if written != header or path.stat().st_size != len(header) + count * dtype.itemsize:
+        raise ValueError(f"{path}: not what was written")
+    return np.memmap(path, dtype, "r", len(header), (count,))
+
+
+def _header(dtype: np.dtype, count: int) -> bytes:
+    """Of a .npy file of one dimension; as long for any count, since numpy leaves room for it to grow."""
+    written = io.BytesIO()
+    described = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+    npy.write_array_header_1_0(written, described)
+    return written.getvalue()
+
+
+# --- building: one process builds, the others wait
+
+
+def find_or_build(
+    folder: Path, metadata: dict[str, Any], build: Callable[[EntryWriter], None]
+) -> tuple[CacheEntry, float | None]:
+    """Returns the entry, and the seconds that building it took; None where it was there already.
+
+    build: fills an EntryWriter. metadata: for people, see `cache list`. Any number of processes may ask at once: one
+    builds, the others wait for it. Raises UserError where the cache cannot be written, and whatever `build` raises.
+    """
+    if (entry := load(folder)) is not None:
+        return entry, None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, metadata):
+            if (entry := load(folder)) is not None:
+                return entry, None
+            begun = time.monotonic()
+            _build(folder, metadata, build)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or folder}: the data cache cannot be written: {error.strerror or error}; "
+            "set FINETUNE_CACHE to a folder with room"
+        ) from None
+    if (entry := load(folder)) is None:
+        raise RunFailure(f"{folder}: was written a moment ago and cannot be read; is the disk in order?")
+    return entry, time.monotonic() - begun
+
+
+def lock_of(folder: Path) -> filelock.BaseFileLock:
+    # The file is never removed: a third process could then lock another file of the same name.
+    return filelock.FileLock(folder.with_suffix(".lock"))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, metadata: dict[str, Any]) -> Iterator[None]:
+    """Holds the entry's lock; logs once which process it waits for. A process that dies releases its lock."""
+    lock, builder = lock_of(folder), folder.with_suffix(".builder")
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        log.warning("waiting for %s, which tokenises %s", _builder_name(builder), metadata.get("source", folder.name))
+        lock.acquire()
+    except NotImplementedError:
+        raise UserError(f"{folder.parent}: this file system has no locks; set FINETUNE_CACHE to a local disk") from None
+    try:
+        builder.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), encoding="utf-8")
+        yield
+    finally:
+        builder.unlink(missing_ok=True)
+        lock.release()
+
+
+def _builder_name(builder: Path) -> str:
+    try:
+        by = json.loads(builder.read_text(encoding="utf-8"))
+        return f"process {by['pid']} on {by['host']}"
+    except (OSError, ValueError, KeyError):
+        return "another process"
+
+
+def _build(folder: Path, metadata: dict[str, Any], build: Callable[[EntryWriter], None]) -> None:
+    """Write an entry under a temporary name, then rename it."""
+    for dead in unfinished(folder):  # we hold the lock: whoever wrote them is gone
+        shutil.rmtree(dead, ignore_errors=True)
+    temporary = temporary_folder(folder)
+    try:
+        with EntryWriter(temporary) as writer:
+            build(writer)
+            writer.finish(metadata)
+        if folder.exists():  # damaged, or deleted in part
+            discard(folder)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def temporary_folder(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Folders of builds and removals of an entry that have not ended."""
+    return sorted(folder.parent.glob(f"{folder.name}.*.tmp"))
+
+
+def discard(folder: Path) -> None:
+    """Renamed first, so that no process finds half of it; one that has mapped it keeps what it mapped."""
+    aside = temporary_folder(folder)
+    folder.rename(aside)
+    shutil.rmtree(aside)
+
+
+class EntryWriter:
+    """An entry's files as they grow: nothing of it is kept in memory."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir()
+        self.folder = folder
+        self.report = SourceReport("")
+        self.columns: tuple[str, ...] = ()
+        self._file_indices: dict[str, int] = {}  # by name
+        self._num_tokens = self._num_sequences = 0
+        self._begun = time.monotonic()
+        self._files = {name: _ArrayFile(folder / f"{name}.npy", dtype) for name, dtype in ARRAYS.items()}
+        for name in ("sequence_offsets", "example_offsets"):
+            self._files[name].append(np.zeros(1, np.int64))
+
+    def __enter__(self) -> EntryWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # the write before has raised it
+                file.close()
+
+    def append(self, chunk: ExampleArrays) -> None:
+        """The examples of a chunk after those before it. Raises OSError."""
+        indices = np.array([self._file_indices.setdefault(n, len(self._file_indices)) for n in chunk.labels], np.int32)
+        arrays = {name: getattr(chunk, name) for name in ARRAYS if hasattr(chunk, name)}
+        arrays["files"] = indices[chunk.files] if len(chunk.files) else chunk.files
+        arrays["sequence_offsets"] = self._num_tokens + np.cumsum(chunk.lengths)
+        arrays["example_offsets"] = self._num_sequences + np.cumsum(chunk.sizes)
+        for name, array in arrays.items():
+            self._files[name].append(array)
+        self._num_tokens += len(chunk.input_ids)
+        self._num_sequences += len(chunk.lengths)
+
+    def finish(self, metadata: dict[str, Any]) -> None:
+        """Count what can only be counted at the end, and close every file, flushed to the disk."""
+        counts = {name: file.finish() for name, file in self._files.items()}
+        hashes = np.load(self.folder / "hashes.npy", mmap_mode="r", allow_pickle=False)
+        self.report.duplicates = len(hashes) - len(np.unique(hashes))
+        everything = {
+            "of": metadata,
+            "made": {
+                "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "host": socket.gethostname(),
+                "seconds": round(time.monotonic() - self._begun, 1),
+            },
+            "arrays": counts,
+            "files": list(self._file_indices),
+            "columns": list(self.columns),
+            "report": asdict(self.report),
+        }
+        with (self.folder / "report.json").open("w", encoding="utf-8") as file:
+            json.dump(everything, file, indent=1, ensure_ascii=False)
+            _flush(file)
+
+
+class _ArrayFile:
+    """A .npy file of one dimension whose length is known at the end, when its header is written again."""
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self._file, self._dtype, self._count = path.open("wb"), dtype, 0
+        self._file.write(_header(dtype, 0))
+
+    def append(self, array: np.ndarray) -> None:
+        self._file.write(np.ascontiguousarray(array, self._dtype).data)
+        self._count += len(array)
+
+    def finish(self) -> int:
+        """Returns the number of items. The file is complete then, and on the disk."""
+        self._file.seek(0)
+        self._file.write(_header(self._dtype, self._count))
+        _flush(self._file)
+        self.close()
+        return self._count
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _flush(file: Any) -> None:
+    """A rename may reach the disk before what was written, unless that was flushed."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+# --- listing and removal
+
+
+_UNIT_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+@dataclass(frozen=True)
+class CachedEntry:
+    """One entry, or an unfinished one. What its report says is None where that cannot be read."""
+
+    key: str
+    path: str
+    bytes: int
+    used: float  # seconds since the epoch
+    is_whole: bool  # false: being built, or left by a build that was killed
+    of: dict[str, Any] | None = None  # source, format, tokenizer, template, max_length, ...
+    made: dict[str, Any] | None = None  # at (UTC), host, seconds
+    examples: int | None = None
+    tokens: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def list_entries() -> list[CachedEntry]:
+    """The last used first."""
+    root = entries_folder()
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    entries = [entry for folder in folders for entry in _describe(folder)]
+    return sorted(entries, key=lambda entry: (-entry.used, entry.path))
+
+
+def _describe(folder: Path) -> Iterator[CachedEntry]:
+    """Nothing where the folder was removed or renamed meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        report = folder / "report.json"
+        used = (report if report.exists() else folder).stat().st_mtime
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        key, _, rest = folder.name.partition(".")
+        yield CachedEntry(key, str(folder), size, used, not rest and report.exists(), **_read_report(report))
+
+
+def _read_report(report: Path) -> dict[str, Any]:
+    try:
+        written = json.loads(report.read_text(encoding="utf-8"))
+        counts = {name: written["report"][name] for name in ("examples", "tokens")}
+        return {"of": written["of"], "made": written["made"], **counts}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def age_in_seconds(text: str) -> int:
+    """
+    >>> age_in_seconds("30d")
+    2592000
+
+    Raises UserError for text that is not a number and a unit.
+    """
+    match = re.fullmatch(r"(\d+)([mhdw])", text.strip())
+    if match is None:
+        raise UserError(f"--older-than {text}: expected a number and a unit (m, h, d, w), such as 12h or 30d")
+    return int(match[1]) * _UNIT_S[match[2]]
+
+
+def not_used_for(entries: list[CachedEntry], seconds: float) -> list[CachedEntry]:
+    now = time.time()
+    return [entry for entry in entries if now - entry.used >= seconds]
+
+
+def remove(entries: list[CachedEntry]) -> list[CachedEntry]:
+    """Returns the entries that were not removed because some process is building them. Raises UserError."""
+    return [entry for entry in entries if not _remove(entry)]
+
+
+def _remove(entry: CachedEntry) -> bool:
+    folder = Path(entry.path).with_name(entry.key)
+    try:
+        with lock_of(folder).acquire(blocking=False):
+            for leftover in unfinished(folder):
+                shutil.rmtree(leftover)
+            if entry.path == str(folder) and folder.is_dir():
+                discard(folder)
+    except filelock.Timeout:
+        return False
+    except OSError as error:
+        raise UserError(f"{error.filename or folder}: cannot be removed: {error.strerror or error}") from None
+    return True

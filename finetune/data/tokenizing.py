@@ -1,0 +1,361 @@
+"""Rows to tokens: a chunk of rows at a time, over all cores, and back in order.
+
+A chunk's result depends on nothing but the chunk, so an entry of the cache is the same with any number of processes.
+Processes come from a fork server: a fresh process that has imported what a worker needs and has no threads, so that
+its forks start at once, share those pages, and cannot inherit a lock that some thread of ours (torch, rich) holds. A
+spawned process would import everything again, on every core.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finetune.data.chat.encoding import remember_words
+from finetune.data.chat.renderer import Rendered, Renderer
+from finetune.data.formats import parse_row
+from finetune.data.samples import BadRow, Sequence
+from finetune.errors import RunFailure, UserError
+
+Item = tuple[str, int, "Mapping[str, Any] | str"]  # file or dataset, row number, the row or why it cannot be read
+RowId = tuple[str, int]  # file or dataset, row number
+
+CHUNKS_PER_WORKER = 2  # that a worker has or will have next; more would only be memory
+MOST_WAITING = 16  # times as many results may wait for one before them
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """How the rows of one source become examples."""
+
+    renderer: Renderer
+    format: str
+    columns: Mapping[str, str] | None  # field of the format: column of the rows
+    max_length: int  # tokens of an example, all its sequences together
+    overlong: str  # drop | truncate | split | error
+    skips_bad: bool  # on_bad_row: skip
+    numeric_columns: tuple[str, ...] = ()  # of the rows, kept with the tokens
+
+
+@dataclass(frozen=True)
+class TokenizedExample:
+    """One example, before it lies in the cache."""
+
+    row_id: RowId
+    sequences: tuple[Sequence, ...]
+    numbers: tuple[float, ...] = ()  # in the order of `RowSettings.numeric_columns`
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sequence.input_ids) for sequence in self.sequences)
+
+    @property
+    def where(self) -> str:
+        return f"{self.row_id[0]}:{self.row_id[1]}"
+
+
+@dataclass(frozen=True)
+class ExampleArrays:
+    """`N` examples of `M` sequences of `T` tokens end to end, ready for the disk."""
+
+    labels: list[str]  # files or datasets
+    input_ids: NDArray[np.int32]  # (T,)
+    loss_mask: NDArray[np.bool_]  # (T,)
+    lengths: NDArray[np.int64]  # (M,) tokens of each sequence
+    targets: NDArray[np.int64]  # (M,) trained tokens of each sequence
+    sizes: NDArray[np.int64]  # (N,) sequences of each example
+    hashes: NDArray[np.uint64]  # (N,)
+    files: NDArray[np.int32]  # (N,) index in `labels`
+    rows: NDArray[np.int64]  # (N,)
+    numbers: NDArray[np.float64]  # (N * columns,) example after example
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """A chunk as it travels from one process to another: arrays instead of an object for every example."""
+
+    counts: Counter[str]  # by the names of SourceReport
+    bad_rows: list[str]  # with place and reason
+    arrays: ExampleArrays
+    untrained: TokenizedExample | None  # the first one without a trained token
+    failed: str | None  # the first error in the order of the rows that ends the build; then nothing else counts
+
+
+@dataclass
+class _Tally:
+    """What became of the rows of a chunk so far."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    bad_rows: list[str] = field(default_factory=list)
+    examples: list[TokenizedExample] = field(default_factory=list)
+    untrained: TokenizedExample | None = None
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class _DrawnRow:
+    """A row as strings: for every example of it the texts of its sequences."""
+
+    row_id: RowId
+    groups: list[tuple[Rendered, ...]]
+    numbers: tuple[float, ...]
+
+
+def tokenize_chunk(settings: RowSettings, items: Iterable[Item]) -> ChunkResult:
+    """Parse, render, tokenize and cut rows, in their order. Raises nothing for bad rows: see `ChunkResult.failed`."""
+    tally = _Tally()
+    rows = _draw_rows(settings, items, tally)
+    try:
+        tokens = iter(settings.renderer.tokenise([text for row in rows for group in row.groups for text in group]))
+        for row in rows:
+            groups = [tuple(Sequence(*next(tokens)) for _ in group) for group in row.groups]
+            _keep_row(settings, row, groups, tally)
+    except UserError as error:  # a row before the one that could not be drawn
+        tally.failed = str(error)
+    return ChunkResult(tally.counts, tally.bad_rows, _arrays_of(tally.examples), tally.untrained, tally.failed)
+
+
+def draw(settings: RowSettings, row: Mapping[str, Any] | str) -> list[tuple[Rendered, ...]]:
+    """The texts of a row's examples. Raises BadRow, and UserError for what no row could mend."""
+    if isinstance(row, str):
+        raise BadRow(row)
+    return settings.renderer.draw(parse_row(row, settings.format, settings.columns))
+
+
+def bad_row_message(row_id: RowId, error: BadRow) -> str:
+    """The error that a bad row ends the build with."""
+    return f"{row_id[0]}:{row_id[1]}: {error}\n(`data.on_bad_row: skip` leaves such rows out and counts them)"
+
+
+def row_numbers(settings: RowSettings, row: Mapping[str, Any] | str) -> tuple[float, ...]:
+    """The values of the columns that are kept as numbers. Raises BadRow where one is missing or not a number."""
+    if isinstance(row, str):
+        raise BadRow(row)
+    for name in settings.numeric_columns:
+        value = row.get(name)
+        if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
+            seen = "is missing" if value is None else f"is {str(value)[:40]!r}"
+            raise BadRow(f"column `{name}` {seen}; the objective needs a number there")
+    return tuple(float(row[name]) for name in settings.numeric_columns)
+
+
+def _draw_rows(settings: RowSettings, items: Iterable[Item], tally: _Tally) -> list[_DrawnRow]:
+    """Rows as strings, up to the first that ends the build."""
+    drawn: list[_DrawnRow] = []
+    for label, number, row in items:
+        try:
+            drawn.append(_DrawnRow((label, number), draw(settings, row), row_numbers(settings, row)))
+            tally.counts["rows"] += 1
+        except BadRow as error:
+            if not settings.skips_bad:
+                tally.failed = bad_row_message((label, number), error)
+                break
+            tally.counts.update(rows=1, bad=1)
+            tally.bad_rows.append(f"{label}:{number}: {error}")
+        except UserError as error:
+            tally.failed = f"{label}:{number}: {error}"
+            break
+    return drawn
+
+
+def _keep_row(settings: RowSettings, row: _DrawnRow, groups: list[tuple[Sequence, ...]], tally: _Tally) -> None:
+    """The examples of one row that are short enough and trained: each with all its sequences, or not at all."""
+    if len(groups) > 1:
+        tally.counts["unrolled"] += 1
+    for sequences in groups:
+        for example in _fit(settings, TokenizedExample(row.row_id, sequences, row.numbers), tally.counts):
+            # count_nonzero takes a quarter of what `any` takes for so few
+            if all(np.count_nonzero(sequence.loss_mask) for sequence in example.sequences):
+                tally.examples.append(example)
+            else:
+                tally.counts["no_supervised_token"] += 1
+                tally.untrained = tally.untrained or example
+
+
+def _fit(settings: RowSettings, example: TokenizedExample, counts: Counter[str]) -> Iterator[TokenizedExample]:
+    """The examples of at most max_length tokens that `overlong` makes of one."""
+    most, length = settings.max_length, example.num_tokens
+    if length <= most:
+        yield example  # rendering has left the first tokens untrained
+    elif settings.overlong == "drop":
+        counts["dropped_overlong"] += 1
+    elif settings.overlong == "truncate":
+        counts["truncated"] += 1
+        limit = _common_limit([len(sequence.input_ids) for sequence in example.sequences], most)
+        yield _with_sequences(example, [_cut(sequence, 0, limit) for sequence in example.sequences])
+    elif settings.overlong == "split" and len(example.sequences) > 1:
+        raise UserError(f"{example.where}: the answers of a preference cannot be split; set data.overlong to drop")
+    elif settings.overlong == "split":
+        counts["split"] += 1
+        for begin in range(0, length, most):
+            yield _with_sequences(example, [_cut(one, begin, begin + most) for one in example.sequences])
+    else:
+        raise UserError(
+            f"{example.where}: {length} tokens{' in both answers' * (len(example.sequences) > 1)}, but "
+            f"data.max_length is {most}; raise it, or set data.overlong to drop, truncate or split"
+        )
+
+
+def _common_limit(lengths: list[int], most: int) -> int:
+    """Tokens that each sequence may keep so that all together have at most `most`: the longest is cut first.
+
+    >>> _common_limit([10, 2], 8), _common_limit([10, 9], 8)
+    (6, 4)
+    """
+    for i, length in enumerate(sorted(lengths)):
+        limit = most // (len(lengths) - i)
+        if length > limit:
+            return limit
+        most -= length
+    return max(lengths)
+
+
+def _with_sequences(example: TokenizedExample, sequences: list[Sequence]) -> TokenizedExample:
+    return TokenizedExample(example.row_id, tuple(sequences), example.numbers)
+
+
+def _cut(sequence: Sequence, begin: int, end: int) -> Sequence:
+    loss_mask = sequence.loss_mask[begin:end].copy()
+    loss_mask[:1] = False  # nothing predicts the first token of a piece either
+    return Sequence(sequence.input_ids[begin:end], loss_mask)
+
+
+def _arrays_of(examples: list[TokenizedExample]) -> ExampleArrays:
+    labels = list(dict.fromkeys(example.row_id[0] for example in examples))
+    sequences = [sequence for example in examples for sequence in example.sequences]
+    return ExampleArrays(
+        labels=labels,
+        input_ids=np.concatenate([np.empty(0, np.int32), *(sequence.input_ids for sequence in sequences)]),
+        loss_mask=np.concatenate([np.empty(0, bool), *(sequence.loss_mask for sequence in sequences)]),
+        lengths=np.array([len(sequence.input_ids) for sequence in sequences], np.int64),
+        targets=np.array([sequence.num_targets for sequence in sequences], np.int64),
+        sizes=np.array([len(example.sequences) for example in examples], np.int64),
+        hashes=np.array([_hash(example) for example in examples], np.uint64),
+        files=np.array([labels.index(example.row_id[0]) for example in examples], np.int32),
+        rows=np.array([example.row_id[1] for example in examples], np.int64),
+        numbers=np.array([number for example in examples for number in example.numbers], np.float64),
+    )
+
+
+def _hash(example: TokenizedExample) -> int:
+    """64 bits of the tokens: enough that among ten million examples no two differ by a name alone (1 in 10^5)."""
+    tokens = np.int32(-1).tobytes().join(sequence.input_ids.tobytes() for sequence in example.sequences)
+    return int.from_bytes(hashlib.blake2b(tokens, digest_size=8).digest(), "little")
+
+
+# --- over all cores
+
+
+def num_cores() -> int:
+    """Cores that this process may use, which a launcher or `taskset` may have limited."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def tokenize_chunks(
+    settings: RowSettings, chunks: Iterable[list[Item]], workers: int
+) -> Generator[ChunkResult, None, None]:
+    """Results in the order of `chunks`, made by `workers` processes; 1: by this one.
+
+    A UserError of `chunks` is raised after the results of what came before it. Raises RunFailure for a worker that
+    was killed. Close it (`contextlib.closing`) where it is left early: that ends the processes.
+    """
+    here = partial(tokenize_chunk, settings)
+    if workers == 1:
+        yield from map(here, chunks)
+        return
+    pool = _start_pool(settings, workers)
+    gc.freeze()  # as in the workers, see `_begin`
+    try:
+        yield from _in_order(partial(pool.submit, _tokenize_in_worker), here, chunks, workers * CHUNKS_PER_WORKER)
+    except BrokenProcessPool:
+        raise RunFailure(
+            f"one of the {workers} processes that tokenise has died; most often the system ended it for want of memory "
+            "(`dmesg` says so). Fewer processes need less: `taskset -c 0-3 python -m finetune prepare ...` starts four"
+        ) from None
+    finally:
+        gc.unfreeze()
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_order(
+    submit: Callable[[list[Item]], Future[ChunkResult]],
+    here: Callable[[list[Item]], ChunkResult],
+    chunks: Iterable[list[Item]],
+    most: int,
+) -> Iterator[ChunkResult]:
+    """`most` chunks are with the processes. Where this one would wait for them, it works, too: they take seconds to
+    start."""
+    waiting: deque[Future[ChunkResult]] = deque()
+    unread, failure = iter(chunks), None
+    while True:
+        try:
+            chunk = next(unread, None)
+        except UserError as error:  # an error in the rows before it comes first
+            chunk, failure = None, error
+        if chunk is None:
+            break
+        if sum(not future.done() for future in waiting) >= most:
+            finished: Future[ChunkResult] = Future()
+            finished.set_result(here(chunk))
+            waiting.append(finished)
+        else:
+            waiting.append(submit(chunk))
+        while waiting and (waiting[0].done() or len(waiting) > MOST_WAITING * most):
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+    if failure:
+        raise failure
+
+
+def _start_pool(settings: RowSettings, workers: int) -> ProcessPoolExecutor:
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([__name__])
+    # Pickled once, not once a worker: a large vocabulary takes half a second. It never lies on a disk.
+    return ProcessPoolExecutor(workers, context, _begin, (pickle.dumps(settings),))
+
+
+# --- in a worker
+
+_settings: RowSettings | None = None
+
+
+def _begin(pickled: bytes) -> None:
+    global _settings
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us as well; our parent ends us
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every core has a process already
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _settings = settings = pickle.loads(pickled)  # noqa: S301 - from our parent, through a pipe
+    remember_words(settings.renderer.tokenizer)
+    gc.freeze()  # or each collection walks through all that the libraries made: a tenth of the time
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot end us, and the pipes that we share among us never close."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _tokenize_in_worker(items: list[Item]) -> ChunkResult:
+    assert _settings is not None  # _begin was called
+    return tokenize_chunk(_settings, items)

@@ -1,0 +1,59 @@
+"""The tokens that end a generation: in evaluation, in the result's generation config, and so in `generate`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from finetune.data import Example
+from finetune.data.chat.template import resolve_template
+from finetune.data.chat.template_check import turn_end_ids
+from finetune.data.dataset import Dataset, Stream
+from finetune.data.token_text import special_ids
+from finetune.recipe import Recipe
+from finetune.recipe.schema import Model
+
+_EXAMPLES_READ = 1000  # of each source of ids
+_ACCIDENTS = 0.1  # share of rows: one that was cut off ends with any token
+
+
+def end_ids(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, datasets: Sequence[Dataset | Stream | None]
+) -> set[int]:
+    """Ids that end a generation: the same on every rank, whatever row comes first.
+
+    The tokenizer's end token, those that the base's own generation config names, the end of a turn where rows go
+    through the chat template, and what rows of ids end with.
+    """
+    assert isinstance(tokenizer.eos_token_id, int)  # load_tokenizer sees to it
+    ends = {tokenizer.eos_token_id, *_ends_of_base(recipe.model, tokenizer)}
+    formats = {format for data in datasets if data for format in data.formats}
+    template = resolve_template(recipe.model.chat_template, tokenizer, recipe.model.chat_template_arguments)
+    if template is not None and formats - {"text", "tokens"}:
+        ends |= turn_end_ids(tokenizer, template)
+    for data in datasets:
+        for source, format in enumerate(data.formats if data else ()):
+            if data and format == "tokens":
+                ends |= _ends_of_rows(data.first_examples(source, _EXAMPLES_READ), tokenizer)
+    return ends
+
+
+def _ends_of_base(model: Model, tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """Those of a published model (Llama 3.1 has three); none where its ids may be another tokenizer's."""
+    if model.name is None or model.config is not None or model.tokenizer is not None:
+        return set()
+    try:
+        ids = GenerationConfig.from_pretrained(model.name, revision=model.revision or "main").eos_token_id
+    except OSError:  # it has no such file
+        return set()
+    named = set(ids) if isinstance(ids, list) else {ids}
+    return {i for i in named if i in special_ids(tokenizer)}
+
+
+def _ends_of_rows(examples: Iterable[Example], tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """Added tokens that are the last trained one of more rows than by accident."""
+    last = Counter(int(one.input_ids[one.loss_mask][-1]) for example in examples for one in example.sequences[:1])
+    enough, added = _ACCIDENTS * sum(last.values()), special_ids(tokenizer)
+    return {i for i, count in last.items() if i in added and count >= enough}
