@@ -89,6 +89,7 @@ class CausalLMWithLoss(nn.Module):
         causal = unwrap_peft(model)
         head, vocabulary = loss_head(causal), causal.config.get_text_config().vocab_size
         self._takes, self._base_takes = _accepted_names(causal), _accepted_names(causal.base_model)
+        self._keeps_positions = "logits_to_keep" in inspect.signature(causal.forward).parameters
         balances = getattr(causal.config.get_text_config(), "output_router_logits", False)
         self._no_balance_loss = {"output_router_logits": False} if balances else {}  # of transformers' own; see _logits
         try:
@@ -133,7 +134,7 @@ class CausalLMWithLoss(nn.Module):
     def _logits(self, positions: Tensor, inputs: dict[str, Any]) -> Tensor:  # (S, V)
         # A model's config can ask for a balance loss in each forward. Nothing reads it; an objective adds its own.
         accepted = _accepted({**inputs, **self._no_balance_loss}, self._takes)
-        if self._takes is None or "logits_to_keep" in self._takes:
+        if self._keeps_positions:
             return self.causal_lm(**accepted, logits_to_keep=positions).logits[0]
         return self.causal_lm(**accepted).logits[0, positions]
 

@@ -103,7 +103,14 @@ def test_a_verdict_is_kept_and_a_trial_leaves_no_trace(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    [("llama", "packed"), ("gpt_oss", "single"), ("mamba", "single"), ("bert", "refused"), ("musicgen", "unbuilt")],
+    [
+        ("llama", "packed"),
+        ("gpt_oss", "single"),
+        ("mamba", "single"),
+        ("trocr", "single"),
+        ("bert", "refused"),
+        ("musicgen", "unbuilt"),
+    ],
 )
 def test_the_sweep_tells_every_kind_of_verdict(name: str, found: str) -> None:
     assert sweep.examine(name).verdict == found
