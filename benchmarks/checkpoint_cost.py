@@ -108,8 +108,6 @@ def has_gpu() -> bool:
 
 def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle]:
     """finetune's own loop and saver, without what else a run does between two steps."""
-    from finetune.training.loop import training_steps
-    from finetune.training.setup import set_up
     from rich.console import Console
 
     from finetune.checkpoints.saver import Saver
@@ -120,17 +118,20 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
     from finetune.models.config import model_config
     from finetune.models.tokenizer import load_tokenizer
     from finetune.training.feed import fed_steps
+    from finetune.training.run import build_trainer
+    from finetune.training.signals import StopRequest
 
     launch = read_launch()
     micro_batches = check_launch(recipe, "recipe.yaml", launch)
     tokenizer, config = load_tokenizer(recipe.model), model_config(recipe.model)
     data = build_dataset(recipe, recipe.data.train, tokenizer)
     engine = start_engine(recipe, launch)
-    run = set_up(recipe, engine, tokenizer, config, data, None, micro_batches, Console(quiet=True))
-    saver = Saver(engine, recipe, folder / "saves", {})
-    with fed_steps(run.loader, range(run.plan.steps), engine.device) as feed:
-        steps = training_steps(engine, feed, run.attention, run.head, recipe, run.plan, run.state)
-        cycles = measure(steps, lambda _: saver.save(asdict(run.state), {}), saver.settle, window, saves)
+    quiet = Console(quiet=True)
+    trainer = build_trainer(recipe, engine, tokenizer, config, (data, None), micro_batches, StopRequest(), quiet)
+    trainer.saver = saver = Saver(engine, recipe, folder / "saves", {})
+    with fed_steps(trainer.loader, range(trainer.plan.steps), engine.device) as feed:
+        steps = (trainer.train_step(step) for step in trainer.steps(feed))
+        cycles = measure(steps, lambda _: saver.save(asdict(trainer.state), {}), saver.settle, window, saves)
     saver.close()
     engine.close()
     return cycles

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from finetune.models.head.formula import LogitMap
 from torch.nn.functional import cross_entropy, linear
 
-from finetune.models.head import Formula
-from finetune.models.head.chunked import Work, linear_losses, rows_at_once
+from finetune.models.head import TokenLoss
+from finetune.models.head.chunked import HeadTask, matrix_losses, rows_at_once
+from finetune.models.head.token_loss import LogitMap
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -47,8 +47,8 @@ def measure(way: str, rows: int, tokens: int, vocabulary: int) -> dict[str, floa
         if way == "plain":
             return cross_entropy(linear(hidden, weight), targets, reduction="none").sum()
         if way == "chunked":
-            work = Work(targets, Formula(), LogitMap(), rows or rows_at_once(len(weight), "cpu"))
-            return linear_losses(hidden, weight, None, work).total
+            task = HeadTask(targets, TokenLoss(), LogitMap(), rows or rows_at_once(len(weight), "cpu"))
+            return matrix_losses(hidden, weight, None, task).total
         fused: Any = torch.nn.functional.linear_cross_entropy
         options = torch.nn.LinearCrossEntropyOptions(**({"batch_chunk_size": rows} if rows else {}))
         return fused(hidden, weight, targets, reduction=way.rpartition(" ")[2], options=options).sum()

@@ -140,14 +140,14 @@ class Trainer:
             fed_steps(self.loader, range(self.state.step, self.plan.steps), self.engine.device) as feed,
             TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress,
         ):
-            for step_batches in self._steps(feed):
+            for step_batches in self.steps(feed):
                 line, flags = self.train_step(step_batches)
                 self._record(line, step_batches)
                 progress.update(line["step"], line["loss"], line["tokens_per_s"], line.get("mfu"))
                 self._profile(line)
                 self._between_steps(flags)
 
-    def _steps(self, feed: Feed[StepBatches]) -> Iterator[StepBatches]:
+    def steps(self, feed: Feed[StepBatches]) -> Iterator[StepBatches]:
         """Yields the batches of each step that is left; the wait for them is metered."""
         if self.state.step < self.plan.steps:
             self._warm_up(feed.peek().batches[0])

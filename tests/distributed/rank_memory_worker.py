@@ -35,8 +35,7 @@ def run_case(recipe_file: str, out: Path, name: str, overrides: list[str], fits:
     from finetune.models.config import model_config
     from finetune.models.tokenizer import load_tokenizer
     from finetune.recipe import load_recipe
-    from finetune.training import setup
-    from finetune.training.run import Run
+    from finetune.training import run
     from finetune.training.run_dir import make_run_folder
     from finetune.training.signals import StopRequest
 
@@ -50,11 +49,14 @@ def run_case(recipe_file: str, out: Path, name: str, overrides: list[str], fits:
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
     if fits is not None:
-        setup.memory_of = lambda _engine: SmallDevice(fits, recipe.data.max_length)
-    ready = setup.set_up(recipe, engine, tokenizer, config, training, None, micro_batches, Console(quiet=True))
+        run.memory_of = lambda _engine: SmallDevice(fits, recipe.data.max_length)
+    quiet = Console(quiet=True)
+    trainer = run.build_trainer(
+        recipe, engine, tokenizer, config, (training, None), micro_batches, StopRequest(), quiet
+    )
     waits = group_timeouts()
-    Run(ready, StopRequest()).execute()
-    plan, zero = ready.plan, getattr(engine, "zero", None)
+    trainer.run()
+    plan, zero = trainer.plan, getattr(engine, "zero", None)
     found = {
         "rows": plan.rows_per_device,
         "micro_batches": plan.micro_batches,

@@ -106,17 +106,18 @@ class BrokenGradient:
 
     def _before_forward(self, module: Any, _inputs: Any) -> None:
         from torch.nn.parallel import DistributedDataParallel
-        from transformers import PreTrainedModel
+
+        from finetune.models.loss_model import CausalLMWithLoss
 
         if isinstance(module, DistributedDataParallel) and self.model is None and self.accumulates:
             self.forwards = -2  # warm-ups come before the first step
-        if not isinstance(module, PreTrainedModel) or module.get_output_embeddings() is None or not module.training:
+        if not isinstance(module, CausalLMWithLoss) or not module.training:
             return
         if self.model is None:
-            self.model = module
-            module.get_output_embeddings().register_full_backward_pre_hook(self._on_the_way_back)
+            self.model = module.causal_lm
+            self.model.get_output_embeddings().register_full_backward_pre_hook(self._on_the_way_back)
         if self.forwards in (self.previous, self.first, self.healed):
-            self.snapshots[self.forwards] = stored(module)
+            self.snapshots[self.forwards] = stored(self.model)
         self.forwards += 1
 
     def _on_the_way_back(self, _module: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:

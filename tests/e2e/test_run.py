@@ -18,10 +18,10 @@ import tiny
 import torch
 import yaml
 from conftest import launch
-from finetune.export.generate import load_result
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from finetune.export.commands import load_result
 from finetune.planning.plan import Plan
 from finetune.recipe import load_recipe
 

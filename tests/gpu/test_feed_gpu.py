@@ -12,10 +12,11 @@ from finetune.data.dataset import build_training
 from finetune.data.loader import Loader
 from finetune.models.attention import attention_for
 from finetune.models.config import model_config
-from finetune.models.head import Formula, attach_head
+from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, load_model
-from finetune.objectives.sft import supervised_losses
+from finetune.objectives import make_objective
+from finetune.objectives.forward import ForwardPass
 from finetune.recipe import load_recipe
 from finetune.training.feed import fed_steps
 
@@ -53,7 +54,8 @@ def test_a_micro_batch_waits_for_nothing(loaded: Any, tmp_path: Path) -> None:
     config = model_config(loaded.model)
     attention = attention_for(loaded, config, "cuda")
     model = load_model(loaded, config, attention, Placement("load", DEVICE)).to(DEVICE)
-    head = attach_head(model, "auto", Formula(), "cuda")
+    loss_model = CausalLMWithLoss(model, device_type="cuda")
+    forward = ForwardPass(attention, make_objective(loaded.objective))
     with fed_steps(loader(loaded), range(3), DEVICE) as feed:
         for number, made in enumerate(feed):
             assert all(tensor.is_cuda for batch in made.batches for tensor in batch.tensors())
@@ -61,8 +63,6 @@ def test_a_micro_batch_waits_for_nothing(loaded: Any, tmp_path: Path) -> None:
                 torch.cuda.set_sync_debug_mode("error")
             try:
                 for batch in made.batches:
-                    arguments = attention.forward_arguments(batch.sequence_lengths)
-                    loss = supervised_losses(model, batch, arguments, DEVICE, head).total / made.counts["target_tokens"]
-                    loss.backward()
+                    (forward(loss_model, batch).total / made.counts["target_tokens"]).backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")

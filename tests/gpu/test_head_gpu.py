@@ -6,37 +6,36 @@ import importlib.util
 
 import pytest
 import torch
-from finetune.models.head.formula import LogitMap, token_losses
-from finetune.models.head.fused import liger_losses, torch_losses
 
-from finetune.models.head import Formula
-from finetune.models.head.chunked import Work, linear_losses
+from finetune.models.head import TokenLoss
+from finetune.models.head.chunked import HeadTask, liger_losses, matrix_losses, torch_losses
+from finetune.models.head.token_loss import LogitMap, token_losses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")
 needs_torch_s = pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch < 2.13")
-CHUNKED = (linear_losses, Formula(0.01, 0.1), LogitMap(scale=2.0, cap=5.0))
+CHUNKED = (matrix_losses, TokenLoss(0.01, 0.1), LogitMap(scale=2.0, cap=5.0))
 WAYS = [
     pytest.param(*CHUNKED, torch.float32, id="chunked fp32"),
     pytest.param(*CHUNKED, torch.bfloat16, id="chunked bf16"),
-    pytest.param(torch_losses, Formula(), LogitMap(), torch.float32, id="torch fp32", marks=needs_torch_s),
-    pytest.param(liger_losses, Formula(0.01, 0.1), LogitMap(2.0, 5.0), torch.float32, id="liger", marks=needs_liger),
-    pytest.param(liger_losses, Formula(), LogitMap(), torch.bfloat16, id="liger bf16", marks=needs_liger),
+    pytest.param(torch_losses, TokenLoss(), LogitMap(), torch.float32, id="torch fp32", marks=needs_torch_s),
+    pytest.param(liger_losses, TokenLoss(0.01, 0.1), LogitMap(2.0, 5.0), torch.float32, id="liger", marks=needs_liger),
+    pytest.param(liger_losses, TokenLoss(), LogitMap(), torch.bfloat16, id="liger bf16", marks=needs_liger),
 ]
 
 
-@pytest.mark.parametrize(("way", "formula", "logit_map", "compute"), WAYS)
-def test_equal_to_the_formula(way, formula, logit_map, compute) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("way", "token_loss", "logit_map", "compute"), WAYS)
+def test_equal_to_the_formula(way, token_loss, logit_map, compute) -> None:  # type: ignore[no-untyped-def]
     """fp32 to rounding; bf16 no further from fp64 than the plain way in bf16."""
     torch.manual_seed(0)
     hidden = torch.randn(1_000, 256, device="cuda")
     weight = torch.randn(5_000, 256, device="cuda") * 0.1
     targets = torch.randint(0, 5_000, (1_000,), device="cuda")
-    work = Work(targets, formula, logit_map, rows=96)
+    task = HeadTask(targets, token_loss, logit_map, rows=96)
 
     def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         logits = torch.nn.functional.linear(x, w)
-        return token_losses(logit_map(logits if logits.dtype == torch.float64 else logits.float()), targets, formula)
+        return token_losses(logit_map(logits if logits.dtype == torch.float64 else logits.float()), targets, token_loss)
 
     def result(losses, dtype):  # type: ignore[no-untyped-def]
         x, w = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weight))
@@ -46,7 +45,7 @@ def test_equal_to_the_formula(way, formula, logit_map, compute) -> None:  # type
         return each.double(), x.grad.double(), w.grad.double()
 
     def ours(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        losses = way(x, w, None, work)
+        losses = way(x, w, None, task)
         return losses.each, losses.total
 
     def theirs(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,8 +62,8 @@ def test_memory_does_not_grow_with_the_tokens() -> None:
     """16,000 tokens, 32,000 words: all logits would be 2 GB."""
     hidden = torch.randn(16_000, 256, device="cuda", requires_grad=True)
     weight = torch.randn(32_000, 256, device="cuda", requires_grad=True)
-    work = Work(torch.randint(0, 32_000, (16_000,), device="cuda"), Formula(), LogitMap(), rows=512)
+    task = HeadTask(torch.randint(0, 32_000, (16_000,), device="cuda"), TokenLoss(), LogitMap(), rows=512)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    linear_losses(hidden, weight, None, work).total.backward()
+    matrix_losses(hidden, weight, None, task).total.backward()
     assert torch.cuda.max_memory_allocated() - before < 400 * 2**20
