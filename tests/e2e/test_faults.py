@@ -168,7 +168,7 @@ def test_a_best_that_no_evaluation_measures_is_an_error(saving: dict[str, Any], 
     with pytest.raises(UserError, match=r"no evaluation measures 'eval_losss': .* did you mean 'eval_loss'\?"):
         load_recipe(write_recipe(saving))
     saving["checkpoint"] = {"best": "eval_loss/chat"}  # there is one source only
-    with pytest.raises(UserError, match="checkpoint.best: this run's evaluations do not measure 'eval_loss/chat'"):
+    with pytest.raises(UserError, match=r"checkpoint\.best: this run's evaluations do not measure 'eval_loss/chat'"):
         train_here(write_recipe(saving))
 
 
