@@ -192,10 +192,11 @@ class Objective(Section):
 
     # sft: every target token alike; focal: tokens that the model predicts well already count less
     name: Literal["sft", "focal"] = "sft"
-    gamma: NonNegative = 2.0  # focal: how much less, (1 - probability)^gamma (https://arxiv.org/abs/1708.02002)
+    # focal: a factor of (1 - probability)^gamma (Lin et al. 2017, https://arxiv.org/abs/1708.02002); null: 2
+    gamma: NonNegative | None = None
     # Supervised tokens. assistant: every assistant turn with its end-of-turn; last_assistant: the last one; all: all
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    # Added to each token's loss: z_loss * log(sum(exp(logits)))^2 (Chowdhery et al. 2022,
+    # sft: added to each token's loss, z_loss * log(sum(exp(logits)))^2 (Chowdhery et al. 2022,
     # https://arxiv.org/abs/2204.02311, section 5).
     z_loss: NonNegative = 0.0
     # Probability mass moved from the target evenly to the vocabulary (Szegedy et al. 2015,
