@@ -225,13 +225,16 @@ def write_recipe(folder: Path, work: Work, row_format: str) -> Path:
 
 
 def write_steps(folder: Path, work: Work) -> None:
-    """Prepare the rows as ours does (which also fills its cache) and write down what each step trains."""
+    """Prepare the rows as ours does and write down what each step trains. Fills ours' caches, of rows and attention."""
     from finetune.data.chat.renderer import labels_of
     from finetune.data.dataset import build_dataset
+    from finetune.models.attention import attention_for
+    from finetune.models.config import model_config
     from finetune.models.tokenizer import load_tokenizer
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(folder / "recipe.yaml", list(work.overrides))
+    attention_for(loaded, model_config(loaded.model), work.device)
     dataset = build_dataset(loaded, loaded.data.train, load_tokenizer(loaded.model))
     if len(dataset.rows) < work.steps * work.rows_per_step:
         raise SystemExit(f"{len(dataset.rows)} packed rows are too few for {work.steps} steps of {work.rows_per_step}")

@@ -36,6 +36,7 @@ from finetune.engine.sharding import (
 )
 from finetune.engine.tensor_parallel import ShardedParameters, TensorGroup, parallelize
 from finetune.models.adapters import add_adapters
+from finetune.models.loss_model import CausalLMWithLoss
 from finetune.recipe.schema import Lora
 
 PHI3 = {**tiny.MODELS["llama"], "model_type": "phi3"}
@@ -66,9 +67,10 @@ def compared(shape: dict[str, Any], lora: Lora | None, meshes: Meshes) -> dict[s
     weights = take_weights(theirs, dist.get_rank() == 0)
     group = meshes.tensor.get_group()
     sharded = parallelize(theirs, TensorGroup(group, meshes.tensor.get_local_rank(), 2))
-    shard_model(theirs, layers, Sharding(meshes, MixedPrecisionPolicy(), OffloadPolicy(), True))
+    wrapped = CausalLMWithLoss(theirs)
+    shard_model(wrapped, layers, Sharding(meshes, MixedPrecisionPolicy(), OffloadPolicy(), True))
     fill_shards(theirs, weights, sharded.shards, torch.device("cpu"), torch.device("cpu"))
-    losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for model in (ours, theirs)]
+    losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for model in (ours, wrapped)]
     for loss in losses:
         loss.backward()
     gradients = {name: p.grad.flatten() for name, p in ours.named_parameters() if p.requires_grad}
