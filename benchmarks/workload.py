@@ -228,7 +228,7 @@ def write_steps(folder: Path, work: Work) -> None:
     """Prepare the rows as ours does (which also fills its cache) and write down what each step trains."""
     from finetune.data.chat.renderer import labels_of
     from finetune.data.dataset import build_dataset
-    from finetune.models.tokenizer import load_tokenizer
+    from finetune.models.config import load_tokenizer
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(folder / "recipe.yaml", list(work.overrides))

@@ -15,7 +15,7 @@ from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism, dimension_key
 from finetune.engine.pipeline_layout import PLAN, SINGLE_STAGE_SCHEDULES, schedulable_micro_batches
 from finetune.errors import UserError
-from finetune.models.dropout import drops
+from finetune.models.config import drops
 from finetune.models.rope import length_dependent_rope
 from finetune.recipe.schema import Recipe
 from finetune.utils import divisors

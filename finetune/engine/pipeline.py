@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from finetune.engine.base import (
     BuildOptimizers,
@@ -36,10 +39,16 @@ from finetune.engine.base import (
     update_shards,
 )
 from finetune.engine.launch import Launch
-from finetune.engine.pipeline_layout import Layout, bubble_share, lay_out, schedulable_micro_batches
+from finetune.engine.parallelism import Schedule
+from finetune.engine.pipeline_layout import (
+    SINGLE_STAGE_SCHEDULES,
+    Layout,
+    bubble_share,
+    lay_out,
+    schedulable_micro_batches,
+)
 from finetune.engine.stage_model import StageModel, check_cuttable, holders, keep_only
 from finetune.engine.state_shards import Part
-from finetune.engine.torch_schedule import make_schedule, make_stage
 from finetune.models.config import model_config
 from finetune.models.dtypes import dtypes
 from finetune.models.loss_model import CausalLMWithLoss, Outputs
@@ -351,3 +360,57 @@ def _all_reduce(gradients: list[Tensor], group: Any) -> None:
             pieces = flat.split([one.numel() for one in bucket])
             torch._foreach_copy_(bucket, [piece.view(one.shape) for piece, one in zip(pieces, bucket, strict=True)])
             bucket, size = [], 0
+
+
+# --- torch's schedules, with stages that report when they compute
+
+_CLASSES: dict[Schedule, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+
+
+class TimedStage(PipelineStage):
+    """Reports when it computes backwards; forwards are reported by the stage's own module."""
+
+    computing: Callable[[], AbstractContextManager[None]]
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.computing():
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.computing():
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+
+def make_schedule(schedule: Schedule, stages: list[PipelineStage], micro_batches: int) -> Any:
+    """Returns the schedule of one step. The last stage returns normalised losses: nothing is scaled here."""
+    own = stages[0] if schedule in SINGLE_STAGE_SCHEDULES else stages
+    return _CLASSES[schedule](own, micro_batches, loss_fn=lambda loss, _target: loss, scale_grads=False)
+
+
+def make_stage(
+    module: torch.nn.Module,
+    index: int,
+    count: int,
+    group: Any,
+    hidden: Tensor,  # (1, T, D) on `meta`: the output of a stage
+    device: torch.device,
+    computing: Callable[[], AbstractContextManager[None]],
+) -> PipelineStage:
+    """All shapes are given, so torch does not infer them by a trial forward."""
+    number, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty((), device="meta", requires_grad=True)
+    stage = TimedStage(
+        module,
+        index,
+        count,
+        device,
+        input_args=number if index == 0 else hidden,
+        output_args=loss if index == count - 1 else hidden,
+        group=group,
+    )
+    stage.computing = computing
+    return stage

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from finetune.errors import UserError
-from finetune.models.tokenizer import first_line
+from finetune.models.config import first_line
 from finetune.recipe.schema import Lora
 
 

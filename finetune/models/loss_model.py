@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import UserError
-from finetune.models.head.architecture import UnknownHead, logit_map
+from finetune.models.activations import ActivationOffload
 from finetune.models.head.chunked import (
     HeadTask,
     liger_losses,
@@ -26,9 +26,16 @@ from finetune.models.head.chunked import (
     why_not_liger,
     why_not_torch,
 )
-from finetune.models.head.token_loss import HeadLosses, LogitMap, TokenLoss, at_least_fp32, token_losses
-from finetune.models.offload import ActivationOffload
-from finetune.models.routers import Routers
+from finetune.models.head.token_loss import (
+    HeadLosses,
+    LogitMap,
+    TokenLoss,
+    UnknownHead,
+    at_least_fp32,
+    logit_map,
+    token_losses,
+)
+from finetune.models.moe import Routers
 from finetune.utils import unwrap_peft
 
 _MATRIX_LOSSES = {"chunked": matrix_losses, "torch": torch_losses, "liger": liger_losses}

@@ -17,10 +17,9 @@ from finetune.models.activations import recompute_activations
 from finetune.models.adapters import add_adapters
 from finetune.models.attention import AttentionChoice
 from finetune.models.compiled import compile_layers
-from finetune.models.dtypes import dtypes
-from finetune.models.quantization import keep_weights_unpacked, quantization_config
+from finetune.models.config import first_line
+from finetune.models.dtypes import dtypes, keep_weights_unpacked, quantization_config
 from finetune.models.rope import rotate_per_document
-from finetune.models.tokenizer import first_line
 from finetune.recipe.schema import Recipe
 from finetune.utils import full_shape
 

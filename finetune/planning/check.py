@@ -107,9 +107,7 @@ def _check_data(recipe: Recipe, report: CheckReport) -> None:
     from finetune.data.building import OpenedSources
     from finetune.data.dataset import Stream, build_held_out, build_training, template_notes
     from finetune.data.questions import check_questions
-    from finetune.models.config import check_token_ids, model_config
-    from finetune.models.dropout import check_nothing_random
-    from finetune.models.tokenizer import load_tokenizer
+    from finetune.models.config import check_nothing_random, check_token_ids, load_tokenizer, model_config
     from finetune.planning.plan import run_length
     from finetune.tracking import check_trackers
 

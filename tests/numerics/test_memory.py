@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.engine.optimizer_step import StepInBackward
 from finetune.errors import RunFailure, UserError
+from finetune.models.activations import ActivationOffload, View
 from finetune.models.attention import attention_for
 from finetune.models.config import model_config
-from finetune.models.offload import ActivationOffload, View
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 

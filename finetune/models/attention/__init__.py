@@ -3,7 +3,6 @@
 All ways are equal to fp32 rounding, and equal to one document at a time.
 """
 
-from finetune.models.attention import opaque as _opaque  # noqa: F401 (defines an operation of torch)
 from finetune.models.attention.choice import (
     AttentionChoice,
     Kernels,

@@ -1,8 +1,13 @@
 """Causal attention within documents, where queries and keys are parts of a row: from pieces that need no mask.
 
 A stretch of queries sees, of its own stretch, each document's part causally; of earlier ones only the one document that
-reaches across, and of that document everything. So a piece is a square of one document, or a rectangle that is seen
-whole.
+reaches across, and of that document everything. So a piece is a square of one document, or a rectangle that is seen in
+full.
+
+The weights of a piece are relative to its keys; with the logarithm of their sum before the division (`lse`), results
+for all the keys of a query merge into the full result, and the gradient of each piece can be computed by itself from
+the full result (https://arxiv.org/abs/2310.01889; the formulas are flash attention's,
+https://arxiv.org/abs/2307.08691, section 3.1).
 
 Letters: T tokens of the row, t queries, s keys that are here, H query heads, K key/value heads, D head size.
 """
@@ -18,8 +23,8 @@ import torch
 from torch import Tensor
 
 from finetune.data.token_shard import Stretches
-from finetune.models.attention import block
-from finetune.models.attention.block import Attended
+
+aten = torch.ops.aten
 
 
 class Piece(NamedTuple):
@@ -73,8 +78,8 @@ def attend(query: Tensor, key_value: Tensor, of: Sequence[Piece], scaling: float
     """Merge what the queries see of these keys. key_value: (1, K, s, D of keys and D of values)."""
     for piece in of:
         key, value = _split(query, key_value[:, :, piece.keys])
-        part = block.attend(query[:, :, piece.queries], key, value, scaling, piece.causal)
-        block.merge(Attended(into.out[:, :, piece.queries], into.lse[:, :, piece.queries]), part)
+        part = attend_block(query[:, :, piece.queries], key, value, scaling, piece.causal)
+        merge(Attended(into.out[:, :, piece.queries], into.lse[:, :, piece.queries]), part)
 
 
 def attend_backward(
@@ -92,7 +97,7 @@ def attend_backward(
         key, value = _split(query, key_value[:, :, piece.keys])
         g, q, out = (tensor[:, :, piece.queries] for tensor in (gradient, query, whole.out))
         there = Attended(out, whole.lse[:, :, piece.queries])
-        found = block.attend_backward(g, q, key, value, there, scaling, piece.causal)
+        found = attend_block_backward(g, q, key, value, there, scaling, piece.causal)
         of_query[:, :, piece.queries] += found.query
         for into, part in zip(_split(query, of_key_value[:, :, piece.keys]), found[1:], strict=True):
             into += part
@@ -101,3 +106,105 @@ def attend_backward(
 def _split(query: Tensor, key_value: Tensor) -> tuple[Tensor, Tensor]:
     size = query.shape[-1]
     return key_value[..., :size], key_value[..., size:]
+
+
+# --- attention of one piece: a stretch of queries to a stretch of keys
+
+
+class Attended(NamedTuple):
+    out: Tensor  # (1, H, t, D)
+    lse: Tensor  # (1, H, t), at least fp32
+
+
+class Gradients(NamedTuple):
+    query: Tensor  # (1, H, t, D)
+    key: Tensor  # (1, K, s, D)
+    value: Tensor  # (1, K, s, D)
+
+
+def attend_block(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> Attended:
+    """causal: t equals s, and query i sees keys 0 .. i; else all of them."""
+    key, value = _for_each_head(query, key), _for_each_head(query, value)
+    kernel = _kernel(query, value)
+    if kernel == "cpu":
+        return Attended(
+            *aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
+        )
+    if kernel == "cuda":
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))  # (1, t or s, H, D)
+        sizes = (None, None, q.shape[1], k.shape[1])
+        out, lse, *_ = aten._flash_attention_forward(q, k, v, *sizes, 0.0, causal, False, scale=scaling)
+        return Attended(out.transpose(1, 2), lse)
+    scores = _scores(query, key, scaling, causal)
+    lse = torch.logsumexp(scores, dim=-1)
+    return Attended((torch.exp(scores - lse[..., None]) @ value.to(scores.dtype)).to(query.dtype), lse)
+
+
+def attend_block_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, scaling: float, causal: bool
+) -> Gradients:
+    """gradient: (1, H, t, D), of the whole's output. whole: the result of these queries over all of their keys."""
+    groups = key.shape[1]
+    key, value = _for_each_head(query, key), _for_each_head(query, value)
+    kernel, out, lse = _kernel(query, value), whole.out.to(query.dtype), whole.lse
+    if kernel == "cpu":
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, key, value, out, lse, 0.0, causal, scale=scaling
+        )
+    elif kernel == "cuda":
+        g, q, k, v, o = (tensor.transpose(1, 2) for tensor in (gradient, query, key, value, out))
+        sizes, random = (None, None, q.shape[1], k.shape[1]), torch.zeros(2, dtype=torch.uint64, device=q.device)
+        found = aten._flash_attention_backward(
+            g, q, k, v, o, lse.contiguous(), *sizes, 0.0, causal, random, torch.empty(0, device=q.device), scale=scaling
+        )
+        found = tuple(tensor.transpose(1, 2) for tensor in found)
+    else:
+        found = _plain_backward(gradient, query, key, value, Attended(out, lse), scaling, causal)
+    return Gradients(found[0], *(_of_groups(tensor, groups) for tensor in found[1:]))
+
+
+def merge(into: Attended, part: Attended) -> None:
+    """Add what other keys contribute, in place. `into` begins as zeros and an lse of minus infinity."""
+    lse = torch.logaddexp(into.lse, part.lse)
+    into.out.mul_(torch.exp(into.lse - lse)[..., None]).add_(part.out * torch.exp(part.lse - lse)[..., None])
+    into.lse.copy_(lse)
+
+
+def _kernel(query: Tensor, value: Tensor) -> str | None:
+    """Fused kernels that give the lse: None where only the formula will do, which holds all scores of a stretch."""
+    size = query.shape[-1]
+    if size != value.shape[-1]:
+        return None
+    if query.device.type != "cuda":
+        return "cpu" if query.device.type == "cpu" else None
+    fits = query.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256
+    built = torch.version.hip is None and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return "cuda" if fits and built else None
+
+
+def _scores(query: Tensor, key: Tensor, scaling: float, causal: bool) -> Tensor:  # (1, H, t, s), at least fp32
+    exact = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(exact) @ key.to(exact).transpose(2, 3) * scaling
+    if not causal:
+        return scores
+    return scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), float("-inf"))
+
+
+def _plain_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, scaling: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights = torch.exp(_scores(query, key, scaling, causal) - whole.lse[..., None])
+    g, q, k, v, out = (tensor.to(weights.dtype) for tensor in (gradient, query, key, value, whole.out))
+    of_scores = weights * (g @ v.transpose(2, 3) - (g * out).sum(-1, keepdim=True)) * scaling
+    return of_scores @ k, of_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ g
+
+
+def _for_each_head(query: Tensor, of_group: Tensor) -> Tensor:  # (1, K, s, D) -> (1, H, s, D)
+    return of_group.repeat_interleave(query.shape[1] // of_group.shape[1], dim=1)
+
+
+def _of_groups(of_heads: Tensor, groups: int) -> Tensor:  # (1, H, s, D) -> (1, K, s, D)
+    if of_heads.shape[1] == groups:
+        return of_heads
+    exact = torch.promote_types(of_heads.dtype, torch.float32)
+    return of_heads.unflatten(1, (groups, -1)).sum(2, dtype=exact)

@@ -1,4 +1,6 @@
-"""Expert parallel: each rank of a group holds some experts of every layer, and tokens travel to the experts they chose.
+"""Mixtures of experts: what their routers decide, the type that experts compute in, and expert parallel.
+
+Expert parallel: each rank of a group has some experts of every layer, and tokens travel to the experts they chose.
 
     tokens of this rank, K experts chosen for each      0: a c    1: b c    2: a d      (a, b on rank 0; c, d on rank 1)
     rows in the order of experts, sent to their ranks   a: 0 2  b: 1  |  c: 0 1  d: 2
@@ -11,7 +13,9 @@ token is dropped.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import UserError
-from finetune.models.offload import part_of_parameter
-from finetune.utils import full_shape
+from finetune.models.activations import part_of_parameter
+from finetune.utils import full_shape, unwrap_peft
 
 _ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")  # of transformers' experts, >= 5.17
 
@@ -151,3 +155,48 @@ class _Self:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._experts, name)
+
+
+# --- routers: their logits, caught by hooks where transformers says they are
+#
+# The logits alone are kept, and what is made of them is made outside of the layers: a layer that is recomputed in the
+# backward calls its router again, but nothing listens then, so nothing counts twice.
+
+
+class Routers:
+    """Of a model, in the order of its layers. To be made before an engine wraps it."""
+
+    def __init__(self, modules: list[nn.Module], index: int, experts: int, top_k: int):
+        """index: of the logits in what a router returns."""
+        self.layers, self.experts, self.top_k, self._index = len(modules), experts, top_k, index
+        self._recorded: list[Tensor] | None = None
+        for module in modules:
+            module.register_forward_hook(self._record)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """The logits (T, E) of every router that is called within, with their graph."""
+        self._recorded = recorded = []
+        try:
+            yield recorded
+        finally:
+            self._recorded = None
+
+    def _record(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._recorded is not None:
+            self._recorded.append(output[self._index])
+
+
+def find_routers(model: Any) -> Routers | None:
+    """None where there are none whose choice is the `top_k` of a softmax, for which the balance loss is defined: where
+    transformers records no router logits, or has no such loss of its own (`router_aux_loss_coef`)."""
+    causal = unwrap_peft(model)
+    config = causal.config.get_text_config()
+    recorder = (getattr(causal, "_can_record_outputs", None) or {}).get("router_logits")
+    kind, top_k = getattr(recorder, "target_class", None), getattr(config, "num_experts_per_tok", None)
+    if kind is None or top_k is None or not hasattr(config, "router_aux_loss_coef"):
+        return None
+    modules = [module for module in causal.modules() if isinstance(module, kind)]
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    index = getattr(recorder, "index", 0)
+    return Routers(modules, index, experts, top_k) if modules and experts else None
