@@ -1,4 +1,4 @@
-"""What is known of a recipe's model without its weights: its Hugging Face config and its tokenizer."""
+"""A recipe's model without its weights: its Hugging Face config and its tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finetune.recipe.schema import Model
 
 
 def model_config(model: Model) -> PretrainedConfig:
-    """The Hugging Face config of the recipe's model. Raises UserError where there is none."""
+    """Returns the Hugging Face config of the recipe's model. Raises UserError where there is none."""
     try:
         if model.config is not None:
             _check_config_keys(model.config)
@@ -28,7 +28,8 @@ def model_config(model: Model) -> PretrainedConfig:
 
 
 def _check_config_keys(config: dict[str, Any]) -> None:
-    """transformers takes any key in silence; a misspelt one would train another architecture. Raises UserError."""
+    """Raises UserError for an unknown key: transformers accepts any, and a misspelt one would train another
+    architecture."""
     known = [*AutoConfig.for_model(config["model_type"]).to_dict(), "rope_theta", "rope_scaling"]
     for name in config:
         if name not in known:
@@ -38,7 +39,8 @@ def _check_config_keys(config: dict[str, Any]) -> None:
 
 
 def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """Of each layer its config, where a setting such as `head_dim` differs between layers; else the one of them all."""
+    """Returns the config of each layer, where a setting such as `head_dim` differs between them; else the one of
+    all."""
     return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
 
@@ -55,20 +57,18 @@ def check_token_ids(config: PretrainedConfig, tokenizer_size: int) -> None:
 _OF_OTHER_HEADS = ("classifier", "summary")
 
 
-def check_nothing_random(config: PretrainedConfig) -> None:
-    """For `batch.rows_per_device: auto`: each forward draws anew, so its number of rows would move the losses.
-
-    Raises UserError.
-    """
-    for name, value in drops(config):
+def check_no_dropout(config: PretrainedConfig) -> None:
+    """Raises UserError where a model has dropout, for `batch.rows_per_device: auto`: each forward draws again, so its
+    number of rows would move the losses."""
+    for name, value in active_dropouts(config):
         raise UserError(
             "batch.rows_per_device: dropout is drawn for each forward, so under `auto` losses would depend on the "
             f"hardware (the model's `{name}` is {value}): give a number"
         )
 
 
-def drops(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
-    """Settings by which a model drops at random."""
+def active_dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
+    """Yields the settings (name, probability) by which a model drops at random."""
     for name, value in config.to_dict().items():
         if not isinstance(value, float) or value <= 0 or name.startswith(_OF_OTHER_HEADS):
             continue
@@ -77,7 +77,8 @@ def drops(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
-    """From `model.tokenizer`, else from `model.name`. Raises UserError where it cannot be loaded or is not a fast one.
+    """Returns the tokenizer of `model.tokenizer`, else of `model.name`. Raises UserError where it cannot be loaded or
+    is not a fast one.
 
     Padding never reaches the loss: training rows have none. It is used on the left when generating, so a tokenizer
     without a pad token gets an end token for it, in memory and in the saved result alike.
@@ -105,5 +106,5 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's message, without its trailing stop."""
+    """Returns the first line of a library's message, without its trailing stop."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

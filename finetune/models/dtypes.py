@@ -22,19 +22,19 @@ class Dtypes:
 
 
 def dtypes(recipe: Recipe) -> Dtypes:
-    """What `train.precision` and `model.dtype` mean together; see Precision in the README."""
+    """Returns the types by `train.precision` and `model.dtype`; see Precision in the README."""
     compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16_true": torch.bfloat16}[
         recipe.train.precision
     ]
     trained = torch.bfloat16 if recipe.train.precision == "bf16_true" else torch.float32
-    asked = recipe.model.dtype
-    return Dtypes(trained=trained, frozen=compute if asked == "auto" else getattr(torch, asked), compute=compute)
+    frozen = compute if recipe.model.dtype == "auto" else getattr(torch, recipe.model.dtype)
+    return Dtypes(trained=trained, frozen=frozen, compute=compute)
 
 
 def quantization_config(quantization: Quantization, compute: torch.dtype) -> BitsAndBytesConfig:
-    """bitsandbytes' config. Raises UserError with the install line where the package is missing."""
+    """Returns bitsandbytes' config. Raises UserError with the install line where the package is missing."""
     try:
-        import bitsandbytes  # noqa: F401  (asked for its presence only)
+        import bitsandbytes  # noqa: F401  (only to see whether it is installed)
     except ImportError:
         raise UserError("`mode: qlora` needs bitsandbytes: pip install 'bitsandbytes>=0.49'") from None
     return BitsAndBytesConfig(

@@ -39,7 +39,8 @@ class Exchange(Protocol):
         ...
 
     def counts(self, counts: Tensor) -> Tensor:
-        """(P, E/P) rows for every expert of every rank -> (P, E/P) rows from every rank for every expert held here."""
+        """(P, E/P) rows for every expert of every rank -> (P, E/P) rows from every rank for every expert that is
+        here."""
         ...
 
     def rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -48,43 +49,45 @@ class Exchange(Protocol):
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
-    """By name: the modules that hold all experts of a layer, stacked along the first dimension of each parameter.
+    """Returns, by name, the modules that have all experts of a layer, stacked along the first dimension of each
+    parameter.
 
-    Raises UserError where there are none, as transformers keeps this architecture's experts in another way, and where
-    they have adapters: those are made for all experts of a layer at once.
+    Raises UserError where there are none, as transformers stores this architecture's experts in another way, and where
+    they have adapters: those span all experts of a layer.
     """
-    found = _stacked(model)
-    if not found:
+    experts = _stacked_experts(model)
+    if not experts:
         raise UserError(
             f"{type(model).__name__} has no experts that can be divided over ranks: remove `parallelism_config_ep_size`"
         )
-    if adapted := [name for name in found if name.endswith(".base_layer")]:
+    if adapted := [name for name in experts if name.endswith(".base_layer")]:
         raise UserError(
             f"lora.targets: {adapted[0].removesuffix('.base_layer')} has adapters, and experts that are divided over "
             "ranks cannot have any: name attention's layers only, or remove `parallelism_config_ep_size`"
         )
-    return found
+    return experts
 
 
-def _stacked(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if _holds_experts(module)}
+def _stacked_experts(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if _is_stacked(module)}
 
 
-def _holds_experts(module: nn.Module) -> bool:
-    number = getattr(module, "num_experts", None)
+def _is_stacked(module: nn.Module) -> bool:
+    num_experts = getattr(module, "num_experts", None)
     weights = list(module.parameters(recurse=False))
     takes = tuple(inspect.signature(type(module).forward).parameters)
-    return bool(weights) and takes == _ARGUMENTS and all(full_shape(w)[0] == number for w in weights)
+    return bool(weights) and takes == _ARGUMENTS and all(full_shape(w)[0] == num_experts for w in weights)
 
 
 def compute_experts_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Let stacked experts compute in the type that autocast has for other matrices, and give it back as those do.
 
-    Grouped products do not know of autocast (https://github.com/pytorch/pytorch/issues/174763): they would be made in
-    the type that the weights are held in, and from there on hidden states would be in that type.
+    Grouped products ignore autocast (https://github.com/pytorch/pytorch/issues/174763): they would run in the type of
+    the weights in memory, and from there on hidden states would have that type.
     """
-    for experts in _stacked(model).values():
+    for experts in _stacked_experts(model).values():
         names = [name for name, _ in experts.named_parameters(recurse=False)]
+        # Replaced: the weights are cast inside of it, and no hook can change what a forward reads from `self`.
         experts.forward = partial(_forward_in, experts, type(experts).forward, names, dtype)
 
 
@@ -102,10 +105,11 @@ def _forward_in(
 
 
 def dispatch_tokens(experts: Any, exchange: Exchange) -> None:
-    """From now on the module computes its own experts for the tokens of the whole group.
+    """Let the module compute its own experts for the tokens of all ranks of the group.
 
-    Its parameters are still said to be (E, ...); `Exchange.weight` knows which of their rows are here.
+    Its parameters still have the shape (E, ...); `Exchange.weight` knows which of their rows are here.
     """
+    # Replaced: its own forward is called on the rows that arrive here, with other weights, not on its inputs.
     experts.forward = partial(_forward, experts, type(experts).forward, exchange)
 
 
@@ -118,36 +122,38 @@ def _forward(
     top_k_weights: Tensor,  # (T, K)
 ) -> Tensor:  # (T, D)
     chosen = top_k_index.reshape(-1)  # (T*K,)
-    held = experts.num_experts // exchange.size
+    local_experts = experts.num_experts // exchange.size
     order = chosen.argsort(stable=True)  # by expert, and with it by rank
     counts = chosen.new_zeros(experts.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-    arriving = exchange.counts(counts.view(exchange.size, held))
-    sent, received = torch.stack([counts.view(exchange.size, held).sum(1), arriving.sum(1)]).tolist()  # waits, once
+    leaving = counts.view(exchange.size, local_experts)
+    arriving = exchange.counts(leaving)
+    sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()  # waits, once
     rows = exchange.rows(hidden_states[order // top_k_index.shape[1]], sent, received)  # (R, D)
-    expert = torch.arange(held, device=chosen.device).repeat(exchange.size)
+    expert = torch.arange(local_experts, device=chosen.device).repeat(exchange.size)
     expert = expert.repeat_interleave(arriving.flatten(), output_size=len(rows))  # (R,)
-    made = exchange.rows(_compute(experts, forward, exchange, rows, expert), received, sent)  # (T*K, D), in `order`
+    outputs = exchange.rows(_compute(experts, forward, exchange, rows, expert), received, sent)  # (T*K, D), in `order`
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    weighted = made[place].view(*top_k_index.shape, -1) * top_k_weights[..., None]  # (T, K, D)
+    weighted = outputs[place].view(*top_k_index.shape, -1) * top_k_weights[..., None]  # (T, K, D)
     return weighted.sum(1).to(hidden_states.dtype)
 
 
 def _compute(experts: Any, forward: Any, exchange: Exchange, rows: Tensor, expert: Tensor) -> Tensor:  # (R, D)
-    """By the module's own forward, as if each row had chosen one expert with weight 1.
+    """Returns the experts' outputs by the module's own forward, as if each row had chosen one expert with weight 1.
 
-    Where none arrives a row of zeros does: weights without a gradient would leave out a reduction that others wait in.
+    Where no row arrives, one of zeros is computed: weights without a gradient would leave out a reduction that others
+    wait in.
     """
-    number = len(rows)
-    if number == 0:
+    arrived = len(rows)
+    if arrived == 0:
         rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
-    held = experts.named_parameters(recurse=False)
-    weights = {name: part_of_parameter(exchange.weight(weight)) for name, weight in held}
-    return forward(_Self(experts, weights), rows, expert[:, None], rows.new_ones(len(rows), 1))[:number]
+    stacked = experts.named_parameters(recurse=False)
+    weights = {name: part_of_parameter(exchange.weight(weight)) for name, weight in stacked}
+    return forward(_Self(experts, weights), rows, expert[:, None], rows.new_ones(len(rows), 1))[:arrived]
 
 
 class _Self:
-    """What the forward of a module of experts sees as `self`: other weights, and as many experts as these have."""
+    """The `self` of a forward of a module of experts, with other weights, and as many experts as these have."""
 
     def __init__(self, experts: nn.Module, weights: dict[str, Tensor]):
         self.__dict__.update(weights)
@@ -159,12 +165,12 @@ class _Self:
 
 # --- routers: their logits, caught by hooks where transformers says they are
 #
-# The logits alone are kept, and what is made of them is made outside of the layers: a layer that is recomputed in the
+# The logits alone are kept, and the loss is computed from them outside of the layers: a layer that is recomputed in the
 # backward calls its router again, but nothing listens then, so nothing counts twice.
 
 
 class Routers:
-    """Of a model, in the order of its layers. To be made before an engine wraps it."""
+    """The routers of a model, in the order of its layers. To be created before an engine wraps it."""
 
     def __init__(self, modules: list[nn.Module], index: int, experts: int, top_k: int):
         """index: of the logits in what a router returns."""
@@ -175,7 +181,7 @@ class Routers:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """The logits (T, E) of every router that is called within, with their graph."""
+        """Yields the logits (T, E) of every router that is called within, with their graph."""
         self._recorded = recorded = []
         try:
             yield recorded
@@ -188,8 +194,9 @@ class Routers:
 
 
 def find_routers(model: Any) -> Routers | None:
-    """None where there are none whose choice is the `top_k` of a softmax, for which the balance loss is defined: where
-    transformers records no router logits, or has no such loss of its own (`router_aux_loss_coef`)."""
+    """Returns the routers; None where there are none whose choice is the `top_k` of a softmax, for which the balance
+    loss is defined: where transformers records no router logits, or has no such loss of its own
+    (`router_aux_loss_coef`)."""
     causal = unwrap_peft(model)
     config = causal.config.get_text_config()
     recorder = (getattr(causal, "_can_record_outputs", None) or {}).get("router_logits")

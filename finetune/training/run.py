@@ -31,7 +31,7 @@ from finetune.errors import Stopped
 from finetune.models.activations import ActivationOffload
 from finetune.models.adapters import keep_input_types
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
-from finetune.models.config import check_nothing_random, check_token_ids, load_tokenizer, model_config
+from finetune.models.config import check_no_dropout, check_token_ids, load_tokenizer, model_config
 from finetune.models.dtypes import dtypes
 from finetune.models.loss_model import CausalLMWithLoss, CrossEntropyChoice
 from finetune.models.moe import compute_experts_in, find_routers
@@ -74,7 +74,7 @@ def train(
     tokenizer = load_tokenizer(recipe.model)
     check_token_ids(config, len(tokenizer))
     if recipe.batch.rows_per_device == "auto":
-        check_nothing_random(config)
+        check_no_dropout(config)
     opened = OpenedSources(recipe)
     notes = template_notes(recipe, tokenizer, opened)
     training = build_training(recipe, tokenizer, opened)

@@ -199,7 +199,7 @@ def test_an_address_that_another_storage_had_before() -> None:
     after = host.keep(second)
     assert isinstance(before, View)
     assert isinstance(after, View)
-    assert [view.of(view.kept.host).unique().item() for view in (before, after)] == [0, 1]
+    assert [view.over(view.kept.host).unique().item() for view in (before, after)] == [0, 1]
 
 
 def test_a_device_s_copy_goes_before_all_is_kept(recipe: dict[str, Any], write_recipe: Any) -> None:

@@ -22,8 +22,8 @@ DOCUMENTS = "finetune_documents"  # in transformers' table of attention function
 
 
 class Lengths:
-    """Of one micro-batch's documents. A plain object: torch.compile guards the values in a tuple or a frozen dataclass,
-    and would compile anew for every row."""
+    """Lengths of one micro-batch's documents. A plain object: torch.compile guards the values in a tuple or a frozen
+    dataclass, and would recompile for every row."""
 
     def __init__(self, lengths: tuple[int, ...], ends: Tensor | None = None):
         self.lengths = lengths
@@ -31,14 +31,14 @@ class Lengths:
         self._seen: dict[tuple[int, int | None], Tensor] = {}
 
     def seen(self, length: int, window: int | None, device: torch.device) -> Tensor:
-        """Made once for all layers."""
+        """Returns the mask of a document, created once for all layers."""
         if (length, window) not in self._seen:
             self._seen[length, window] = seen(length, window, device)
         return self._seen[length, window]
 
 
 def seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """(length, length), True where token i sees token j: i - window < j <= i."""
+    """Returns (length, length), True where token i sees token j: i - window < j <= i."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
     causal = distance >= 0
     return causal if window is None else causal & (distance < window)
@@ -98,7 +98,7 @@ def _one_by_one(
     return torch.cat(pieces, dim=1)
 
 
-# A loop over lengths that change with every row: traced, each row would compile anew.
+# A loop over lengths that change with every row: traced, each row would recompile.
 one_by_one: Any = torch.compiler.disable(_one_by_one)
 
 
@@ -138,9 +138,9 @@ def per_document_backward(
     sliding_window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """By the chain rule, in fp32: weights P = softmax(S), S = scaling Q K', capped or not."""
+    """Returns the gradients by the chain rule, in fp32: weights P = softmax(S), S = scaling Q K', capped or not."""
     heads, size, groups = query.shape[1], query.shape[3], key.shape[1]
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    gradients: list[tuple[Tensor, Tensor, Tensor]] = []
     lengths = ends.diff().tolist()
     pieces = (tensor[0].split(lengths, dim=1) for tensor in (gradient.transpose(1, 2), query, key, value))
     for length, *piece in zip(lengths, *pieces, strict=True):
@@ -151,14 +151,14 @@ def per_document_backward(
         hidden = ~seen(length, sliding_window, query.device).repeat(heads // groups, 1)
         capped = scores if squashed is None or softcap is None else softcap * squashed
         weights = torch.softmax(capped.masked_fill(hidden, float("-inf")), dim=-1)
-        of_weights = g @ v.transpose(1, 2)
-        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+        grad_weights = g @ v.transpose(1, 2)
+        grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))
         if squashed is not None:
-            of_scores = of_scores * (1 - squashed.square())
-        of_query = (of_scores @ k * scaling).view(heads, length, size)
-        found.append((of_query, of_scores.transpose(1, 2) @ q * scaling, weights.transpose(1, 2) @ g))
-    of_query, of_key, of_value = (torch.cat(parts, dim=1)[None] for parts in zip(*found, strict=True))
-    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
+            grad_scores = grad_scores * (1 - squashed.square())
+        grad_query = (grad_scores @ k * scaling).view(heads, length, size)
+        gradients.append((grad_query, grad_scores.transpose(1, 2) @ q * scaling, weights.transpose(1, 2) @ g))
+    grad_query, grad_key, grad_value = (torch.cat(parts, dim=1)[None] for parts in zip(*gradients, strict=True))
+    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
 @per_document_backward.register_fake
@@ -166,16 +166,16 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:4])
     ctx.settings = inputs[4:]
 
 
-def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    found = per_document_backward(gradient, *ctx.saved_tensors, *ctx.settings)
-    return (*found, None, None, None, None)
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = per_document_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    return (*gradients, None, None, None, None)
 
 
-per_document.register_autograd(_gradients, setup_context=_remember)
+per_document.register_autograd(_backward, setup_context=_setup_context)
 
 register(DOCUMENTS, per_document_attention)

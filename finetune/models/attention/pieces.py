@@ -34,33 +34,33 @@ class Piece(NamedTuple):
 
 
 def pieces(document_lengths: Sequence[int], mine: Stretches, theirs: Stretches) -> list[Piece]:
-    """What queries at places `mine` see of keys at places `theirs`, both counted from the first that is here.
+    """Returns what queries at `mine` see of keys at `theirs`, both counted from the first that is here.
 
-    Stretches of both are the same one, or disjoint, or one of keys is the whole row.
+    Stretches of both are the same one, or disjoint, or one of keys is the full row.
     """
     ends = list(accumulate(document_lengths))
-    found, q = [], 0
+    seen, q = [], 0
     for first, end in mine:
         k = 0
         for start, stop in theirs:
             for a, b in _documents(ends, max(first, start), min(end, stop)):
-                found.append(_piece(a - first + q, a - start + k, b - a, b - a, causal=True))
-            number = bisect_right(ends, first)  # the document that reaches across
-            begins = ends[number - 1] if number else 0
+                seen.append(_piece(a - first + q, a - start + k, b - a, b - a, causal=True))
+            index = bisect_right(ends, first)  # of the document that reaches across
+            begins = ends[index - 1] if index else 0
             a, b = max(begins, start), min(first, stop)
             if a < b:
-                found.append(_piece(q, a - start + k, min(end, ends[number]) - first, b - a, causal=False))
+                seen.append(_piece(q, a - start + k, min(end, ends[index]) - first, b - a, causal=False))
             k += stop - start
         q += end - first
-    return found
+    return seen
 
 
 def _documents(ends: list[int], first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Of each document its part within [first, end)."""
-    number = bisect_right(ends, first)
+    """Yields each document's part within [first, end)."""
+    index = bisect_right(ends, first)
     while first < end:
-        yield first, min(end, ends[number])
-        first, number = ends[number], number + 1
+        yield first, min(end, ends[index])
+        first, index = ends[index], index + 1
 
 
 def _piece(query: int, key: int, queries: int, keys: int, causal: bool) -> Piece:
@@ -68,15 +68,15 @@ def _piece(query: int, key: int, queries: int, keys: int, causal: bool) -> Piece
 
 
 def nothing_seen(query: Tensor, value_size: int) -> Attended:
-    """To merge into; at least fp32."""
+    """Returns the attention to no keys, to merge into; at least fp32."""
     exact = torch.promote_types(query.dtype, torch.float32)
     shape = query.shape[:-1]
     return Attended(query.new_zeros(*shape, value_size, dtype=exact), query.new_full(shape, float("-inf"), dtype=exact))
 
 
-def attend(query: Tensor, key_value: Tensor, of: Sequence[Piece], scaling: float, into: Attended) -> None:
+def attend(query: Tensor, key_value: Tensor, seen: Sequence[Piece], scaling: float, into: Attended) -> None:
     """Merge what the queries see of these keys. key_value: (1, K, s, D of keys and D of values)."""
-    for piece in of:
+    for piece in seen:
         key, value = _split(query, key_value[:, :, piece.keys])
         part = attend_block(query[:, :, piece.queries], key, value, scaling, piece.causal)
         merge(Attended(into.out[:, :, piece.queries], into.lse[:, :, piece.queries]), part)
@@ -86,20 +86,20 @@ def attend_backward(
     gradient: Tensor,  # (1, H, t, D)
     query: Tensor,  # (1, H, t, D)
     key_value: Tensor,  # (1, K, s, D + D)
-    whole: Attended,  # of the queries, over all of their keys
-    of: Sequence[Piece],
+    attended: Attended,  # the queries, to all of their keys
+    seen: Sequence[Piece],
     scaling: float,
-    of_query: Tensor,  # (1, H, t, D)
-    of_key_value: Tensor,  # (1, K, s, D + D)
+    grad_query: Tensor,  # (1, H, t, D)
+    grad_key_value: Tensor,  # (1, K, s, D + D)
 ) -> None:
-    """Add these pieces' gradients to `of_query` and `of_key_value`, which are at least fp32."""
-    for piece in of:
+    """Add these pieces' gradients to `grad_query` and `grad_key_value`, which are at least fp32."""
+    for piece in seen:
         key, value = _split(query, key_value[:, :, piece.keys])
-        g, q, out = (tensor[:, :, piece.queries] for tensor in (gradient, query, whole.out))
-        there = Attended(out, whole.lse[:, :, piece.queries])
-        found = attend_block_backward(g, q, key, value, there, scaling, piece.causal)
-        of_query[:, :, piece.queries] += found.query
-        for into, part in zip(_split(query, of_key_value[:, :, piece.keys]), found[1:], strict=True):
+        g, q, out = (tensor[:, :, piece.queries] for tensor in (gradient, query, attended.out))
+        full = Attended(out, attended.lse[:, :, piece.queries])
+        gradients = attend_block_backward(g, q, key, value, full, scaling, piece.causal)
+        grad_query[:, :, piece.queries] += gradients.query
+        for into, part in zip(_split(query, grad_key_value[:, :, piece.keys]), gradients[1:], strict=True):
             into += part
 
 
@@ -123,8 +123,8 @@ class Gradients(NamedTuple):
 
 
 def attend_block(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> Attended:
-    """causal: t equals s, and query i sees keys 0 .. i; else all of them."""
-    key, value = _for_each_head(query, key), _for_each_head(query, value)
+    """Returns the attention to these keys alone. causal: t equals s, and query i sees keys 0 .. i; else all of them."""
+    key, value = _repeat_groups(query, key), _repeat_groups(query, value)
     kernel = _kernel(query, value)
     if kernel == "cpu":
         return Attended(
@@ -141,26 +141,27 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, scaling: float, caus
 
 
 def attend_block_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, scaling: float, causal: bool
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, full: Attended, scaling: float, causal: bool
 ) -> Gradients:
-    """gradient: (1, H, t, D), of the whole's output. whole: the result of these queries over all of their keys."""
+    """Returns the gradients of one piece. gradient: (1, H, t, D), of the full output; full: the result of these queries
+    over all of their keys."""
     groups = key.shape[1]
-    key, value = _for_each_head(query, key), _for_each_head(query, value)
-    kernel, out, lse = _kernel(query, value), whole.out.to(query.dtype), whole.lse
+    key, value = _repeat_groups(query, key), _repeat_groups(query, value)
+    kernel, out, lse = _kernel(query, value), full.out.to(query.dtype), full.lse
     if kernel == "cpu":
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, out, lse, 0.0, causal, scale=scaling
         )
     elif kernel == "cuda":
         g, q, k, v, o = (tensor.transpose(1, 2) for tensor in (gradient, query, key, value, out))
         sizes, random = (None, None, q.shape[1], k.shape[1]), torch.zeros(2, dtype=torch.uint64, device=q.device)
-        found = aten._flash_attention_backward(
+        gradients = aten._flash_attention_backward(
             g, q, k, v, o, lse.contiguous(), *sizes, 0.0, causal, random, torch.empty(0, device=q.device), scale=scaling
         )
-        found = tuple(tensor.transpose(1, 2) for tensor in found)
+        gradients = tuple(tensor.transpose(1, 2) for tensor in gradients)
     else:
-        found = _plain_backward(gradient, query, key, value, Attended(out, lse), scaling, causal)
-    return Gradients(found[0], *(_of_groups(tensor, groups) for tensor in found[1:]))
+        gradients = _plain_backward(gradient, query, key, value, Attended(out, lse), scaling, causal)
+    return Gradients(gradients[0], *(_sum_groups(tensor, groups) for tensor in gradients[1:]))
 
 
 def merge(into: Attended, part: Attended) -> None:
@@ -171,15 +172,15 @@ def merge(into: Attended, part: Attended) -> None:
 
 
 def _kernel(query: Tensor, value: Tensor) -> str | None:
-    """Fused kernels that give the lse: None where only the formula will do, which holds all scores of a stretch."""
+    """Returns which fused kernel gives the lse; None where only the formula does, which has all scores in memory."""
     size = query.shape[-1]
     if size != value.shape[-1]:
         return None
     if query.device.type != "cuda":
         return "cpu" if query.device.type == "cpu" else None
-    fits = query.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256
-    built = torch.version.hip is None and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    return "cuda" if fits and built else None
+    is_supported = query.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256
+    has_kernel = torch.version.hip is None and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return "cuda" if is_supported and has_kernel else None
 
 
 def _scores(query: Tensor, key: Tensor, scaling: float, causal: bool) -> Tensor:  # (1, H, t, s), at least fp32
@@ -191,20 +192,20 @@ def _scores(query: Tensor, key: Tensor, scaling: float, causal: bool) -> Tensor:
 
 
 def _plain_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, scaling: float, causal: bool
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, full: Attended, scaling: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights = torch.exp(_scores(query, key, scaling, causal) - whole.lse[..., None])
-    g, q, k, v, out = (tensor.to(weights.dtype) for tensor in (gradient, query, key, value, whole.out))
-    of_scores = weights * (g @ v.transpose(2, 3) - (g * out).sum(-1, keepdim=True)) * scaling
-    return of_scores @ k, of_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ g
+    weights = torch.exp(_scores(query, key, scaling, causal) - full.lse[..., None])
+    g, q, k, v, out = (tensor.to(weights.dtype) for tensor in (gradient, query, key, value, full.out))
+    grad_scores = weights * (g @ v.transpose(2, 3) - (g * out).sum(-1, keepdim=True)) * scaling
+    return grad_scores @ k, grad_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ g
 
 
-def _for_each_head(query: Tensor, of_group: Tensor) -> Tensor:  # (1, K, s, D) -> (1, H, s, D)
-    return of_group.repeat_interleave(query.shape[1] // of_group.shape[1], dim=1)
+def _repeat_groups(query: Tensor, grouped: Tensor) -> Tensor:  # (1, K, s, D) -> (1, H, s, D)
+    return grouped.repeat_interleave(query.shape[1] // grouped.shape[1], dim=1)
 
 
-def _of_groups(of_heads: Tensor, groups: int) -> Tensor:  # (1, H, s, D) -> (1, K, s, D)
-    if of_heads.shape[1] == groups:
-        return of_heads
-    exact = torch.promote_types(of_heads.dtype, torch.float32)
-    return of_heads.unflatten(1, (groups, -1)).sum(2, dtype=exact)
+def _sum_groups(per_head: Tensor, groups: int) -> Tensor:  # (1, H, s, D) -> (1, K, s, D)
+    if per_head.shape[1] == groups:
+        return per_head
+    exact = torch.promote_types(per_head.dtype, torch.float32)
+    return per_head.unflatten(1, (groups, -1)).sum(2, dtype=exact)

@@ -46,7 +46,8 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class LogitMap:
-    """What an architecture does to the head's output: scale (Granite, Cohere), then cap * tanh(x / cap) (Gemma)."""
+    """An architecture's map from the head's output to logits: scale (Granite, Cohere), then cap * tanh(x / cap)
+    (Gemma)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -56,13 +57,13 @@ class LogitMap:
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
     def apply_(self, raw: Tensor) -> Tensor:
-        """The same, in place."""
+        """Returns the logits, in place."""
         if self.scale != 1.0:
             raw.mul_(self.scale)
         return raw if self.cap is None else raw.div_(self.cap).tanh_().mul_(self.cap)
 
     def chain_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """From the gradient of the logits to that of the head's output, in place; `logits` is overwritten."""
+        """Returns the gradient of the head's output from that of the logits, in place; `logits` is overwritten."""
         if self.cap is not None:
             gradient.mul_(logits.div_(self.cap).square_().neg_().add_(1.0))
         return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
@@ -82,11 +83,11 @@ def token_losses(
 
 
 def losses_and_gradient(
-    raw: Tensor,  # (C, V), fp32 or fp64: what the head gave; overwritten
+    raw: Tensor,  # (C, V), fp32 or fp64: the head's output; overwritten
     targets: Tensor,  # (C,)
     token_loss: TokenLoss,
     logit_map: LogitMap,
-    out: Tensor,  # (C, V): where the gradient goes
+    out: Tensor,  # (C, V): for the gradient
 ) -> tuple[Tensor, Tensor]:  # (C,); (C, V) of the losses' sum by `raw`
     logits, index, smoothing = logit_map.apply_(raw), targets[:, None], token_loss.label_smoothing
     log_p = torch.log_softmax(logits, 1, out=out)
@@ -107,18 +108,17 @@ def losses_and_gradient(
 
 # --- the logit map of an architecture
 #
-# What it does between its base model, its head and its logits is seen by running its own forward with the base model
-# and the head replaced by known values.
+# It is found by running the model's own forward with the base model and the head replaced by known values.
 
 _KEPT = (0, 2)  # of three positions
 
 
 class UnknownHead(Exception):
-    """Why losses cannot be made in this architecture's head."""
+    """The reason why losses cannot be computed in this architecture's head."""
 
 
 class _Outputs:
-    """Of a base model: the hidden states, and None for all else that a forward may pass on."""
+    """Those of a base model: the hidden states, and None for all else that a forward may pass on."""
 
     def __init__(self, hidden: Tensor):
         self.last_hidden_state = hidden
@@ -152,7 +152,8 @@ class _Head(nn.Module):
 
 
 def logit_map(model: PreTrainedModel) -> LogitMap:
-    """From the head's output to the logits of this model; nothing is computed with its weights, which may be `meta`.
+    """Returns the map from the head's output to the logits of this model; nothing is computed with its weights, which
+    may be `meta`.
 
     Raises UnknownHead with the reason where that is not a scale and a soft cap, or where what reaches the head is not
     the base model's last hidden state.
@@ -160,7 +161,7 @@ def logit_map(model: PreTrainedModel) -> LogitMap:
     name, config = type(model).__name__, model.config.get_text_config()
     heads = [key for key, module in model.named_children() if module is model.get_output_embeddings()]
     if not heads or model.base_model_prefix not in model._modules:
-        raise UnknownHead(f"{name} does not hold a base model and a head side by side")
+        raise UnknownHead(f"{name} does not have a base model and a head next to each other")
     hidden = torch.linspace(-1, 1, 3 * config.hidden_size).reshape(1, 3, -1)
     raw = torch.linspace(-60, 60, len(_KEPT) * config.vocab_size).reshape(1, len(_KEPT), -1)
     probe, head = copy.copy(model), _Head(raw)
@@ -174,7 +175,8 @@ def logit_map(model: PreTrainedModel) -> LogitMap:
     if head.seen is None or not torch.equal(head.seen, hidden[:, _KEPT]):
         raise UnknownHead(f"{name} changes the hidden states before its head")
     ratio = (logits.flatten()[-1] / raw.flatten()[-1]).item()
-    for found in (LogitMap(), LogitMap(scale=ratio), LogitMap(cap=getattr(config, "final_logit_softcapping", None))):
-        if logits.shape == raw.shape and torch.allclose(logits, found(raw), rtol=1e-6, atol=1e-6):
-            return found
+    cap = getattr(config, "final_logit_softcapping", None)
+    for candidate in (LogitMap(), LogitMap(scale=ratio), LogitMap(cap=cap)):
+        if logits.shape == raw.shape and torch.allclose(logits, candidate(raw), rtol=1e-6, atol=1e-6):
+            return candidate
     raise UnknownHead(f"what {name} does to its logits is neither a scale nor a soft cap")
