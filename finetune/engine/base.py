@@ -1,8 +1,8 @@
-"""What the rest of the house may ask of a backend.
+"""The interface of a backend, for everything above this package.
 
-Everything above this room reads like single-device code: it hands `backward` its share of the global loss and gets the
-global gradient norm from `step`. That every backend averages, scales or clips in its own way is undone here and in the
-three files beside it, nowhere else.
+That reads like single-device code: it calls `backward` with its part of the global loss and gets the global gradient
+norm from `step`. Differences in how backends average, scale or clip are undone here and in the files of the backends,
+nowhere else.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from finetune.data.token_shard import TokenShare
@@ -30,7 +31,7 @@ from finetune.models.loss_model import CausalLMWithLoss, Outputs
 from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
 
-T = TypeVar("T")  # a micro-batch; this room does not look into it
+T = TypeVar("T")  # a micro-batch; this package does not look into it
 Forward = Callable[[Any, T], Any]  # calls a model with a micro-batch's inputs, and returns what the model returns
 Loss = Callable[[Outputs, T], Tensor]  # () a micro-batch's part of the step's loss
 NamedTensors = list[tuple[str, Tensor]]
@@ -38,7 +39,7 @@ BuildOptimizers = Callable[[NamedTensors], list[Optimizer]]
 
 
 class Engine(abc.ABC):
-    """One backend, one model. Attributes are facts about this process and its group."""
+    """One backend, one model. Attributes describe this process and its group."""
 
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         self.accelerator = accelerator
@@ -68,7 +69,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def placement(self, recipe: Recipe) -> Placement:
-        """How this rank loads its weights."""
+        """Returns how this rank loads its weights."""
 
     @contextlib.contextmanager
     def loading(self, recipe: Recipe) -> Iterator[None]:
@@ -85,7 +86,7 @@ class Engine(abc.ABC):
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Around a forward and its backward.
 
-        `last` says that the step follows: backends that can wait with communication until then, do.
+        last: the step follows; backends that can delay communication until then do.
         """
         self.last = last
         yield
@@ -114,22 +115,22 @@ class Engine(abc.ABC):
         return True
 
     def summary(self, micro_batches: int) -> dict[str, Any]:
-        """What a plan says of how this backend divides the model; micro_batches: of a step on each process."""
+        """Returns how this backend divides the model, for a plan. micro_batches: of a step on each process."""
         return {}
 
     @abc.abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Backward of this rank's share of the step's loss; gradients over all ranks add up to the global one.
+        """Backward of this rank's part of the step's loss; gradients over all ranks add up to the global one.
 
-        Where `steps_in_backward`, the optimizer has stepped when it is over.
+        Where `steps_in_backward`, the optimizer has stepped when it returns.
         """
 
     @property
     def warm_ups(self) -> int:
-        """How many backwards of a process are unlike all later ones, in memory or in the order of adding up over ranks.
+        """Returns how many backwards of a process are unlike all later ones, in memory or in the order of adding up
+        over ranks.
 
-        The loop makes so many before its first step and drops them, or a run that goes on would not be bitwise the
-        same.
+        The loop runs as many before its first step and drops them, or a resumed run would not be bitwise the same.
         """
         return 0
 
@@ -139,7 +140,8 @@ class Engine(abc.ABC):
         return self.world_size > 1
 
     def trial(self, loss: Callable[[Any], Tensor]) -> None:
-        """The memory of a micro-batch: `loss` of the model and its backward, added to the gradients and never stepped.
+        """Use the memory of a micro-batch: `loss` of the model and its backward, added to the gradients and never
+        stepped.
 
         `drop_gradients` undoes it.
         """
@@ -148,18 +150,18 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def drop_gradients(self) -> None:
-        """Of a warm-up or a trial: nothing of them reaches the next step."""
+        """Drop those of a warm-up or a trial: nothing of them reaches the next step."""
 
     @abc.abstractmethod
     def step(self) -> float | None:
-        """Clip and update at the rate of `set_lr`; the global gradient norm before clipping.
+        """Clip and update at the rate of `set_lr`. Returns the global gradient norm before clipping.
 
         None: fp16 only, the step was skipped for a smaller loss scale. Raises NonFinite before anything is stepped;
-        afterwards, and says so, where `steps_in_backward`.
+        afterwards, with `stepped` set, where `steps_in_backward`.
         """
 
     def set_lr(self, lr_factor: float) -> None:
-        """Before the step's first backward: `lr_factor` times each group's own rate."""
+        """Set `lr_factor` times each group's own rate, before the step's first backward."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
@@ -168,11 +170,11 @@ class Engine(abc.ABC):
     # --- meters
 
     def knows_waits(self, recipe: Recipe) -> bool:
-        """Whether `stopwatch` is told of all this rank's waits for others: only then is their time a metric."""
+        """Returns whether `stopwatch` has all of this rank's waits for others: only then is their time a metric."""
         return False
 
     def gradients(self) -> list[Tensor]:
-        """What holds this rank's gradients between the last backward of a step and the step."""
+        """Returns this rank's gradients between the last backward of a step and the step."""
         return [p.grad for p in self.unwrapped.parameters() if p.grad is not None]
 
     # --- the result
@@ -181,17 +183,18 @@ class Engine(abc.ABC):
     def full_tensors(
         self, trainable_only: bool, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor | None]]:
-        """Each parameter and saved buffer of the unwrapped model, whole: (name, CPU tensor on rank 0, None elsewhere).
+        """Yields each parameter and saved buffer of the unwrapped model, unsharded: (name, CPU tensor on rank 0, None
+        elsewhere).
 
-        Collective: every rank must run through all of it. One tensor at a time is whole anywhere, as long as the caller
-        lets go of the last one before it asks for the next. dtype: that floating-point tensors are cast to on their
-        device; None: their own.
+        Collective: every rank must run through all of it. One tensor at a time is full anywhere, as long as the caller
+        frees the last one before it takes the next. dtype: that floating-point tensors are cast to on their device;
+        None: their own.
         """
 
     def saved_shapes(self, trainable_only: bool) -> dict[str, Tensor]:
-        """What full_tensors gives, in its order, as tensors without values (device `meta`). No communication."""
+        """Returns the tensors of full_tensors, in its order, without values (device `meta`). No communication."""
         return {
-            # ds_shape: of a parameter that ZeRO-3 has cut; DTensors say the shape of the whole
+            # ds_shape: of a parameter that ZeRO-3 has sharded; a DTensor's shape is that of the full one
             name: torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
             for name, tensor in saved_tensors(self.unwrapped, trainable_only).items()
         }
@@ -200,19 +203,20 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def parts(self, reading: bool) -> list[Part]:
-        """What this rank writes to a checkpoint, or reads from one. Written, every element is on exactly one rank."""
+        """Returns what this rank writes to a checkpoint, or reads from one. Of writes, every element is on exactly one
+        rank."""
 
     @property
     def copies_state(self) -> bool:
-        """Whether a save may copy this rank's state to CPU memory, to be written beside the steps."""
+        """Whether a save may copy this rank's state to CPU memory, to be written while steps run."""
         return True
 
     def make_room(self, owner: Optimizer, stepped: Tensor, types: Types) -> None:
-        """For the state of a stepped tensor that is read from a checkpoint."""
+        """Allocate the state of a stepped tensor that is read from a checkpoint."""
         make_room(owner, stepped, types)
 
     def restored(self) -> None:  # noqa: B027 (most backends have nothing to do)
-        """After the parts were filled from a checkpoint: bring what is derived from them up to date. Collective."""
+        """After the parts were filled from a checkpoint: update what is derived from them. Collective."""
 
     def close(self) -> None:
         """Forget this run but stay in the process group: a process may run several recipes, one after another."""
@@ -241,9 +245,11 @@ def named_trainables(model: Any) -> NamedTensors:
 
 
 def saved_tensors(model: Any, trainable_only: bool) -> dict[str, Tensor]:
-    """What makes up the result, as this rank holds it: all of the state dict, or what trains. Tied: the first name.
+    """Returns the tensors of the result, as this rank has them: all of the state dict, or what trains. Tied: the first
+    name.
 
-    The parameters themselves (`keep_vars`): nothing is copied, and two names of one tensor are known by its identity.
+    They are the parameters themselves (`keep_vars`): nothing is copied, and two names of one tensor are known by its
+    identity.
     """
     state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
@@ -255,13 +261,14 @@ def saved_tensors(model: Any, trainable_only: bool) -> dict[str, Tensor]:
 
 
 def detached(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Returns a tensor without its graph, in `dtype` where that is given and it is floating-point."""
+    """Returns a tensor without its graph, in `dtype` where that is not None and it is floating-point."""
     tensor = tensor.detach()
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def norm_of_steps(stepper: StepInBackward, over_ranks: Callable[[Tensor], float]) -> float:
-    """What `update_shards` gives, where the backward has stepped. Raises NonFinite too late to prevent it."""
+    """Returns the norm that `update_shards` would, where the backward has stepped. Raises NonFinite too late to prevent
+    it."""
     norm = math.sqrt(over_ranks(stepper.take_squared_norm()))
     if not math.isfinite(norm):
         raise NonFinite("the gradient is not finite", stepped=True)
@@ -274,11 +281,11 @@ def update_shards(
     over_ranks: Callable[[Tensor], float],
     counted: list[Tensor] | None = None,
 ) -> float | None:
-    """Clip, check and step for backends whose gradients lie open as plain tensors on this rank.
+    """Clip, check and step for backends whose gradients are plain tensors on this rank.
 
-    gradients: this rank's part. counted: those of them that the norm is made of, where not all; each element once over
-    all ranks after `over_ranks`, which adds up the squared norms. The norm is that of the true gradient (loss scale
-    divided out), clipping is torch.nn.utils.clip_grad_norm_'s.
+    gradients: this rank's part. counted: those that the norm is computed from, where not all; each element once over
+    all ranks after `over_ranks`, which adds up the squared norms. Returns the norm; None where the step was skipped.
+    The norm is that of the true gradient (loss scale divided out), clipping is torch.nn.utils.clip_grad_norm_'s.
     """
     scale = engine.loss_scale.value
     local = squared_norm(gradients if counted is None else counted, engine.device)
@@ -293,3 +300,63 @@ def update_shards(
     for optimizer in engine.optimizers:
         optimizer.step()
     return norm
+
+
+# --- bytes of a run's state in this rank's device memory
+
+
+class StorageCounter:
+    """Adds up the storages of tensors on one kind of device, each storage once."""
+
+    def __init__(self, device: torch.device):
+        self._device = device.type
+        self._counted: set[int] = set()
+
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        """Returns the bytes of storages that were not counted before."""
+        total = 0
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if local.device.type != self._device:
+                continue
+            storage = local.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in self._counted:
+                self._counted.add(storage.data_ptr())
+                total += storage.nbytes()
+        return total
+
+
+def measure_gradient_bytes(engine: Engine) -> int:
+    """Returns the bytes of gradients, between the last backward of a step and the step."""
+    return StorageCounter(engine.device).add(engine.gradients())
+
+
+def measure_state_bytes(engine: Engine) -> tuple[int, int]:
+    """Returns (weights and buffers, optimizer state) after a step. Master weights count as the optimizer's."""
+    counter = StorageCounter(engine.device)
+    weights = counter.add(_weights(engine.unwrapped))
+    return weights, counter.add(_optimizer_tensors(engine))
+
+
+def _weights(model: Any) -> Iterator[Tensor]:
+    for parameter in model.parameters():
+        yield getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's shard
+        yield from _quantization_tensors(getattr(parameter, "quant_state", None))
+    yield from model.buffers()
+
+
+def _quantization_tensors(quant_state: Any) -> Iterator[Tensor]:
+    """Yields the scales of 4-bit blocks, and with double quantisation the scales of these."""
+    for value in vars(quant_state).values() if quant_state is not None else ():
+        if isinstance(value, Tensor):
+            yield value
+        elif hasattr(value, "absmax"):
+            yield from _quantization_tensors(value)
+
+
+def _optimizer_tensors(engine: Engine) -> Iterator[Tensor]:
+    for optimizer in engine.optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for stepped, state in optimizer.state.items():
+            yield from (value for value in (stepped, *state.values()) if isinstance(value, Tensor))

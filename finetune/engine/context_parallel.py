@@ -30,9 +30,8 @@ from finetune.data.token_shard import TokenShare
 from finetune.engine.parallelism import DIMENSIONS, ContextExchange, Parallelism
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
-from finetune.models.attention.block import Attended
 from finetune.models.attention.masked import WITHIN_DOCUMENTS, in_one_type, register
-from finetune.models.attention.pieces import Piece, attend, attend_backward, nothing_seen, pieces
+from finetune.models.attention.pieces import Attended, Piece, attend, attend_backward, nothing_seen, pieces
 
 SHARED_TOKENS = "finetune_shared_tokens"  # in transformers' table of attention functions
 Arrival = Callable[[], Tensor]  # waits for a tensor

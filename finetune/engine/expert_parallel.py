@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.timing import Stopwatch
-from finetune.models.experts import dispatch_tokens, experts_of
+from finetune.models.moe import dispatch_tokens, experts_of
 
 
 def parallelize_experts(
@@ -54,7 +54,7 @@ def _local_experts(weight: Tensor, mesh: DeviceMesh) -> DTensor:  # (E, ...), of
 
 
 class AllToAll:
-    """An `Exchange` (models/experts.py) over a process group."""
+    """An `Exchange` (models/moe.py) over a process group."""
 
     def __init__(self, group: ProcessGroup, stopwatch: Stopwatch):
         self.size, self._group, self._stopwatch = group.size(), group, stopwatch

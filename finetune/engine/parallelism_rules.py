@@ -15,7 +15,7 @@ from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism, dimension_key
 from finetune.engine.pipeline_layout import PLAN, SINGLE_STAGE_SCHEDULES, schedulable_micro_batches
 from finetune.errors import UserError
-from finetune.models.dropout import drops
+from finetune.models.config import active_dropouts
 from finetune.models.rope import length_dependent_rope
 from finetune.recipe.schema import Recipe
 from finetune.utils import divisors
@@ -52,7 +52,7 @@ class Architecture:
             attention=tuple(sorted(attention - {"full_attention"})),
             modules=tuple(sorted(getattr(text, "base_model_pp_plan", None) or ())),
             soft_capped=getattr(text, "attn_logit_softcapping", None) is not None,
-            dropouts=dict(drops(text)),
+            dropouts=dict(active_dropouts(text)),
             rope_types=tuple(length_dependent_rope(config)),
             tensor_styles=frozenset(tensor_plan(config).values()),
         )

@@ -1,5 +1,5 @@
-"""Pipeline parallel: each rank holds some of the decoder layers and hands hidden states on (Huang et al. 2018,
-https://arxiv.org/abs/1811.06965). Beside it, replicas of the whole pipeline on other rows.
+"""Pipeline parallel: each rank has some of the decoder layers and sends hidden states to the next (Huang et al. 2018,
+https://arxiv.org/abs/1811.06965). In addition, replicas of the full pipeline on other rows.
 
     stage   0            1            2            3
     rank    0            1            0            1          of a pipeline of two ranks with two stages each
@@ -7,14 +7,15 @@ https://arxiv.org/abs/1811.06965). Beside it, replicas of the whole pipeline on 
             layers 0-6                             norm, head, loss
 
 Every rank of a pipeline has the same micro-batches from the loader, so only hidden states and their gradients travel:
-positions, documents and masks are made where they are used. The forward is the same function as everywhere, called in
-every stage with that stage as its model; the loss is computed where the last stage is.
+positions, documents and masks are computed where they are used. The forward is the same function as everywhere, called
+in every stage with that stage as its model; the loss is computed where the last stage is.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from finetune.engine.base import (
     BuildOptimizers,
@@ -36,10 +39,16 @@ from finetune.engine.base import (
     update_shards,
 )
 from finetune.engine.launch import Launch
-from finetune.engine.pipeline_layout import Layout, bubble_share, lay_out, schedulable_micro_batches
+from finetune.engine.parallelism import Schedule
+from finetune.engine.pipeline_layout import (
+    SINGLE_STAGE_SCHEDULES,
+    Layout,
+    bubble_share,
+    lay_out,
+    schedulable_micro_batches,
+)
 from finetune.engine.stage_model import StageModel, check_cuttable, holders, keep_only
-from finetune.engine.state_shards import Part
-from finetune.engine.torch_schedule import make_schedule, make_stage
+from finetune.engine.state_shards import Part, replica_parts
 from finetune.models.config import model_config
 from finetune.models.dtypes import dtypes
 from finetune.models.loss_model import CausalLMWithLoss, Outputs
@@ -72,7 +81,7 @@ class Pipeline(Engine):
         self._pipeline = self._replicas = self._ends = None  # groups
 
     def _lay_out(self, recipe: Recipe) -> Layout:
-        """By the weights of the model alone, so that every mode is cut alike."""
+        """Returns a layout by the weights of the model alone, so that it is the same in every mode."""
         sizes = self.parallelism
         skeleton = without_weights(model_config(recipe.model))
         return lay_out(skeleton, sizes.pipeline * sizes.stages_per_rank, sizes.pipeline)
@@ -92,21 +101,22 @@ class Pipeline(Engine):
         self.optimizers = build(trained) if (trained := self._trained()) else []
 
     def _make_groups(self) -> None:
-        """Collective: every rank makes all of them, in one order."""
+        """Collective: every rank creates all of them, in one order."""
         sizes = self.parallelism
         columns = [range(first, sizes.processes, sizes.replicate) for first in range(sizes.replicate)]
         rows = [range(i * sizes.replicate, (i + 1) * sizes.replicate) for i in range(sizes.pipeline)]
-        self._pipeline = self._mine(columns)
-        self._replicas = self._mine(rows) if sizes.replicate > 1 else None
+        self._pipeline = self._create_groups(columns)
+        self._replicas = self._create_groups(rows) if sizes.replicate > 1 else None
         ends = [[column[0], column[-1]] for column in columns]
-        self._ends = self._mine(ends) if any(len(ranks) > 1 for ranks in self._holders.values()) else None
+        self._ends = self._create_groups(ends) if any(len(ranks) > 1 for ranks in self._holders.values()) else None
 
-    def _mine(self, groups: Sequence[Sequence[int]]) -> Any:
-        made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
-        return next((group for ranks, group in made if self.rank in ranks), None)
+    def _create_groups(self, groups: Sequence[Sequence[int]]) -> Any:
+        """Returns this rank's group; None where it is in none."""
+        created = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
+        return next((group for ranks, group in created if self.rank in ranks), None)
 
     def _trained(self) -> NamedTensors:
-        """Of this rank."""
+        """Returns the parameters that this rank has and trains."""
         return [(name, p) for name, p in self.unwrapped.named_parameters() if p.requires_grad and not p.is_meta]
 
     # --- a step
@@ -115,14 +125,15 @@ class Pipeline(Engine):
         count = schedulable_micro_batches(self.parallelism.schedule, self.parallelism.pipeline, len(batches))
         filled = [*batches, *[batches[-1]] * (count - len(batches))]
         self._step = _RunningStep(filled, len(batches), forward, loss)
-        schedule = self._schedule_of(count, _tokens(batches[0]))
+        first: Any = batches[0]  # the loader gives all of a step as many tokens
+        schedule = self._schedule_of(count, first.inputs["input_ids"].shape[1])
         indices = torch.arange(count)  # of the micro-batches: torch passes one to each forward
         with self.stopwatch.waiting():
-            schedule.step(*[indices] * (self.place == 0), number=indices, target=indices, return_outputs=False)
-            self._add_up()
+            schedule.step(*[indices] * (self.place == 0), micro_batch=indices, target=indices, return_outputs=False)
+            self._reduce_gradients()
 
     def _schedule_of(self, count: int, tokens: int) -> Any:
-        """Kept until a step of another shape comes."""
+        """Returns the schedule, kept until a step of another shape comes."""
         if self._prepared is None or self._prepared[0] != (count, tokens):
             hidden = torch.empty(1, tokens, self._width, dtype=self._compute, device="meta", requires_grad=True)
             stages = [
@@ -141,7 +152,8 @@ class Pipeline(Engine):
         return self._prepared[1]
 
     def run_scheduled(self, stage: StageModel, received: Tensor | None, index: int) -> Tensor:
-        """A forward of the schedule: hidden states, or in the last stage the loss; index: of the micro-batch."""
+        """Returns, for a forward of the schedule, hidden states, or in the last stage the loss. index: of the
+        micro-batch."""
         step, batch = self._step, self._step.batches[index]
         with self._computing():
             if stage.is_last and received is not None and index >= step.counted:
@@ -151,7 +163,7 @@ class Pipeline(Engine):
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
-        """Within a schedule, where all else is waiting: for other stages, and in the bubble."""
+        """Around computation within a schedule, where all else is waiting: for other stages, and in the bubble."""
         self.stopwatch.end_wait()
         try:
             yield
@@ -163,8 +175,8 @@ class Pipeline(Engine):
         with self._computing(), self.stopwatch.phase("backward"):
             yield
 
-    def _add_up(self) -> None:
-        """Gradients over the replicas; of a matrix that two stages hold, over these as well."""
+    def _reduce_gradients(self) -> None:
+        """Add up gradients over the replicas; those of a matrix that two stages have, over these as well."""
         trained = self._trained()
         if self._replicas is not None:
             _all_reduce([_gradient(p) for _, p in trained], self._replicas)
@@ -187,7 +199,7 @@ class Pipeline(Engine):
         return norm
 
     def knows_waits(self, recipe: Recipe) -> bool:
-        """All that its schedule does besides computing: also the bubble."""
+        """All that its schedule does in addition to computing is a wait: also the bubble."""
         return True
 
     # --- forwards alone
@@ -200,7 +212,7 @@ class Pipeline(Engine):
                 yield batch, outputs
 
     def _relay(self, call: Callable[[Any], Any]) -> Any:
-        """Returns what the last stage gives, on its rank; None on the others."""
+        """Returns the last stage's output, on its rank; None on the others."""
         for stage in self._stages:
             output = call(_StageCall(stage, receive=self._receive if stage.index else None))
             if stage.is_last:
@@ -217,23 +229,20 @@ class Pipeline(Engine):
         return self._along[self._layout.rank_of(stage)]
 
     def answer(self, arguments: dict[str, Any]) -> Any:
-        """The logits of the last stage, on every rank of its pipeline."""
+        """Returns the logits of the last stage, on every rank of its pipeline."""
         output = self._relay(lambda model: model(**arguments))
-        shape = (arguments["input_ids"].shape[0], arguments["logits_to_keep"], self._vocabulary)
+        vocabulary = self.unwrapped.config.get_text_config().vocab_size
+        shape = (arguments["input_ids"].shape[0], arguments["logits_to_keep"], vocabulary)
         logits = torch.empty(shape, device=self.device) if output is None else output.logits.float().contiguous()
         dist.broadcast(logits, self._rank_of(self._layout.stages - 1), group=self._pipeline)
         return SimpleNamespace(logits=logits)
 
     @property
-    def _vocabulary(self) -> int:
-        return self.unwrapped.config.get_text_config().vocab_size
-
-    @property
     def caches(self) -> bool:
-        """A cache of keys and values begins with layer 0, which most stages do not have."""
+        """False: a cache of keys and values begins with layer 0, which most stages do not have."""
         return False
 
-    # --- what a person is told
+    # --- reports
 
     @property
     def forwards_alike(self) -> bool:
@@ -248,15 +257,9 @@ class Pipeline(Engine):
     # --- checkpoints and the result
 
     def parts(self, reading: bool) -> list[Part]:
-        """Each replica of a stage writes its share of what the stage holds, the first stage's of what two hold."""
-        found, copies = [], self.parallelism.replicate
-        for name, p in self._trained():
-            share = -(-p.numel() // copies)
-            start = 0 if reading else min(self.replica * share, p.numel())
-            numel = p.numel() if reading else min(share, p.numel() - start)
-            if numel and (reading or self._holders[name][0] == self.place):
-                found.append(Part(name, tuple(p.shape), start, numel, p, start))
-        return found
+        """Each replica of a stage writes a range of the stage's parameters; the first stage writes what two have."""
+        trained = [(name, p) for name, p in self._trained() if reading or self._holders[name][0] == self.place]
+        return replica_parts(trained, self.replica, self.parallelism.replicate, reading)
 
     def full_tensors(
         self, trainable_only: bool, dtype: torch.dtype | None = None
@@ -265,7 +268,8 @@ class Pipeline(Engine):
             yield name, self._on_main(detached(tensor, dtype), self._holders.get(name, [0])[0])
 
     def _on_main(self, tensor: Tensor, place: int) -> Tensor | None:
-        """Sent by the first replica of the stage that holds it. Between these two only, and in one order."""
+        """Returns the tensor on rank 0, sent by the first replica of the stage that has it: between these two only, and
+        in one order."""
         source = place * self.parallelism.replicate
         if self.is_main and source != 0:
             tensor = torch.empty_like(tensor, device=self.device)
@@ -301,14 +305,15 @@ class _StageCall:
 
 
 class _InSchedule(nn.Module):
-    """A stage as torch's schedule calls it: with hidden states (or nothing new, in the first), and a micro-batch."""
+    """A stage as torch's schedule calls it: with hidden states (in the first, without effect), and a micro-batch's
+    index."""
 
     def __init__(self, engine: Pipeline, stage: StageModel):
         super().__init__()
         self.stage, self._engine = stage, engine
 
-    def forward(self, received: Tensor, number: Tensor) -> Tensor:
-        return self._engine.run_scheduled(self.stage, received if self.stage.index else None, int(number))
+    def forward(self, received: Tensor, micro_batch: Tensor) -> Tensor:
+        return self._engine.run_scheduled(self.stage, received if self.stage.index else None, int(micro_batch))
 
 
 class _FullPipeline:
@@ -327,11 +332,6 @@ class _FullPipeline:
         self.train(False)
 
 
-def _tokens(batch: Any) -> int:
-    """Of a micro-batch; the loader makes all of a step alike."""
-    return batch.inputs["input_ids"].shape[1]
-
-
 def _gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
@@ -339,7 +339,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _all_reduce(gradients: list[Tensor], group: Any) -> None:
-    """In place, in flat buckets."""
+    """All-reduce in place, in flat buckets."""
     bucket: list[Tensor] = []
     size = 0
     for i, gradient in enumerate(gradients):
@@ -351,3 +351,58 @@ def _all_reduce(gradients: list[Tensor], group: Any) -> None:
             pieces = flat.split([one.numel() for one in bucket])
             torch._foreach_copy_(bucket, [piece.view(one.shape) for piece, one in zip(pieces, bucket, strict=True)])
             bucket, size = [], 0
+
+
+# --- torch's schedules, with stages that report when they compute
+
+_CLASSES: dict[Schedule, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+
+
+class TimedStage(PipelineStage):
+    """Reports when it computes backwards; forwards are reported by the stage's own module."""
+
+    computing: Callable[[], AbstractContextManager[None]]
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.computing():
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.computing():
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+
+def make_schedule(schedule: Schedule, stages: list[PipelineStage], micro_batches: int) -> Any:
+    """Returns the schedule of one step. The last stage returns normalised losses: nothing is scaled here."""
+    own = stages[0] if schedule in SINGLE_STAGE_SCHEDULES else stages
+    return _CLASSES[schedule](own, micro_batches, loss_fn=lambda loss, _target: loss, scale_grads=False)
+
+
+def make_stage(
+    module: torch.nn.Module,
+    index: int,
+    count: int,
+    group: Any,
+    hidden: Tensor,  # (1, T, D) on `meta`: the output of a stage
+    device: torch.device,
+    computing: Callable[[], AbstractContextManager[None]],
+) -> PipelineStage:
+    """Returns a stage with all of its shapes, so that torch does not infer them by a trial forward."""
+    micro_batch = torch.empty(1, dtype=torch.int64, device="meta")
+    loss = torch.empty((), device="meta", requires_grad=True)
+    stage = TimedStage(
+        module,
+        index,
+        count,
+        device,
+        input_args=micro_batch if index == 0 else hidden,
+        output_args=loss if index == count - 1 else hidden,
+        group=group,
+    )
+    stage.computing = computing
+    return stage

@@ -1,8 +1,8 @@
-"""One stage of a model that is whole in name only: what other stages hold is on `meta`, without memory.
+"""One stage of a model: the modules of other stages are on `meta`, without memory.
 
 So parameters have the names that they have on every other backend. While a stage runs, the base model has that stage's
-layers, and in the place of the others modules that pass the hidden states on; embeddings, masks and rotations are what
-transformers makes of `inputs_embeds` and `position_ids`.
+layers, and in the place of the others modules that return the hidden states unchanged; embeddings, masks and rotations
+are what transformers computes from `inputs_embeds` and `position_ids`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class StageModel(nn.Module):
             "layers": nn.ModuleList(layer if i in mine else _PassOn() for i, layer in enumerate(base.layers)),
             "norm": base.norm if self.is_last else _PassOn(),
         }
-        self.held = nn.ModuleList(parts_of(model.causal_lm, layout, index))
+        self.own_modules = nn.ModuleList(parts_of(model.causal_lm, layout, index))
 
     def run(self, arguments: dict[str, Any], received: Tensor | None) -> Any:
-        """Returns what the model gives, in the last stage; in the others hidden states (B, T, D).
+        """Returns the model's output, in the last stage; in the others hidden states (B, T, D).
 
         arguments: of the full model's forward. received: (B, T, D), None in the first stage.
         """
@@ -67,7 +67,7 @@ class StageModel(nn.Module):
                 f"{hidden.dtype}, not {self._compute}: use train.precision: fp32, or another accelerate config"
             )
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            hidden.requires_grad_()  # nothing up to here trains; the schedule sends a gradient all the same
+            hidden.requires_grad_()  # nothing up to here trains; the schedule sends a gradient anyway
         return hidden
 
 
@@ -82,29 +82,32 @@ def _showing(base: Any, modules: dict[str, nn.Module]) -> Iterator[None]:
 
 
 def parts_of(model: Any, layout: Layout, stage: int) -> list[nn.Module]:
-    whole = unwrap_peft(model)
-    base = whole.base_model
+    """Returns the modules of a stage."""
+    causal = unwrap_peft(model)
+    base = causal.base_model
     parts = [base.layers[i] for i in layout.layers(stage)]
     if stage == 0:
-        parts.append(whole.get_input_embeddings())
+        parts.append(causal.get_input_embeddings())
     if stage == layout.stages - 1:
-        parts += [base.norm, whole.get_output_embeddings()]
+        parts += [base.norm, causal.get_output_embeddings()]
     return parts
 
 
 def holders(model: Any, layout: Layout) -> dict[str, list[int]]:
-    """Pipeline ranks that hold each parameter, by all of its names; the matrix that is embedding and head has two."""
-    of: dict[int, set[int]] = {}
+    """Returns the pipeline ranks that have each parameter, by all of its names; a matrix that is embedding and head has
+    two."""
+    ranks: dict[int, set[int]] = {}
     for stage in range(layout.stages):
         for part in parts_of(model, layout, stage):
             for parameter in part.parameters():
-                of.setdefault(id(parameter), set()).add(layout.rank_of(stage))
+                ranks.setdefault(id(parameter), set()).add(layout.rank_of(stage))
     named = model.named_parameters(remove_duplicate=False)
-    return {name: sorted(of[id(parameter)]) for name, parameter in named}
+    return {name: sorted(ranks[id(parameter)]) for name, parameter in named}
 
 
 def keep_only(model: nn.Module, keeps: Callable[[str], bool], device: torch.device) -> None:
-    """By names: what is kept goes to the device, the rest to `meta`; one tensor with two names stays one."""
+    """Move parameters to the device where `keeps` says so of their names, else to `meta`; one tensor with two names
+    stays one."""
     named = list(model.named_parameters(remove_duplicate=False))  # and alive, so that no two have one id
     elsewhere: dict[int, nn.Parameter] = {}
     for name, parameter in named:
@@ -126,10 +129,10 @@ def keep_only(model: nn.Module, keeps: Callable[[str], bool], device: torch.devi
 def check_cuttable(model: Any) -> None:
     """Raises UserError where a base model does more between embedding, layers and norm than to run them in turn.
 
-    Found by running it with every layer and the norm passing on what they get.
+    That is tried by running it with every layer and the norm returning their inputs.
     """
-    whole = unwrap_peft(model)
-    base, name = whole.base_model, type(whole).__name__
+    causal = unwrap_peft(model)
+    base, name = causal.base_model, type(causal).__name__
     others = [
         key for key, part in base.named_children() if key not in PLAN and next(part.parameters(), None) is not None
     ]

@@ -207,14 +207,10 @@ class SharedInput:
 
 def _make_column_parallel(module: Any, group: TensorGroup, shared_input: SharedInput, gather_output: bool) -> None:
     """For a linear layer with this rank's rows of the weight: its outputs."""
-    original = module.forward
     shared_input.add_layer()
-
-    def forward(x: Tensor) -> Tensor:
-        features = original(shared_input(x))
-        return _Gather.apply(features, group) if gather_output else features
-
-    module.forward = forward
+    module.register_forward_pre_hook(lambda _module, inputs: shared_input(*inputs))
+    if gather_output:
+        module.register_forward_hook(lambda _module, _inputs, features: _Gather.apply(features, group))
 
 
 def _make_row_parallel(module: Any, group: TensorGroup, scatter_input: bool) -> None:
@@ -225,7 +221,7 @@ def _make_row_parallel(module: Any, group: TensorGroup, scatter_input: bool) -> 
         output = _Reduce.apply(linear(features, module.weight), group)
         return output if module.bias is None else output + module.bias.to(output.dtype)  # once, not on each rank
 
-    module.forward = forward
+    module.forward = forward  # replaced: the bias is added after the sum over ranks, so no hook on the output will do
 
 
 def sharded_dropout(module: Any, group: TensorGroup) -> None:
@@ -237,7 +233,7 @@ def sharded_dropout(module: Any, group: TensorGroup) -> None:
         mask = dropout(x.new_ones(*x.shape[:-1], x.shape[-1] * group.size), module.p)
         return x * _own_features(mask, group)
 
-    module.forward = forward
+    module.forward = forward  # replaced: the mask is drawn in another size than the input has
 
 
 def _own_features(features: Tensor, group: TensorGroup) -> Tensor:

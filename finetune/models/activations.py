@@ -1,62 +1,65 @@
-"""What each decoder layer keeps of its forward for the backward; the rest is computed again.
+"""What a forward keeps for its backward: computed again instead, or kept in the host's memory.
 
 Recomputation runs a layer a second time in the backward (Chen et al. 2016, https://arxiv.org/abs/1604.06174):
 non-reentrant, so that it works with frozen inputs and under every backend, and with the random numbers of the first
-time, so that the same dropout is drawn.
+time, so that the same dropout is drawn. Offload copies what is kept to the host until the backward (second section).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 
 def recompute_activations(model: Any, how: Literal["selective"] | bool) -> None:
-    """True: each layer keeps its input alone. selective: the results of matrix products and attention as well, which
-    are most of the work to make again; norms, activation functions, rotations and casts are cheap."""
+    """Let each decoder layer keep its input alone (True), or the results of matrix products and attention as well
+    (selective): those are most of the work to repeat; norms, activation functions, rotations and casts are cheap."""
     arguments: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
-        arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _kept)
+        arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     if hasattr(model, "activation_checkpointing_enable"):  # transformers >= 5.20; the older name warns there
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
 
 
-def _kept(_context: Any, operator: Any, *values: Any, **named: Any) -> CheckpointPolicy:
-    """MUST_SAVE for what is not computed again.
+def _policy(_context: Any, operator: Any, *values: Any, **named: Any) -> CheckpointPolicy:
+    """Returns MUST_SAVE for what is not computed again.
 
-    An attention that drops out is: it draws random numbers, and what draws after it would get others if it were left
-    out.
+    Attention with dropout is: it draws random numbers, and what draws after it would get others if it were left out.
     """
-    if operator not in _expensive() or _drops_out(operator, values, named):
+    if operator not in _expensive():
         return CheckpointPolicy.PREFER_RECOMPUTE
-    return CheckpointPolicy.MUST_SAVE
-
-
-def _drops_out(operator: Any, values: tuple[Any, ...], named: dict[str, Any]) -> bool:
     schema = getattr(operator, "_schema", None)  # flex attention has none, and no dropout
     names = [argument.name for argument in schema.arguments] if schema else []
-    return bool({**dict(zip(names, values, strict=False)), **named}.get("dropout_p", 0.0))
+    has_dropout = {**dict(zip(names, values, strict=False)), **named}.get("dropout_p", 0.0)
+    return CheckpointPolicy.PREFER_RECOMPUTE if has_dropout else CheckpointPolicy.MUST_SAVE
 
 
 @functools.cache
 def _expensive() -> frozenset[Any]:
-    """Matrix products, and attention in every form that scaled_dot_product_attention, torch.nn.attention.varlen and
-    FlexAttention reach; those that this torch has."""
-    aten, found = torch.ops.aten, set[Any]()
+    """Returns matrix products, and attention in every form that scaled_dot_product_attention, torch.nn.attention.varlen
+    and FlexAttention reach; those that this torch has."""
+    aten, operators = torch.ops.aten, set[Any]()
     for name in _PRODUCTS + _ATTENTION:
         if hasattr(aten, name):
-            found.add(getattr(aten, name).default)
+            operators.add(getattr(aten, name).default)
     if importlib.util.find_spec("torch.nn.attention.varlen"):  # torch >= 2.10
         importlib.import_module("torch.nn.attention.varlen")  # registers its operator
-        found.add(torch.ops.torch_attn._varlen_attn.default)
-    found.add(torch.ops.higher_order.flex_attention)
-    return frozenset(found)
+        operators.add(torch.ops.torch_attn._varlen_attn.default)
+    operators.add(torch.ops.higher_order.flex_attention)
+    return frozenset(operators)
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm")
@@ -69,3 +72,174 @@ _ATTENTION = (
     "_flash_attention_forward",
     "_efficient_attention_forward",
 )
+
+
+# --- offload
+#
+# On its way out a tensor is copied by a stream of its own next to the computation; on its way back it is requested
+# while the backward still works on what was kept after it. At most `AHEAD` bytes are under way in either direction, and
+# what was kept last never leaves, for the backward begins with it.
+#
+# Memory on the device is always taken and given back on the computing stream, which waits for a copy before it frees
+# what is copied: so it can be used again at once, in the order of that stream, however far the CPU runs ahead.
+
+SMALLEST = 2**20  # bytes; the copy of a smaller one costs its start, not its size
+AHEAD = 2**28  # bytes under way: some milliseconds of a PCIe bus, a layer's input or a few
+
+
+@dataclass(eq=False)
+class Kept:
+    """The bytes of one storage: on the device, on the host, or on both while `copied` has not happened."""
+
+    index: int  # in the order of the forward
+    host: Tensor  # (bytes,) uint8; pinned where there is a device
+    device: Tensor | None  # (bytes,) uint8
+    copied: Any = None  # torch.Event of the copy under way
+
+    @property
+    def size(self) -> int:
+        return self.host.numel()
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor without its storage."""
+
+    kept: Kept
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # elements
+
+    def over(self, storage: Tensor) -> Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+class ActivationOffload:
+    """`keep` and `bring` are the hooks of torch.autograd.graph.saved_tensors_hooks. Parameters stay where they are:
+    their engine moves them.
+
+    On the CPU the copy is made, and the backward reads it: nothing is saved there, but tests take the same way.
+    """
+
+    def __init__(self, device: torch.device, smallest: int | None = None, ahead: int = AHEAD):
+        """smallest: bytes of a storage that is moved; None: SMALLEST, and on the CPU all, so that small
+        models in tests take the same way."""
+        if smallest is None:
+            smallest = SMALLEST if device.type != "cpu" else 1
+        self.device, self.smallest, self.ahead = device, smallest, ahead
+        self.away = weakref.WeakValueDictionary[int, Kept]()  # all that a backward may still ask for
+        self.leaving = deque[tuple[tuple[int, int], Kept]]()  # copies out that were not waited for, oldest first
+        self.here: dict[tuple[int, int], Kept] = {}  # the same, by identity of the storage and version
+        self.returning: dict[int, Kept] = {}  # copies back that were not waited for
+        self.count = self.next = 0
+        self.copies = None if device.type == "cpu" else torch.Stream(device=device)
+
+    @contextlib.contextmanager
+    def saved_tensors(self) -> Iterator[None]:
+        """Around a training forward: what it saves for its backward goes to the host."""
+        self.begin()
+        with saved_tensors_hooks(self.keep, self.bring):
+            yield
+
+    def begin(self) -> None:
+        """Before a forward; another's backward may still be to come."""
+        while self.leaving:
+            self._release_oldest()
+        for kept in list(self.returning.values()):
+            self._wait(kept)
+        if not self.away:
+            self.count = 0
+        self.next = -1
+
+    # --- out
+
+    def keep(self, tensor: Tensor) -> Tensor | View:
+        if type(tensor) is not Tensor or tensor.device.type != self.device.type or _is_of_parameter(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self.smallest:
+            return tensor
+        key = (storage._cdata, tensor._version)  # not its address: one that is emptied gives that to another
+        kept = self.here.get(key) or self._send(key, tensor)
+        self.next = self.count - 1
+        return View(kept, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _send(self, key: tuple[int, int], tensor: Tensor) -> Kept:
+        storage = tensor.untyped_storage()
+        bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        host = torch.empty(bytes_.numel(), dtype=torch.uint8, pin_memory=self.copies is not None)
+        kept = Kept(self.count, host, bytes_)
+        self._copy(kept, host, bytes_)
+        self.away[self.count], self.here[key] = kept, kept
+        self.leaving.append((key, kept))
+        self.count += 1
+        while sum(waiting.size for _, waiting in self.leaving) > self.ahead:
+            self._release_oldest()
+        return kept
+
+    def _release_oldest(self) -> None:
+        """Free the device's copy of what began to leave first."""
+        key, kept = self.leaving.popleft()
+        del self.here[key]
+        self._wait(kept)
+        kept.device = None
+
+    # --- back
+
+    def bring(self, kept: Tensor | View) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        self.leaving.clear()  # what has not left by now is referenced by the graph alone
+        self.here.clear()
+        self._fetch(kept.kept)
+        self.next = min(self.next, kept.kept.index - 1)
+        while self.next >= 0 and sum(other.size for other in self.returning.values()) < self.ahead:
+            if (other := self.away.get(self.next)) is not None:
+                self._fetch(other)
+            self.next -= 1
+        self._wait(kept.kept)
+        assert kept.kept.device is not None  # fetched above
+        return kept.over(kept.kept.device)
+
+    def _fetch(self, kept: Kept) -> None:
+        if kept.device is not None:
+            return
+        if self.copies is None:
+            kept.device = kept.host
+            return
+        kept.device = torch.empty_like(kept.host, device=self.device)
+        self._copy(kept, kept.device, kept.host)
+        self.returning[kept.index] = kept  # its memory must not be used again while the copy writes to it
+
+    # --- copies
+
+    def _copy(self, kept: Kept, to: Tensor, source: Tensor) -> None:
+        if self.copies is None:
+            to.copy_(source)
+            return
+        self.copies.wait_stream(torch.accelerator.current_stream(self.device))
+        with self.copies:
+            to.copy_(source, non_blocking=True)
+        kept.copied = self.copies.record_event()
+
+    def _wait(self, kept: Kept) -> None:
+        self.returning.pop(kept.index, None)
+        if kept.copied is not None:
+            torch.accelerator.current_stream(self.device).wait_event(kept.copied)
+            kept.copied = None
+
+
+def part_of_parameter(tensor: Tensor) -> Tensor:
+    """Returns a plain tensor that is part of a parameter, marked as such: its memory is the engine's as well, which may
+    empty it before the backward and fill it again for that."""
+    tensor.untyped_storage().of_parameter = True  # pyright: ignore[reportAttributeAccessIssue]  (kept with the storage)
+    return tensor
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    """Returns whether it is a parameter, a view of one or a part: an engine that shards moves these itself."""
+    if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
+        return True
+    return getattr(tensor.untyped_storage(), "of_parameter", False)

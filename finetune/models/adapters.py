@@ -1,4 +1,4 @@
-"""LoRA adapters through peft, which is imported where there are any: it takes a second, for bitsandbytes behind it."""
+"""LoRA adapters through peft, which is imported where there are any: it takes a second, for it imports bitsandbytes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from finetune.errors import UserError
-from finetune.models.tokenizer import first_line
+from finetune.models.config import first_line
 from finetune.recipe.schema import Lora
 
 
 def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
-    """The model with its weights frozen and adapters that train, held in `dtype`.
+    """Returns the model with its weights frozen and adapters in `dtype` that train.
 
     Raises UserError where `lora.targets` or `lora.modules_to_save` name nothing of the model, and where DoRA would
     divide by zero.
@@ -34,7 +34,7 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
     )
     try:
         with warnings.catch_warnings():
-            # Of patterns that peft 0.21 itself adds for stacked experts, and that do match: it looks for modules only.
+            # For patterns that peft 0.21 itself adds for stacked experts, and that do match: it looks for modules only.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
             adapted = get_peft_model(model, config)
     except ValueError as error:
@@ -52,7 +52,7 @@ def keep_input_types(model: Any) -> None:
 
     peft casts each input to the adapter's fp32, and autocast casts it back for the product: two passes over the hidden
     states for each adapted module, and a copy of them in the graph. Only where nothing but that product reads the
-    input: dropout and DoRA compute in the type that they are given.
+    input: dropout and DoRA compute in the type of their input.
     """
     if not hasattr(model, "peft_config"):
         return
@@ -78,11 +78,11 @@ def _rename_tied(model: Any) -> None:
 
 
 def _check_magnitudes(model: Any) -> None:
-    """DoRA divides by the length of what each output is made of: with tied weights the head has a padding token's
-    embedding, which is zero, and every loss would be no number."""
+    """Raises UserError where DoRA would divide by zero, the norm of an output's weights: with tied weights the head has
+    a padding token's embedding, which is zero, and every loss would be NaN."""
     for name, module in model.named_modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
-            if magnitude.weight.is_meta:  # rank 0 has the values, and says it
+            if magnitude.weight.is_meta:  # rank 0 has the values, and reports it
                 continue
             if zeros := (magnitude.weight.flatten() == 0).nonzero().flatten().tolist():
                 which = ", ".join(map(str, zeros[:5])) + (", ..." if len(zeros) > 5 else "")

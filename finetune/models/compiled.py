@@ -10,45 +10,45 @@ from torch._dynamo.utils import counters, guard_failures
 
 
 def compile_layers(model: Any) -> None:
-    """Each decoder layer by itself: one small graph, reused by all of them. Micro-batches are padded to one length
-    (`Loader.padded_to`), so shapes are constants."""
+    """Compile each decoder layer by itself: one small graph, reused by all of them. Micro-batches are padded to one
+    length (`Loader.padded_to`), so shapes are constants."""
     for module in model.modules():
         if type(module).__name__ in (model._no_split_modules or ()):
             module.compile(dynamic=False)
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Run as if nothing were compiled: for generation, where every token is another shape."""
+    """Returns a context that runs as if nothing were compiled: for generation, where every token is another shape."""
     return torch.compiler.set_stance("force_eager")
 
 
 def compilations() -> int:
-    """Graphs that this process has compiled so far."""
+    """Returns the number of graphs that this process has compiled so far."""
     return counters["stats"]["unique_graphs"]
 
 
 class CompilationWatch:
-    """Compilations of this launch's training steps. After the second there should be none: said once where there is.
+    """Compilations of this launch's training steps. After the second there should be none: the first is reported.
 
     Evaluation compiles its own forward, the first time; that is not counted against the steps.
     """
 
     def __init__(self) -> None:
-        self._steps, self._before, self._said = 0, compilations(), False
+        self._steps, self._before, self._warned = 0, compilations(), False
 
     def step_done(self) -> str | None:
         """After each step: a warning with torch's reason, or None."""
         self._steps += 1
         if compilations() == 0 and self._steps == 1:
             return "train.compile has compiled nothing and has no effect: torch cannot follow what these layers do"
-        anew = compilations() - self._before
-        self._before += anew
-        if not anew or self._steps <= 2 or self._said:
+        count = compilations() - self._before
+        self._before += count
+        if not count or self._steps <= 2 or self._warned:
             return None
-        self._said = True
-        reasons = [reason for of_code in guard_failures.values() for reason in of_code[-1:]]
+        self._warned = True
+        reasons = [reason for failures in guard_failures.values() for reason in failures[-1:]]
         why = reasons[-1].splitlines()[0] if reasons else "torch gives no reason"
-        return f"train.compile compiled {anew} graphs anew in step {self._steps} of this launch: {why}"
+        return f"train.compile compiled {count} graphs again in step {self._steps} of this launch: {why}"
 
     def evaluated(self) -> None:
         self._before = compilations()

@@ -1,19 +1,19 @@
-"""The Hugging Face config of a recipe's model: what can be known of it without its weights, or transformers' models."""
+"""A recipe's model without its weights: its Hugging Face config and its tokenizer."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.errors import UserError
-from finetune.models.tokenizer import first_line
 from finetune.recipe.schema import Model
 
 
 def model_config(model: Model) -> PretrainedConfig:
-    """The Hugging Face config of the recipe's model. Raises UserError where there is none."""
+    """Returns the Hugging Face config of the recipe's model. Raises UserError where there is none."""
     try:
         if model.config is not None:
             _check_config_keys(model.config)
@@ -28,7 +28,8 @@ def model_config(model: Model) -> PretrainedConfig:
 
 
 def _check_config_keys(config: dict[str, Any]) -> None:
-    """transformers takes any key in silence; a misspelt one would train another architecture. Raises UserError."""
+    """Raises UserError for an unknown key: transformers accepts any, and a misspelt one would train another
+    architecture."""
     known = [*AutoConfig.for_model(config["model_type"]).to_dict(), "rope_theta", "rope_scaling"]
     for name in config:
         if name not in known:
@@ -38,7 +39,8 @@ def _check_config_keys(config: dict[str, Any]) -> None:
 
 
 def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """Of each layer its config, where a setting such as `head_dim` differs between layers; else the one of them all."""
+    """Returns the config of each layer, where a setting such as `head_dim` differs between them; else the one of
+    all."""
     return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
 
@@ -50,3 +52,59 @@ def check_token_ids(config: PretrainedConfig, tokenizer_size: int) -> None:
             f"the tokenizer has {tokenizer_size} tokens, the model's embedding {rows} rows: "
             "they do not belong together; check `model.tokenizer` and `model.name` or `model.config.vocab_size`"
         )
+
+
+_OF_OTHER_HEADS = ("classifier", "summary")
+
+
+def check_no_dropout(config: PretrainedConfig) -> None:
+    """Raises UserError where a model has dropout, for `batch.rows_per_device: auto`: each forward draws again, so its
+    number of rows would move the losses."""
+    for name, value in active_dropouts(config):
+        raise UserError(
+            "batch.rows_per_device: dropout is drawn for each forward, so under `auto` losses would depend on the "
+            f"hardware (the model's `{name}` is {value}): give a number"
+        )
+
+
+def active_dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
+    """Yields the settings (name, probability) by which a model drops at random."""
+    for name, value in config.to_dict().items():
+        if not isinstance(value, float) or value <= 0 or name.startswith(_OF_OTHER_HEADS):
+            continue
+        if "drop" in name or "jitter" in name:
+            yield name, value
+
+
+def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of `model.tokenizer`, else of `model.name`. Raises UserError where it cannot be loaded or
+    is not a fast one.
+
+    Padding never reaches the loss: training rows have none. It is used on the left when generating, so a tokenizer
+    without a pad token gets an end token for it, in memory and in the saved result alike.
+    """
+    source = model.tokenizer or model.name
+    assert source is not None  # the schema wants one of the two
+    revision = model.revision if model.tokenizer is None else None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=revision or "main", trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        key = "model.tokenizer" if model.tokenizer else "model.name"
+        raise UserError(f"{key}: no tokenizer from {source!r}: {first_line(error)}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(
+            f"{source!r} has only a slow tokenizer ({type(tokenizer).__name__}); exact masks need character offsets. "
+            "Give `model.tokenizer` a folder with a tokenizer.json"
+        )
+    if tokenizer.eos_token is None:
+        raise UserError(f"the tokenizer of {source!r} has no end token (eos_token): generation would never stop")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of a library's message, without its trailing stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

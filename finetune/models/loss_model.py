@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import UserError
-from finetune.models.head.architecture import UnknownHead, logit_map
+from finetune.models.activations import ActivationOffload
 from finetune.models.head.chunked import (
     HeadTask,
     liger_losses,
@@ -26,9 +26,16 @@ from finetune.models.head.chunked import (
     why_not_liger,
     why_not_torch,
 )
-from finetune.models.head.token_loss import HeadLosses, LogitMap, TokenLoss, at_least_fp32, token_losses
-from finetune.models.offload import ActivationOffload
-from finetune.models.routers import Routers
+from finetune.models.head.token_loss import (
+    HeadLosses,
+    LogitMap,
+    TokenLoss,
+    UnknownHead,
+    at_least_fp32,
+    logit_map,
+    token_losses,
+)
+from finetune.models.moe import Routers
 from finetune.utils import unwrap_peft
 
 _MATRIX_LOSSES = {"chunked": matrix_losses, "torch": torch_losses, "liger": liger_losses}
@@ -36,7 +43,7 @@ _MATRIX_LOSSES = {"chunked": matrix_losses, "torch": torch_losses, "liger": lige
 
 @dataclass(frozen=True)
 class TargetTokens:
-    """Which losses a forward shall give."""
+    """The targets of a forward, and their losses."""
 
     positions: Tensor  # (S,) in the row: where a target is predicted
     ids: Tensor  # (S,) the tokens predicted there
@@ -46,10 +53,10 @@ class TargetTokens:
 
 
 class Outputs(NamedTuple):
-    """What an objective may use of a forward."""
+    """Results of a forward that an objective may use."""
 
     total: Tensor  # (), weighted sum of the token losses, with a graph; fp32, nats
-    token_losses: Tensor  # (S,), of the targets in their order; with a graph where asked
+    token_losses: Tensor  # (S,), of the targets in their order; with a graph where requested
     router_logits: tuple[Tensor, ...] = ()  # (T, experts) of each layer of a mixture of experts
 
 
@@ -62,7 +69,7 @@ class CrossEntropyChoice:
 class CausalLMWithLoss(nn.Module):
     """`forward(targets=..., **inputs)` returns `Outputs`; without targets it is the model's own forward.
 
-    The base model runs, the hidden states of the targets go to the head, and the head, inside its own forward, gives
+    The base model runs, the hidden states of the targets go to the head, and the head, inside its own forward, returns
     losses. So whatever a backend does around forwards to have the weights there (FSDP2 around this module and the head,
     ZeRO-3 around every module, DDP around this one) is done once for all chunks. It also brings autocast, the offload
     of activations and the routers' logits.
@@ -93,13 +100,13 @@ class CausalLMWithLoss(nn.Module):
         balances = getattr(causal.config.get_text_config(), "output_router_logits", False)
         self._no_balance_loss = {"output_router_logits": False} if balances else {}  # of transformers' own; see _logits
         try:
-            found: LogitMap | UnknownHead = logit_map(causal)
+            mapping: LogitMap | UnknownHead = logit_map(causal)
         except UnknownHead as reason:
-            found = reason
-        self.choice = choose_cross_entropy(cross_entropy, found, is_matrix(head), vocabulary, device_type, only_sums)
+            mapping = reason
+        self.choice = choose_cross_entropy(cross_entropy, mapping, is_matrix(head), vocabulary, device_type, only_sums)
         if self.choice.implementation != "plain":
-            assert isinstance(found, LogitMap)  # the choice is plain where it is not known
-            self._logit_map, self._rows = found, rows_at_once(vocabulary, device_type)
+            assert isinstance(mapping, LogitMap)  # the choice is plain where it is not known
+            self._logit_map, self._rows = mapping, rows_at_once(vocabulary, device_type)
             _give_losses(head, self.choice.implementation)
 
     @property
@@ -115,7 +122,7 @@ class CausalLMWithLoss(nn.Module):
             return Outputs(*losses, tuple(logits))
 
     def hidden_states(self, **inputs: Any) -> Tensor:  # (1, T, D)
-        """Of the base model alone, in the surroundings of a forward: what a pipeline stage passes on."""
+        """Returns the base model's output, in the surroundings of a forward: what a pipeline stage passes on."""
         with self._surroundings():
             return self._base(inputs)
 
@@ -165,7 +172,7 @@ def _accepted(inputs: dict[str, Any], names: frozenset[str] | None) -> dict[str,
 
 
 def loss_head(model: Any) -> nn.Module:
-    """The module whose forward gives the losses: the head, with its adapters if it has any."""
+    """Returns the module whose forward gives the losses: the head, with its adapters if it has any."""
     head = unwrap_peft(model).get_output_embeddings()
     return head.modules_to_save[head.active_adapters[0]] if hasattr(head, "modules_to_save") else head
 
@@ -186,7 +193,7 @@ class HeadWithLoss:
 
 
 def is_matrix(head: nn.Module) -> bool:
-    """Whether a head is a plain linear layer, without adapters or quantised weights."""
+    """Returns whether a head is a plain linear layer, without adapters or quantised weights."""
     kind = type(head)
     return kind is nn.Linear or (isinstance(head, HeadWithLoss) and kind.__mro__[2] is nn.Linear)
 
@@ -200,29 +207,30 @@ def _give_losses(head: Any, implementation: str) -> None:
 
 
 def choose_cross_entropy(
-    asked: str,
-    found: LogitMap | UnknownHead,  # what the architecture does to its logits
+    requested: str,
+    mapping: LogitMap | UnknownHead,  # what the architecture does to its logits
     matrix: bool,  # the head is a linear layer, without adapters
     vocabulary: int,
     device: str,
     only_sums: bool = True,
 ) -> CrossEntropyChoice:
-    """Returns which implementation makes the losses, and why. Raises UserError where the asked one is not possible."""
-    if asked == "plain":
+    """Returns which implementation computes the losses, and why. Raises UserError where the requested one is not
+    possible."""
+    if requested == "plain":
         return CrossEntropyChoice("plain", "asked for in the recipe")
-    if isinstance(found, UnknownHead):
-        if asked == "auto":
-            return CrossEntropyChoice("plain", str(found))
-        raise UserError(f"model.cross_entropy: `{asked}` is not possible: {found}; use `auto`")
-    if asked in ("torch", "liger"):
-        obstacle = why_not_torch(found) if asked == "torch" else why_not_liger(device)
+    if isinstance(mapping, UnknownHead):
+        if requested == "auto":
+            return CrossEntropyChoice("plain", str(mapping))
+        raise UserError(f"model.cross_entropy: `{requested}` is not possible: {mapping}; use `auto`")
+    if requested in ("torch", "liger"):
+        obstacle = why_not_torch(mapping) if requested == "torch" else why_not_liger(device)
         if not matrix:
             obstacle = "it takes a head that is one matrix, and this one has adapters or quantised weights"
         if not only_sums:
             obstacle = "it gives the sum of the token losses only, and the objective needs more"
         if obstacle:
-            raise UserError(f"model.cross_entropy: `{asked}` is not possible: {obstacle}; use `auto`")
-        return CrossEntropyChoice(asked, "asked for in the recipe")
+            raise UserError(f"model.cross_entropy: `{requested}` is not possible: {obstacle}; use `auto`")
+        return CrossEntropyChoice(requested, "asked for in the recipe")
     rows = rows_at_once(vocabulary, device)
     size = f"logits of {rows:,} tokens at a time, {rows * vocabulary * 4 / 2**20:,.0f} MiB"
-    return CrossEntropyChoice("chunked", size if asked == "auto" else f"asked for in the recipe; {size}")
+    return CrossEntropyChoice("chunked", size if requested == "auto" else f"asked for in the recipe; {size}")

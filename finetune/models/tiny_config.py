@@ -1,8 +1,8 @@
 """A tiny copy of a model's config: the same class and switches, few and narrow layers.
 
-What decides how a model computes stays (kinds of layers, biases, norms, types of RoPE, routing); what decides how large
-it is shrinks: widths, heads, experts, vocabulary. Windows and the lengths at which RoPE changes become shorter than the
-documents that are tried on the copy, so that they matter there.
+Settings that decide how a model computes stay (kinds of layers, biases, norms, types of RoPE, routing); those that
+decide how large it is shrink: widths, heads, experts, vocabulary. Windows and the lengths at which RoPE changes become
+shorter than the documents that are tried on the copy, so that they matter there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import re
 from typing import Any
 
 from transformers import PretrainedConfig
+
+from finetune.models.rope import rope_types
 
 VOCABULARY = 128
 HEAD_SIZE = 16
@@ -58,20 +60,20 @@ _PERIOD = re.compile(
 
 
 def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of a config, transformers', whose model has some hundred thousand parameters and drops nothing.
+    """Returns a copy of a transformers config whose model has some hundred thousand parameters and drops nothing.
 
-    It is a guess from the settings' names: whether a model can be made of it, and runs, has to be tried.
+    It is a guess from the settings' names: whether a model can be created from it, and runs, has to be tried.
     """
     tiny = copy.deepcopy(config)
     for name in tiny.sub_configs:
         if isinstance(part := getattr(tiny, name, None), PretrainedConfig):
             setattr(tiny, name, tiny_config(part))
     settings = {name: value for name, value in vars(tiny).items() if not name.startswith("_")}
-    layers = _Layers.of(settings)
+    layers = _Layers.from_settings(settings)
     size_before = _head_size(tiny, settings)
     for name, value in settings.items():
         if not isinstance(value, PretrainedConfig):
-            setattr(tiny, name, _shrunk(name, layers.chosen_of(value), settings, layers, size_before))
+            setattr(tiny, name, _shrunk(name, layers.select(value), settings, layers, size_before))
     return tiny
 
 
@@ -82,7 +84,7 @@ class _Layers:
         self.count, self.chosen, self.shared = count, chosen, shared
 
     @classmethod
-    def of(cls, settings: dict[str, Any]) -> _Layers:
+    def from_settings(cls, settings: dict[str, Any]) -> _Layers:
         count = next((settings[name] for name in _LAYERS if isinstance(settings.get(name), int)), 0)
         lists = [value for value in settings.values() if isinstance(value, list | tuple) and len(value) == count]
         shared = settings.get("num_kv_shared_layers") or 0  # the last ones, which have keys of earlier ones
@@ -95,8 +97,8 @@ class _Layers:
         chosen += [i for i in range(count) if i not in chosen][: max(0, wanted - len(chosen))]
         return cls(count, sorted(chosen), sum(i >= count - shared for i in chosen))
 
-    def chosen_of(self, value: Any) -> Any:
-        """Of a list with an item for each layer those of the chosen ones."""
+    def select(self, value: Any) -> Any:
+        """Returns, of a list with an item for each layer, those of the chosen layers."""
         if isinstance(value, list | tuple) and self.count > 1 and len(value) == self.count:
             return type(value)([value[i] for i in self.chosen])
         return value
@@ -120,19 +122,16 @@ def _shrunk_list(name: str, value: Any, settings: dict[str, Any], layers: _Layer
     if name in ("long_factor", "short_factor") and head_size:
         return list(value)[: max(1, len(value) * HEAD_SIZE // head_size)]
     if name == "mrope_section" and head_size:
-        return _scaled_sections(value, sum(value) * HEAD_SIZE // head_size)
+        total = sum(value) * HEAD_SIZE // head_size
+        scaled = [max(1, section * total // sum(value)) for section in value]
+        scaled[0] += total - sum(scaled)
+        return scaled
     if name == "attention_types" and value and isinstance(value[0], list | tuple):  # GPT-Neo: [[kinds, times]]
         kinds = value[0][0]
         return [[kinds, 1]]
     if value and all(type(item) is int for item in value) and not re.search(r"layer|indices|ratio|id", name):
         return type(value)([_shrunk_number(name, item, settings, layers) for item in value])
     return value
-
-
-def _scaled_sections(sections: Any, total: int) -> list[int]:
-    scaled = [max(1, section * total // sum(sections)) for section in sections]
-    scaled[0] += total - sum(scaled)
-    return scaled
 
 
 def _shrunk_number(name: str, value: int, settings: dict[str, Any], layers: _Layers) -> int:
@@ -151,18 +150,12 @@ def _shrunk_number(name: str, value: int, settings: dict[str, Any], layers: _Lay
         return HEADS if value == heads else min(value, HEADS // 2)
     if re.fullmatch(r"\w*_(token_id|token_index|token)|\w*_token_ids?", name):
         return value if value < 3 else 2
-    if name == "max_position_embeddings" and "dynamic" in _rope_types(settings):
+    if name == "max_position_embeddings" and "dynamic" in rope_types(settings.get("rope_parameters")):
         return PRETRAINED_POSITIONS
     for pattern, size in _SIZES:
         if re.fullmatch(pattern, name):
             return min(value, size) if value > 0 else value
     return value
-
-
-def _rope_types(settings: dict[str, Any]) -> set[str]:
-    parameters = settings.get("rope_parameters") or {}
-    nested = [inner for inner in parameters.values() if isinstance(inner, dict)]
-    return {str(one.get("rope_type")) for one in (parameters, *nested)}
 
 
 def _head_size(config: PretrainedConfig, settings: dict[str, Any]) -> int | None:

@@ -1,6 +1,7 @@
-"""The model of a recipe: weights from a hub id or folder, or from a config; quantised, frozen and adapted as asked.
+"""The model of a recipe: weights from a hub id or folder, or from a config; quantised, frozen and with adapters by the
+recipe.
 
-Where the weights lie in memory is not decided here: the engine says how this rank loads (`Placement`).
+Where the weights are in memory is the engine's decision (`Placement`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from finetune.models.activations import recompute_activations
 from finetune.models.adapters import add_adapters
 from finetune.models.attention import AttentionChoice
 from finetune.models.compiled import compile_layers
-from finetune.models.dtypes import dtypes
-from finetune.models.quantization import keep_weights_unpacked, quantization_config
+from finetune.models.config import first_line
+from finetune.models.dtypes import dtypes, keep_weights_unpacked, quantization_config
 from finetune.models.rope import rotate_per_document
-from finetune.models.tokenizer import first_line
 from finetune.recipe.schema import Recipe
 from finetune.utils import full_shape
 
@@ -31,7 +31,7 @@ class Placement:
 
     meta: shapes only, of buffers as well; the engine fills them in from rank 0. device: where quantised weights are
     packed; None where ZeRO-3 places them itself. layers: the decoder layers that need weights, the others may be left
-    on `meta`. direct: each weight is read straight to `device`. Otherwise every rank would make a copy of the model in
+    on `meta`. direct: each weight is read straight to `device`. Otherwise every rank would need a copy of the model in
     host memory where it is in fp32, which checkpoints are not.
     """
 
@@ -44,15 +44,16 @@ class Placement:
 def load_model(
     recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, placement: Placement
 ) -> PreTrainedModel:
-    """The model ready to be wrapped by an engine: in train mode, frozen where frozen, adapters in.
+    """Returns the model ready to be wrapped by an engine: in train mode, frozen where frozen, adapters in.
 
-    Seeded: every rank that makes random weights makes the same ones.
+    Seeded: random weights are the same on every rank. Raises UserError where it cannot be loaded or has no LM head.
     """
     types = dtypes(recipe)
     base_dtype = types.trained if recipe.mode == "full" else types.frozen
     torch.manual_seed(recipe.run.seed)
     model = _base_model(recipe, config, attention, base_dtype, placement)
-    _check_vocabulary(model, config)
+    if model.get_output_embeddings() is None:
+        raise UserError(f"{type(config).__name__} has no LM head to train")
     rotate_per_document(model)
     keep_weights_unpacked(model)
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
@@ -60,7 +61,9 @@ def load_model(
         torch.manual_seed(recipe.run.seed + 1)  # the adapters do not depend on how many draws the base took
         model = add_adapters(model, recipe.lora, types.trained)
     if types.compute != torch.float32:
-        _start_in(model, types.compute)
+        # Hidden states begin in the compute type: the embedding table may be in fp32, and then the full residual stream
+        # would be fp32 on one backend and 16 bit on another.
+        model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.to(types.compute))
     if recipe.train.activation_checkpointing:
         recompute_activations(model, recipe.train.activation_checkpointing)
     if recipe.train.compile:
@@ -103,13 +106,14 @@ def _base_model(
 
 
 def without_weights(config: PretrainedConfig, **common: Any) -> Any:
-    """A model of shapes alone (device `meta`), not tied; common: arguments of transformers' `from_config`."""
+    """Returns a model of shapes alone (device `meta`), not tied; common: arguments of transformers' `from_config`."""
     with torch.device("meta"), no_init_weights():
         return AutoModelForCausalLM.from_config(config, **common)
 
 
 def _some_layers(model_class: Any, layers: frozenset[int]) -> Any:
-    """The class of a model that lacks the other decoder layers before its weights are read, so that theirs are not."""
+    """Returns the class of a model that lacks the other decoder layers before its weights are read, so that theirs are
+    not."""
 
     class SomeLayers(model_class):
         _keys_to_ignore_on_load_unexpected = [r"\.layers\.\d+\."]  # noqa: RUF012 (transformers' name and type)
@@ -124,7 +128,7 @@ def _some_layers(model_class: Any, layers: frozenset[int]) -> Any:
 
 
 def _complete(model: Any, model_class: Any, skeleton: Any) -> None:
-    """Make a model of `_some_layers` one of its own class, with the layers that it lacks on `meta`."""
+    """Turn a model of `_some_layers` into one of its own class, with the layers that it lacks on `meta`."""
     model.__class__ = model_class
     for i, layer in enumerate(model.base_model.layers):
         if isinstance(layer, torch.nn.Identity):
@@ -132,23 +136,12 @@ def _complete(model: Any, model_class: Any, skeleton: Any) -> None:
 
 
 def parameter_counts(model: Any) -> tuple[int, int]:
-    """(all, trained) parameters of the whole model, also where this rank holds a shard or 4-bit weights."""
-    counts = [(_whole_numel(p), p.requires_grad) for p in model.parameters()]
+    """Returns (all, trained) parameters of the full model, also where this rank has a shard or 4-bit weights."""
+    counts = [(_full_numel(p), p.requires_grad) for p in model.parameters()]
     return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)
 
 
-def _whole_numel(parameter: torch.nn.Parameter) -> int:
+def _full_numel(parameter: torch.nn.Parameter) -> int:
     numel = full_shape(parameter).numel()
     packed = type(parameter).__name__ == "Params4bit"  # two weights a byte
     return numel * 2 * parameter.element_size() if packed else numel
-
-
-def _check_vocabulary(model: Any, config: PretrainedConfig) -> None:
-    if model.get_output_embeddings() is None:
-        raise UserError(f"{type(config).__name__} has no LM head to train")
-
-
-def _start_in(model: Any, dtype: torch.dtype) -> None:
-    """Let the hidden states begin in the compute type: the embedding table may be held in fp32, and then the whole
-    residual stream would be fp32 on one backend and 16 bit on another."""
-    model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.to(dtype))

@@ -9,7 +9,7 @@ import torch
 
 from finetune.data.batch import Batch
 from finetune.models.loss_model import Outputs
-from finetune.objectives.base import Objective, Sums, Term, Terms
+from finetune.objectives.objective import Objective, Sums, Term, Terms
 
 
 def by_source(names: Sequence[str]) -> Objective:

@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.data.batch import Batch
 from finetune.models.attention import AttentionChoice, with_unread_mask
-from finetune.objectives.base import Objective
+from finetune.objectives.objective import Objective
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from torch import Tensor
 from finetune.data.batch import Batch
 from finetune.errors import UserError
 from finetune.models.loss_model import Outputs
-from finetune.models.routers import Routers
-from finetune.objectives.base import Objective, Sums, Term, Terms
+from finetune.models.moe import Routers
+from finetune.objectives.objective import Objective, Sums, Term, Terms
 from finetune.recipe.schema import Objective as Settings
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from finetune.data.batch import Batch
 from finetune.models.head import TokenLoss
 from finetune.models.loss_model import Outputs
-from finetune.objectives.base import Objective, Term, Terms
+from finetune.objectives.objective import Objective, Term, Terms
 from finetune.recipe.schema import Objective as Settings
 
 

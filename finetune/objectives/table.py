@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from finetune.models.routers import Routers
-from finetune.objectives.base import Objective, combined
+from finetune.models.moe import Routers
 from finetune.objectives.by_source import by_source
+from finetune.objectives.objective import Objective, combined
 from finetune.objectives.router_balance import balance_coefficient, balance_of_experts
 from finetune.objectives.sft import focal, sft
 from finetune.recipe.schema import Objective as Settings

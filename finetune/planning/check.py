@@ -107,9 +107,7 @@ def _check_data(recipe: Recipe, report: CheckReport) -> None:
     from finetune.data.building import OpenedSources
     from finetune.data.dataset import Stream, build_held_out, build_training, template_notes
     from finetune.data.questions import check_questions
-    from finetune.models.config import check_token_ids, model_config
-    from finetune.models.dropout import check_nothing_random
-    from finetune.models.tokenizer import load_tokenizer
+    from finetune.models.config import check_no_dropout, check_token_ids, load_tokenizer, model_config
     from finetune.planning.plan import run_length
     from finetune.tracking import check_trackers
 
@@ -117,7 +115,7 @@ def _check_data(recipe: Recipe, report: CheckReport) -> None:
     tokenizer = load_tokenizer(recipe.model)
     check_token_ids(config := model_config(recipe.model), len(tokenizer))
     if recipe.batch.rows_per_device == "auto":
-        check_nothing_random(config)
+        check_no_dropout(config)
     _check_attention(recipe, config, report)
     opened = OpenedSources(recipe)
     report.notes += template_notes(recipe, tokenizer, opened)

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from finetune.data.batch import Batch
-from finetune.engine.base import Engine
-from finetune.engine.state_bytes import measure_gradient_bytes, measure_state_bytes
+from finetune.engine.base import Engine, measure_gradient_bytes, measure_state_bytes
 from finetune.engine.timing import COMMUNICATION, PHASES, STALLS
 from finetune.tracking.metrics import Line
 from finetune.utils import peak_resident_bytes

@@ -33,8 +33,8 @@ from finetune.data.sources.files import cache_root
 from finetune.data.token_shard import UNSHARDED, TokenShare, token_shard
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
-from finetune.objectives.base import UNSCALED
 from finetune.objectives.forward import ForwardPass
+from finetune.objectives.objective import UNSCALED
 from finetune.planning.plan import versions
 from finetune.recipe import Recipe
 from finetune.training.feed import moved

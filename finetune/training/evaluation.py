@@ -13,8 +13,8 @@ from finetune.data.loader import Loader
 from finetune.data.questions import Question, answer, questions
 from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
-from finetune.objectives.base import Sums, TermSums
 from finetune.objectives.forward import ForwardPass
+from finetune.objectives.objective import Sums, TermSums
 from finetune.recipe.schema import Evaluate
 from finetune.training.feed import fed_batches
 from finetune.training.generation import greedy

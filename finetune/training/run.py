@@ -28,16 +28,13 @@ from finetune.engine.context_parallel import apply_context_parallel
 from finetune.engine.launch import collective_timeout, read_launch
 from finetune.engine.start import set_group_timeouts, start_engine
 from finetune.errors import Stopped
+from finetune.models.activations import ActivationOffload
 from finetune.models.adapters import keep_input_types
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
-from finetune.models.config import check_token_ids, model_config
-from finetune.models.dropout import check_nothing_random
+from finetune.models.config import check_no_dropout, check_token_ids, load_tokenizer, model_config
 from finetune.models.dtypes import dtypes
-from finetune.models.experts import compute_experts_in
 from finetune.models.loss_model import CausalLMWithLoss, CrossEntropyChoice
-from finetune.models.offload import ActivationOffload
-from finetune.models.routers import find_routers
-from finetune.models.tokenizer import load_tokenizer
+from finetune.models.moe import compute_experts_in, find_routers
 from finetune.models.weights import load_model, parameter_counts
 from finetune.objectives import Objective, make_objective
 from finetune.objectives.forward import ForwardPass
@@ -77,7 +74,7 @@ def train(
     tokenizer = load_tokenizer(recipe.model)
     check_token_ids(config, len(tokenizer))
     if recipe.batch.rows_per_device == "auto":
-        check_nothing_random(config)
+        check_no_dropout(config)
     opened = OpenedSources(recipe)
     notes = template_notes(recipe, tokenizer, opened)
     training = build_training(recipe, tokenizer, opened)

@@ -32,8 +32,8 @@ from finetune.export.result import model_card, save_result
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.dtypes import dtypes
 from finetune.models.loss_model import Outputs
-from finetune.objectives.base import UNSCALED, Sums, TermSums
 from finetune.objectives.forward import ForwardPass
+from finetune.objectives.objective import UNSCALED, Sums, TermSums
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe, dump_recipe
 from finetune.tracking import Status, Totals, TrainingProgress, read_steps, write_status

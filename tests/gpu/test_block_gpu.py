@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from finetune.models.attention import block
-from finetune.models.attention.pieces import attend, attend_backward, nothing_seen, pieces
+from finetune.models.attention.pieces import _kernel, attend, attend_backward, nothing_seen, pieces
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -44,9 +43,9 @@ def test_the_kernel_is_the_formula(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, lengths: tuple[int, ...]
 ) -> None:
     query, key_value = made(512, dtype)
-    assert block._kernel(query, key_value[..., 64:]) == "cuda"
+    assert _kernel(query, key_value[..., 64:]) == "cuda"
     fused = through_pieces(query, key_value, lengths)
-    monkeypatch.setattr(block, "_kernel", lambda *_: None)
+    monkeypatch.setattr("finetune.models.attention.pieces._kernel", lambda *_: None)
     exact = through_pieces(query.float(), key_value.float(), lengths)
     for ours, theirs in zip(fused, exact, strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=NEAR[dtype], atol=NEAR[dtype])

@@ -64,7 +64,7 @@ def test_a_recompilation_after_the_second_step_is_said_once_with_its_reason() ->
         double(torch.ones(tokens))
         said.append(watch.step_done())
     assert [bool(text) for text in said] == [False, False, True, False, False]
-    assert "compiled 1 graphs anew in step 3" in said[2]
+    assert "compiled 1 graphs again in step 3" in said[2]
     assert "size mismatch" in said[2]
     watch = CompilationWatch()
     double(torch.ones(7))

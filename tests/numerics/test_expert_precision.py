@@ -6,7 +6,7 @@ import tiny
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.models.experts import compute_experts_in, experts_of
+from finetune.models.moe import compute_experts_in, experts_of
 
 
 def test_experts_follow_autocast() -> None:

@@ -11,8 +11,7 @@ import torch
 
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
-from finetune.models.config import check_token_ids, model_config
-from finetune.models.tokenizer import load_tokenizer
+from finetune.models.config import check_token_ids, load_tokenizer, model_config
 from finetune.models.weights import Placement, load_model, parameter_counts
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Model

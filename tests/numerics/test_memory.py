@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.engine.optimizer_step import StepInBackward
 from finetune.errors import RunFailure, UserError
+from finetune.models.activations import ActivationOffload, View
 from finetune.models.attention import attention_for
 from finetune.models.config import model_config
-from finetune.models.offload import ActivationOffload, View
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 
@@ -199,7 +199,7 @@ def test_an_address_that_another_storage_had_before() -> None:
     after = host.keep(second)
     assert isinstance(before, View)
     assert isinstance(after, View)
-    assert [view.of(view.kept.host).unique().item() for view in (before, after)] == [0, 1]
+    assert [view.over(view.kept.host).unique().item() for view in (before, after)] == [0, 1]
 
 
 def test_a_device_s_copy_goes_before_all_is_kept(recipe: dict[str, Any], write_recipe: Any) -> None:

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from finetune.data.token_shard import Stretches, TokenShare
-from finetune.models.attention import block, per_document
-from finetune.models.attention.pieces import attend, attend_backward, nothing_seen, pieces
+from finetune.models.attention import per_document
+from finetune.models.attention.pieces import (
+    attend,
+    attend_backward,
+    attend_block,
+    attend_block_backward,
+    merge,
+    nothing_seen,
+    pieces,
+)
 
 HEADS, SIZE, SCALE = 4, 8, 0.3
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -117,9 +125,9 @@ def test_the_fused_kernel_is_the_formula(monkeypatch: pytest.MonkeyPatch, dtype:
     gradient = torch.ones_like(query)
     found = []
     for kernel in ("cpu", None):
-        monkeypatch.setattr(block, "_kernel", lambda *_, kernel=kernel: kernel)
-        there = block.attend(query, key, value, SCALE, causal)
-        found.append((*there, *block.attend_backward(gradient, query, key, value, there, SCALE, causal)))
+        monkeypatch.setattr("finetune.models.attention.pieces._kernel", lambda *_, kernel=kernel: kernel)
+        there = attend_block(query, key, value, SCALE, causal)
+        found.append((*there, *attend_block_backward(gradient, query, key, value, there, SCALE, causal)))
     close = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}[dtype]
     for fused, plain in zip(*found, strict=True):
         assert fused.shape == plain.shape
@@ -128,8 +136,8 @@ def test_the_fused_kernel_is_the_formula(monkeypatch: pytest.MonkeyPatch, dtype:
 
 def test_merging_nothing_changes_nothing() -> None:
     query, key, value = (tensor.detach() for tensor in row(5, 4))
-    part = block.attend(query, key, value, SCALE, True)
+    part = attend_block(query, key, value, SCALE, True)
     into = nothing_seen(query, SIZE)
-    block.merge(into, part)
+    merge(into, part)
     assert torch.equal(into.out, part.out)
     assert torch.equal(into.lse, part.lse)

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
-from finetune.models.routers import find_routers
-from finetune.objectives.base import Sums, Term
+from finetune.models.moe import find_routers
+from finetune.objectives.objective import Sums, Term
 from finetune.objectives.router_balance import balance_coefficient, balance_of_experts, router_balance
 from finetune.recipe.schema import Objective
 from finetune.training.run_dir import ExpertLoad

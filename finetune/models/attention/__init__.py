@@ -1,9 +1,8 @@
-"""Attention that keeps the documents of one packed row apart: one room for each way, one for the choice among them.
+"""Attention that keeps the documents of one packed row apart: a file for each implementation, one for the choice.
 
-All ways are equal to fp32 rounding, and equal to one document at a time.
+All are equal to fp32 rounding, and equal to one document at a time.
 """
 
-from finetune.models.attention import opaque as _opaque  # noqa: F401 (defines an operation of torch)
 from finetune.models.attention.choice import (
     AttentionChoice,
     Kernels,

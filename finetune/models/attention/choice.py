@@ -20,7 +20,7 @@ from finetune.models.dtypes import dtypes
 from finetune.recipe.schema import Recipe
 
 
-def _nothing(document_lengths: tuple[int, ...]) -> dict[str, Any]:
+def _no_arguments(document_lengths: tuple[int, ...]) -> dict[str, Any]:
     """transformers finds the documents in the restarting position_ids. It does so only without a cache and without an
     attention mask, hence `use_cache=False` in every training forward: with a cache they would silently see each
     other. Not every architecture does so: see `isolation`."""
@@ -28,7 +28,7 @@ def _nothing(document_lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _without_positions(document_lengths: tuple[int, ...]) -> dict[str, Any]:
-    """For an architecture that counts its positions in another way than from 0."""
+    """Returns the arguments for an architecture that counts its positions in another way than from 0."""
     return {"position_ids": None}
 
 
@@ -37,16 +37,16 @@ class AttentionChoice:
     implementation: str  # transformers' name
     reason: str
     isolates_documents: bool  # False: one document per forward is the only safe layout
-    prepare: Prepare = _nothing
+    prepare: Prepare = _no_arguments
 
     def forward_arguments(self, document_lengths: tuple[int, ...]) -> dict[str, Any]:
-        """What a forward of this micro-batch takes besides its tokens: made once, used by every layer."""
+        """Returns the arguments of a forward in addition to its tokens: created once, used by every layer."""
         return self.prepare(document_lengths)
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What there is beside plain torch."""
+    """Kernels in addition to plain torch's."""
 
     capability: tuple[int, int] | None = None  # of the CUDA device; None: no CUDA device, or one of AMD
     flash_kernels: bool = False  # torch's own, built in
@@ -66,11 +66,11 @@ class Kernels:
 
 @dataclass(frozen=True)
 class _Case:
-    """All that a choice follows from."""
+    """Everything that the choice depends on."""
 
     model_class: type[PreTrainedModel]
     model_config: PretrainedConfig  # with the parts of a multimodal model
-    config: PretrainedConfig  # of its text part
+    config: PretrainedConfig  # the text part of it
     device: str
     half: bool
     kernels: Kernels
@@ -82,12 +82,12 @@ class _Case:
 
     @property
     def plain(self) -> str:
-        """What transformers takes by itself."""
+        """Returns the implementation that transformers takes by itself."""
         return "sdpa" if getattr(self.model_class, "_supports_sdpa", False) else "eager"
 
     def verdict(self, implementation: str | None) -> Verdict:
-        """Of a trial; raises UserError where the model sees the tokens that it should predict."""
-        prepare = per_document.prepare if implementation == per_document.DOCUMENTS else _nothing
+        """Returns the verdict of a trial. Raises UserError where the model sees the tokens that it should predict."""
+        prepare = per_document.prepare if implementation == per_document.DOCUMENTS else _no_arguments
         outcome = verdict(self.model_config, implementation, prepare)
         if outcome.causal is not None:
             raise UserError(
@@ -117,7 +117,7 @@ def check_rows_per_forward(recipe: Recipe, attention: AttentionChoice) -> None:
 
 
 def choose_attention(
-    asked: str,
+    requested: str,
     model_class: type[PreTrainedModel],
     config: PretrainedConfig,
     device: str,
@@ -125,7 +125,7 @@ def choose_attention(
     kernels: Kernels | None = None,
     longest: int | None = None,
 ) -> AttentionChoice:
-    """The attention implementation for this architecture, device and precision, with the reason in words.
+    """Returns the attention implementation for this architecture, device and precision, with the reason in words.
 
     device: cpu, cuda, ...; kernels: by default those of this machine. longest: most tokens of a document, where layers
     are compiled. Raises UserError where the recipe asks for one that cannot be.
@@ -133,20 +133,20 @@ def choose_attention(
     text = config.get_text_config()
     case = _Case(model_class, config, text, device, half_precision, kernels or Kernels.here(), longest)
     if (why := _mixes_documents(model_class, text)) is not None:
-        name = asked if asked in ("sdpa", "eager", "flash_attention_2") else case.plain
+        name = requested if requested in ("sdpa", "eager", "flash_attention_2") else case.plain
         return _one_per_forward(name, why, case.verdict(None))
-    if asked == "auto":
+    if requested == "auto":
         return _fastest(case)
-    if (why := _OBSTACLES[asked](case)) is not None:
-        raise UserError(f"model.attention: `{asked}` does not fit {model_class.__name__} here: {why}; use `auto`")
-    if asked in ("sdpa", "eager"):
-        return _of_transformers(asked, case, "asked for in the recipe")
-    return _chosen(asked, case, "asked for in the recipe")
+    if (why := _OBSTACLES[requested](case)) is not None:
+        raise UserError(f"model.attention: `{requested}` does not fit {model_class.__name__} here: {why}; use `auto`")
+    if requested in ("sdpa", "eager"):
+        return _from_transformers(requested, case, "asked for in the recipe")
+    return _chosen(requested, case, "asked for in the recipe")
 
 
 def _fastest(case: _Case) -> AttentionChoice:
     if (why := _no_documents(case)) is not None:
-        return _of_transformers(case.plain, case, why)
+        return _from_transformers(case.plain, case, why)
     if case.device == "cuda" and case.half:
         if (not_varlen := _no_varlen(case)) is None:
             return _chosen("varlen", case, "CUDA, 16 bit: one kernel for all documents of a row")
@@ -160,8 +160,8 @@ def _fastest(case: _Case) -> AttentionChoice:
     return _chosen("documents", case, one_each)
 
 
-def _of_transformers(name: str, case: _Case, reason: str) -> AttentionChoice:
-    """`sdpa` or `eager`: packed where that was seen to keep documents apart."""
+def _from_transformers(name: str, case: _Case, reason: str) -> AttentionChoice:
+    """Returns `sdpa` or `eager`: packed where a trial showed that it keeps documents apart."""
     outcome = case.verdict(name)
     if outcome.packed is None:
         return AttentionChoice(name, reason, True)
@@ -171,12 +171,12 @@ def _of_transformers(name: str, case: _Case, reason: str) -> AttentionChoice:
 
 
 def _one_per_forward(name: str, why: str, outcome: Verdict) -> AttentionChoice:
-    prepare = _nothing if outcome.positions is None else _without_positions
+    prepare = _no_arguments if outcome.positions is None else _without_positions
     return AttentionChoice(name, f"{why}: one document per forward", False, prepare)
 
 
 def _chosen(way: str, case: _Case, reason: str) -> AttentionChoice:
-    """A row of the table of ways: transformers' name, and what is made for each micro-batch."""
+    """Returns transformers' name for it, and the arguments that are created for each micro-batch."""
     if way == "documents":
         prepare = partial(per_document.prepare, compiled=case.longest is not None)
         return AttentionChoice(per_document.DOCUMENTS, reason, True, prepare)
@@ -192,24 +192,25 @@ def _chosen(way: str, case: _Case, reason: str) -> AttentionChoice:
 
 
 def _flash_arguments(document_lengths: tuple[int, ...], device: str, longest: int | None) -> dict[str, Any]:
-    """Without them transformers reads the position_ids back from the device, in every layer."""
-    found = varlen.prepare(document_lengths, device, longest)["documents"]
-    ends, most = found.ends, found.longest
+    """Returns the boundaries of documents. Without them transformers reads the position_ids back from the device, in
+    every layer."""
+    documents = varlen.prepare(document_lengths, device, longest)["documents"]
+    ends, most = documents.ends, documents.longest
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": most, "max_length_k": most}
 
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """The sliding windows of the layers; None: a layer that sees its whole document."""
+    """Returns the sliding windows of the layers; None: a layer that sees its full document."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ("sliding_attention", "full_attention")
     return tuple({window if kind == "sliding_attention" else None for kind in kinds})
 
 
-# --- why a way cannot be taken, or None
+# --- why an implementation cannot be used, or None
 
 
 def _mixes_documents(model_class: type[PreTrainedModel], config: PretrainedConfig) -> str | None:
-    """Why an architecture cannot keep documents apart."""
+    """Returns why an architecture cannot keep documents apart."""
     attends = {"full_attention", "sliding_attention"}
     other = sorted(set(getattr(config, "layer_types", None) or ()) - attends)
     if getattr(model_class, "_is_stateful", False) or other:
@@ -219,11 +220,11 @@ def _mixes_documents(model_class: type[PreTrainedModel], config: PretrainedConfi
     return None
 
 
-def _special(case: _Case) -> str | None:
-    """Soft-capping, the usual reason not to support sdpa, is something that our own ways can do.
+def _no_documents(case: _Case) -> str | None:
+    """Soft-capping, the usual reason not to support sdpa, is something that our own implementations can do.
 
-    All of our ways, and flash-attn's, are handed the documents in the same place and know the same of an architecture:
-    what was seen of one of them, on the CPU and in fp32, holds for all.
+    All of them, and flash-attn, receive the documents in the same place and depend on the same of an architecture: the
+    outcome of a trial of one of them, on the CPU and in fp32, holds for all.
     """
     if not case.soft_capped and not getattr(case.model_class, "_supports_sdpa", False):
         return "its attention is more than scaled_dot_product_attention can do (it does not support sdpa)"
@@ -232,17 +233,13 @@ def _special(case: _Case) -> str | None:
     return None
 
 
-def _no_documents(case: _Case) -> str | None:
-    return _special(case)
-
-
 def _no_varlen(case: _Case) -> str | None:
     config, sizes = case.config, _head_sizes(case.config)
     if case.device != "cuda" or not case.half:
         return "it needs a CUDA device and 16-bit precision"
     if case.soft_capped:
         return "the kernel has no soft-capping of attention logits"
-    if (why := _special(case) or _drops(case)) is not None:
+    if (why := _no_documents(case) or _has_dropout(case)) is not None:
         return why
     if len(set(sizes)) > 1 or max(sizes) > 256 or max(sizes) % 8:
         return f"the kernel takes one head size, a multiple of 8 up to 256, not {' and '.join(map(str, sizes))}"
@@ -259,7 +256,7 @@ def _no_flex(case: _Case) -> str | None:
         return f"FlexAttention has no backward on the device `{case.device}`; it needs CUDA"
     if not case.kernels.triton:
         return "FlexAttention compiles with triton, which is not installed (pip install triton)"
-    return _special(case) or _drops(case)
+    return _no_documents(case) or _has_dropout(case)
 
 
 def _no_flash(case: _Case) -> str | None:
@@ -269,11 +266,7 @@ def _no_flash(case: _Case) -> str | None:
         return "flash-attn is not installed: pip install flash-attn --no-build-isolation"
     if not getattr(case.model_class, "_supports_flash_attn", False):
         return "the architecture does not support it"
-    return _special(case)
-
-
-def _no_sdpa(case: _Case) -> str | None:
-    return "its attention logits are soft-capped, which sdpa cannot do" if case.soft_capped else None
+    return _no_documents(case)
 
 
 _OBSTACLES: dict[str, Callable[[_Case], str | None]] = {
@@ -281,20 +274,20 @@ _OBSTACLES: dict[str, Callable[[_Case], str | None]] = {
     "varlen": _no_varlen,
     "flex": _no_flex,
     "flash_attention_2": _no_flash,
-    "sdpa": _no_sdpa,
+    "sdpa": lambda case: "its attention logits are soft-capped, which sdpa cannot do" if case.soft_capped else None,
     "eager": lambda case: None,
 }
 
 
-def _drops(case: _Case) -> str | None:
+def _has_dropout(case: _Case) -> str | None:
     for name in ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"):
-        if share := getattr(case.config, name, 0.0):
-            return f"the kernel has no dropout, and the model's {name} is {share}"
+        if probability := getattr(case.config, name, 0.0):
+            return f"the kernel has no dropout, and the model's {name} is {probability}"
     return None
 
 
 def _head_sizes(config: PretrainedConfig) -> tuple[int, ...]:
-    """Of queries and keys, and of values where they differ (multi-head latent attention)."""
+    """Returns those of queries and keys, and of values where they differ (multi-head latent attention)."""
     if (values := getattr(config, "v_head_dim", None)) is not None and hasattr(config, "qk_nope_head_dim"):
         return (config.qk_nope_head_dim + config.qk_rope_head_dim, values)
     layers = layer_configs(config)

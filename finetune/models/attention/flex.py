@@ -21,7 +21,7 @@ BLOCK = 128  # tokens; flex_attention's own default
 
 
 class BlockMasks:
-    """Of one micro-batch, for each window that a layer of the model has; made once for all layers."""
+    """Those of one micro-batch, for each window that a layer of the model has; created once for all layers."""
 
     def __init__(self, masks: dict[int | None, BlockMask]):
         self.masks = masks
@@ -32,7 +32,7 @@ def prepare(document_lengths: tuple[int, ...], device: str, windows: Iterable[in
 
 
 def block_mask(document_lengths: tuple[int, ...], window: int | None, device: str) -> BlockMask:
-    """Token i sees token j of the same document with i - window < j <= i.
+    """Returns the mask in which token i sees token j of the same document with i - window < j <= i.
 
     Built from the lengths in R x R steps; `create_block_mask` would evaluate T x T pairs.
     """
@@ -49,10 +49,10 @@ def block_mask(document_lengths: tuple[int, ...], window: int | None, device: st
         some &= first[:, None] - last[None, :] < window
         every &= last[:, None] - first[None, :] < window
     some |= np.eye(len(first), dtype=bool)
-    of_token = torch.from_numpy(document.astype(np.int32)).to(device)
+    document_of_token = torch.from_numpy(document.astype(np.int32)).to(device)
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        mine = (of_token[query] == of_token[key]) & (key <= query)
+        mine = (document_of_token[query] == document_of_token[key]) & (key <= query)
         return mine if window is None else mine & (query - key < window)
 
     return BlockMask.from_kv_blocks(
@@ -61,10 +61,11 @@ def block_mask(document_lengths: tuple[int, ...], window: int | None, device: st
 
 
 def _in_order(blocks: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
-    """(1, 1, R) how many blocks of keys each block of queries has, and (1, 1, R, R) their numbers, those first."""
+    """Returns (1, 1, R) how many blocks of keys each block of queries has, and (1, 1, R, R) their indices, those
+    first."""
     counts = torch.from_numpy(blocks.sum(1, dtype=np.int32))
-    numbers = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))
-    return counts[None, None].to(device), numbers[None, None].to(device)
+    indices = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))
+    return counts[None, None].to(device), indices[None, None].to(device)
 
 
 def flex_documents_attention(
@@ -102,7 +103,7 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 @cache
 def _compiled() -> Any:
-    """At first use: torch.compile takes seconds to import."""
+    """Returns the compiled kernel, at first use: torch.compile takes seconds to import."""
     return torch.compile(flex_attention)
 
 

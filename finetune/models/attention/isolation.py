@@ -1,7 +1,7 @@
-"""Whether packed documents get the loss and the gradients that plain transformers gives each of them alone.
+"""Tests whether packed documents get the loss and the gradients that plain transformers gives each of them alone.
 
-Tried on a tiny copy of the model's config (`models.tiny_config`), on the CPU and in fp32; never taken from what an
-architecture says of itself. Verdicts are cached under all that they depend on.
+On a tiny copy of the model's config (`models.tiny_config`), on the CPU and in fp32, whatever an architecture claims to
+support. Verdicts are cached under all that they depend on.
 
 Letters: T tokens of a row, N documents.
 """
@@ -40,7 +40,7 @@ from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY,
 LENGTHS = (CHUNK - 1, PRETRAINED_POSITIONS - 3, PRETRAINED_POSITIONS + 5)
 LOSS_TOLERANCE = 1e-6  # relative, of a document's loss
 GRADIENT_TOLERANCE = 1e-5  # of a parameter's gradient, relative to its norm
-_SMALL = 1e-2  # of the largest norm of a gradient: smaller ones are compared with that, like their rounding
+_SMALL = 1e-2  # of the largest norm of a gradient: smaller ones are compared with that, as their rounding is
 _CAUSAL_TOLERANCE = 1e-4
 _FIRST_TOKEN = 3  # below are the ids that mean something
 
@@ -63,7 +63,7 @@ class Differences:
 
     loss: float
     gradient: float
-    parameter: str  # the name of that whose gradient differs most
+    parameter: str  # the one whose gradient differs most
 
     @property
     def within_rounding(self) -> bool:
@@ -71,7 +71,7 @@ class Differences:
 
 
 def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepare) -> Verdict:
-    """Returns it from the cache, or from a trial.
+    """Returns the verdict from the cache, or from a trial.
 
     implementation: of attention, transformers' name; None: documents are not to share a row. prepare: what a forward
     takes in addition to its tokens, from the lengths of its documents.
@@ -91,7 +91,7 @@ def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepa
 
 
 def _key(tiny: PretrainedConfig, implementation: str | None) -> str:
-    """Of all that a verdict depends on: the tiny config is a function of the model's own."""
+    """Returns a hash of all that a verdict depends on: the tiny config is a function of the model's own."""
     settings = {name: repr(value) for name, value in tiny.to_dict().items() if name not in _WITHOUT_EFFECT}
     versions = (torch.__version__, transformers.__version__, _own_code())
     parts = (type(tiny).__qualname__, implementation, versions, sorted(settings.items()))
@@ -109,7 +109,7 @@ def _own_code() -> str:
 
 
 def _store(path: Path, outcome: Verdict) -> None:
-    """Where the folder cannot be written, the next run tries again."""
+    """Write a verdict; where the folder cannot be written, the next run tries again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
@@ -153,15 +153,16 @@ def _try(tiny: PretrainedConfig, implementation: str | None, prepare: Prepare) -
 def _why_not_packed(
     tiny: PretrainedConfig, implementation: str, prepare: Prepare, plain: Trial, reference: Computed
 ) -> str | None:
-    """With the arguments of a run. What fails without the mask that is not to be read says better what is wrong."""
+    """Returns the reason with the arguments of a run; the error without the mask that must not be read is the clearer
+    one."""
 
-    def in_a_run(lengths: tuple[int, ...]) -> dict[str, Any]:
+    def as_in_a_run(lengths: tuple[int, ...]) -> dict[str, Any]:
         return with_unread_mask(prepare(lengths), torch.device("cpu"))
 
     def why_not(arguments: Prepare) -> str | None:
         return _why_not(lambda: compare(reference, Trial(tiny, implementation, plain).packed(arguments)))
 
-    if (reason := why_not(in_a_run)) is None:
+    if (reason := why_not(as_in_a_run)) is None:
         return None
     return why_not(prepare) or reason
 
@@ -232,7 +233,9 @@ class Trial:
         if getattr(config.get_text_config(), "output_router_logits", False):
             config.get_text_config().output_router_logits = False  # `CausalLMWithLoss` does not ask for it, either
         self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **common)
-        self._takes = inspect.signature(self.model.forward).parameters
+        takes = inspect.signature(self.model.forward).parameters
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+        self._takes_use_cache = "use_cache" in takes or takes_any
         if like is None:
             randomize(self.model)
         else:
@@ -250,7 +253,7 @@ class Trial:
         return self._computed(losses)
 
     def packed(self, prepare: Prepare) -> Computed:
-        """All documents in one row, as a run's forward has them."""
+        """Returns the losses of all documents in one row, as in a run's forward."""
         row, positions = torch.cat(self.documents, dim=1), _positions(LENGTHS)
         logits = self._logits(row, position_ids=positions, **prepare(LENGTHS))
         each = zip(logits.split(LENGTHS, dim=1), self.documents, strict=True)
@@ -265,12 +268,9 @@ class Trial:
         return None if moved <= _CAUSAL_TOLERANCE else f"a changed last token moves earlier logits by {moved:.1e}"
 
     def _logits(self, input_ids: Tensor, **arguments: Any) -> Tensor:  # (1, T, V)
-        if self._accepts("use_cache"):
+        if self._takes_use_cache:
             arguments["use_cache"] = False
         return self.model(input_ids=input_ids, **arguments).logits
-
-    def _accepts(self, name: str) -> bool:
-        return name in self._takes or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._takes.values())
 
     def _computed(self, losses: Sequence[Tensor]) -> Computed:
         self.model.zero_grad(set_to_none=True)
@@ -288,7 +288,7 @@ def _token_losses(logits: Tensor, document: Tensor) -> Tensor:  # (tokens - 1,)
 
 
 def randomize(model: Any) -> None:
-    """Weights that matter, in place: with those of a new model, attention is near a mean and an error near rounding."""
+    """Set random weights, in place: with those of a new model, attention is near a mean and an error near rounding."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -300,19 +300,19 @@ def randomize(model: Any) -> None:
 
 
 def compare(reference: Computed, other: Computed) -> Differences:
-    """How far documents computed in another way are from the reference."""
+    """Returns how far documents computed in another way are from the reference."""
     loss = max(
         ((ours.double() - theirs.double()).abs().max() / theirs.double().mean()).item()
         for ours, theirs in zip(other.losses, reference.losses, strict=True)
     )
     norms = {name: 0.0 if g is None else g.double().norm().item() for name, g in reference.gradients.items()}
     smallest = _SMALL * max(norms.values())
-    apart = {
+    distances = {
         name: _distance(gradient, other.gradients[name]) / max(norms[name], smallest)
         for name, gradient in reference.gradients.items()
     }
-    worst = max(apart, key=lambda name: apart[name])
-    return Differences(_number(loss), _number(apart[worst]), worst)
+    worst = max(distances, key=lambda name: distances[name])
+    return Differences(_number(loss), _number(distances[worst]), worst)
 
 
 def _distance(one: Tensor | None, other: Tensor | None) -> float:

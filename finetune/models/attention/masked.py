@@ -1,4 +1,4 @@
-"""What ways share: attention under a mask, which generation with padding needs, boundaries, and registration.
+"""Shared by all implementations: attention under a mask, which generation with padding needs, boundaries, registration.
 
 Letters: B rows, T query tokens, L key tokens, H query heads, K key/value heads, D head size.
 """
@@ -27,7 +27,7 @@ def masked_attention(
     scaling: float | None,
     softcap: float | None,
 ) -> tuple[Tensor, None]:  # (B, T, H, D)
-    """Attention of a forward that was told no documents: generation, with a mask for its padding.
+    """Attention of a forward without document boundaries: generation, with a mask for its padding.
 
     Raises ValueError without a mask: packed documents could see each other.
     """
@@ -59,7 +59,8 @@ def soft_capped(
 
 
 def boundaries(document_lengths: tuple[int, ...], device: str, compiled: bool) -> Tensor:
-    """(N + 1,) int32: 0, then where each of N documents ends (`cu_seqlens`). Copied without waiting for the device.
+    """Returns (N + 1,) int32: 0, then where each of N documents ends (`cu_seqlens`). Copied without waiting for the
+    device.
 
     compiled: one graph for all numbers of documents.
     """
@@ -71,15 +72,15 @@ def boundaries(document_lengths: tuple[int, ...], device: str, compiled: bool) -
 
 
 def in_one_type(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Queries and keys that were normalised beside fp32 weights leave autocast's type; kernels that autocast does not
-    know want it back."""
+    """Returns the tensors in autocast's type: queries and keys that were normalised with fp32 weights are not in it,
+    and autocast does not cast for these kernels."""
     device = tensors[0].device.type
-    wanted = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[-1].dtype
-    return tuple(tensor.to(wanted) for tensor in tensors)
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[-1].dtype
+    return tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def refuse_extras(extras: dict[str, Any]) -> None:
-    """Raises ValueError for what an architecture adds to attention and a way would leave out in silence."""
+    """Raises ValueError for what an architecture adds to attention and an implementation would leave out in silence."""
     for name in ("s_aux", "position_bias"):
         if extras.get(name) is not None:
             raise ValueError(f"this model's attention takes `{name}`: set model.attention: eager")
@@ -101,13 +102,13 @@ def with_unread_mask(
     return {**arguments, "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)}
 
 
-WITHIN_DOCUMENTS: dict[str, Callable[..., Tensor]] = {}  # our own ways, by name
+WITHIN_DOCUMENTS: dict[str, Callable[..., Tensor]] = {}  # our own implementations, by name
 
 
 def register(name: str, within_documents: Callable[..., Tensor]) -> None:
-    """Under this name a model can be loaded with it (`attn_implementation`).
+    """Let models be loaded with an implementation by this name (`attn_implementation`).
 
-    within_documents: causal attention within each document of the row, by what the way's `prepare` made of them.
+    within_documents: causal attention within each document of the row, given the result of its `prepare`.
     """
 
     def attention(

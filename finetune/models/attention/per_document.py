@@ -1,6 +1,6 @@
 """One call of attention for each document: no mask, no work across documents, on any device.
 
-Letters: T tokens of the row, N documents, H query heads, K key/value heads, D head size.
+Letters: T tokens of the row, t of one document, N documents, H query heads, K key/value heads, G = H / K, D head size.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DOCUMENTS = "finetune_documents"  # in transformers' table of attention function
 
 
 class Lengths:
-    """Of one micro-batch's documents. A plain object: torch.compile guards the values in a tuple or a frozen dataclass,
-    and would compile anew for every row."""
+    """Lengths of one micro-batch's documents. A plain object: torch.compile guards the values in a tuple or a frozen
+    dataclass, and would recompile for every row."""
 
     def __init__(self, lengths: tuple[int, ...], ends: Tensor | None = None):
         self.lengths = lengths
@@ -31,14 +31,14 @@ class Lengths:
         self._seen: dict[tuple[int, int | None], Tensor] = {}
 
     def seen(self, length: int, window: int | None, device: torch.device) -> Tensor:
-        """Made once for all layers."""
+        """Returns the mask of a document, created once for all layers."""
         if (length, window) not in self._seen:
             self._seen[length, window] = seen(length, window, device)
         return self._seen[length, window]
 
 
 def seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """(length, length), True where token i sees token j: i - window < j <= i."""
+    """Returns (length, length), True where token i sees token j: i - window < j <= i."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
     causal = distance >= 0
     return causal if window is None else causal & (distance < window)
@@ -61,7 +61,7 @@ def per_document_attention(
     if torch.compiler.is_compiling() and documents.ends is not None and not dropout:
         q, k, v = in_one_type(query, key, value)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        operation = torch.ops.finetune.per_document  # of `opaque`
+        operation = torch.ops.finetune.per_document
         return operation(q, k, v, documents.ends, scale, sliding_window, softcap)
     return one_by_one(query, key, value, dropout, scaling, sliding_window, softcap, documents)
 
@@ -98,6 +98,84 @@ def _one_by_one(
     return torch.cat(pieces, dim=1)
 
 
-# A loop over lengths that change with every row: traced, each row would compile anew.
+# A loop over lengths that change with every row: traced, each row would recompile.
 one_by_one: Any = torch.compiler.disable(_one_by_one)
+
+
+# --- compiled layers
+#
+# One operation that torch.compile does not look into: a compiled layer stays one graph, also where its activations are
+# recomputed (a graph break there would leave the full layer uncompiled, in silence).
+
+
+@torch.library.custom_op("finetune::per_document", mutates_args=())
+def per_document(
+    query: Tensor,  # (1, H, T, D)
+    key: Tensor,  # (1, K, T, D)
+    value: Tensor,  # (1, K, T, D)
+    ends: Tensor,  # (N + 1,) on the CPU: 0, then where each document ends
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:  # (1, T, H, D)
+    lengths = Lengths(tuple(ends.diff().tolist()))
+    return one_by_one(query, key, value, 0.0, scaling, sliding_window, softcap, lengths).contiguous()
+
+
+@per_document.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *settings: Any) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+
+
+@torch.library.custom_op("finetune::per_document_backward", mutates_args=())
+def per_document_backward(
+    gradient: Tensor,  # (1, T, H, D)
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients by the chain rule, in fp32: weights P = softmax(S), S = scaling Q K', capped or not."""
+    heads, size, groups = query.shape[1], query.shape[3], key.shape[1]
+    gradients: list[tuple[Tensor, Tensor, Tensor]] = []
+    lengths = ends.diff().tolist()
+    pieces = (tensor[0].split(lengths, dim=1) for tensor in (gradient.transpose(1, 2), query, key, value))
+    for length, *piece in zip(lengths, *pieces, strict=True):
+        # Heads that share keys lie end to end: (K, G * t, D) against (K, t, D).
+        g, q, k, v = (tensor.float().reshape(groups, -1, size) for tensor in piece)
+        scores = q @ k.transpose(1, 2) * scaling  # (K, G * t, t)
+        squashed = None if softcap is None else torch.tanh(scores / softcap)
+        hidden = ~seen(length, sliding_window, query.device).repeat(heads // groups, 1)
+        capped = scores if squashed is None or softcap is None else softcap * squashed
+        weights = torch.softmax(capped.masked_fill(hidden, float("-inf")), dim=-1)
+        grad_weights = g @ v.transpose(1, 2)
+        grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))
+        if squashed is not None:
+            grad_scores = grad_scores * (1 - squashed.square())
+        grad_query = (grad_scores @ k * scaling).view(heads, length, size)
+        gradients.append((grad_query, grad_scores.transpose(1, 2) @ q * scaling, weights.transpose(1, 2) @ g))
+    grad_query, grad_key, grad_value = (torch.cat(parts, dim=1)[None] for parts in zip(*gradients, strict=True))
+    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+@per_document_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.settings = inputs[4:]
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = per_document_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    return (*gradients, None, None, None, None)
+
+
+per_document.register_autograd(_backward, setup_context=_setup_context)
+
 register(DOCUMENTS, per_document_attention)

@@ -22,7 +22,7 @@ VARLEN = "finetune_varlen"  # in transformers' table of attention functions
 
 
 class Boundaries:
-    """Of one micro-batch's documents, on the device; made once for all layers."""
+    """Those of one micro-batch's documents, on the device; created once for all layers."""
 
     def __init__(self, ends: Tensor, longest: int):
         self.ends = ends  # (N + 1,) int32: 0, then where each document ends (`cu_seqlens`)
@@ -30,7 +30,7 @@ class Boundaries:
 
 
 def prepare(document_lengths: tuple[int, ...], device: str, longest: int | None = None) -> dict[str, Any]:
-    """longest: a bound on every document's tokens, for torch.compile, which compiles anew for another number."""
+    """longest: a bound on every document's tokens, for torch.compile, which recompiles for another number."""
     ends = boundaries(document_lengths, device, compiled=longest is not None)
     return {"documents": Boundaries(ends, max(document_lengths) if longest is None else longest)}
 
@@ -58,7 +58,8 @@ def varlen_attention(
 
 
 def missing(grouped: bool) -> str | None:
-    """Why this torch cannot, whatever the device; None where it can. grouped: several query heads share keys."""
+    """Returns why this torch cannot, whatever the device; None where it can. grouped: several query heads share
+    keys."""
     if varlen_attn is None:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen"
     takes = inspect.signature(varlen_attn).parameters

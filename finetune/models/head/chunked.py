@@ -5,7 +5,7 @@ Letters: S targets, C of them in a chunk, V vocabulary, D hidden size.
 
 Three ways to the gradient, chosen by what is known in the forward:
 
-    the token weights are known (SFT)         the gradient of the weighted sum is made while a chunk's logits are there:
+    the token weights are known (SFT)         the gradient of the weighted sum, while a chunk's logits are there:
                                               three matrix products, as in the plain way
     they come with the backward, frozen head  each token's own hidden gradient is kept, and multiplied row by row: exact
     they come with the backward, trained head a chunk's logits are computed again in the backward: four products
@@ -32,20 +32,20 @@ from finetune.models.head.token_loss import (
     token_losses,
 )
 
-# Of one chunk's logits in fp32. CPU: benchmarks/head.py. Accelerators: by arithmetic, not measured: 1,024 rows at 128k
-# words, where the matrix products outweigh reading the weight and adding up its gradient.
+# Size of one chunk's logits in fp32. CPU: benchmarks/head.py. Accelerators: by arithmetic, not measured: 1,024 rows at
+# 128k words, where the matrix products outweigh reading the weight and adding up its gradient.
 CHUNK_BYTES = {"cpu": 32 * 2**20, "accelerator": 512 * 2**20}
 FEWEST_ROWS = 128  # below, the matrix products wait for the weight
 
 
 def rows_at_once(vocabulary: int, device: str) -> int:
-    """C."""
+    """Returns C, the rows of logits to have at once."""
     return max(FEWEST_ROWS, CHUNK_BYTES["cpu" if device == "cpu" else "accelerator"] // (4 * vocabulary))
 
 
 @dataclass(frozen=True)
 class HeadTask:
-    """What a head computes of the hidden states of S targets."""
+    """The losses that a head computes from the hidden states of S targets."""
 
     target_ids: Tensor  # (S,)
     token_loss: TokenLoss
@@ -55,14 +55,14 @@ class HeadTask:
     differentiable: bool = False  # each token's loss has a graph, for objectives that are not linear in them
 
     def chunks(self) -> Iterator[slice]:
-        """Of like size; at least one, so that a forward without targets has a graph all the same."""
+        """Yields slices of like size; at least one, so that a forward without targets has a graph as well."""
         tokens = len(self.target_ids)
         count = max(1, -(-tokens // self.rows))
         for i in range(count):
             yield slice(i * tokens // count, (i + 1) * tokens // count)
 
     def losses(self, rows: slice, raw: Tensor) -> Tensor:  # (C, V) -> (C,)
-        """Of a chunk, from what the head gave."""
+        """Returns the losses of a chunk, from the head's output."""
         return token_losses(self.logit_map(at_least_fp32(raw)), self.target_ids[rows], self.token_loss)
 
 
@@ -72,13 +72,13 @@ class Head(Protocol):
     parameters: tuple[Tensor, ...]
 
     def losses(self, hidden: Tensor, task: HeadTask) -> Tensor:
-        """(S, D) -> (S,), without a graph."""
+        """Returns the losses, (S, D) -> (S,), without a graph."""
         ...
 
     def gradients(
         self, hidden: Tensor, task: HeadTask, token_gradients: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Losses (S,), and the gradients of hidden and parameters where needed, those of parameters in fp32.
+        """Returns losses (S,), and the gradients of hidden and parameters where needed, those of parameters in fp32.
 
         token_gradients: (S,) of the losses; None: 1 each.
         """
@@ -86,14 +86,15 @@ class Head(Protocol):
 
 
 def matrix_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: HeadTask) -> HeadLosses:
-    """Losses of a head that is one matrix. hidden: (S, D), weight: (V, D), bias: (V,)."""
+    """Returns the losses of a head that is one matrix. hidden: (S, D), weight: (V, D), bias: (V,)."""
     return _losses(hidden, MatrixHead(weight, bias), task)
 
 
 def module_losses(
     hidden: Tensor, call: Callable[[Tensor], Tensor], trained: Sequence[Tensor], task: HeadTask
 ) -> HeadLosses:
-    """Losses of any head: adapters, DoRA, quantised weights. call: (C, D) -> (C, V); trained: its parameters."""
+    """Returns the losses of any head: adapters, DoRA, quantised weights. call: (C, D) -> (C, V); trained: its
+    parameters."""
     return _losses(hidden, ModuleHead(call, tuple(trained)), task)
 
 
@@ -112,7 +113,7 @@ def _weighted_sum(each: Tensor, weights: Tensor | None) -> Tensor:  # ()
 
 
 class _SumOfLosses(torch.autograd.Function):
-    """The gradient is made in the forward, for the sum with the task's weights, and scaled in the backward."""
+    """The gradient is computed in the forward, for the sum with the task's weights, and scaled in the backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Head, task: HeadTask, *parameters: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,10 +131,10 @@ class _SumOfLosses(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the LM head's gradients are gone after one backward: run the forward again")
         gradients, ctx.gradients = ctx.gradients, None
-        of_hidden, *of_parameters = [
+        grad_hidden, *grad_parameters = [
             None if g is None else g.mul_(gradient).to(dtype) for g, dtype in zip(gradients, ctx.types, strict=True)
         ]
-        return of_hidden, None, None, *of_parameters
+        return grad_hidden, None, None, *grad_parameters
 
 
 class _EachLoss(torch.autograd.Function):
@@ -147,8 +148,8 @@ class _EachLoss(torch.autograd.Function):
             ctx.save_for_backward(hidden)
             return head.losses(hidden, task)
         ctx.context = None
-        each, (of_hidden, *_) = head.gradients(hidden, task, None, [True, *[False] * len(parameters)])
-        ctx.save_for_backward(of_hidden)
+        each, (grad_hidden, *_) = head.gradients(hidden, task, None, [True, *[False] * len(parameters)])
+        ctx.save_for_backward(grad_hidden)
         return each
 
     @staticmethod
@@ -160,10 +161,10 @@ class _EachLoss(torch.autograd.Function):
         needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
         with ctx.context.again():
             _, gradients = ctx.head.gradients(saved, ctx.task, token_gradients, needs)
-        of_hidden, *of_parameters = [
+        grad_hidden, *grad_parameters = [
             None if g is None else g.to(x.dtype) for g, x in zip(gradients, (saved, *ctx.head.parameters), strict=True)
         ]
-        return of_hidden, None, None, *of_parameters
+        return grad_hidden, None, None, *grad_parameters
 
 
 class _Context:
@@ -221,29 +222,29 @@ class MatrixHead:
         needs: Sequence[bool],
         compute: torch.dtype,
     ) -> tuple[Tensor, list[Tensor | None]]:
-        held = torch.promote_types(compute, torch.float32)
+        sum_dtype = torch.promote_types(compute, torch.float32)
         matrix, offset = self._in(compute)
         grad_hidden = torch.empty_like(hidden) if needs[0] else None
-        grad_weight = torch.zeros_like(self.weight, dtype=held) if needs[1] else None
-        grad_bias = torch.zeros_like(self.bias, dtype=held) if self.bias is not None and needs[2] else None
-        each = hidden.new_empty(len(hidden), dtype=held)
+        grad_weight = torch.zeros_like(self.weight, dtype=sum_dtype) if needs[1] else None
+        grad_bias = torch.zeros_like(self.bias, dtype=sum_dtype) if self.bias is not None and needs[2] else None
+        each = hidden.new_empty(len(hidden), dtype=sum_dtype)
         shape = (min(task.rows, len(hidden)), len(self.weight))
-        # Made once: fresh memory for every chunk costs the CPU as much as the softmax.
-        product, gradient = hidden.new_empty(shape, dtype=compute), hidden.new_empty(shape, dtype=held)
-        logits = product if held == compute else torch.empty_like(gradient)
+        # Allocated once: fresh memory for every chunk costs the CPU as much as the softmax.
+        product, gradient = hidden.new_empty(shape, dtype=compute), hidden.new_empty(shape, dtype=sum_dtype)
+        logits = product if sum_dtype == compute else torch.empty_like(gradient)
         for rows in task.chunks():
             x = hidden[rows].to(compute)
             raw, out = product[: len(x)], gradient[: len(x)]
             torch.mm(x, matrix.t(), out=raw)
             if offset is not None:
                 raw.add_(offset)
-            upcast = raw if held == compute else logits[: len(x)].copy_(raw)
+            upcast = raw if sum_dtype == compute else logits[: len(x)].copy_(raw)
             each[rows], back = losses_and_gradient(upcast, task.target_ids[rows], task.token_loss, task.logit_map, out)
             if token_gradients is not None:
                 back.mul_(token_gradients[rows, None])
             if grad_bias is not None:
                 grad_bias.add_(back.sum(0))
-            back = back if held == compute else raw.copy_(back)
+            back = back if sum_dtype == compute else raw.copy_(back)
             if grad_hidden is not None:
                 grad_hidden[rows] = back @ matrix
             if grad_weight is not None:
@@ -298,7 +299,7 @@ def _compute_type(weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
-# --- by others: torch's own, and Liger's kernels. Both take a head that is one matrix, and objectives linear in tokens.
+# --- other implementations, for a head that is one matrix and objectives linear in the tokens' losses
 
 
 def torch_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: HeadTask) -> HeadLosses:
@@ -315,7 +316,7 @@ def torch_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Head
 
 
 def why_not_torch(logit_map: LogitMap) -> str | None:
-    """The reason why torch's cannot be used, or None. What the recipe alone decides is in finetune/recipe/rules.py."""
+    """Returns why torch's cannot be used, or None. Rules that need the recipe alone are in finetune/recipe/rules.py."""
     if not hasattr(torch.nn.functional, "linear_cross_entropy"):
         return f"it needs torch >= 2.13, and this is {torch.__version__}"
     if logit_map.cap is not None:
@@ -341,7 +342,7 @@ def liger_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Head
 
 
 def why_not_liger(device: str) -> str | None:
-    """The reason why Liger's kernels cannot be used, or None."""
+    """Returns why Liger's kernels cannot be used, or None."""
     if device != "cuda":
         return "its kernels need a CUDA device"
     if importlib.util.find_spec("liger_kernel") is None:

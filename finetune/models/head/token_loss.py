@@ -1,4 +1,5 @@
-"""The loss of a token from its logits, and the gradient of that loss, in one pass over a chunk.
+"""From the head's output to logits, as the architecture has it; the loss of a token from its logits, and the gradient
+of that loss, in one pass over a chunk.
 
 Letters: S supervised tokens, C of them at once, V vocabulary.
 
@@ -10,12 +11,14 @@ With p = softmax(logits), lse = log(sum(exp(logits))), t the target, e = label_s
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
 
 class HeadLosses(NamedTuple):
@@ -43,7 +46,8 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class LogitMap:
-    """What an architecture does to the head's output: scale (Granite, Cohere), then cap * tanh(x / cap) (Gemma)."""
+    """An architecture's map from the head's output to logits: scale (Granite, Cohere), then cap * tanh(x / cap)
+    (Gemma)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -53,13 +57,13 @@ class LogitMap:
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
     def apply_(self, raw: Tensor) -> Tensor:
-        """The same, in place."""
+        """Returns the logits, in place."""
         if self.scale != 1.0:
             raw.mul_(self.scale)
         return raw if self.cap is None else raw.div_(self.cap).tanh_().mul_(self.cap)
 
     def chain_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """From the gradient of the logits to that of the head's output, in place; `logits` is overwritten."""
+        """Returns the gradient of the head's output from that of the logits, in place; `logits` is overwritten."""
         if self.cap is not None:
             gradient.mul_(logits.div_(self.cap).square_().neg_().add_(1.0))
         return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
@@ -79,11 +83,11 @@ def token_losses(
 
 
 def losses_and_gradient(
-    raw: Tensor,  # (C, V), fp32 or fp64: what the head gave; overwritten
+    raw: Tensor,  # (C, V), fp32 or fp64: the head's output; overwritten
     targets: Tensor,  # (C,)
     token_loss: TokenLoss,
     logit_map: LogitMap,
-    out: Tensor,  # (C, V): where the gradient goes
+    out: Tensor,  # (C, V): for the gradient
 ) -> tuple[Tensor, Tensor]:  # (C,); (C, V) of the losses' sum by `raw`
     logits, index, smoothing = logit_map.apply_(raw), targets[:, None], token_loss.label_smoothing
     log_p = torch.log_softmax(logits, 1, out=out)
@@ -100,3 +104,79 @@ def losses_and_gradient(
     if smoothing:
         gradient.sub_(smoothing / raw.shape[1])
     return losses[:, 0], logit_map.chain_(gradient, logits)
+
+
+# --- the logit map of an architecture
+#
+# It is found by running the model's own forward with the base model and the head replaced by known values.
+
+_KEPT = (0, 2)  # of three positions
+
+
+class UnknownHead(Exception):
+    """The reason why losses cannot be computed in this architecture's head."""
+
+
+class _Outputs:
+    """Those of a base model: the hidden states, and None for all else that a forward may pass on."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Base(nn.Module):
+    def __init__(self, hidden: Tensor):
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _Outputs(self.hidden)
+
+
+class _Head(nn.Module):
+    def __init__(self, output: Tensor):
+        super().__init__()
+        self.output, self.seen = output, None
+        self.weight = torch.empty(0)  # some cast to its type
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.seen = hidden
+        return self.output.clone()
+
+
+def logit_map(model: PreTrainedModel) -> LogitMap:
+    """Returns the map from the head's output to the logits of this model; nothing is computed with its weights, which
+    may be `meta`.
+
+    Raises UnknownHead with the reason where that is not a scale and a soft cap, or where what reaches the head is not
+    the base model's last hidden state.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    heads = [key for key, module in model.named_children() if module is model.get_output_embeddings()]
+    if not heads or model.base_model_prefix not in model._modules:
+        raise UnknownHead(f"{name} does not have a base model and a head next to each other")
+    hidden = torch.linspace(-1, 1, 3 * config.hidden_size).reshape(1, 3, -1)
+    raw = torch.linspace(-60, 60, len(_KEPT) * config.vocab_size).reshape(1, len(_KEPT), -1)
+    probe, head = copy.copy(model), _Head(raw)
+    probe._modules = {**model._modules, model.base_model_prefix: _Base(hidden), heads[0]: head}
+    try:
+        with torch.no_grad():
+            output = type(model).forward(probe, input_ids=torch.zeros(1, 3).long(), logits_to_keep=torch.tensor(_KEPT))
+            logits = output.logits
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise UnknownHead(f"the forward of {name} does not run in parts ({type(error).__name__})") from error
+    if head.seen is None or not torch.equal(head.seen, hidden[:, _KEPT]):
+        raise UnknownHead(f"{name} changes the hidden states before its head")
+    ratio = (logits.flatten()[-1] / raw.flatten()[-1]).item()
+    cap = getattr(config, "final_logit_softcapping", None)
+    for candidate in (LogitMap(), LogitMap(scale=ratio), LogitMap(cap=cap)):
+        if logits.shape == raw.shape and torch.allclose(logits, candidate(raw), rtol=1e-6, atol=1e-6):
+            return candidate
+    raise UnknownHead(f"what {name} does to its logits is neither a scale nor a soft cap")

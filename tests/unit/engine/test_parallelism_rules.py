@@ -25,7 +25,7 @@ from finetune.engine.parallelism_rules import Architecture, check_combination
 from finetune.errors import UserError
 from finetune.models.adapters import add_adapters
 from finetune.models.attention import AttentionChoice
-from finetune.models.experts import experts_of
+from finetune.models.moe import experts_of
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora
 

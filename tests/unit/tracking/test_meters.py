@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import train_here
 
-from finetune.engine.state_bytes import StorageCounter
+from finetune.engine.base import StorageCounter
 from finetune.engine.timing import Stopwatch
 from finetune.errors import UserError
 from finetune.tracking import Totals

@@ -1,0 +1,209 @@
+"""Mixtures of experts: what their routers decide, the type that experts compute in, and expert parallel.
+
+Expert parallel: each rank of a group has some experts of every layer, and tokens travel to the experts they chose.
+
+    tokens of this rank, K experts chosen for each      0: a c    1: b c    2: a d      (a, b on rank 0; c, d on rank 1)
+    rows in the order of experts, sent to their ranks   a: 0 2  b: 1  |  c: 0 1  d: 2
+    what arrives, computed by transformers' own forward, goes back the same way and is added up as in one process
+
+Letters: T tokens of this rank, K experts chosen for each, E experts of a layer, P ranks of the group, R rows that
+arrive on this one, D hidden. GShard (Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668), without capacity: no
+token is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from finetune.errors import UserError
+from finetune.models.activations import part_of_parameter
+from finetune.utils import full_shape, unwrap_peft
+
+_ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")  # of transformers' experts, >= 5.17
+
+
+class Exchange(Protocol):
+    """Between the P ranks of a group that holds every expert once. All of them call it, equally often."""
+
+    size: int  # P
+
+    def weight(self, stacked: Tensor) -> Tensor:
+        """(E, ...) -> (E/P, ...): the rows of a parameter that are here, as a plain tensor."""
+        ...
+
+    def counts(self, counts: Tensor) -> Tensor:
+        """(P, E/P) rows for every expert of every rank -> (P, E/P) rows from every rank for every expert that is
+        here."""
+        ...
+
+    def rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """(sum(sent), D), in the order of ranks -> (sum(received), D). Gradients take the way back."""
+        ...
+
+
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    """Returns, by name, the modules that have all experts of a layer, stacked along the first dimension of each
+    parameter.
+
+    Raises UserError where there are none, as transformers stores this architecture's experts in another way, and where
+    they have adapters: those span all experts of a layer.
+    """
+    experts = _stacked_experts(model)
+    if not experts:
+        raise UserError(
+            f"{type(model).__name__} has no experts that can be divided over ranks: remove `parallelism_config_ep_size`"
+        )
+    if adapted := [name for name in experts if name.endswith(".base_layer")]:
+        raise UserError(
+            f"lora.targets: {adapted[0].removesuffix('.base_layer')} has adapters, and experts that are divided over "
+            "ranks cannot have any: name attention's layers only, or remove `parallelism_config_ep_size`"
+        )
+    return experts
+
+
+def _stacked_experts(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if _is_stacked(module)}
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    num_experts = getattr(module, "num_experts", None)
+    weights = list(module.parameters(recurse=False))
+    takes = tuple(inspect.signature(type(module).forward).parameters)
+    return bool(weights) and takes == _ARGUMENTS and all(full_shape(w)[0] == num_experts for w in weights)
+
+
+def compute_experts_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let stacked experts compute in the type that autocast has for other matrices, and give it back as those do.
+
+    Grouped products ignore autocast (https://github.com/pytorch/pytorch/issues/174763): they would run in the type of
+    the weights in memory, and from there on hidden states would have that type.
+    """
+    for experts in _stacked_experts(model).values():
+        names = [name for name, _ in experts.named_parameters(recurse=False)]
+        # Replaced: the weights are cast inside of it, and no hook can change what a forward reads from `self`.
+        experts.forward = partial(_forward_in, experts, type(experts).forward, names, dtype)
+
+
+def _forward_in(
+    experts: Any,
+    forward: Any,
+    names: list[str],
+    dtype: torch.dtype,
+    hidden_states: Tensor,  # (T, D)
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:  # (T, D)
+    weights = {name: getattr(experts, name).to(dtype) for name in names}  # with adapters, if they have any
+    return forward(_Self(experts, weights), hidden_states.to(dtype), *args, **kwargs)
+
+
+def dispatch_tokens(experts: Any, exchange: Exchange) -> None:
+    """Let the module compute its own experts for the tokens of all ranks of the group.
+
+    Its parameters still have the shape (E, ...); `Exchange.weight` knows which of their rows are here.
+    """
+    # Replaced: its own forward is called on the rows that arrive here, with other weights, not on its inputs.
+    experts.forward = partial(_forward, experts, type(experts).forward, exchange)
+
+
+def _forward(
+    experts: Any,
+    forward: Any,
+    exchange: Exchange,
+    hidden_states: Tensor,  # (T, D)
+    top_k_index: Tensor,  # (T, K)
+    top_k_weights: Tensor,  # (T, K)
+) -> Tensor:  # (T, D)
+    chosen = top_k_index.reshape(-1)  # (T*K,)
+    local_experts = experts.num_experts // exchange.size
+    order = chosen.argsort(stable=True)  # by expert, and with it by rank
+    counts = chosen.new_zeros(experts.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+    leaving = counts.view(exchange.size, local_experts)
+    arriving = exchange.counts(leaving)
+    sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()  # waits, once
+    rows = exchange.rows(hidden_states[order // top_k_index.shape[1]], sent, received)  # (R, D)
+    expert = torch.arange(local_experts, device=chosen.device).repeat(exchange.size)
+    expert = expert.repeat_interleave(arriving.flatten(), output_size=len(rows))  # (R,)
+    outputs = exchange.rows(_compute(experts, forward, exchange, rows, expert), received, sent)  # (T*K, D), in `order`
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    weighted = outputs[place].view(*top_k_index.shape, -1) * top_k_weights[..., None]  # (T, K, D)
+    return weighted.sum(1).to(hidden_states.dtype)
+
+
+def _compute(experts: Any, forward: Any, exchange: Exchange, rows: Tensor, expert: Tensor) -> Tensor:  # (R, D)
+    """Returns the experts' outputs by the module's own forward, as if each row had chosen one expert with weight 1.
+
+    Where no row arrives, one of zeros is computed: weights without a gradient would leave out a reduction that others
+    wait in.
+    """
+    arrived = len(rows)
+    if arrived == 0:
+        rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
+    stacked = experts.named_parameters(recurse=False)
+    weights = {name: part_of_parameter(exchange.weight(weight)) for name, weight in stacked}
+    return forward(_Self(experts, weights), rows, expert[:, None], rows.new_ones(len(rows), 1))[:arrived]
+
+
+class _Self:
+    """The `self` of a forward of a module of experts, with other weights, and as many experts as these have."""
+
+    def __init__(self, experts: nn.Module, weights: dict[str, Tensor]):
+        self.__dict__.update(weights)
+        self._experts, self.num_experts = experts, len(next(iter(weights.values())))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)
+
+
+# --- routers: their logits, caught by hooks where transformers says they are
+#
+# The logits alone are kept, and the loss is computed from them outside of the layers: a layer that is recomputed in the
+# backward calls its router again, but nothing listens then, so nothing counts twice.
+
+
+class Routers:
+    """The routers of a model, in the order of its layers. To be created before an engine wraps it."""
+
+    def __init__(self, modules: list[nn.Module], index: int, experts: int, top_k: int):
+        """index: of the logits in what a router returns."""
+        self.layers, self.experts, self.top_k, self._index = len(modules), experts, top_k, index
+        self._recorded: list[Tensor] | None = None
+        for module in modules:
+            module.register_forward_hook(self._record)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Yields the logits (T, E) of every router that is called within, with their graph."""
+        self._recorded = recorded = []
+        try:
+            yield recorded
+        finally:
+            self._recorded = None
+
+    def _record(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._recorded is not None:
+            self._recorded.append(output[self._index])
+
+
+def find_routers(model: Any) -> Routers | None:
+    """Returns the routers; None where there are none whose choice is the `top_k` of a softmax, for which the balance
+    loss is defined: where transformers records no router logits, or has no such loss of its own
+    (`router_aux_loss_coef`)."""
+    causal = unwrap_peft(model)
+    config = causal.config.get_text_config()
+    recorder = (getattr(causal, "_can_record_outputs", None) or {}).get("router_logits")
+    kind, top_k = getattr(recorder, "target_class", None), getattr(config, "num_experts_per_tok", None)
+    if kind is None or top_k is None or not hasattr(config, "router_aux_loss_coef"):
+        return None
+    modules = [module for module in causal.modules() if isinstance(module, kind)]
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    index = getattr(recorder, "index", 0)
+    return Routers(modules, index, experts, top_k) if modules and experts else None
