@@ -13,7 +13,7 @@ from finetune.objectives.base import Objective, Sums, Term, Terms
 
 
 def by_source(names: Sequence[str]) -> Objective:
-    """Returns metrics `loss/<name>` in nats per target token. Sums losses on the device and counts on the host, without waiting."""
+    """Returns metrics `loss/<name>` in nats per target token; does not wait for the device."""
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         losses = torch.zeros(len(names), dtype=torch.float64, device=outputs.token_losses.device)
