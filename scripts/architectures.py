@@ -36,7 +36,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from finetune.data.batch import collate
-from finetune.data.examples import Example
+from finetune.data.samples import Example, Sequence
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, choose_attention
 from finetune.models.attention.isolation import FAILURES, Computed, Differences, compare, randomize
@@ -128,7 +128,7 @@ def documents(seed: int = 5) -> list[Example]:
     rng, examples = np.random.default_rng(seed), []
     for row, length in enumerate(LENGTHS):
         ids = rng.integers(3, VOCABULARY, length).astype(np.int32)
-        examples.append(Example("a", row, ids, np.where(np.arange(length) < 2, -100, ids).astype(np.int32)))
+        examples.append(Example("a", row, 0, (Sequence(ids, np.arange(length) >= 2),)))
     return examples
 
 
@@ -147,7 +147,7 @@ def plain(config: Any) -> Computed:
         model = model_of(config, None)
         takes = inspect.signature(model.forward).parameters
         uncached = {"use_cache": False} if "use_cache" in takes or "kwargs" in takes else {}
-        ids = torch.from_numpy(example.input_ids.astype(np.int64))[None]
+        ids = torch.from_numpy(example.sequences[0].input_ids.astype(np.int64))[None]
         logits = model(input_ids=ids, **uncached).logits[0, 1:-1]  # of the tokens before those that are trained
         token_losses = torch.nn.functional.cross_entropy(logits.float(), ids[0, 2:], reduction="none")
         token_losses.sum().backward()

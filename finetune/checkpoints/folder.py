@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 from finetune.errors import UserError
-from finetune.recipe.schema import Checkpoint
+from finetune.recipe.schema import Checkpoint, metric_direction
 from finetune.utils import fsync, sha256_file
 
 VERSION = 1
@@ -27,7 +27,6 @@ Metrics = dict[str, float]
 _PARTIAL = ".partial-"  # being written, or left by an interrupted save
 _REMOVED = ".removed-"  # being deleted
 _ASIDE = "aside-"  # a checkpoint that a run did not resume from; never deleted by us
-_SIGN = {"eval_loss": 1.0, "exact_match": -1.0}  # such that the lowest is best
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,9 @@ def set_aside(folder: Path) -> Path:
 
 def score(metrics: Metrics, name: str | None) -> float | None:
     """Returns the metric such that the lowest is best; None if it was not measured or `name` is None."""
-    return metrics[name] * _SIGN[name] if name is not None and name in metrics else None
+    if name is None or name not in metrics:
+        return None
+    return metrics[name] if metric_direction(name) == "lower" else -metrics[name]
 
 
 class Retention:

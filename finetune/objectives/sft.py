@@ -28,7 +28,7 @@ def sft(settings: Settings, evaluating: bool) -> Objective:
 def focal(settings: Settings, evaluating: bool) -> Objective:
     """Focal loss: tokens that the model predicts well count less, (1 - p)^gamma * -log p (Lin et al. 2017,
     https://arxiv.org/abs/1708.02002, equation 4). Evaluation measures the plain negative log-likelihood."""
-    gamma = settings.gamma
+    gamma = 2.0 if settings.gamma is None else settings.gamma
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         nll = outputs.token_losses  # (S,)

@@ -169,6 +169,20 @@ def mixture_has_parts(recipe: Recipe) -> Iterator[Finding]:
         yield "data.mixture", "needs several sources in `data.train`; remove this"
 
 
+# Keys of `objective` that only some objectives read; the others are for all.
+OBJECTIVE_KEYS = {"sft": ("z_loss", "label_smoothing"), "focal": ("gamma",)}
+
+
+def objective_reads_its_keys(recipe: Recipe) -> Iterator[Finding]:
+    for name, keys in OBJECTIVE_KEYS.items():
+        for key in keys if name != recipe.objective.name else ():
+            if getattr(recipe.objective, key):
+                yield (
+                    f"objective.{key}",
+                    f"has no effect under `name: {recipe.objective.name}`, only under {name}: remove it",
+                )
+
+
 def cross_entropy_of_torch(recipe: Recipe) -> Iterator[Finding]:
     if recipe.model.cross_entropy != "torch":
         return
@@ -228,6 +242,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     token_budget,
     mixture_has_parts,
     profile_within_run,
+    objective_reads_its_keys,
     cross_entropy_of_torch,
     stepped_in_backward,
     offloaded_activations,

@@ -6,8 +6,10 @@ invalid combination is an error at load (see `load.py`), never a silent default.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, model_validator
@@ -199,10 +201,11 @@ class Objective(Section):
 
     # sft: every target token alike; focal: tokens that the model predicts well already count less
     name: Literal["sft", "focal"] = "sft"
-    gamma: NonNegative = 2.0  # focal: how much less, (1 - probability)^gamma (https://arxiv.org/abs/1708.02002)
+    # focal: a factor of (1 - probability)^gamma (Lin et al. 2017, https://arxiv.org/abs/1708.02002); null: 2
+    gamma: NonNegative | None = None
     # Supervised tokens. assistant: every assistant turn with its end-of-turn; last_assistant: the last one; all: all
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    # Added to each token's loss: z_loss * log(sum(exp(logits)))^2 (Chowdhery et al. 2022,
+    # sft: added to each token's loss, z_loss * log(sum(exp(logits)))^2 (Chowdhery et al. 2022,
     # https://arxiv.org/abs/2204.02311, section 5).
     z_loss: NonNegative = 0.0
     # Probability mass moved from the target evenly to the vocabulary (Szegedy et al. 2015,
@@ -292,14 +295,38 @@ Acceptable = Literal[
 ]
 
 
+# What an evaluation measures, and which way is better; `*` stands for the name of a source.
+METRICS: dict[str, Literal["lower", "higher"]] = {
+    "eval_loss": "lower",
+    "eval_loss/*": "lower",
+    "exact_match": "higher",
+}
+
+
+def metric_direction(name: str) -> Literal["lower", "higher"]:
+    """Returns which values of a metric are better. Raises ValueError for one that no evaluation measures."""
+    for pattern, direction in METRICS.items():
+        if fnmatchcase(name, pattern):
+            return direction
+    nearest = difflib.get_close_matches(name, METRICS, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"no evaluation measures {name!r}: use one of {', '.join(METRICS)}{hint}")
+
+
+def _known_metric(name: str) -> str:
+    metric_direction(name)
+    return name
+
+
 class Checkpoint(Section):
     """When checkpoints are saved and how many are kept. A stop by a signal always saves."""
 
     every_steps: Count | None = None  # and after the last step; null: not by steps
     every_minutes: Positive | None = None  # after the step in which this much time has passed since the last save
     keep: Count = 2  # number of newest checkpoints
-    # Also keep the best checkpoint by this metric (lowest eval_loss, highest exact_match); saves at every improvement.
-    best: Literal["eval_loss", "exact_match"] | None = None
+    # Also keep the best checkpoint by this metric of the evaluations: eval_loss, eval_loss/<source> (lowest) or
+    # exact_match (highest). Saves at every improvement.
+    best: Annotated[str, AfterValidator(_known_metric)] | None = None
     asynchronous: bool = True  # write files while training continues; needs a copy of the state in CPU memory
     on_failure: Literal["stop", "continue"] = "stop"  # if a save fails (a full disk): stop the run, or only warn
     resume: Literal["auto", "never"] = "auto"  # auto: resume from the newest valid checkpoint in the run directory

@@ -27,7 +27,7 @@ from finetune.data.dataset import Dataset, Stream
 from finetune.data.loader import Loader, StepBatches
 from finetune.engine.base import Engine
 from finetune.engine.optimizer_step import NonFinite
-from finetune.errors import RunFailure, Stopped
+from finetune.errors import RunFailure, Stopped, UserError
 from finetune.export.result import model_card, save_result
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.dtypes import dtypes
@@ -259,6 +259,10 @@ class Trainer:
         """Evaluates on held-out data, logs and prints the results; returns the metrics. Collective."""
         assert self.evaluator is not None  # only called with evaluation data
         self.evaluation, generations = self.evaluator.run()
+        best = self.recipe.checkpoint.best
+        if best is not None and best not in self.evaluation:
+            measured = ", ".join(self.evaluation)
+            raise UserError(f"checkpoint.best: this run's evaluations do not measure {best!r}: use one of {measured}")
         self.compilations.evaluated()
         self._write_expert_load()
         self.log.write({"step": self.state.step, **self.evaluation}, self.state.step)

@@ -343,5 +343,5 @@ def test_muon_is_refused_where_a_rank_holds_parts_of_matrices(
 ) -> None:
     recipe["optimizer"]["name"] = "muon"
     launch = read_config_file(str(CONFIGS / f"{config}.yaml"), 2)
-    with pytest.raises(UserError, match="Muon needs whole matrices"):
+    with pytest.raises(UserError, match="Muon needs unsharded matrices"):
         check_launch(load_recipe(write_recipe(recipe)), "recipe.yaml", launch)

@@ -363,7 +363,7 @@ def test_check_of_rows_to_be_found(here: Callable[..., Outcome], recipe: dict[st
     [
         ("fsdp2", 4, "batch.rows=12", "batch.rows:"),
         ("zero3", 2, "train.precision=bf16_true", "against `bf16_true`"),
-        ("zero2", 2, "optimizer.name=muon", "Muon needs whole matrices"),
+        ("zero2", 2, "optimizer.name=muon", "Muon needs unsharded matrices"),
         (
             "own",
             2,

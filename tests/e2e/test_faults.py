@@ -15,6 +15,7 @@ import pytest
 from conftest import finetune, metrics, train_here
 
 from finetune.errors import RunFailure, UserError
+from finetune.recipe import load_recipe
 
 LIMIT = 1_000_000  # bytes; the model has 0.5 MB, a checkpoint 1.5 MB
 
@@ -160,6 +161,15 @@ def test_the_best_is_saved_and_kept(saving: dict[str, Any], write_recipe: Any, r
     best = min(losses, key=losses.__getitem__)
     assert 0 < best < 6, losses  # with such a rate it gets worse
     assert names(run / "checkpoints") == sorted({f"step-{best:08d}", "step-00000006"})
+
+
+def test_a_best_that_no_evaluation_measures_is_an_error(saving: dict[str, Any], write_recipe: Any) -> None:
+    saving["checkpoint"] = {"best": "eval_losss"}
+    with pytest.raises(UserError, match=r"no evaluation measures 'eval_losss': .* did you mean 'eval_loss'\?"):
+        load_recipe(write_recipe(saving))
+    saving["checkpoint"] = {"best": "eval_loss/chat"}  # there is one source only
+    with pytest.raises(UserError, match=r"checkpoint\.best: this run's evaluations do not measure 'eval_loss/chat'"):
+        train_here(write_recipe(saving))
 
 
 def test_an_evaluation_that_a_stop_left_out_is_made_when_the_run_goes_on(

@@ -21,6 +21,7 @@ from transformers import (
     PhimoeConfig,
     RobertaConfig,
 )
+from transformers.integrations import deepspeed
 
 from finetune.errors import UserError
 from finetune.models.attention import DOCUMENTS, AttentionChoice, choose_attention, per_document
@@ -99,6 +100,16 @@ def test_a_verdict_is_kept_and_a_trial_leaves_no_trace(tmp_path: Path, monkeypat
     assert len(os.listdir(tmp_path / "attention")) == 2
     kept.write_text("no JSON", encoding="utf-8")
     assert verdict(LlamaConfig(), DOCUMENTS, per_document.prepare).packed is None
+
+
+def test_zero_3_does_not_shard_the_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed trial would mean one document per forward, and would be kept for every later run."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    zero_3 = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 3}})  # alive: transformers knows of it
+    assert deepspeed.is_deepspeed_zero3_enabled()
+    assert verdict(LlamaConfig(), DOCUMENTS, per_document.prepare).packed is None
+    assert deepspeed.is_deepspeed_zero3_enabled()
+    del zero_3
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.integrations import deepspeed
 from transformers.utils import logging
 
 from finetune.data.sources.files import cache_root
@@ -53,6 +54,7 @@ class Verdict:
     packed: str | None  # several documents in a row, by this attention
     positions: str | None  # one document with `position_ids`, by plain attention; else they must be left out
     causal: str | None  # plain transformers: a token sees none that follow
+    failed: bool = False  # the tiny copy could not be computed at all
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepa
         return Verdict(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         outcome = _try(tiny, implementation, prepare)
-    _store(path, outcome)
+    if not outcome.failed:  # what failed may work in another environment
+        _store(path, outcome)
     return outcome
 
 
@@ -166,7 +169,7 @@ def _why_not_packed(
 def _untried(error: BaseException) -> Verdict:
     """One document per forward, as plain transformers takes it, is right for every model."""
     why = f"a tiny copy of the model could not be tried: {_words(error)}"
-    return Verdict(packed=why, positions=why, causal=None)
+    return Verdict(packed=why, positions=why, causal=None, failed=True)
 
 
 def _why_not(difference: Callable[[], Differences]) -> str | None:
@@ -191,13 +194,24 @@ def _words(error: BaseException) -> str:
 def _quietly() -> Iterator[None]:
     """Random numbers, warnings and the log are as if nothing had been tried."""
     verbosity = logging.get_verbosity()
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _without_sharding():
         warnings.simplefilter("ignore")
         logging.set_verbosity_error()
         try:
             yield
         finally:
             logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def _without_sharding() -> Iterator[None]:
+    """Under ZeRO-3 transformers would shard the tiny model over the ranks while it is made."""
+    config = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = config
 
 
 @dataclass(frozen=True)

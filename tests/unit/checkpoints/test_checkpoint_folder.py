@@ -229,15 +229,15 @@ def test_nothing_is_deleted_where_none_is_good(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2, 1]
 
 
-@pytest.mark.parametrize(("metric", "best"), [("eval_loss", 2), ("exact_match", 3)])
+@pytest.mark.parametrize(("metric", "best"), [("eval_loss", 2), ("eval_loss/chat", 4), ("exact_match", 3)])
 def test_the_best_is_kept_in_addition_to_the_newest(tmp_path: Path, metric: str, best: int) -> None:
     for step, loss, match in ((1, 3.0, 0.1), (2, 1.0, 0.2), (3, 1.5, 0.9), (4, 2.0, 0.3), (5, 2.5, 0.4)):
-        saved(tmp_path, step, eval_loss=loss, exact_match=match)
+        saved(tmp_path, step, **{"eval_loss": loss, "eval_loss/chat": abs(step - 4), "exact_match": match})
     saved(tmp_path, 6)  # without an evaluation
-    retention = Retention(tmp_path, Checkpoint(keep=2, best=metric))  # type: ignore[arg-type]
+    retention = Retention(tmp_path, Checkpoint(keep=2, best=metric))
     retention.prune()
     assert steps(tmp_path) == [6, 5, best]
-    assert retention.best_score() == score({"eval_loss": 1.0, "exact_match": 0.9}, metric)
+    assert retention.best_score() == score({"eval_loss": 1.0, "eval_loss/chat": 0, "exact_match": 0.9}, metric)
 
 
 def test_a_damaged_best_gives_way_to_the_next(tmp_path: Path) -> None:

@@ -366,6 +366,16 @@ CASES = [
         {2: "model: {name: m, cross_entropy: torch}", 8: "objective: {z_loss: 1e-4, label_smoothing: 0.1}"},
     ),
     Bad(
+        "keys of another objective",
+        [":8: objective.z_loss: has no effect under `name: focal`, only under sft: remove it"],
+        {8: "objective: {name: focal, z_loss: 1e-4}"},
+    ),
+    Bad(
+        "gamma without focal loss",
+        [":8: objective.gamma: has no effect under `name: sft`, only under focal: remove it"],
+        {8: "objective: {gamma: 1.0}"},
+    ),
+    Bad(
         "a token budget for packed rows",
         [
             ":5: batch.tokens_per_device: packed sequences have equal length: set `data.packing: false` or remove this",

@@ -1,0 +1,93 @@
+"""Every row of `OBJECTIVES` keeps the contract; sums with units give the step's loss however it is divided."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from finetune.data.batch import Batch, collate
+from finetune.data.samples import Example, Sequence
+from finetune.models.loss_model import Outputs
+from finetune.objectives import OBJECTIVES, make_objective
+from finetune.objectives.base import Objective, Sums, Term, TermSums, combined
+from finetune.recipe.rules import OBJECTIVE_KEYS
+from finetune.recipe.schema import Objective as Settings
+
+
+def batch_of(*lengths: int, source: int = 0) -> Batch:
+    sequences = [Sequence(np.arange(3, 3 + n, dtype=np.int32), np.arange(n) >= 2) for n in lengths]
+    return collate([Example("a", row, source, (one,)) for row, one in enumerate(sequences)])
+
+
+def outputs_of(batch: Batch, seed: int = 0) -> Outputs:
+    """As a forward gives them: losses between 0 and 3 nats."""
+    generator = torch.Generator().manual_seed(seed)
+    losses = torch.rand(len(batch.targets.ids), generator=generator, dtype=torch.float64).mul(3).requires_grad_()
+    return Outputs(losses.sum(), losses)
+
+
+def sums_of(objective: Objective, batches: list[Batch]) -> Sums:
+    sums = TermSums()
+    for seed, batch in enumerate(batches):
+        sums.add(objective.terms(outputs_of(batch, seed), batch))
+    counts = {unit: sum(batch.counts[unit] for batch in batches) for unit in batches[0].counts}
+    return Sums(sums.totals, sums.terms, counts)
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_contract(name: str, evaluating: bool) -> None:
+    """Loss terms have a graph and a unit that batches count; a rank without outputs has the same terms, all zero."""
+    batch = batch_of(5, 9)
+    objective = make_objective(Settings(name=name), ("a", "b"), evaluating)
+    terms = objective.terms(outputs_of(batch), batch)
+    weighted = [term for term in terms.values() if term.weight is not None]
+    assert weighted
+    assert all(term.total.shape == () and term.total.requires_grad and term.unit in batch.counts for term in weighted)
+    nothing = objective.no_terms(batch)
+    assert {key: term.total.shape for key, term in nothing.items()} == {k: t.total.shape for k, t in terms.items()}
+    assert all(not term.total.any() for term in objective.no_terms(batch_of(4, 4)).values() if term.weight is not None)
+    part = objective.loss(terms, batch.counts)
+    torch.testing.assert_close(part.item(), sums_of(objective, [batch]).loss())
+    assert name in OBJECTIVE_KEYS
+
+
+def test_a_step_is_the_same_however_it_is_divided() -> None:
+    """Micro-batches of 3, 7 and 11 targets: the mean over all 21, not the mean of three means."""
+    batches = [batch_of(5), batch_of(9), batch_of(13)]
+    objective = make_objective(Settings())
+    losses = torch.cat([outputs_of(batch, seed).token_losses for seed, batch in enumerate(batches)])
+    assert sums_of(objective, batches).loss() == pytest.approx(losses.mean().item(), rel=1e-12)
+
+
+def test_focal_loss_is_its_formula() -> None:
+    batch, outputs = batch_of(8), outputs_of(batch_of(8))
+    objective = make_objective(Settings(name="focal", gamma=1.5))
+    loss = objective.loss(objective.terms(outputs, batch), batch.counts)
+    p = torch.exp(-outputs.token_losses)
+    torch.testing.assert_close(loss, ((1 - p) ** 1.5 * -torch.log(p)).mean())
+    (ours,) = torch.autograd.grad(loss, outputs.token_losses)
+    wanted = ((1 - p) ** 1.5 + 1.5 * outputs.token_losses * p * (1 - p) ** 0.5) / len(p)
+    torch.testing.assert_close(ours, wanted.detach())
+    assert sums_of(objective, [batch]).mean("nll") == pytest.approx(outputs.token_losses.mean().item())
+    assert objective.metrics(sums_of(objective, [batch])).keys() == {"nll"}
+
+
+def test_losses_by_source_are_means_over_their_own_tokens() -> None:
+    batches = [batch_of(5, source=0), batch_of(9, source=1)]
+    sums = sums_of(objective := make_objective(Settings(), ("first", "second")), batches)
+    wanted = [outputs_of(batch, seed).token_losses.mean().item() for seed, batch in enumerate(batches)]
+    assert objective.metrics(sums) == pytest.approx({"loss/first": wanted[0], "loss/second": wanted[1]})
+    assert sums.totals["tokens_by_source"].tolist() == [5, 9]
+
+
+def test_terms_of_several_units_are_divided_by_their_own_counts() -> None:
+    def terms(outputs: Outputs, batch: Batch) -> dict[str, Term]:
+        return {"b": Term(torch.tensor(6.0), "examples", 0.5), "seen": Term(torch.tensor(8.0), "tokens")}
+
+    objective = combined(make_objective(Settings()), [Objective(terms)])
+    sums = sums_of(objective, [batch_of(5, 9)])
+    nll = sums.mean("nll")
+    assert sums.loss() == pytest.approx(nll + 0.5 * 6.0 / 2)
+    assert objective.metrics(sums) == {"seen": 8.0 / 14}
