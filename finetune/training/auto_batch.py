@@ -210,7 +210,7 @@ class HeaviestRow:
 
 @dataclass(frozen=True)
 class Trials:
-    """Forwards and backwards on one engine. Gradients stay, as between the micro-batches of a step, until
+    """Micro-batches on one engine. Gradients stay, as between the micro-batches of a step, until
     `Engine.drop_gradients`.
 
     Every rank must make the same ones in the same order.

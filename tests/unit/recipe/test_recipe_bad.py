@@ -305,8 +305,8 @@ CASES = [
     Bad(
         "generation where prompts are trained",
         [
-            ":8: evaluate.generate: under `objective.train_on: all` the prompt is trained as well, so no answer can be "
-            "told from it: set `generate` and `exact_match` to 0"
+            ":8: evaluate.generate: under `objective.train_on: all` the prompt is trained as well and cannot be "
+            "distinguished from the answer: set `generate` and `exact_match` to 0"
         ],
         {4: EVAL, 8: "evaluate: {exact_match: 2}\nobjective: {train_on: all}"},
     ),

@@ -315,6 +315,7 @@ def test_the_maths_does_not_change(recipe: dict[str, Any], write_recipe: Any, tm
     assert (plan["rows_per_device"], plan["micro_batches"]) == (8, 1)
     assert plan["rows_per_device_reason"].startswith("auto: all of a step, no accumulation, ")
     assert f"8 ({plan['rows_per_device_reason']})" in shown
+    assert "3 steps x 8 sequences (1 device x 8 per device x 1 accumulation)" in shown
     train_here(path, "run.name=said", "batch.rows_per_device=8")
     train_here(path, "run.name=other", "batch.rows_per_device=1")
     found, said, other = (losses(tmp_path / "runs" / name) for name in ("auto", "said", "other"))
