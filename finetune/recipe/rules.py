@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import OBJECTIVE_KEYS, Recipe
 from finetune.utils import divisors
 
 Finding = tuple[str, str]  # dotted key; what is wrong and what to do
@@ -167,10 +167,6 @@ def profile_within_run(recipe: Recipe) -> Iterator[Finding]:
 def mixture_has_parts(recipe: Recipe) -> Iterator[Finding]:
     if recipe.data.mixture is not None and len(recipe.data.train) == 1:
         yield "data.mixture", "needs several sources in `data.train`; remove this"
-
-
-# Keys of `objective` that only some objectives read; the others are for all.
-OBJECTIVE_KEYS = {"sft": ("z_loss", "label_smoothing"), "focal": ("gamma",)}
 
 
 def objective_reads_its_keys(recipe: Recipe) -> Iterator[Finding]:

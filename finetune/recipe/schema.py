@@ -196,6 +196,10 @@ class Data(Section):
     window: Count = 10_000  # with streaming: source rows that are shuffled and packed together
 
 
+# Keys of `objective` that only one objective reads; all others are for every objective.
+OBJECTIVE_KEYS = {"sft": ("z_loss", "label_smoothing"), "focal": ("gamma",)}
+
+
 class Objective(Section):
     """The training loss. All terms below are part of `loss`, not of `eval_loss`."""
 
