@@ -225,7 +225,7 @@ def model_card(
         ("Method", recipe.mode + (f", rank {recipe.lora.rank}" if recipe.lora else "")),
         ("Parameters", f"{plan['parameters']:,} ({plan['trainable_parameters']:,} trained)"),
         ("Training data", ", ".join(without_credentials(source.path) for source in recipe.data.train)),
-        ("Steps", f"{state['step']:,} of {recipe.batch.rows} rows of up to {recipe.data.max_length:,} tokens"),
+        ("Steps", f"{state['step']:,} of {recipe.batch.rows} sequences of up to {recipe.data.max_length:,} tokens"),
         ("Tokens", f"{state['tokens']:,} ({state['supervised_tokens']:,} supervised)"),
         ("Precision", recipe.train.precision),
         *((("Last training loss", f"{loss:.4f}"),) if loss is not None else ()),

@@ -1,4 +1,4 @@
-"""The loss of each source of a mixture, as metrics next to the loss of the whole."""
+"""The loss of each source of a mixture, as metrics next to the loss of the mixture."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from finetune.objectives.objective import Objective, Sums, Term, Terms
 
 
 def by_source(names: Sequence[str]) -> Objective:
-    """Returns metrics `loss/<name>` in nats per target token. Losses add up on the device, counts on the host: nothing
-    waits for the device."""
+    """Returns metrics `loss/<name>` in nats per target token; does not wait for the device."""
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         losses = torch.zeros(len(names), dtype=torch.float64, device=outputs.token_losses.device)

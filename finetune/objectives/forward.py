@@ -1,4 +1,4 @@
-"""From a micro-batch to the outputs that an objective needs: the one place where training calls a model."""
+"""Calls the model on a micro-batch, for training and evaluation alike."""
 
 from __future__ import annotations
 

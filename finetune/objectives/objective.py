@@ -1,4 +1,4 @@
-"""What an objective is: a pure function of a model's outputs and a batch that returns sums, each with its unit.
+"""Objectives: pure functions of a model's outputs and a batch that return sums, each with its unit.
 
     step loss = sum over the loss terms of  weight * (sum of the term over the step) / (count of its unit in the step)
 
@@ -20,7 +20,7 @@ from finetune.data.batch import Batch
 from finetune.models.head import TokenLoss
 from finetune.models.loss_model import Outputs, TargetTokens
 
-Counts = Mapping[str, float]  # of the whole step, by unit
+Counts = Mapping[str, float]  # of a step over all ranks, by unit
 UNSCALED: Counts = defaultdict(lambda: 1.0)  # for a loss whose size does not matter
 NLL = TokenLoss()
 
@@ -79,7 +79,7 @@ def means(sums: Sums) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Objective:
-    """How outputs become the terms of a loss, and what the forward has to give for it."""
+    """A function from outputs to the terms of a loss, and what the forward has to return for it."""
 
     terms: Callable[[Outputs, Batch], Terms]  # of one micro-batch, the same names in each; loss terms have a weight
     metrics: Callable[[Sums], dict[str, float]] = means  # by key of metrics.jsonl; the loss itself is not among them
@@ -96,11 +96,11 @@ class Objective:
 
     @property
     def only_sums(self) -> bool:
-        """Whether the plain sum of the token losses is all that a forward has to give a graph."""
+        """Whether only the plain sum of the token losses needs a graph."""
         return self.token_weights is None and not self.differentiable
 
     def targets(self, batch: Batch) -> TargetTokens:
-        """Returns what a forward shall give of a batch."""
+        """Returns the targets of a batch and what the forward has to compute for them."""
         weights = None if self.token_weights is None else self.token_weights(batch)
         return TargetTokens(batch.targets.positions, batch.targets.ids, self.token_loss, weights, self.differentiable)
 

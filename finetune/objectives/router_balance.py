@@ -1,14 +1,14 @@
-"""The loss that keeps the experts of a layer equally busy (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, 4-6).
+"""The load-balancing loss of experts (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, 4-6).
 
     of a row and a layer   E * sum over experts of (choices of the expert per token) * (its mean probability)
-    of a step              the mean over layers, and over the step's rows, each by its tokens
+    of a step              the mean over layers, and over the step's rows, weighted by their tokens
 
-It is `top_k` where all experts are equally busy, as in transformers, which however puts all layers together first.
+It is `top_k` under perfect balance, as in transformers, which however pools all layers first.
 
-The row of the recipe is the unit: a product of means is not additive, so over whatever tokens the means are taken, the
-loss depends on. Micro-batches are no such unit, they differ from launch to launch. The whole global batch would be one,
-and a milder one (Qiu et al. 2025, https://arxiv.org/abs/2501.11873), but its means are known after the last forward of
-a step, and the backward of the first comes before.
+A product of means is not additive, so the loss depends on the tokens over which the means are taken: here those of a
+row (a packed sequence). Micro-batches would not do, because they differ from launch to launch. The global batch would,
+and constrains less (Qiu et al. 2025, https://arxiv.org/abs/2501.11873), but its means are known only after the last
+forward of a step, and the first backward comes earlier.
 
 Letters: L layers, T tokens of a forward, N rows in it, E experts.
 """
@@ -30,10 +30,10 @@ from finetune.recipe.schema import Objective as Settings
 
 
 def balance_coefficient(settings: Settings, config: Any, routers: Routers | None, divided: str | None) -> float:
-    """Returns what the balance loss counts for; where the recipe is silent, as transformers' own forward adds it.
+    """Returns the weight of the balance loss; by default that of transformers' own forward.
 
-    divided: how ranks share rows or layers, where they do. Raises UserError where a balance is wanted of routers that
-    are not known, or of rows that no rank sees; the recipe's own is refused for `divided` before a model loads.
+    divided: how ranks share rows or layers, if they do. Raises UserError if the routers are unknown, or if no rank sees
+    a full row of all routers; a coefficient in the recipe is refused for `divided` before the model loads.
     """
     coefficient = settings.router_aux_loss_coef
     if coefficient is None:
@@ -42,7 +42,7 @@ def balance_coefficient(settings: Settings, config: Any, routers: Routers | None
     if coefficient and routers is None:
         raise UserError(
             f"objective.router_aux_loss_coef: {coefficient}: {type(config).__name__} has no router whose balance loss "
-            "transformers knows: remove it"
+            "transformers supports: remove it"
         )
     if coefficient and divided is not None:
         raise UserError(
@@ -53,7 +53,7 @@ def balance_coefficient(settings: Settings, config: Any, routers: Routers | None
 
 
 def balance_of_experts(coefficient: float, top_k: int) -> Objective:
-    """Returns the balance loss as a term, and how tokens were spread over the experts."""
+    """Returns the balance loss as a term, and the load of the experts as metrics."""
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         logits = outputs.router_logits if coefficient else [layer.detach() for layer in outputs.router_logits]

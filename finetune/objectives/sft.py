@@ -17,12 +17,12 @@ def sft(settings: Settings, evaluating: bool) -> Objective:
 
     Evaluation leaves out z-loss and label smoothing, so that runs can be compared.
     """
+
+    def terms(outputs: Outputs, batch: Batch) -> Terms:
+        return {"nll": Term(outputs.total, "target_tokens", 1.0)}
+
     token_loss = TokenLoss() if evaluating else TokenLoss(settings.z_loss, settings.label_smoothing)
-    return Objective(_sum_of_token_losses, token_loss=token_loss)
-
-
-def _sum_of_token_losses(outputs: Outputs, batch: Batch) -> Terms:
-    return {"nll": Term(outputs.total, "target_tokens", 1.0)}
+    return Objective(terms, token_loss=token_loss)
 
 
 def focal(settings: Settings, evaluating: bool) -> Objective:
@@ -32,8 +32,8 @@ def focal(settings: Settings, evaluating: bool) -> Objective:
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         nll = outputs.token_losses  # (S,)
-        easy = (-nll).exp()
-        focused = ((1 - easy).clamp(min=0) ** gamma * nll).sum()
-        return {"focal": Term(focused, "target_tokens", 1.0), "nll": Term(nll.detach().sum(), "target_tokens")}
+        probability = (-nll).exp()
+        focal_sum = ((1 - probability).clamp(min=0) ** gamma * nll).sum()
+        return {"focal": Term(focal_sum, "target_tokens", 1.0), "nll": Term(nll.detach().sum(), "target_tokens")}
 
     return sft(settings, evaluating) if evaluating else Objective(terms, differentiable=True)

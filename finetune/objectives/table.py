@@ -1,4 +1,4 @@
-"""The objectives by name, and the one that a run uses with all that is added to it."""
+"""The objectives by name, and the terms that a run adds to its objective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from finetune.objectives.router_balance import balance_coefficient, balance_of_e
 from finetune.objectives.sft import focal, sft
 from finetune.recipe.schema import Objective as Settings
 
-# name -> (settings, evaluating) -> objective; evaluating: as held-out data are measured
+# name -> (settings, evaluating) -> objective; evaluating: for held-out data
 OBJECTIVES: dict[str, Callable[[Settings, bool], Objective]] = {"sft": sft, "focal": focal}
 
 
@@ -24,10 +24,10 @@ def make_objective(
     routers: Routers | None = None,
     divided: str | None = None,
 ) -> Objective:
-    """Returns what a run optimises, or measures on held-out data.
+    """Returns the objective of training, or of evaluation.
 
-    config: the model's; routers: its own, if it is a mixture of experts; divided: how ranks share rows or layers, where
-    they do. Raises UserError where a router balance is wanted that cannot be computed.
+    config: the model's; routers: its own, if it is a mixture of experts; divided: how ranks share sequences or
+    layers, if they do. Raises UserError if a router balance loss is set that cannot be computed.
     """
     objective, others = OBJECTIVES[settings.name](settings, evaluating), []
     if not evaluating:

@@ -145,7 +145,7 @@ def _check_data(recipe: Recipe, report: CheckReport) -> None:
 
 
 def _check_attention(recipe: Recipe, config: Any, report: CheckReport) -> None:
-    """As a run on this machine would have it."""
+    """Checks the attention that a run on this machine would select."""
     import torch
 
     from finetune.models.attention import attention_for, check_rows_per_forward

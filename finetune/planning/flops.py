@@ -248,7 +248,9 @@ def _last_product(members: list[_Product]) -> float:
 def _attention(config: Any, first_trained: _Position | None, reached: _Position | None) -> Iterator[AttentionFlops]:
     """Yields one for each layer that attends to pairs of tokens; of recurrent layers only the weights count."""
     config = config.get_text_config()
-    layers, kinds = layer_configs(config), _layer_kinds(config)
+    layers = layer_configs(config)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kinds = [str(kind) for kind in kinds] if kinds else ["sliding_attention"] * config.num_hidden_layers
     for number, kind in enumerate(kinds):
         layer = layers[number % len(layers)]
         heads, size = getattr(layer, "num_attention_heads", None), _head_size(layer)
@@ -264,11 +266,6 @@ def _attention(config: Any, first_trained: _Position | None, reached: _Position 
 
 # Kinds of layers, in the words of configs, that compute no product for each pair of tokens.
 _WITHOUT_PAIRS = re.compile(r"mamba|conv|linear|recurrent|lightning|^(mlp|moe)$")
-
-
-def _layer_kinds(config: Any) -> list[str]:
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    return [str(kind) for kind in kinds] if kinds else ["sliding_attention"] * config.num_hidden_layers
 
 
 def _head_size(config: Any) -> int | None:

@@ -94,13 +94,13 @@ def show_entries(console: Console, folder: Path, entries: Sequence[CachedEntry])
 
 
 def _cells(entry: CachedEntry) -> Iterator[str]:
-    of, made = entry.of or {}, entry.made or {}
+    key, written = entry.of or {}, entry.made or {}
     if not entry.is_whole:
         yield "[yellow]incomplete[/yellow]"
     else:
-        yield escape(f"{of['source']}\n{of['format']}") if of else "[yellow]unknown[/yellow]"
-    yield escape(f"{of['tokenizer']}\nmax_length {of['max_length']:,}") if of else "?"
+        yield escape(f"{key['source']}\n{key['format']}") if key else "[yellow]unknown[/yellow]"
+    yield escape(f"{key['tokenizer']}\nmax_length {key['max_length']:,}") if key else "?"
     yield f"{entry.tokens:,}" if entry.tokens is not None else "?"
     yield readable_bytes(entry.bytes)
     yield f"{datetime.fromtimestamp(entry.used, timezone.utc):%Y-%m-%d %H:%M}"
-    yield escape(f"finetune {of['finetune']}\n{made['host']}") if of and made else "?"
+    yield escape(f"finetune {key['finetune']}\n{written['host']}") if key and written else "?"

@@ -102,8 +102,8 @@ def generation_has_prompts(recipe: Recipe) -> Iterator[Finding]:
     if wants and recipe.objective.train_on == "all":
         yield (
             "evaluate.generate",
-            "under `objective.train_on: all` the prompt is trained as well, so it cannot be told from the answer: set "
-            "`generate` and `exact_match` to 0",
+            "under `objective.train_on: all` the prompt is trained as well and cannot be distinguished from the "
+            "answer: set `generate` and `exact_match` to 0",
         )
 
 

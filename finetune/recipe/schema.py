@@ -33,21 +33,30 @@ def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-# What rendering gives a template by itself.
-_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token")
+# Variables that rendering sets itself.
+_BUILT_IN = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+)
 
 
 def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
-    """Names that Jinja can set, and values that JSON has."""
+    """Checks for names that Jinja can set and values that JSON can represent."""
     for name, item in value.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise ValueError(f"`{name}` is no name of a variable")
-        if name in _GIVEN:
-            raise ValueError(f"`{name}` is given by whoever renders the template")
+            raise ValueError(f"`{name}` is not a valid name of a variable")
+        if name in _BUILT_IN:
+            raise ValueError(f"`{name}` is set when the template is rendered")
         try:
             json.dumps(item, allow_nan=False)
         except (TypeError, ValueError):
-            raise ValueError(f"`{name}`: JSON has no such value; give it as text") from None
+            raise ValueError(f"`{name}`: not a JSON value; give it as text") from None
     return value
 
 

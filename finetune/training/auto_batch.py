@@ -1,11 +1,11 @@
-"""`batch.rows_per_device: auto`: the most rows in one forward that memory holds, found by trial and kept; the same on
-every rank.
+"""`batch.rows_per_device: auto`: measures the largest micro-batch that fits into memory, and caches the result.
 
-The maths does not depend on the result: it only decides in how many forwards the rows of a step are computed.
+The result is the same on every rank and does not change the maths: it only decides in how many micro-batches the
+sequences of a step are computed.
 
-A trial that runs out of memory ends a run whose ranks wait for each other in the middle of a forward. So sizes grow at
-most twofold, and only where what was measured says that the next one fits: memory grows along a straight line in the
-rows of a forward, or in their square where attention goes through a mask or scores of tokens x tokens.
+A trial that runs out of memory ends a run whose ranks wait for each other in the middle of a forward. So sizes at most
+double, and only where the measurements so far predict that the next one fits: memory grows linearly in the sequences of
+a micro-batch, or quadratically where attention uses a mask or scores of tokens x tokens.
 """
 
 from __future__ import annotations
@@ -41,155 +41,14 @@ from finetune.training.feed import moved
 from finetune.training.process_memory import Memory
 from finetune.utils import divisors, write_atomically
 
-HALF = 0.5  # a row of half the tokens: with one whole row, the first two points of the line
+log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class FittingSize:
-    size: int
-    needs: float  # bytes
-    next_needs: float  # at least, of the next size that was not taken; infinite where there is none
-
-
-def largest_that_fits(
-    sizes: Sequence[int], limit: float, attempt: Callable[[float], float], power: int = 1
-) -> FittingSize:
-    """The largest size whose measured need is within `limit`; the smallest of all where none is.
-
-    sizes: ascending, from 1. attempt: bytes that a size needs, measured; infinite where there was no such memory.
-    power: of a size, with which its need grows.
-    """
-    needs = {size: attempt(size) for size in (HALF, 1)}
-    best, refused = 1, math.inf
-    while candidates := [size for size in sizes if best < size and size not in needs]:
-        ceiling = min((size for size, need in needs.items() if need > limit), default=math.inf)
-        within = [size for size in candidates if size <= max(2 * best, candidates[0]) and size < ceiling]
-        fitting = [size for size in within if predicted(needs, best, size, power) <= limit]
-        if not fitting:
-            refused = min((predicted(needs, best, size, power) for size in within), default=math.inf)
-            break
-        needs[fitting[-1]] = attempt(fitting[-1])
-        if needs[fitting[-1]] <= limit:
-            best = fitting[-1]
-    beyond = [need for size, need in needs.items() if size > best]
-    return FittingSize(best, needs[best], min([refused, *beyond]))
-
-
-def predicted(needs: dict[float, float], best: int, size: int, power: int) -> float:
-    """On the line in size ** power through the best size and the one that was measured below it."""
-    below = max(other for other in needs if other < best)
-    slope = (needs[best] - needs[below]) / (best**power - below**power)
-    return needs[best] + max(slope, 0.0) * (size**power - best**power)
-
-
-Build = Callable[[list[tuple[str, Tensor]]], list[Optimizer]]
-_TWIN = 8192  # elements at most; bitsandbytes keeps state in 8 bits from 4096 on
-
-
-@dataclass(frozen=True)
-class HeaviestRow:
-    """Longest, and most trained on, of all rows of the data; not always the same row."""
-
-    example: Example  # whose tokens fill it
-    tokens: int
-    supervised: int
-
-    def batch(self, rows: float, share: TokenShare = UNSHARDED) -> Batch:
-        """Rows of one example each: attention within it costs no less than within several. HALF: of half a row."""
-        part = min(rows, 1)
-        several = len(self.example.sequences)
-        length = max(1, int(self.tokens * part) // several)  # of each sequence
-        targets = min(int(self.supervised * part) // several, length - 1)
-        loss_mask = np.arange(length) >= length - targets
-        sequences = [TokenSequence(np.resize(one.input_ids, length), loss_mask) for one in self.example.sequences]
-        examples = [replace(self.example, sequences=tuple(sequences))] * max(1, int(rows))
-        return token_shard(collate(examples, padded_to=share.padded(length * several * len(examples))), share)
-
-
-@dataclass(frozen=True)
-class Trials:
-    """Trials on one engine; gradients stay, as for a step's later micro-batches, until `Engine.drop_gradients`.
-
-    Every rank must make the same ones in the same order.
-    """
-
-    engine: Engine
-    memory: Memory
-    forward: ForwardPass
-    row: HeaviestRow
-    optimizer_bytes: int  # of state that is not there yet
-
-    def begin(self) -> None:
-        """Before any other: makes the gradients, and what is made once."""
-        try:
-            self._run(1)
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"batch.rows_per_device: auto: not even one row of {self.row.tokens:,} tokens fits into "
-                f"{self.memory.name}: train.activation_checkpointing: true, fsdp2, a smaller data.max_length, "
-                "mode: lora or qlora, or an offload config"
-            ) from None
-
-    def attempt(self, rows: float) -> float:
-        """Bytes that the rank that needs most would need; infinite where a rank ran out."""
-        return max(self.engine.ranks.gather(self._attempt(rows) + self.optimizer_bytes))
-
-    def _attempt(self, rows: float) -> float:
-        try:
-            return self.memory.peak(lambda: self._run(rows))
-        except torch.OutOfMemoryError:
-            if self.engine.trial_is_collective:
-                # The others wait in the middle of this forward, and end with this process.
-                raise RunFailure(
-                    f"batch.rows_per_device: auto: {rows:g} rows looked as if they would fit and did not: "
-                    f"give a number below {rows:g}"
-                ) from None
-        return math.inf  # here the error, which holds the forward's tensors, is gone
-
-    def _run(self, rows: float) -> None:
-        batch = moved(self.row.batch(rows, self.engine.context_shard), lambda tensor: tensor.to(self.engine.device))
-        objective = self.forward.objective
-
-        def loss(model: Any) -> Tensor:
-            return objective.loss(objective.terms(self.forward(model, batch), batch), UNSCALED)
-
-        self.engine.trial(loss)
-
-
-def optimizer_bytes(engine: Engine, build: Build) -> int:
-    """What the optimizer's state will take of this device after the first step.
-
-    Each stepped tensor has a small twin that is really stepped, and takes as much for each element.
-    """
-    if not engine.copies_state:  # it is on NVMe
-        return 0
-    stepped = {id(part.stepped): part for part in engine.parts(reading=True)}
-    twins = []
-    for part in stepped.values():
-        twin = part.stepped.new_zeros(min(part.stepped.numel(), _TWIN))
-        twin = twin.view(-1, 1) if len(part.shape) > 1 else twin
-        twin.grad = torch.zeros_like(twin)
-        twins.append((part, twin))
-    optimizers = build([(part.name, twin) for part, twin in twins])
-    for optimizer in optimizers:
-        optimizer.step()
-    taken = 0.0
-    for part, twin in twins:
-        optimizer = next(optimizer for optimizer in optimizers if twin in optimizer.state)
-        if engine.device.type == "cuda" and getattr(optimizer, "is_paged", False):
-            continue  # in memory that CUDA moves out as others need the device
-        values = [
-            value
-            for field, value in optimizer.state[twin].items()
-            if isinstance(value, Tensor) and value.ndim and not field.startswith("qmap")  # one table for all
-        ]
-        found = sum(value.nbytes for value in values if value.device.type == engine.device.type)
-        taken += found / twin.numel() * part.stepped.numel()
-    return int(taken)
-
-
-# Of a recipe: what no forward's memory depends on. The rows' length and number are looked at in themselves.
-_WITHOUT = {
+HALF = 0.5  # one sequence of half the tokens: with a full one, the first two points of the line
+_GIB = 2**30
+_PROBE_ELEMENTS = 8192  # at most; bitsandbytes keeps state in 8 bits from 4096 on
+_QUADRATIC_ATTENTION = ("eager", "sdpa")  # one call over the micro-batch: scores or a mask of tokens x tokens
+# Keys of a recipe that no micro-batch's memory depends on. Length and number of sequences are compared themselves.
+_IGNORED_KEYS = {
     "run": True,
     "data": True,
     "batch": True,
@@ -202,41 +61,7 @@ _WITHOUT = {
     "train": {"epochs", "max_steps"},
 }
 
-
-def dependencies(recipe: Recipe, **others: Any) -> dict[str, Any]:
-    """All that a result depends on, as plain values."""
-    # pydantic's stubs do not take nested names where they are held in a variable.
-    return {"recipe": recipe.model_dump(mode="json", exclude=_WITHOUT), **others}  # pyright: ignore[reportArgumentType]
-
-
-def entry_file(depends_on: dict[str, Any]) -> Path:
-    text = json.dumps(depends_on, sort_keys=True, default=str)
-    return cache_root() / "rows_per_device" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-
-
-def read_entry(path: Path) -> FittingSize | None:
-    """None where there is none that can be read."""
-    try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-        after = about["next_needs_bytes"]
-        return FittingSize(int(about["rows"]), float(about["needs_bytes"]), math.inf if after is None else float(after))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def write_entry(path: Path, depends_on: dict[str, Any], found: FittingSize) -> None:
-    """Complete or absent. Raises OSError."""
-    after = found.next_needs if math.isfinite(found.next_needs) else None
-    about = {"rows": found.size, "needs_bytes": found.needs, "next_needs_bytes": after, "of": depends_on}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(about, indent=1, default=str), shared=True)
-
-
-log = logging.getLogger(__name__)
-
-_GIB = 2**30
-# One call over the whole forward: scores or a mask of tokens x tokens.
-_SQUARE_IN_TOKENS = ("eager", "sdpa")
+BuildOptimizers = Callable[[list[tuple[str, Tensor]]], list[Optimizer]]
 
 
 @dataclass(frozen=True)
@@ -251,12 +76,14 @@ def find_rows(
     config: PretrainedConfig,
     forward: ForwardPass,
     data: Dataset | Stream,
-    build: Build,
+    build: BuildOptimizers,
     memory: Memory,
     say: Callable[[str], None] = lambda text: None,
 ) -> RowsPerDevice:
-    """Collective. Leaves no trace on weights, gradients, optimizer or random numbers. Raises UserError and
-    RunFailure."""
+    """Returns the micro-batch size, cached or measured. Collective.
+
+    Leaves weights, gradients, optimizer and random numbers as they were. Raises UserError and RunFailure.
+    """
     row = HeaviestRow(data.first_example(), *data.heaviest_row(recipe.data.max_length))
     sizes = divisors(recipe.batch.rows // engine.parallelism.data)
     depends_on = dependencies(
@@ -270,30 +97,30 @@ def find_rows(
         versions=versions(),
     )
     path, limit = entry_file(depends_on), min(engine.ranks.gather(memory.limit))
-    kept: FittingSize | None = engine.ranks.gather(read_entry(path) if engine.is_main else None)[0]
-    if kept is not None and kept.needs <= limit < kept.next_needs:
-        say(f"batch.rows_per_device: auto: {kept.size}, as kept in {path}")
-        return _result(kept, limit, sizes, "as found before")
-    say(f"batch.rows_per_device: auto: trying forwards of up to {sizes[-1]} rows of {row.tokens:,} tokens")
+    cached: FittingSize | None = engine.ranks.gather(read_entry(path) if engine.is_main else None)[0]
+    if cached is not None and cached.required_bytes <= limit < cached.next_required_bytes:
+        say(f"batch.rows_per_device: auto: {cached.size} (cached in {path})")
+        return _with_reason(cached, limit, sizes, "cached")
+    say(f"batch.rows_per_device: auto: trying micro-batches of up to {sizes[-1]} x {row.tokens:,} tokens")
     trials = Trials(engine, memory, forward, row, optimizer_bytes(engine, build))
-    fitting = _try(trials, recipe.train.compile, sizes, limit, say)
+    fitting = _measure(trials, recipe.train.compile, sizes, limit, say)
     if engine.is_main:
         try:
             write_entry(path, depends_on, fitting)
         except OSError as error:
-            log.warning("%s cannot be written (%s): rows per forward are tried again next time", path, error.strerror)
-    return _result(fitting, limit, sizes, "found by trial")
+            log.warning("%s cannot be written (%s): the next run measures again", path, error.strerror)
+    return _with_reason(fitting, limit, sizes, "measured")
 
 
-def _try(trials: Trials, compiles: bool, sizes: list[int], limit: float, say: Callable[[str], None]) -> FittingSize:
+def _measure(trials: Trials, compiles: bool, sizes: list[int], limit: float, say: Callable[[str], None]) -> FittingSize:
     engine = trials.engine
 
     def attempt(rows: float) -> float:
-        needs = trials.attempt(rows)
-        say(f"  {rows:g}: {needs / _GIB:.1f} of {limit / _GIB:.1f} GiB")
-        return needs
+        required = trials.attempt(rows)
+        say(f"  {rows:g}: {required / _GIB:.1f} of {limit / _GIB:.1f} GiB")
+        return required
 
-    power = 2 if trials.forward.attention.implementation in _SQUARE_IN_TOKENS else 1
+    power = 2 if trials.forward.attention.implementation in _QUADRATIC_ATTENTION else 1
     devices = [engine.device] if engine.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         try:
@@ -301,14 +128,196 @@ def _try(trials: Trials, compiles: bool, sizes: list[int], limit: float, say: Ca
             return largest_that_fits(sizes, limit, attempt, power)
         finally:
             engine.drop_gradients()
-            trials.memory.release()  # the run's blocks are cut anew
+            trials.memory.release()  # the run allocates blocks of its own sizes
             if compiles:
                 torch.compiler.reset()  # forgets the sizes that were tried: the run compiles for its own
 
 
-def _result(fitting: FittingSize, limit: float, sizes: list[int], how: str) -> RowsPerDevice:
-    room = f"{fitting.needs / _GIB:.1f} of {limit / _GIB:.1f} GiB, {how}"
-    if fitting.needs > limit:
-        return RowsPerDevice(fitting.size, f"auto: the fewest there can be, though they need {room}")
-    what = "all there are" if fitting.size == sizes[-1] else "the most that fit"
-    return RowsPerDevice(fitting.size, f"auto: {what}, {room}")
+def _with_reason(fitting: FittingSize, limit: float, sizes: list[int], how: str) -> RowsPerDevice:
+    memory = f"{fitting.required_bytes / _GIB:.1f} of {limit / _GIB:.1f} GiB, {how}"
+    if fitting.required_bytes > limit:
+        return RowsPerDevice(fitting.size, f"auto: the smallest, although it needs {memory}")
+    what = "all of a step, no accumulation" if fitting.size == sizes[-1] else "the largest that fits"
+    return RowsPerDevice(fitting.size, f"auto: {what}, {memory}")
+
+
+# --- the search
+
+
+@dataclass(frozen=True)
+class FittingSize:
+    size: int
+    required_bytes: float
+    next_required_bytes: float  # lower bound for the next larger size that was not taken; infinite if there is none
+
+
+def largest_that_fits(
+    sizes: Sequence[int], limit: float, attempt: Callable[[float], float], power: int = 1
+) -> FittingSize:
+    """Returns the largest size that needs at most `limit` bytes; the smallest of all if none does.
+
+    sizes: ascending, from 1. attempt: measures the bytes that a size needs; infinite if it ran out of memory.
+    power: memory grows with size ** power.
+    """
+    required = {size: attempt(size) for size in (HALF, 1)}
+    best, refused = 1, math.inf
+    while candidates := [size for size in sizes if best < size and size not in required]:
+        too_large = min((size for size, need in required.items() if need > limit), default=math.inf)
+        reachable = [size for size in candidates if size <= max(2 * best, candidates[0]) and size < too_large]
+        fitting = [size for size in reachable if predicted(required, best, size, power) <= limit]
+        if not fitting:
+            refused = min((predicted(required, best, size, power) for size in reachable), default=math.inf)
+            break
+        required[fitting[-1]] = attempt(fitting[-1])
+        if required[fitting[-1]] <= limit:
+            best = fitting[-1]
+    larger = [need for size, need in required.items() if size > best]
+    return FittingSize(best, required[best], min([refused, *larger]))
+
+
+def predicted(required: dict[float, float], best: int, size: int, power: int) -> float:
+    """Returns the bytes of `size` on the line in size ** power through the best size and the one measured below it."""
+    below = max(other for other in required if other < best)
+    slope = (required[best] - required[below]) / (best**power - below**power)
+    return required[best] + max(slope, 0.0) * (size**power - best**power)
+
+
+# --- the trials
+
+
+@dataclass(frozen=True)
+class HeaviestRow:
+    """A sequence as long, and with as many targets, as any of the data; the two maxima may come from different ones."""
+
+    example: Example  # repeated to fill it
+    tokens: int
+    supervised: int
+
+    def batch(self, rows: float, share: TokenShare = UNSHARDED) -> Batch:
+        """Returns a micro-batch of `rows` such sequences; HALF: of one with half the tokens.
+
+        Each is a single example: attention within it costs no less than within several.
+        """
+        part = min(rows, 1)
+        num_sequences = len(self.example.sequences)
+        length = max(1, int(self.tokens * part) // num_sequences)  # of each sequence
+        targets = min(int(self.supervised * part) // num_sequences, length - 1)
+        loss_mask = np.arange(length) >= length - targets
+        sequences = [TokenSequence(np.resize(one.input_ids, length), loss_mask) for one in self.example.sequences]
+        examples = [replace(self.example, sequences=tuple(sequences))] * max(1, int(rows))
+        return token_shard(collate(examples, padded_to=share.padded(length * num_sequences * len(examples))), share)
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Micro-batches on one engine. Gradients stay, as between the micro-batches of a step, until
+    `Engine.drop_gradients`.
+
+    Every rank must make the same ones in the same order.
+    """
+
+    engine: Engine
+    memory: Memory
+    forward: ForwardPass
+    row: HeaviestRow
+    optimizer_bytes: int  # of state that is not allocated yet
+
+    def begin(self) -> None:
+        """Allocates the gradients and all that is allocated once. Call before `attempt`; raises UserError."""
+        try:
+            self._run(1)
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"batch.rows_per_device: auto: one sequence of {self.row.tokens:,} tokens does not fit into "
+                f"{self.memory.name}: train.activation_checkpointing: true, fsdp2, a smaller data.max_length, "
+                "mode: lora or qlora, or an offload config"
+            ) from None
+
+    def attempt(self, rows: float) -> float:
+        """Returns the bytes that a micro-batch needs on the rank with the highest peak; infinite if a rank ran out."""
+        return max(self.engine.ranks.gather(self._peak(rows) + self.optimizer_bytes))
+
+    def _peak(self, rows: float) -> float:
+        try:
+            return self.memory.peak(lambda: self._run(rows))
+        except torch.OutOfMemoryError:
+            if self.engine.trial_is_collective:
+                # The others wait in the middle of this forward, and end with this process.
+                raise RunFailure(
+                    f"batch.rows_per_device: auto: a micro-batch of {rows:g} was predicted to fit, but ran out of "
+                    f"memory: set a number below {rows:g}"
+                ) from None
+        return math.inf  # outside of the handler: the error keeps the forward's tensors alive
+
+    def _run(self, rows: float) -> None:
+        batch = moved(self.row.batch(rows, self.engine.context_shard), lambda tensor: tensor.to(self.engine.device))
+        objective = self.forward.objective
+
+        def loss(model: Any) -> Tensor:
+            return objective.loss(objective.terms(self.forward(model, batch), batch), UNSCALED)
+
+        self.engine.trial(loss)
+
+
+def optimizer_bytes(engine: Engine, build: BuildOptimizers) -> int:
+    """Returns the bytes of this device that the optimizer's state will take after the first step.
+
+    Steps a small probe in place of each tensor, and scales its state's size to the tensor's.
+    """
+    if not engine.copies_state:  # it is on NVMe
+        return 0
+    stepped = {id(part.stepped): part for part in engine.parts(reading=True)}
+    probes = []
+    for part in stepped.values():
+        probe = part.stepped.new_zeros(min(part.stepped.numel(), _PROBE_ELEMENTS))
+        probe = probe.view(-1, 1) if len(part.shape) > 1 else probe
+        probe.grad = torch.zeros_like(probe)
+        probes.append((part, probe))
+    optimizers = build([(part.name, probe) for part, probe in probes])
+    for optimizer in optimizers:
+        optimizer.step()
+    total = 0.0
+    for part, probe in probes:
+        optimizer = next(optimizer for optimizer in optimizers if probe in optimizer.state)
+        if engine.device.type == "cuda" and getattr(optimizer, "is_paged", False):
+            continue  # in memory that CUDA moves out as others need the device
+        state = [
+            value
+            for field, value in optimizer.state[probe].items()
+            if isinstance(value, Tensor) and value.ndim and not field.startswith("qmap")  # one table for all
+        ]
+        state_bytes = sum(value.nbytes for value in state if value.device.type == engine.device.type)
+        total += state_bytes / probe.numel() * part.stepped.numel()
+    return int(total)
+
+
+# --- the cache
+
+
+def dependencies(recipe: Recipe, **others: Any) -> dict[str, Any]:
+    """Returns all that a result depends on, as plain values."""
+    # pydantic's stubs do not take nested names that come from a variable.
+    return {"recipe": recipe.model_dump(mode="json", exclude=_IGNORED_KEYS), **others}  # pyright: ignore[reportArgumentType]
+
+
+def entry_file(depends_on: dict[str, Any]) -> Path:
+    text = json.dumps(depends_on, sort_keys=True, default=str)
+    return cache_root() / "rows_per_device" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def read_entry(path: Path) -> FittingSize | None:
+    """Returns None if the file is missing or unreadable."""
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"))
+        after = entry["next_needs_bytes"]
+        return FittingSize(int(entry["rows"]), float(entry["needs_bytes"]), math.inf if after is None else float(after))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_entry(path: Path, depends_on: dict[str, Any], fitting: FittingSize) -> None:
+    """Writes a file that is complete or absent. Raises OSError."""
+    after = fitting.next_required_bytes if math.isfinite(fitting.next_required_bytes) else None
+    entry = {"rows": fitting.size, "needs_bytes": fitting.required_bytes, "next_needs_bytes": after, "of": depends_on}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(entry, indent=1, default=str), shared=True)

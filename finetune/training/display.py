@@ -1,4 +1,4 @@
-"""What a person sees of a run besides the progress bar: the plan before step 1, and each evaluation."""
+"""Tables on the console: the plan before step 1, each evaluation, and the totals at the end."""
 
 from __future__ import annotations
 
@@ -17,42 +17,49 @@ _SHOWN_CHARACTERS = 300
 
 
 def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
-    forwards = f"{plan.micro_batches} forwards of {plan.rows_per_device}"
-    if recipe.batch.tokens_per_device is not None:
-        forwards = f"forwards of at most {recipe.batch.tokens_per_device:,} tokens"
-    facts = {
+    """Prints what follows from recipe, data and launch."""
+    lines = {
         "runs on": f"{plan.where}: {plan.world_size} x {plan.device}",
         "model": f"{plan.parameters:,} parameters, {plan.trainable_parameters:,} trained ({recipe.mode})",
         "precision": plan.precision,
         "attention": plan.attention,
         "cross entropy": plan.cross_entropy,
         **_data(recipe, plan),
-        "steps": f"{plan.steps:,} of {recipe.batch.rows} rows: {forwards} on each of {plan.world_size}",
+        "training": f"{plan.steps:,} steps x {recipe.batch.rows} sequences ({_micro_batches(recipe, plan)})",
     }
     if "bubble_share" in plan.division:
-        facts["pipeline"] = _pipeline(plan)
+        stages = " + ".join(str(count) for count in plan.division["layers_of_stages"])
+        lines["pipeline"] = (
+            f"stages of {stages} layers, {plan.division['schedule']}: each is idle for "
+            f"{plan.division['bubble_share']:.1%} of a step"
+        )
     if recipe.batch.rows_per_device == "auto":
-        facts["rows per forward"] = f"{plan.rows_per_device} ({plan.rows_per_device_reason})"
+        lines["sequences per device"] = f"{plan.rows_per_device} ({plan.rows_per_device_reason})"
     table = Table(title=recipe.run.name, show_header=False, title_justify="left")
-    for name, value in facts.items():
+    for name, value in lines.items():
         table.add_row(name, value)
     console.print(table)
 
 
 def _data(recipe: Recipe, plan: Plan) -> dict[str, str]:
     if plan.rows_per_epoch is None or not plan.tokens_per_epoch:
-        return {"data": f"a stream, {recipe.data.window:,} rows of each source at a time"}
+        return {"data": f"streamed in windows of {recipe.data.window:,} rows per source"}
     supervised, full = (plan.supervised_tokens_per_epoch or 0) / plan.tokens_per_epoch, plan.packing_efficiency or 0
     return {
         "data": f"{plan.examples:,} examples, {plan.tokens_per_epoch:,} tokens, {supervised:.0%} supervised",
-        "rows": f"{plan.rows_per_epoch:,} of {recipe.data.max_length:,} tokens, {full:.1%} full",
+        "sequences": f"{plan.rows_per_epoch:,} of up to {recipe.data.max_length:,} tokens, {full:.1%} full",
     }
 
 
-def _pipeline(plan: Plan) -> str:
-    layers = " + ".join(str(count) for count in plan.division["layers_of_stages"])
-    share = plan.division["bubble_share"]
-    return f"stages of {layers} layers, {plan.division['schedule']}: each stands still for {share:.1%} of a step"
+def _micro_batches(recipe: Recipe, plan: Plan) -> str:
+    """Returns the factors of `batch.rows`; ranks that share sequences (tensor, context, pipeline) count once."""
+    if recipe.batch.tokens_per_device is not None:
+        return f"micro-batches of at most {recipe.batch.tokens_per_device:,} tokens"
+    assert plan.rows_per_device is not None
+    replicas = recipe.batch.rows // (plan.rows_per_device * plan.micro_batches)
+    unit = "device" if replicas == plan.world_size else "replica"
+    units = unit if replicas == 1 else f"{unit}s"
+    return f"{replicas} {units} x {plan.rows_per_device} per {unit} x {plan.micro_batches} accumulation"
 
 
 def show_evaluation(console: Console, step: int, metrics: dict[str, float], generations: list[Generation]) -> None:
@@ -60,7 +67,7 @@ def show_evaluation(console: Console, step: int, metrics: dict[str, float], gene
     console.print(f"step {step}: {'  '.join(numbers)}", highlight=False)
     if not generations:
         return
-    table = Table("prompt", "output", "reference", "")
+    table = Table("prompt", "output", "reference", "")  # the last: "=" where output and reference agree
     for generation in generations:
         texts = (generation.prompt, generation.output, generation.reference)
         table.add_row(*map(_shortened, texts), "=" if generation.matches else "x")
@@ -68,7 +75,7 @@ def show_evaluation(console: Console, step: int, metrics: dict[str, float], gene
 
 
 def show_totals(console: Console, totals: Totals) -> None:
-    """Where the run's time and memory went; nothing where no step was made."""
+    """Prints where the run's time and memory went; nothing without a step."""
     if not totals.steps:
         return
     table = Table(title=f"measured over {totals.steps:,} steps", show_header=False, title_justify="left")
@@ -86,8 +93,8 @@ def _totals(totals: Totals) -> Iterator[tuple[str, str]]:
     elif (tflops := totals.mean("tflops_per_device")) is not None:
         yield "TFLOP/s per device", f"{tflops:,.3g}"
     yield "time", ", ".join(f"{name} {share:.1%}" for name, share in totals.shares().items() if share >= 0.0005)
-    held = {key[7:-4]: value for key, value in totals.last.items() if key.startswith("memory/")}
-    parts = ", ".join(f"{name} {size:,.2f}" for name, size in held.items())
+    memory = {key[7:-4]: value for key, value in totals.last.items() if key.startswith("memory/")}
+    parts = ", ".join(f"{name} {size:,.2f}" for name, size in memory.items())
     yield "peak memory, GiB", f"{totals.last['memory_peak_gib']:,.2f}: {parts}"
     if (straggler := totals.straggler()) is not None:
         rank, often, spread = straggler

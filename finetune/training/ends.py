@@ -1,4 +1,4 @@
-"""The tokens that end a generation: in evaluation, in the result's generation config, and so in `generate`."""
+"""The tokens that end a generation: in evaluation and in the result's generation config, which `generate` uses."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from finetune.recipe import Recipe
 from finetune.recipe.schema import Model
 
 _EXAMPLES_READ = 1000  # of each source of ids
-_ACCIDENTS = 0.1  # share of rows: one that was cut off ends with any token
+_MIN_SHARE = 0.1  # of rows: a truncated one ends with any token
 
 
 def end_ids(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, datasets: Sequence[Dataset | Stream | None]
 ) -> set[int]:
-    """Ids that end a generation: the same on every rank, whatever row comes first.
+    """Returns the ids that end a generation, the same on every rank.
 
-    The tokenizer's end token, those that the base's own generation config names, the end of a turn where rows go
-    through the chat template, and what rows of ids end with.
+    These are the tokenizer's end token, those in the base model's generation config, the end of turn if rows are
+    rendered by the chat template, and the last token of rows that are given as ids.
     """
     assert isinstance(tokenizer.eos_token_id, int)  # load_tokenizer sees to it
     ends = {tokenizer.eos_token_id, *_ends_of_base(recipe.model, tokenizer)}
@@ -41,7 +41,7 @@ def end_ids(
 
 
 def _ends_of_base(model: Model, tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    """Those of a published model (Llama 3.1 has three); none where its ids may be another tokenizer's."""
+    """Returns those in a published model's generation config (Llama 3.1 has three); none with another tokenizer."""
     if model.name is None or model.config is not None or model.tokenizer is not None:
         return set()
     try:
@@ -53,7 +53,7 @@ def _ends_of_base(model: Model, tokenizer: PreTrainedTokenizerFast) -> set[int]:
 
 
 def _ends_of_rows(examples: Iterable[Example], tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    """Added tokens that are the last trained one of more rows than by accident."""
+    """Returns the special tokens that are the last target of at least `_MIN_SHARE` of the rows."""
     last = Counter(int(one.input_ids[one.loss_mask][-1]) for example in examples for one in example.sequences[:1])
-    enough, added = _ACCIDENTS * sum(last.values()), special_ids(tokenizer)
+    enough, added = _MIN_SHARE * sum(last.values()), special_ids(tokenizer)
     return {i for i, count in last.items() if i in added and count >= enough}

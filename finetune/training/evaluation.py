@@ -19,7 +19,7 @@ from finetune.recipe.schema import Evaluate
 from finetune.training.feed import fed_batches
 from finetune.training.generation import greedy
 
-_PROMPTS_AT_ONCE = 32  # per rank; bounds the cache of keys and values
+_PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,24 @@ class Generation:
 class Evaluator:
     engine: Engine
     loader: Loader
-    examples: Examples  # that the loader deals
+    examples: Examples  # that the loader distributes
     forward: ForwardPass
     tokenizer: PreTrainedTokenizerFast
-    end_ids: set[int]  # that end a generation
+    end_ids: set[int]  # tokens that end a generation
     recipe: Evaluate
 
     def run(self) -> tuple[dict[str, float], list[Generation]]:
-        """Metrics by name (`eval_loss` in nats per supervised token), and the generations to show. Collective."""
+        """Returns metrics by name (`eval_loss` in nats per supervised token) and generations to show. Collective."""
         self.engine.model.eval()
         with torch.no_grad():
             metrics = self._losses()
-        wanted = max(self.recipe.exact_match, self.recipe.generate)
+        num_generations = max(self.recipe.exact_match, self.recipe.generate)
         with uncompiled():
-            generations = self._generations(wanted) if wanted else []
+            generations = self._generations(num_generations) if num_generations else []
         self.engine.model.train()
         if self.recipe.exact_match and generations:
-            judged = generations[: self.recipe.exact_match]
-            metrics["exact_match"] = sum(g.matches for g in judged) / len(judged)
+            scored = generations[: self.recipe.exact_match]
+            metrics["exact_match"] = sum(g.matches for g in scored) / len(scored)
         return metrics, generations[: self.recipe.generate]
 
     def _losses(self) -> dict[str, float]:
@@ -65,33 +65,30 @@ class Evaluator:
         total = Sums(self.engine.ranks.total(sums.totals), sums.terms, self.loader.all_counts())
         return {"eval_loss": total.loss(), **{f"eval_{name}": v for name, v in objective.metrics(total).items()}}
 
-    def _generations(self, wanted: int) -> list[Generation]:
-        """Of the first `wanted` examples with a prompt, dealt to ranks in turn, back in order on every rank."""
-        asked = list(islice(questions(self.examples, self.end_ids), wanted))
-        shared_by = self.engine.parallelism.data
-        mine = asked[self.engine.data_rank :: shared_by]
-        rounds = -(-len(asked) // (_PROMPTS_AT_ONCE * shared_by))
+    def _generations(self, count: int) -> list[Generation]:
+        """Returns those of the first `count` examples with a prompt, in order, on every rank.
+
+        Data-parallel ranks take the prompts in turn.
+        """
+        prompts = list(islice(questions(self.examples, self.end_ids), count))
+        num_ranks = self.engine.parallelism.data
+        local = [question.prompt for question in prompts[self.engine.data_rank :: num_ranks]]
+        pad_id = self.tokenizer.pad_token_id
+        assert isinstance(pad_id, int)  # load_tokenizer ensures it
         outputs: list[list[int]] = []
-        for i in range(rounds):
-            outputs += self._answer(mine[i * _PROMPTS_AT_ONCE : (i + 1) * _PROMPTS_AT_ONCE])
-        shares = dict(self.engine.ranks.gather((self.engine.data_rank, outputs)))  # ranks of the same rows answer alike
-        ordered = [shares[i % shared_by][i // shared_by] for i in range(len(asked))]
-        return [self._judged(q, ids) for q, ids in zip(asked, ordered, strict=True)]
-
-    def _answer(self, questions: list[Question]) -> list[list[int]]:
-        prompts = [question.prompt for question in questions]
-        return greedy(self.engine, prompts, self.end_ids, self._pad_id(), self.recipe.max_new_tokens)
-
-    def _pad_id(self) -> int:
-        assert isinstance(self.tokenizer.pad_token_id, int)  # load_tokenizer sees to it
-        return self.tokenizer.pad_token_id
+        for start in range(0, -(-len(prompts) // num_ranks), _PROMPTS_PER_BATCH):
+            batch = local[start : start + _PROMPTS_PER_BATCH]
+            outputs += greedy(self.engine, batch, self.end_ids, pad_id, self.recipe.max_new_tokens)
+        # Ranks that share sequences generate the same.
+        by_rank = dict(self.engine.ranks.gather((self.engine.data_rank, outputs)))
+        ordered = [by_rank[i % num_ranks][i // num_ranks] for i in range(len(prompts))]
+        return [self._scored(question, ids) for question, ids in zip(prompts, ordered, strict=True)]
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _judged(self, asked: Question, output: list[int]) -> Generation:
-        said = self._text(output)
-        right = self._text(asked.reference)
-        expected = answer(right, self.recipe.answer)
-        matches = expected is not None and answer(said, self.recipe.answer) == expected
-        return Generation(str(self.tokenizer.decode(asked.prompt)), said, right, matches)
+    def _scored(self, question: Question, output_ids: list[int]) -> Generation:
+        output, reference = self._text(output_ids), self._text(question.reference)
+        expected = answer(reference, self.recipe.answer)
+        matches = expected is not None and answer(output, self.recipe.answer) == expected
+        return Generation(str(self.tokenizer.decode(question.prompt)), output, reference, matches)

@@ -1,4 +1,4 @@
-"""Optimizers by name, over whatever tensors the engine says this rank steps."""
+"""Optimizers and learning-rate schedules by name. The engine decides which tensors a rank steps."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ Group = dict[str, Any]
 
 
 def build_optimizers(recipe: OptimizerRecipe, named: NamedTensors) -> list[Optimizer]:
-    """One optimizer, or Muon with an AdamW for what is not a hidden matrix. Raises UserError where a package is
+    """Returns one optimizer; for Muon also an AdamW for all but hidden matrices. Raises UserError if a package is
     missing.
     """
     return BUILDERS[recipe.name](recipe, named)
 
 
 def decay_groups(named: NamedTensors, weight_decay: float) -> list[Group]:
-    """Matrices decay; biases, norms and other vectors do not (Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101,
-    as practised since GPT-2). Empty groups are left out: DeepSpeed does not take them."""
+    """Returns parameter groups: weight decay on matrices, none on biases, norms and other vectors (Loshchilov & Hutter
+    2017, https://arxiv.org/abs/1711.05101, in the convention of GPT-2). Empty groups are left out: DeepSpeed rejects
+    them.
+    """
     matrices = [tensor for _, tensor in named if is_matrix(tensor)]
     vectors = [tensor for _, tensor in named if not is_matrix(tensor)]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -36,7 +38,7 @@ def decay_groups(named: NamedTensors, weight_decay: float) -> list[Group]:
 
 
 def is_matrix(tensor: Tensor) -> bool:
-    """By the full shape: under ZeRO-3 the tensor itself is flat or empty."""
+    """Returns whether the full shape has two or more dimensions: under ZeRO-3 the tensor itself is flat or empty."""
     return len(full_shape(tensor)) >= 2
 
 
@@ -92,10 +94,10 @@ BUILDERS: dict[str, Callable[[OptimizerRecipe, NamedTensors], list[Optimizer]]] 
 
 
 def lr_factor(schedule: Schedule, step: int, steps: int) -> float:
-    """The factor for optimizer step `step` (0-based) of `steps`.
+    """Returns the factor of `optimizer.lr` for step `step` (0-based) of `steps`.
 
-    Warm-up is linear and never 0. The decay reaches `min_lr_ratio` where the run ends, after its last step: no step is
-    spent at a rate of 0.
+    Warm-up is linear and starts above 0. The decay reaches `min_lr_ratio` after the last step, so no step has a rate
+    of 0.
     """
     if step < schedule.warmup_steps:
         return (step + 1) / (schedule.warmup_steps + 1)

@@ -1,8 +1,8 @@
-"""How much memory this process may hold, and the most that it held while something ran.
+"""The memory limit of this process, and its peak while something runs.
 
-`MARGIN` of it stays free: the steps of a run cut their rows into other documents than a trial did, so that memory
-falls into other pieces; communicators and libraries take their own at first use; evaluation and generation come on top
-of what is held. 8 % is 6 GiB of an 80 GiB device; PyTorch's fragmentation alone is commonly a few per cent.
+`MARGIN` of it stays free: the documents of a run's steps have other lengths than those of a trial, so that memory is
+fragmented differently; communicators and libraries allocate at first use; evaluation and generation add to what is
+allocated. 8 % is 6 GiB of an 80 GiB device; PyTorch's fragmentation alone is commonly a few per cent.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from finetune.utils import peak_resident_bytes
 
 MARGIN = 0.08
 
-_CGROUPS = (  # (limit, used, name of what the kernel takes back first in memory.stat), of version 2 and 1
+_CGROUPS = (  # (limit, used, key of reclaimable memory in memory.stat), of version 2 and 1
     ("memory.max", "memory.current", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
 class Memory(Protocol):
-    name: str  # of the hardware, with its size: results for one do not hold for another
-    limit: int  # bytes that this process may hold
+    name: str  # of the hardware, with its size: a result is valid for this hardware only
+    limit: int  # bytes that this process may use
 
     def release(self) -> None:
-        """Give back what is kept for later use."""
+        """Returns cached memory to the system."""
         ...
 
     def peak(self, work: Callable[[], None]) -> int:
-        """Bytes at the most while `work` ran."""
+        """Runs `work` and returns the peak bytes of this process meanwhile."""
         ...
 
 
 def memory_of(engine: Engine) -> Memory:
-    """Raises UserError for a device whose memory cannot be measured."""
+    """Returns the meter for the engine's device. Raises UserError if its memory cannot be measured."""
     if engine.device.type == "cuda":
         return CudaMemory(engine.device)
     if engine.device.type == "cpu":
         return HostMemory(engine.local_processes)
-    raise UserError(f"batch.rows_per_device: auto: nobody has measured memory on {engine.device.type}: give a number")
+    raise UserError(f"batch.rows_per_device: auto: cannot measure memory on {engine.device.type}: set a number")
 
 
 class CudaMemory:
-    """What PyTorch's allocator takes from the device, fragmentation included."""
+    """Memory that PyTorch's allocator reserves on the device, including fragmentation."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -72,45 +72,45 @@ class CudaMemory:
 
 
 class HostMemory:
-    """The resident set of a CPU process, beside as many others on the machine or in its container."""
+    """Resident memory of a CPU process. processes: that share this machine or container."""
 
     def __init__(self, processes: int = 1, limit: int | None = None):
-        machine, left = psutil.virtual_memory().total, psutil.virtual_memory().available
-        group_total, group_left = _cgroup()
-        machine, left = min(machine, group_total), min(left, group_left)
-        self.limit = limit or int((psutil.Process().memory_info().rss + left / processes) * (1 - MARGIN))
-        self.name = f"CPU, {machine / 2**30:.1f} GiB for {processes} processes"
+        total, available = psutil.virtual_memory().total, psutil.virtual_memory().available
+        container_total, container_available = _container_memory()
+        total, available = min(total, container_total), min(available, container_available)
+        self.limit = limit or int((psutil.Process().memory_info().rss + available / processes) * (1 - MARGIN))
+        self.name = f"CPU, {total / 2**30:.1f} GiB for {processes} processes"
 
     def release(self) -> None:
-        """glibc keeps what was freed; given back, it is not taken for held."""
+        """glibc keeps freed memory in the resident set until it is trimmed."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
 
     def peak(self, work: Callable[[], None]) -> int:
-        """By the kernel's own high-water mark, which Linux lets a process set back (proc_pid_clear_refs(5))."""
+        """Reads the kernel's high-water mark, which a process on Linux can reset (proc_pid_clear_refs(5))."""
         self.release()
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         except OSError:
             raise UserError(
-                "batch.rows_per_device: auto: this system does not tell how much memory a CPU process held at most "
-                "(/proc/self/clear_refs): give a number"
+                "batch.rows_per_device: auto: this system cannot reset the peak memory of a process "
+                "(/proc/self/clear_refs): set a number"
             ) from None
         work()
         return peak_resident_bytes()
 
 
-def _cgroup() -> tuple[float, float]:
-    """(bytes that this container may hold, bytes that it has left); infinite where there is no bound."""
+def _container_memory() -> tuple[float, float]:
+    """Returns (limit, available) bytes of this process's cgroup; infinite without a limit."""
     root = Path("/sys/fs/cgroup")
     for limit, used, reclaimable in _CGROUPS:
         try:
             total = float((root / limit).read_text(encoding="ascii"))
-            taken = float((root / used).read_text(encoding="ascii"))
+            used_bytes = float((root / used).read_text(encoding="ascii"))
             stat = (root / limit).with_name("memory.stat").read_text(encoding="ascii")
         except (OSError, ValueError):  # another version of cgroups, or `max`
             continue
         cached = dict(line.split() for line in stat.splitlines()).get(reclaimable, "0")
-        return total, total - taken + float(cached)
+        return total, total - used_bytes + float(cached)
     return float("inf"), float("inf")

@@ -1,10 +1,10 @@
-"""`profile: {steps: [10, 12]}`: what a few steps are made of, in <run>/profile/.
+"""`profile: {steps: [10, 12]}`: traces a few steps into <run>/profile/.
 
     rank-00000.json.gz    PyTorch's trace of this rank, for https://ui.perfetto.dev or chrome://tracing
-    memory-00000.pickle   CUDA: the allocator's history, for https://pytorch.org/memory_viz; nothing here reads it
+    memory-00000.pickle   CUDA: the allocator's history, for https://pytorch.org/memory_viz; never read back
     summary.json, .md     of the main process: top operators, shares, one sentence of advice
 
-Nothing of the maths changes; steps take longer while they are traced.
+The maths stays the same; steps take longer while they are traced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from finetune.engine.base import Engine
 from finetune.errors import UserError
 from finetune.recipe.schema import Profile
 
-TOP = 15
+TOP = 15  # operators in the summary
 MUCH_DATA, MUCH_COMMUNICATION, MUCH_IDLE, FEW_PRODUCTS = 0.1, 0.2, 0.2, 0.5  # shares; see `advice`
 _COMMUNICATION = re.compile(r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.IGNORECASE)
 _PRODUCT = re.compile(r"::(addmm_?|mm|bmm|baddbmm_?|_grouped_mm|linear|.*attention.*|.*flash.*|.*gemm.*|.*4bit.*)$")
@@ -41,22 +41,24 @@ class Operator:
     calls: int
     self_s: float  # on the device where there is one, else on the CPU
     share: float  # of all operators' self time
-    allocated_gib: float  # by itself, less what it freed; 0 where memory was not recorded
+    allocated_gib: float  # by itself, minus what it freed; 0 if memory was not recorded
 
 
 @dataclass(frozen=True)
 class Summary:
     steps: tuple[int, int]
-    seconds: float  # of these steps, traced
-    shares: dict[str, float]  # of them
+    seconds: float  # of these steps, while traced
+    shares: dict[str, float]  # of these seconds
     products: float  # share of matrix products and attention in the operators' self time
-    operators: list[Operator]  # those that took most
+    operators: list[Operator]  # the longest
     advice: str
 
 
 def summarise(steps: tuple[int, int], lines: Sequence[dict[str, float]], tracer: Any, on_device: bool) -> Summary:
-    """lines: of metrics.jsonl, for these steps. Shares are `compute`, `communication` that compute did not hide, `data`
-    wait, `optimizer`, and `idle`: no operator at work, on the device where there is one.
+    """Returns shares of the time, the longest operators and advice.
+
+    lines: of metrics.jsonl, for these steps. Shares are `compute`, `communication` that compute did not hide, `data`
+    wait, `optimizer`, and `idle`: no operator running, on the device if there is one.
     """
     operators = _operators(tracer.key_averages(), on_device)
     products = sum(operator.share for operator in operators if _PRODUCT.search(operator.name))
@@ -75,22 +77,22 @@ def summarise(steps: tuple[int, int], lines: Sequence[dict[str, float]], tracer:
 
 
 def advice(shares: dict[str, float], products: float) -> str:
-    """One sentence. The thresholds are where another share is worth more than faster compute."""
+    """Returns one sentence. Beyond a threshold, another share is worth more than faster compute."""
     if shares["data"] > MUCH_DATA:
         return (
-            f"input-bound: {shares['data']:.0%} of the time goes into waiting for data (over {MUCH_DATA:.0%}); "
-            "look at the disk that the data cache is on, and at what else runs on these processors"
+            f"input-bound: {shares['data']:.0%} of the time is spent waiting for data (over {MUCH_DATA:.0%}); "
+            "check the disk of the data cache, and what else runs on these processors"
         )
     if shares["communication"] > MUCH_COMMUNICATION:
         return (
             f"communication-bound: {shares['communication']:.0%} of the time is communication that compute does not "
-            f"hide (over {MUCH_COMMUNICATION:.0%}); more tokens in each forward, fewer processes or a config that "
-            "shards less"
+            f"hide (over {MUCH_COMMUNICATION:.0%}); more tokens per micro-batch, fewer processes or a config "
+            "that shards less"
         )
     if shares["idle"] > MUCH_IDLE:
         return (
-            f"launch-bound: no operator is at work for {shares['idle']:.0%} of the time (over {MUCH_IDLE:.0%}; tracing "
-            "adds to it); more tokens in each forward, or train.compile"
+            f"launch-bound: no operator runs for {shares['idle']:.0%} of the time (over {MUCH_IDLE:.0%}; tracing "
+            "adds to it); more tokens per micro-batch, or train.compile"
         )
     if products < FEW_PRODUCTS:
         return (
@@ -104,29 +106,29 @@ def advice(shares: dict[str, float], products: float) -> str:
 
 
 def _operators(averages: Iterable[Any], on_device: bool) -> list[Operator]:
-    """By name, longest first. On a device, an operator's time is that of the kernels it launched."""
+    """Returns operators by self time, longest first; on a device, that of the kernels they launched."""
     which = "device" if on_device else "cpu"
-    kept = [event for event in averages if event.device_type == DeviceType.CPU and _is_operator(event.key)]
-    times = [getattr(event, f"self_{which}_time_total") / 1e6 for event in kept]
+    operators = [
+        event
+        for event in averages
+        if event.device_type == DeviceType.CPU and not event.key.startswith((*_NO_OPERATOR, "[memory]"))
+    ]
+    times = [getattr(event, f"self_{which}_time_total") / 1e6 for event in operators]
     total = sum(times) or 1.0
-    found = [
+    rows = [
         Operator(event.key, event.count, time, time / total, getattr(event, f"self_{which}_memory_usage") / 2**30)
-        for event, time in zip(kept, times, strict=True)
+        for event, time in zip(operators, times, strict=True)
         if time
     ]
-    return sorted(found, key=lambda operator: -operator.self_s)
-
-
-def _is_operator(name: str) -> bool:
-    return not name.startswith((*_NO_OPERATOR, "[memory]"))
+    return sorted(rows, key=lambda operator: -operator.self_s)
 
 
 def _intervals(events: Iterable[Any], on_device: bool) -> tuple[list[Interval], list[Interval]]:
-    """(work, communication): when kernels ran, or on the CPU operators."""
-    wanted = DeviceType.CUDA if on_device else DeviceType.CPU
+    """Returns (work, communication): when kernels ran, or on the CPU operators."""
+    device_type = DeviceType.CUDA if on_device else DeviceType.CPU
     work, communication = [], []
     for event in events:
-        if event.device_type != wanted or (on_device and event.is_user_annotation):
+        if event.device_type != device_type or (on_device and event.is_user_annotation):
             continue
         interval = (event.time_range.start, event.time_range.end)
         if _COMMUNICATION.search(event.name):
@@ -137,7 +139,7 @@ def _intervals(events: Iterable[Any], on_device: bool) -> tuple[list[Interval], 
 
 
 def _length(intervals: Iterable[Interval]) -> float:
-    """Seconds that at least one of them covers."""
+    """Returns the seconds that at least one interval covers."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
@@ -145,14 +147,14 @@ def _length(intervals: Iterable[Interval]) -> float:
     return total / 1e6
 
 
-def as_markdown(found: Summary) -> str:
-    rows = [f"| `{o.name}` | {o.calls:,} | {o.self_s * 1e3:,.2f} | {o.share:.1%} |" for o in found.operators]
+def as_markdown(summary: Summary) -> str:
+    rows = [f"| `{o.name}` | {o.calls:,} | {o.self_s * 1e3:,.2f} | {o.share:.1%} |" for o in summary.operators]
     lines = [
-        f"# Steps {found.steps[0]} to {found.steps[1]}: {found.seconds:.3f} s, traced",
+        f"# Steps {summary.steps[0]} to {summary.steps[1]}: {summary.seconds:.3f} s, traced",
         "",
-        _shares(found),
+        _shares(summary),
         "",
-        found.advice,
+        summary.advice,
         "",
         "| operator | calls | self, ms | share |",
         "| --- | ---: | ---: | ---: |",
@@ -160,29 +162,29 @@ def as_markdown(found: Summary) -> str:
     return "\n".join([*lines, *rows]) + "\n"
 
 
-def _shares(found: Summary) -> str:
-    return ", ".join(f"{name} {share:.1%}" for name, share in found.shares.items())
+def _shares(summary: Summary) -> str:
+    return ", ".join(f"{name} {share:.1%}" for name, share in summary.shares.items())
 
 
-def show_profile(console: Console, found: Summary) -> None:
+def show_profile(console: Console, summary: Summary) -> None:
     table = Table(
-        "operator", "calls", "self, ms", "share", title=f"profile of steps {found.steps[0]} to {found.steps[1]}"
+        "operator", "calls", "self, ms", "share", title=f"profile of steps {summary.steps[0]} to {summary.steps[1]}"
     )
-    for operator in found.operators:
+    for operator in summary.operators:
         table.add_row(operator.name, f"{operator.calls:,}", f"{operator.self_s * 1e3:,.2f}", f"{operator.share:.1%}")
     console.print(table)
-    console.print(_shares(found), highlight=False)
-    console.print(found.advice, highlight=False)
+    console.print(_shares(summary), highlight=False)
+    console.print(summary.advice, highlight=False)
 
 
-_MEMORY_EVENTS = 100_000  # of the allocator, the newest
+_MEMORY_EVENTS = 100_000  # of the allocator, the latest
 
 
 class Profiler:
-    """`after` is asked between all steps, on every rank, and traces those that the recipe names."""
+    """Traces the steps that the recipe names. Call `after` between all steps, on every rank."""
 
     def __init__(self, settings: Profile, engine: Engine, run_dir: Path, steps: int):
-        """Raises UserError where the run ends before the profile does."""
+        """steps: of the run. Raises UserError if it ends before the profile does."""
         self._first, self._last = settings.steps
         if self._last > steps:
             raise UserError(f"profile.steps: {list(settings.steps)}, but the run has {steps:,} steps")
@@ -193,23 +195,23 @@ class Profiler:
         self._lines: list[dict[str, float]] = []
 
     def misses(self, step: int) -> bool:
-        """Whether a launch that begins with `step` steps done comes too late."""
+        """Returns whether a launch that begins with `step` steps done is too late."""
         return step >= self._first
 
     def turns(self, step: int) -> bool:
-        """Whether it begins or ends something when `step` steps are done, which takes its time."""
+        """Returns whether a trace begins or ends, which takes time, when `step` steps are done."""
         return step in (self._first - 1, self._last)
 
     def after(self, step: int, line: dict[str, float]) -> Summary | None:
-        """step: optimizer steps done; line: the last one's of metrics.jsonl. What was found, after the last step."""
-        found = None
+        """Returns a summary after the last step. step: optimizer steps done; line: the last one's of metrics.jsonl."""
+        summary = None
         if self._tracer is not None:
             self._lines.append(line)
             if step == self._last:
-                found = self._end()
+                summary = self._end()
         if step == self._first - 1:
             self._begin()
-        return found
+        return summary
 
     def _begin(self) -> None:
         self._folder.mkdir(exist_ok=True)
@@ -220,7 +222,7 @@ class Profiler:
         self._tracer.start()
 
     def _end(self) -> Summary | None:
-        """The traces of all ranks; what they say is the main process's work."""
+        """Writes the trace of this rank; returns the summary on the main process."""
         tracer, self._tracer = self._tracer, None
         tracer.stop()
         rank = f"{self._engine.rank:05d}"
@@ -230,7 +232,7 @@ class Profiler:
             torch.cuda.memory._record_memory_history(enabled=None)
         if not self._engine.is_main:
             return None
-        found = summarise((self._first, self._last), self._lines, tracer, self._on_device)
-        (self._folder / "summary.json").write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
-        (self._folder / "summary.md").write_text(as_markdown(found), encoding="utf-8")
-        return found
+        summary = summarise((self._first, self._last), self._lines, tracer, self._on_device)
+        (self._folder / "summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n", encoding="utf-8")
+        (self._folder / "summary.md").write_text(as_markdown(summary), encoding="utf-8")
+        return summary

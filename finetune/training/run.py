@@ -1,8 +1,8 @@
-"""One run from recipe to result: the path of every training example begins here.
+"""One run from recipe to result; read this file first.
 
     recipe -> tokenizer -> rows of tokens -> engine -> plan -> model -> steps -> result
 
-Every room is entered once, in this order. What can fail for a reason the user can mend fails before the model loads.
+Every room is entered once, in this order. Errors that the user can fix are raised before the model loads.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ Data = Dataset | Stream
 def train(
     recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console | None = None, config_file: str | None = None
 ) -> Path:
-    """Run a recipe where this process was launched; returns the run directory.
+    """Runs a recipe on this launch; returns the run directory.
 
-    config_file: an accelerate config, where torchrun launched. Raises UserError for what the user can mend, RunFailure
-    for a run that had to stop, Stopped for one that was asked to and saved.
+    config_file: an accelerate config, if torchrun launched. Raises UserError for what the user can fix, RunFailure if
+    the run cannot continue, Stopped if a signal requested a stop and all is saved.
     """
     launch = read_launch(config_file)
     if launch.launched:
@@ -91,7 +91,7 @@ def train(
         try:
             trainer.run()
         except Stopped:
-            engine.ranks.barrier()  # a launcher ends every process as soon as the first has left
+            engine.ranks.barrier()  # a launcher ends every process as soon as the first exits
             raise
         finally:
             engine.close()
@@ -108,9 +108,9 @@ def build_trainer(
     stop: StopRequest,
     console: Console,
 ) -> Trainer:
-    """Load the model, hand it to the engine, and resume from the newest checkpoint. Collective.
+    """Loads the model, wraps it by the engine, and resumes from the newest checkpoint. Collective.
 
-    datasets: training and held-out; micro_batches: in a step of each process.
+    datasets: training and held-out; micro_batches: per step and process.
     """
 
     def say(text: str) -> None:
@@ -127,7 +127,7 @@ def build_trainer(
         training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
     model, objective = _load(recipe, engine, config, attention, training.source_names)
     if recipe.train.activation_offload and engine.device.type == "cpu":
-        say("note: activation_offload: this run is in the host's memory already; it only makes copies")
+        say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
     forward = ForwardPass(attention, objective)
     counts = parameter_counts(model.causal_lm)
     flops = model_flops(model.causal_lm, within.implementation, recipe.train.activation_checkpointing)
@@ -161,7 +161,7 @@ def build_trainer(
 def _load(
     recipe: Recipe, engine: Engine, config: PretrainedConfig, attention: AttentionChoice, source_names: tuple[str, ...]
 ) -> tuple[CausalLMWithLoss, Objective]:
-    """The model as the engine wraps it, and what it is trained for."""
+    """Returns the module that the engine wraps, and the objective."""
     with engine.loading(recipe):
         model = load_model(recipe, config, attention, engine.placement(recipe))
     types, parallelism = dtypes(recipe), engine.parallelism
@@ -193,7 +193,7 @@ def _rows_per_device(
     training: Data,
     say: Callable[[str], None],
 ) -> RowsPerDevice:
-    """In one forward. Collective where they are to be found."""
+    """Returns the micro-batch size, measured if `auto`. Collective."""
     if recipe.batch.rows_per_device != "auto":
         return RowsPerDevice(recipe.batch.rows_per_device, "asked for in the recipe")
     if not forward.attention.isolates_documents:
@@ -211,7 +211,7 @@ def _plan(
     micro_batches: int,
     choices: tuple[AttentionChoice, CrossEntropyChoice],
 ) -> Plan:
-    """parameters: all, and those that train."""
+    """parameters: all, and the trained ones."""
     size, (attention, cross_entropy) = training.size(recipe.data.max_length), choices
     steps, total_rows = run_length(recipe, size.rows if size else None)
     budget = recipe.batch.tokens_per_device
@@ -243,23 +243,23 @@ def _plan(
 
 
 def _peak(recipe: Recipe, engine: Engine, plan: Plan, say: Callable[[str], None]) -> float | None:
-    """TFLOP/s of one device, the denominator of MFU."""
+    """Returns the TFLOP/s of one device, the denominator of MFU; None if unknown."""
     if engine.device.type != "cuda":
         return None
     peak = peak_tflops(plan.device, dtypes(recipe).compute)
     if peak is None:
-        say(f"note: no peak of {plan.device} in planning/hardware.py, so no MFU")
+        say(f"note: no MFU: planning/hardware.py has no peak for {plan.device}")
     return peak
 
 
-def _loader(recipe: Recipe, engine: Engine, found: RowsPerDevice, rows: RunRows, total_rows: int) -> Loader:
-    """Compiled layers are compiled for one length: every forward is padded to it."""
+def _loader(recipe: Recipe, engine: Engine, rows_per_device: RowsPerDevice, rows: RunRows, total_rows: int) -> Loader:
+    """Returns a loader; under `train.compile` it pads every micro-batch to the length that layers are compiled for."""
     budget = recipe.batch.tokens_per_device
-    longest = budget or found.rows * recipe.data.max_length
+    longest = budget or rows_per_device.rows * recipe.data.max_length
     return Loader(
         rows,
         recipe.batch.rows,
-        found.rows,
+        rows_per_device.rows,
         engine.data_rank,
         engine.parallelism.data,
         total_rows,
@@ -272,13 +272,13 @@ def _loader(recipe: Recipe, engine: Engine, found: RowsPerDevice, rows: RunRows,
 def _evaluator(
     recipe: Recipe,
     engine: Engine,
-    found: RowsPerDevice,
+    rows_per_device: RowsPerDevice,
     held_out: Dataset,
     attention: AttentionChoice,
     tokenizer: PreTrainedTokenizerFast,
     ends: set[int],
 ) -> Evaluator:
-    loader = _loader(recipe, engine, found, OrderedRows(held_out.examples, held_out.rows), len(held_out.rows))
+    loader = _loader(recipe, engine, rows_per_device, OrderedRows(held_out.examples, held_out.rows), len(held_out.rows))
     objective = make_objective(recipe.objective, held_out.source_names, evaluating=True)
     return Evaluator(
         engine, loader, held_out.examples, ForwardPass(attention, objective), tokenizer, ends, recipe.evaluate
@@ -288,7 +288,7 @@ def _evaluator(
 def _resume(
     recipe: Recipe, engine: Engine, training: Data, plan: Plan, say: Callable[[str], None]
 ) -> tuple[State, dict[str, str]]:
-    """From the newest checkpoint that verifies, or step 0; and the trackers' run ids that it knows."""
+    """Returns the state of the newest valid checkpoint, or of step 0; and the trackers' run ids in it."""
     checkpoints = run_folder(recipe) / "checkpoints"
     if recipe.checkpoint.resume == "never":
         for folder in set_all_aside(checkpoints) if engine.is_main else []:

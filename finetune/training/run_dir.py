@@ -1,4 +1,4 @@
-"""runs/<name>/: made before anything is spent, and held by one launch at a time."""
+"""The run directory, runs/<name>/: created before the model is loaded, locked by one launch, written by a thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from finetune.tracking.metrics import Background
 
 log = logging.getLogger(__name__)
 
-_WAIT_S = 60  # for a launch that was just told to stop, and saves
+_WAIT_S = 60  # for a launch that is stopping and saves
 
 
 def run_folder(recipe: Recipe) -> Path:
@@ -30,22 +30,22 @@ def run_folder(recipe: Recipe) -> Path:
 
 
 def make_run_folder(recipe: Recipe) -> None:
-    """Raises UserError where results could not be written, before hours are spent on them."""
+    """Creates the run directory. Raises UserError if it cannot be written to."""
     folder = run_folder(recipe)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"run.dir: {folder} cannot be made: {error.strerror}; choose another `run.dir`") from None
+        raise UserError(f"run.dir: {folder} cannot be created: {error.strerror}; choose another `run.dir`") from None
     if not os.access(folder, os.W_OK):
         raise UserError(f"run.dir: {folder} cannot be written to; choose another `run.dir`")
 
 
 @contextlib.contextmanager
 def in_use(engine: Engine, folder: Path) -> Iterator[None]:
-    """Hold the run's lock, which ends with the process that holds it, however that ends. Collective.
+    """Holds the run's lock, which the system releases at the end of the process. Collective.
 
-    Raises UserError on all ranks where another launch of the same run is going on, or where machines mean different
-    folders by this name.
+    Raises UserError on all ranks if another launch of the same run has it, or if the path is a different folder on
+    other machines.
     """
     lock = FileLock(folder / ".lock")
     if engine.ranks.gather(_held_by_another(lock) if engine.is_main else False)[0]:
@@ -69,29 +69,29 @@ def _held_by_another(lock: FileLock) -> bool:
             return False
         except Timeout:
             if seconds == 0:
-                log.warning("%s is held by another launch: waiting up to %d s for its end", lock.lock_file, _WAIT_S)
+                log.warning("%s is locked by another launch: waiting up to %d s for its end", lock.lock_file, _WAIT_S)
         except NotImplementedError:
-            log.warning("%s: this file system has no locks; see to it that a run is launched once", lock.lock_file)
+            log.warning("%s: this file system has no locks: make sure that a run is launched only once", lock.lock_file)
             return False
     return True
 
 
 class RunLog:
-    """Opened on every rank of a run that is about to make `first_step`; what one rank alone writes, others pass over.
+    """Metrics, samples and trackers of a run that starts with `first_step`. Collective: every rank opens one.
 
-    Files and trackers are written to by a thread, in order, so that the loop waits for neither disk nor server; what
-    goes wrong there is raised by a later call here.
+    A thread writes to files and trackers, in order, so that the loop waits for neither disk nor server; an error there
+    is raised by a later call.
 
-    Collective. about: what trackers keep of the run; ids: theirs, as a checkpoint knows them.
+    config: recipe and plan, for trackers; ids: of the trackers' runs, as a checkpoint stores them.
     """
 
     def __init__(
-        self, engine: Engine, recipe: Recipe, folder: Path, first_step: int, about: dict[str, Any], ids: dict[str, str]
+        self, engine: Engine, recipe: Recipe, folder: Path, first_step: int, config: dict[str, Any], ids: dict[str, str]
     ):
         main = engine.is_main
         self._metrics = StepLog(folder / "metrics.jsonl", first_step) if main else None
         self._samples = _samples(engine, folder / "samples", first_step) if recipe.tracking.samples else None
-        self._trackers = Trackers(recipe, folder, about, ids) if main else None
+        self._trackers = Trackers(recipe, folder, config, ids) if main else None
         self._thread = Background("run-log")
 
     def write(self, entry: dict[str, Any], step: int) -> None:
@@ -100,7 +100,7 @@ class RunLog:
             self._thread.do(self._trackers.log, entry, step)
 
     def rows(self, step: int, rows: list[str]) -> None:
-        """What this rank trained on."""
+        """Logs the rows that this rank trained on."""
         if self._samples:
             self._thread.do(self._samples.write, {"step": step, "rows": rows})
 
@@ -112,7 +112,7 @@ class RunLog:
         return self._trackers.run_ids() if self._trackers else {}
 
     def flush(self) -> None:
-        """To the disk, before a checkpoint says that these steps are done."""
+        """Writes everything to the disk. Call it before a checkpoint declares these steps done."""
         for log in (self._metrics, self._samples):
             if log:
                 self._thread.do(log.flush)
@@ -130,7 +130,7 @@ class RunLog:
         self._thread.flush()
 
     def close(self) -> None:
-        """Everything that was handed over is written, also where the run fails."""
+        """Writes everything that is pending, also when the run fails."""
         try:
             self._thread.close()
         finally:
@@ -140,7 +140,7 @@ class RunLog:
 
 
 def _samples(engine: Engine, folder: Path, first_step: int) -> StepLog | None:
-    """One file for the rows of each share; none where other ranks train on the same."""
+    """Returns one file per data-parallel rank; None on ranks that share its sequences."""
     if engine.is_main:
         prepare_samples(folder, first_step)
     engine.ranks.barrier()
@@ -148,7 +148,7 @@ def _samples(engine: Engine, folder: Path, first_step: int) -> StepLog | None:
 
 
 class ExpertLoad:
-    """Every expert's load since the last time it was written: experts.json of a run."""
+    """The load of every expert since it was last written: experts.json of a run."""
 
     def __init__(self) -> None:
         self._steps: list[int] = []  # the first and the last
@@ -160,7 +160,7 @@ class ExpertLoad:
         self._load = load if self._load is None else self._load + load
 
     def write(self, folder: Path) -> None:
-        """{"steps": [first, last], "load": tokens that chose each expert, a list for each layer}; then from 0 again."""
+        """Writes {"steps": [first, last], "load": tokens per expert, a list for each layer} and resets."""
         if self._load is not None:
             content = {"steps": [self._steps[0], self._steps[-1]], "load": self._load.long().tolist()}
             (folder / "experts.json").write_text(json.dumps(content) + "\n", encoding="utf-8")

@@ -1,11 +1,11 @@
-"""A run that is asked to stop: by a scheduler, or by Ctrl-C.
+"""Requests to stop a run, by a scheduler or by Ctrl-C.
 
-The first SIGTERM, SIGINT or SIGUSR1 is a wish: the ranks agree on a step, save, and leave with exit status 75. A second
-one ends the process at once; so does, with 75, a first one before there is anything to save. The end of the launcher is
-a wish, too: `accelerate launch` of one process dies of a SIGTERM without passing it on, and of SIGUSR1 it always does.
+The first SIGTERM, SIGINT or SIGUSR1 requests a stop: the ranks agree on a step, save, and exit with status 75. A second
+one ends the process at once; so does, with 75, a first one before there is anything to save. The end of the launcher
+requests a stop, too: `accelerate launch` of one process dies of a SIGTERM without forwarding it, and always of SIGUSR1.
 
-The signals are read by a thread, because the main thread may be waiting in a collective for a rank that is gone, where
-Python runs no handler.
+A thread reads the signals, because the main thread may be waiting in a collective for a rank that is gone, where Python
+runs no handler.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from collections.abc import Iterator
 from finetune.errors import STOPPED_STATUS
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Ctrl-C and schedulers signal the launcher and its processes alike, and the launcher passes its own on: what arrives
-# this soon after the first is the same wish.
+# Ctrl-C and schedulers signal the launcher and its processes alike, and the launcher forwards its own: signals that
+# arrive this soon after the first are the same request.
 ECHO_S = 1.0
 
 
 class StopRequest:
-    """What this process was asked; `reason` is the first signal's name."""
+    """Whether this process should stop; `reason` is the first signal's name."""
 
     def __init__(self) -> None:
         self.steps_begun = False  # there is, or will be, something to save
         self._reason: str | None = None
-        self._asked_at = 0.0
+        self._received_at = 0.0
         self._launcher: int | None = None
 
     @property
     def reason(self) -> str | None:
-        """None while nothing asks for a stop."""
+        """Returns why the run should stop; None if it should not."""
         if self._reason is None and self._launcher is not None and os.getppid() != self._launcher:
-            self._reason, self._asked_at = "the end of its launcher", time.monotonic()
+            self._reason, self._received_at = "the end of its launcher", time.monotonic()
         return self._reason
 
     def watch_launcher(self) -> None:
-        """This process was started by one that should outlive it."""
+        """Takes the end of the parent process for a request to stop."""
         self._launcher = os.getppid()
 
     def receive(self, number: int) -> None:
-        """Note the first signal; end the process with 128 + number at a later one."""
+        """Records the first signal; ends the process with 128 + number at a later one."""
         if not self.steps_begun:
             os._exit(STOPPED_STATUS)
         if self._reason is None:
-            self._reason, self._asked_at = signal.Signals(number).name, time.monotonic()
-        elif time.monotonic() - self._asked_at > ECHO_S:
+            self._reason, self._received_at = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._received_at > ECHO_S:
             os._exit(128 + number)
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[StopRequest]:
-    """Within, signals go to the request that this yields. Only for a main thread."""
+    """Yields the request that receives this process's signals meanwhile. Call it on the main thread."""
     request = StopRequest()
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    before = {number: signal.signal(number, _noted) for number in SIGNALS}
+    before = {number: signal.signal(number, _ignore) for number in SIGNALS}
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     reader = threading.Thread(target=_read, args=(reading, request), name="signals", daemon=True)
     reader.start()
@@ -76,8 +76,8 @@ def listening() -> Iterator[StopRequest]:
         os.close(reading)
 
 
-def _noted(_number: int, _frame: object) -> None:
-    """A handler in Python has to exist for the number to be written to the pipe."""
+def _ignore(_number: int, _frame: object) -> None:
+    """Python writes a signal's number to the pipe only if it has a handler."""
 
 
 def _read(pipe: int, request: StopRequest) -> None:

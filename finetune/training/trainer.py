@@ -1,4 +1,4 @@
-"""The training loop, readable top to bottom: what happens in every step, and between steps.
+"""The training loop, from top to bottom: every step, and what is due between steps.
 
     batches -> forward -> terms of the objective -> backward -> one reduction of all sums -> optimizer -> one line
 
@@ -51,7 +51,7 @@ Line = dict[str, Any]  # of metrics.jsonl
 
 @dataclass
 class State:
-    """Where a run stands: all that changes besides weights, optimizer and loss scale."""
+    """Progress of a run: all of its state but weights, optimizer and loss scale."""
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # over all ranks, without padding
@@ -71,7 +71,7 @@ class StepFlags:
 
 @dataclass
 class Trainer:
-    """A run with everything in its place: `run` trains, evaluates and saves."""
+    """A run, ready to start: `run` trains, evaluates and saves."""
 
     recipe: Recipe
     engine: Engine
@@ -96,14 +96,14 @@ class Trainer:
         self.last_loss: float | None = None
 
     def say(self, text: str) -> None:
-        """A line to the console, from the main rank alone."""
+        """Prints a line, on the main rank only."""
         if self.engine.is_main:
             self.console.print(text)
 
     # --- the run
 
     def run(self) -> None:
-        """Raises Stopped after a save where a signal asked for it."""
+        """Trains and writes the result. Raises Stopped after a save that a signal requested."""
         if self.engine.is_main:
             (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
             self.plan.write(self.folder / "plan.json")
@@ -120,7 +120,7 @@ class Trainer:
             if self.engine.is_main:
                 show_totals(self.console, self.totals)
             self.saver.tidy()
-            self.saver.close()  # its memory makes room for the result's
+            self.saver.close()  # frees its host memory for the result
             self._save_result()
             self.log.finish(self.evaluation)
             self._write_status("finished")
@@ -129,7 +129,7 @@ class Trainer:
             self.log.close()
 
     def train(self) -> None:
-        """All steps from `state.step` to the plan's end, with what is due between them."""
+        """Runs all steps from `state.step` to the end, with what is due between them."""
         self.evaluation = self._recorded_evaluation()
         if not self.evaluation and self._evaluation_due():
             self.evaluate()
@@ -148,7 +148,7 @@ class Trainer:
                 self._between_steps(flags)
 
     def steps(self, feed: Feed[StepBatches]) -> Iterator[StepBatches]:
-        """Yields the batches of each step that is left; the wait for them is metered."""
+        """Yields the batches of each remaining step, and meters the wait for them."""
         if self.state.step < self.plan.steps:
             self._warm_up(feed.peek().batches[0])
         self.engine.stopwatch.restart()
@@ -158,7 +158,7 @@ class Trainer:
             yield step_batches
 
     def _warm_up(self, batch: Batch) -> None:
-        """Forwards and backwards that leave no trace on weights, optimizer and random numbers of the steps."""
+        """Runs micro-batches that leave weights, optimizer and the random numbers of the steps as they were."""
         objective = self.forward.objective
         for _ in range(self.engine.warm_ups):
             with self.engine.micro_batch(last=True):
@@ -169,9 +169,9 @@ class Trainer:
     # --- one step
 
     def train_step(self, step: StepBatches) -> tuple[Line, StepFlags]:
-        """One optimizer step; returns its line of metrics.jsonl, and what all ranks want next. Collective.
+        """Makes one optimizer step; returns its line of metrics.jsonl and the flags of all ranks. Collective.
 
-        Raises RunFailure before the optimizer step where loss or gradient is not finite, on all ranks alike.
+        Raises RunFailure on all ranks before the optimizer step if loss or gradient is not finite.
         """
         factor = lr_factor(self.recipe.schedule, self.state.step, self.plan.steps)
         self.engine.set_lr(factor)
@@ -192,8 +192,8 @@ class Trainer:
         line = {
             "step": self.state.step,
             "epoch": step.epoch,
-            "loss": loss,  # what is optimised, all terms included
-            "grad_norm": grad_norm,  # before clipping; None where fp16 skipped the step
+            "loss": loss,  # the optimised one, including all terms
+            "grad_norm": grad_norm,  # before clipping; None if fp16 skipped the step
             "lr": self.recipe.optimizer.lr * factor,
             "tokens": self.state.tokens,
             "supervised_tokens": self.state.supervised_tokens,
@@ -207,12 +207,12 @@ class Trainer:
         return line, flags
 
     def _reduce(self, micro_batches: _MicroBatches) -> tuple[Sums, StepFlags]:
-        """The step's sums and every rank's flags, in one reduction."""
+        """Returns the step's sums and flags over all ranks, by one reduction."""
         minutes = self.recipe.checkpoint.every_minutes
         overdue = minutes is not None and time.monotonic() - self.saved_at >= minutes * 60
-        wanted = [self.stop.reason is not None, overdue and self.engine.is_main, self.saver.failed]  # one clock decides
+        flags = [self.stop.reason is not None, overdue and self.engine.is_main, self.saver.failed]  # by one clock
         sums = micro_batches.sums
-        totals = self.engine.ranks.total({**sums.totals, "flags": torch.tensor(wanted, dtype=torch.float64)})
+        totals = self.engine.ranks.total({**sums.totals, "flags": torch.tensor(flags, dtype=torch.float64)})
         stop, save, settle = (flag > 0 for flag in totals.pop("flags").tolist())
         return Sums(totals, sums.terms, micro_batches.counts), StepFlags(stop, save, settle)
 
@@ -241,12 +241,12 @@ class Trainer:
     # --- between steps
 
     def _between_steps(self, flags: StepFlags) -> None:
-        """Evaluate, save, stop: what is due, the same on every rank."""
+        """Evaluates, saves and stops as is due, the same on every rank."""
         stopwatch, measured = self.engine.stopwatch, {}
         if flags.settle:
             with stopwatch.stall("checkpoint"):
                 self.saver.settle()
-        if self._evaluation_due() and not flags.stop:  # one that is left out is made when the run resumes
+        if self._evaluation_due() and not flags.stop:  # else it runs after the resume
             with stopwatch.stall("evaluation"):
                 measured = self.evaluate()
         if flags.stop or self._save_due(measured, flags):
@@ -256,8 +256,8 @@ class Trainer:
             self._stop()
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out metrics and generations, logged and shown. Collective."""
-        assert self.evaluator is not None  # what is due has data
+        """Evaluates on held-out data, logs and prints the results; returns the metrics. Collective."""
+        assert self.evaluator is not None  # only called with evaluation data
         self.evaluation, generations = self.evaluator.run()
         best = self.recipe.checkpoint.best
         if best is not None and best not in self.evaluation:
@@ -282,7 +282,7 @@ class Trainer:
         return step == self.plan.steps or bool(every and step % every == 0)
 
     def _recorded_evaluation(self) -> dict[str, float]:
-        """This step's evaluation, where an earlier launch of this run made it; else empty. Collective."""
+        """Returns this step's evaluation if an earlier launch of this run logged it, else {}. Collective."""
         lines = read_steps(self.folder / "metrics.jsonl") if self.engine.is_main else []
         recorded = [line for line in lines if line["step"] == self.state.step and "eval_loss" in line]
         metrics = {key: value for key, value in recorded[-1].items() if key != "step"} if recorded else {}
@@ -300,12 +300,12 @@ class Trainer:
         size = self.saver.save(asdict(self.state), measured)
         self.saved_at = time.monotonic()
         if not self.saved_before:
-            how = ", copied to CPU memory and written while steps go on" if self.saver.asynchronous else ""
+            how = ", copied to CPU memory and written while training continues" if self.saver.asynchronous else ""
             self.say(f"step {self.state.step}: first checkpoint, {size / 2**20:,.1f} MiB of each process{how}")
         self.saved_before = True
 
     def _stop(self) -> NoReturn:
-        """After a signal, with everything on the disk."""
+        """Ends the run after a signal, with everything on the disk."""
         self.saver.settle(must=True)
         reasons = sorted({reason for reason in self.engine.ranks.gather(self.stop.reason) if reason})
         self.log.finish_preempted()
@@ -316,7 +316,7 @@ class Trainer:
         )
 
     def _profile(self, line: Line) -> None:
-        """Begin and end what `profile` asks for. line: of the step just made; empty before the first."""
+        """Begins or ends the trace of `profile`. line: of the last step; empty before the first."""
         if self.profiler is None:
             return
         if not line and self.profiler.misses(self.state.step):
@@ -330,7 +330,7 @@ class Trainer:
     # --- files
 
     def _checkpoint_metadata(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the run in addition to its progress."""
+        """Returns what a checkpoint stores of the run in addition to its progress."""
         return {
             "steps": self.plan.steps,
             "data": self.data.summary(),
@@ -344,7 +344,7 @@ class Trainer:
             self.expert_load.write(self.folder)
 
     def _save_result(self) -> None:
-        # No loss where a finished run was only evaluated again.
+        # `last_loss` is None if a finished run was only evaluated again.
         card = model_card(self.recipe, asdict(self.plan), asdict(self.state), self.last_loss, self.evaluation)
         adapter, frozen = self.recipe.mode != "full", dtypes(self.recipe).frozen
         save_result(self.engine, self.tokenizer, self.end_ids, adapter, frozen, card, self.folder / "model")
@@ -356,7 +356,7 @@ class Trainer:
 
 
 class _MicroBatches:
-    """What the engine calls for each micro-batch of a step, and what they add up to on this rank."""
+    """Forward and loss of each micro-batch of a step, as the engine calls them, and their sums on this rank."""
 
     def __init__(self, trainer: Trainer, step: StepBatches):
         self._engine, self._forward, self._stopwatch = trainer.engine, trainer.forward, trainer.engine.stopwatch
@@ -371,7 +371,7 @@ class _MicroBatches:
             return self._forward(model, batch)
 
     def loss(self, outputs: Outputs, batch: Batch) -> Tensor:  # ()
-        """A micro-batch's part of the step's loss."""
+        """Returns a micro-batch's part of the step's loss."""
         with self._stopwatch.phase("forward"):
             terms = self._forward.objective.terms(outputs, batch)
             loss = self._forward.objective.loss(terms, self.counts)
@@ -383,27 +383,27 @@ class _MicroBatches:
 
     @property
     def sums(self) -> TermSums:
-        """On a rank that has seen no outputs (a pipeline's early stages), zeros of the same names and shapes."""
+        """Zeros of the same names and shapes on a rank without outputs (a pipeline's early stages)."""
         if not self._losses:
             self._terms.add(self._forward.objective.no_terms(self._batches[0]))
         return self._terms
 
     def not_finite(self, what: str, stepped: bool = False) -> RunFailure:
-        """Names the step and the rows of the micro-batches in question, over all ranks. Collective."""
+        """Returns an error with the step and the rows of non-finite micro-batches, over all ranks. Collective."""
         batches = [batch for batch, _ in self._losses]
-        guilty = [batch for batch, loss in self._losses if not torch.isfinite(loss)]
-        rows = row_ids(guilty or batches) if guilty or what == "gradient" else []
-        everyone = list(dict.fromkeys(row for of_rank in self._engine.ranks.gather(rows) for row in of_rank))
-        shown = ", ".join(everyone[:20]) + (f" and {len(everyone) - 20} more" if len(everyone) > 20 else "")
-        state = "the weights in memory are spoiled, the last checkpoint is not" if stepped else "nothing was stepped"
+        non_finite = [batch for batch, loss in self._losses if not torch.isfinite(loss)]
+        rows = row_ids(non_finite or batches) if non_finite or what == "gradient" else []
+        all_rows = list(dict.fromkeys(row for ranks_rows in self._engine.ranks.gather(rows) for row in ranks_rows))
+        shown = ", ".join(all_rows[:20]) + (f" and {len(all_rows) - 20} more" if len(all_rows) > 20 else "")
+        state = "the weights in memory are invalid, the last checkpoint is not" if stepped else "nothing was stepped"
         return RunFailure(
-            f"the {what} is not finite at step {self._step + 1}; {state}. Rows in question: {shown}. Look at these "
+            f"the {what} is not finite at step {self._step + 1}; {state}. Rows in question: {shown}. Check these "
             "rows with `finetune inspect`, lower optimizer.lr, or use train.precision: bf16 instead of fp16"
         )
 
 
 def seed_micro_batch(seed: int, step: int, index: int) -> None:
-    """Dropout as a pure function of the global micro-batch, so that it does not depend on which process runs it."""
+    """Seeds dropout by the global index of the micro-batch, so that it does not depend on the process that runs it."""
     torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + index & (2**63 - 1))
 
 

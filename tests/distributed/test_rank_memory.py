@@ -104,7 +104,7 @@ def test_rows_found_are_as_good_as_rows_said(launched: Launched, config: str, pr
     out = launched(config, processes)
     ranks, plan = became(out, "auto"), json.loads((out / "runs" / "auto" / "plan.json").read_text(encoding="utf-8"))
     assert [(rank["rows"], rank["micro_batches"]) for rank in ranks] == [(2, 8 // processes)] * processes
-    assert plan["rows_per_device_reason"].endswith("found by trial")
+    assert plan["rows_per_device_reason"].endswith("measured")
     found, said = (
         [(line["loss"], line["grad_norm"]) for line in lines_of(out / "runs" / name)] for name in ("auto", "said")
     )

@@ -92,7 +92,7 @@ def test_a_stream_says_what_it_is_and_needs_an_end(recipe, write_recipe, tmp_pat
     recipe["data"] |= {"streaming": True, "window": 30}
     path = write_recipe(recipe)
     shown = train_here(path)
-    assert "a stream, 30 rows of each source at a time" in shown
+    assert "streamed in windows of 30 rows per source" in shown
     assert lines(tmp_path / "runs" / "run")[0]["epoch"] == 0.0
     with pytest.raises(UserError, match="the length of a stream is unknown"):
         train_here(path, "train.max_steps=null", "train.epochs=1")

@@ -220,7 +220,7 @@ def test_a_run_with_offloaded_activations_is_the_same_run(recipe: dict[str, Any]
     said = train_here(write_recipe(recipe), "run.name=without")
     assert "activation_offload" not in said
     said = train_here(write_recipe(recipe), "run.name=with", "train.activation_offload=true")
-    assert "note: activation_offload: this run is in the host's memory already" in said
+    assert "note: activation_offload has no use here: activations are in host memory already" in said
     assert_same(load_file(runs / "without/model/model.safetensors"), load_file(runs / "with/model/model.safetensors"))
 
 
@@ -315,7 +315,7 @@ def test_a_gradient_that_is_not_finite_spoils_no_checkpoint(one_forward: dict[st
     one_forward["checkpoint"] = {"every_steps": 1}
     broken = Broken()
     try:
-        with pytest.raises(RunFailure, match="step 2; the weights in memory are spoiled, the last checkpoint is not"):
+        with pytest.raises(RunFailure, match="step 2; the weights in memory are invalid, the last checkpoint is not"):
             train_here(write_recipe(one_forward), IN_BACKWARD)
     finally:
         broken.hook.remove()

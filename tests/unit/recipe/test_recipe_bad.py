@@ -289,24 +289,24 @@ CASES = [
     ),
     Bad(
         "an argument that rendering gives",
-        [":2: model.chat_template_arguments: `messages` is given by whoever renders the template"],
+        [":2: model.chat_template_arguments: `messages` is set when the template is rendered"],
         {2: "model: {name: a, chat_template_arguments: {messages: 1}}"},
     ),
     Bad(
         "an argument of no name",
-        [":2: model.chat_template_arguments: `a-b` is no name of a variable"],
+        [":2: model.chat_template_arguments: `a-b` is not a valid name of a variable"],
         {2: "model: {name: a, chat_template_arguments: {a-b: 1}}"},
     ),
     Bad(
         "an argument that is no number",
-        [":2: model.chat_template_arguments: `depth`: JSON has no such value; give it as text"],
+        [":2: model.chat_template_arguments: `depth`: not a JSON value; give it as text"],
         {2: "model: {name: a, chat_template_arguments: {depth: .inf}}"},
     ),
     Bad(
         "generation where prompts are trained",
         [
-            ":8: evaluate.generate: under `objective.train_on: all` the prompt is trained as well, so no answer can be "
-            "told from it: set `generate` and `exact_match` to 0"
+            ":8: evaluate.generate: under `objective.train_on: all` the prompt is trained as well and cannot be "
+            "distinguished from the answer: set `generate` and `exact_match` to 0"
         ],
         {4: EVAL, 8: "evaluate: {exact_match: 2}\nobjective: {train_on: all}"},
     ),

@@ -70,8 +70,8 @@ def test_nothing_that_does_not_fit_is_tried(constant: int, each: int, square: in
     assert tried[:2] == [HALF, 1]
     assert len(tried) == len(set(tried)) <= 2 + len(sizes)
     assert all(constant + each * size + square * size**2 <= limit for size in tried[2:])
-    assert found.needs == constant + each * found.size + square * found.size**2
-    assert found.size == 1 or found.needs <= limit < found.next_needs
+    assert found.required_bytes == constant + each * found.size + square * found.size**2
+    assert found.size == 1 or found.required_bytes <= limit < found.next_required_bytes
     if not square:
         fitting = [size for size in sizes if constant + each * size <= limit]
         assert found.size == max(fitting, default=1)
@@ -87,7 +87,7 @@ def test_memory_that_runs_out_is_stepped_back_from() -> None:
 
     found = largest_that_fits(divisors(48), 100, attempt)
     assert tried == [HALF, 1, 2, 4, 8, 6]
-    assert (found.size, found.needs, found.next_needs) == (6, 30, math.inf)
+    assert (found.size, found.required_bytes, found.next_required_bytes) == (6, 30, math.inf)
 
 
 # --- the meter
@@ -176,7 +176,7 @@ def entries(tmp_path: Path) -> list[Path]:
 
 def test_the_most_rows_that_fit_and_no_trace(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own: what earlier tests have freed in this one would be used first, and no trial show it."""
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)  # whole large pages would count
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)  # unused parts of large pages would count
     torch.multiprocessing.spawn(rows_of_a_wide_model, (wide,), nprocs=1)
 
 
@@ -197,13 +197,13 @@ def rows_of_a_wide_model(_rank: int, recipe: Path) -> None:
     assert state == pytest.approx(8 * sum(p.numel() for p in engine.unwrapped.parameters()), rel=0.01)
 
     found = wide.find(limit=int(needs[2] + each + state))
-    assert (found.rows, found.reason[:25]) == (2, "auto: the most that fit, ")
+    assert (found.rows, found.reason[:29]) == (2, "auto: the largest that fits, ")
     assert [line.split(":")[0].strip() for line in wide.said[1:]] == ["0.5", "1", "2"]
     found = wide.find(limit=int(needs[4] + 2 * each + state))
     assert found.rows == 4
     assert [line.split(":")[0].strip() for line in wide.said[1:]] == ["0.5", "1", "2", "4"]
     assert wide.find(limit=1).rows == 1
-    assert "the fewest there can be, though they need" in wide.find(limit=1).reason
+    assert "the smallest, although it needs" in wide.find(limit=1).reason
 
     assert len(entries(recipe.parent)) == 1  # of the last one: the hardware is the same
     assert torch.equal(torch.get_rng_state(), drawn)
@@ -216,19 +216,19 @@ def rows_of_a_wide_model(_rank: int, recipe: Path) -> None:
 def test_found_once(started: Started, tmp_path: Path) -> None:
     first = started.find()
     assert first == RowsPerDevice(8, first.reason)
-    assert "all there are" in first.reason
-    assert "found by trial" in first.reason
+    assert "all of a step, no accumulation" in first.reason
+    assert first.reason.endswith("measured")
     (entry,) = entries(tmp_path)
     made = entry.stat().st_mtime_ns
     again = started.find()
     assert again.rows == 8
-    assert again.reason.endswith("as found before")
-    assert started.said == [f"batch.rows_per_device: auto: 8, as kept in {entry}"]
+    assert again.reason.endswith("cached")
+    assert started.said == [f"batch.rows_per_device: auto: 8 (cached in {entry})"]
     assert entry.stat().st_mtime_ns == made
     # Less memory than what was found needs, as where another process came to the device.
     kept = json.loads(entry.read_text())
     entry.write_text(json.dumps({**kept, "needs_bytes": 2**60}))
-    assert started.find().reason.endswith("found by trial")
+    assert started.find().reason.endswith("measured")
     # More than the next size would have needed then.
     entry.write_text(json.dumps({**kept, "rows": 4, "next_needs_bytes": kept["needs_bytes"] + 1}))
     assert started.find().rows == 8
@@ -312,8 +312,9 @@ def test_the_maths_does_not_change(recipe: dict[str, Any], write_recipe: Any, tm
     shown = train_here(path, "run.name=auto")
     plan = json.loads((tmp_path / "runs" / "auto" / "plan.json").read_text())
     assert (plan["rows_per_device"], plan["micro_batches"]) == (8, 1)
-    assert plan["rows_per_device_reason"].startswith("auto: all there are, ")
+    assert plan["rows_per_device_reason"].startswith("auto: all of a step, no accumulation, ")
     assert f"8 ({plan['rows_per_device_reason']})" in shown
+    assert "3 steps x 8 sequences (1 device x 8 per device x 1 accumulation)" in shown
     train_here(path, "run.name=said", "batch.rows_per_device=8")
     train_here(path, "run.name=other", "batch.rows_per_device=1")
     found, said, other = (losses(tmp_path / "runs" / name) for name in ("auto", "said", "other"))
