@@ -18,9 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from finetune.data.chat.renderer import Renderer
-from finetune.data.formats import check_columns, detect_format
+from finetune.data.formats.converters import check_columns
+from finetune.data.formats.detect import detect_format
 from finetune.data.samples import BadRow
-from finetune.data.sources import SourceReader, without_credentials
+from finetune.data.sources.source import SourceReader
 from finetune.data.token_cache import EntryWriter, SourceReport
 from finetune.data.token_text import plain_text
 from finetune.data.tokenizing import (
@@ -37,6 +38,7 @@ from finetune.data.tokenizing import (
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Data, Source
+from finetune.recipe.urls import without_credentials
 
 CHUNK_ROWS = 256
 CHUNK_CHARACTERS = 500_000  # a chunk ends early after as much text, or a few of them would fill the memory

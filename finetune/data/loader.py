@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from finetune.data.batch import Batch, collate, dummy_batch
+from finetune.data.batch import UNSHARDED, Batch, TokenShare, collate, dummy_batch, token_shard
 from finetune.data.examples import Examples
-from finetune.data.order import RowOrder
-from finetune.data.packing import Rows
+from finetune.data.packing import RowOrder, Rows
 from finetune.data.samples import Example
-from finetune.data.token_shard import UNSHARDED, TokenShare, token_shard
 from finetune.errors import UserError
 from finetune.recipe import divisibility_message
 
@@ -73,6 +73,13 @@ class StepBatches:
     counts: dict[str, int]  # of the whole step over all ranks, by the names of `ExampleSizes.counts`
     padding: int  # tokens of its forwards that count for nothing: padding and dummies
     epoch: float  # passes over the data that are done after this step
+
+    def map_tensors(self, call: Callable[[Tensor], Tensor]) -> StepBatches:
+        """Returns the same with every tensor as `call` returns it."""
+        return replace(self, batches=[batch.map_tensors(call) for batch in self.batches])
+
+    def tensors(self) -> Iterator[Tensor]:
+        return chain.from_iterable(batch.tensors() for batch in self.batches)
 
 
 @dataclass(frozen=True)

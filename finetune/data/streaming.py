@@ -24,12 +24,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.building import EntryBuild, OpenedSources, build_part, read_items
-from finetune.data.examples import entry_key, entry_metadata, recipe_renderer, rendering_key
-from finetune.data.mixture import source_names
-from finetune.data.order import group_rows, shuffled
-from finetune.data.packing import Rows, pack, row_work
+from finetune.data.examples import entry_key, entry_metadata, recipe_renderer, rendering_key, source_names
+from finetune.data.packing import Rows, group_rows, pack, row_work, shuffled
 from finetune.data.samples import Example, ExampleSizes, concatenate_sizes
-from finetune.data.sources import SourceReader
+from finetune.data.sources.source import SourceReader
 from finetune.data.token_cache import CacheEntry, entries_folder, find_or_build
 from finetune.data.tokenizing import Item
 from finetune.errors import UserError

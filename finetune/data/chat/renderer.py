@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.encoding import Encoder, Tokens, encoder
-from finetune.data.chat.template import Jinja, Span, Template, built_in_templates, own_template
+from finetune.data.chat.template import Jinja, Span, Template, built_in_templates, own_template, traits_of
 from finetune.data.chat.trained_spans import Chat, parts_of
-from finetune.data.chat.traits import traits_of
 from finetune.data.samples import BadRow, Conversation, Ids, Preference, PromptCompletion, Sample, Text
 from finetune.errors import UserError
 

@@ -8,9 +8,21 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.renderer import Renderer, chat_of, renderer
-from finetune.data.chat.template import DATE, Template, asks_for_today, dated
+from finetune.data.chat.template import (
+    ANSWER,
+    CALL_ID,
+    DATE,
+    QUESTION,
+    RESULT,
+    THOUGHT,
+    TOOL,
+    Template,
+    asks_for_today,
+    dated,
+    probe_call,
+    probe_tool,
+)
 from finetune.data.chat.trained_spans import Chat, parts_of
-from finetune.data.chat.traits import ANSWER, CALL_ID, QUESTION, RESULT, THOUGHT, TOOL, probe_call, probe_tool
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
 

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.chat.template import Jinja, Messages, Span, Tools
-from finetune.data.chat.traits import Traits
+from finetune.data.chat.template import Jinja, Messages, Span, Tools, Traits
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
 

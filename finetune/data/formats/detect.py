@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.formats.table import FIELDS, FORMATS, check_columns, read
+from finetune.data.formats.converters import FIELDS, FORMATS, check_columns, read
 from finetune.data.formats.values import LISTED, Misfit, Row, has_value, kind, names
 from finetune.data.samples import BadRow, Sample
 from finetune.errors import UserError
@@ -39,6 +39,19 @@ class _Fit:
         """The columns that it reads."""
         own = set(FIELDS[self.format].all) - set(self.columns)
         return {column for column in present if column in own} | set(self.columns.values())
+
+
+def parse_row(row: Row, format: str, columns: Columns | None = None) -> Sample:
+    """The sample in a row of `format`, with `columns` naming the file's column for a field of the format.
+
+    Raises BadRow; for a row that is not of this format at all it names the one that fits, or comes nearest.
+    """
+    try:
+        return read(row, format, columns)
+    except Misfit as error:
+        raise BadRow(f"format `{format}`: {error}{hint(row, format)}") from None
+    except BadRow as error:
+        raise BadRow(f"format `{format}`: {error}") from None
 
 
 def detect_format(rows: Sequence[Row], columns: Columns | None = None) -> Detected:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from finetune.data.token_shard import Stretches
+from finetune.data.batch import Stretches
 from finetune.models.attention import block
 from finetune.models.attention.block import Attended
 

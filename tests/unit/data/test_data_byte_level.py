@@ -17,8 +17,8 @@ from test_data_templates import CONVERSATIONS, FAMILIES
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import renderer
 from finetune.data.chat.encoding import TRIED, ByteLevel, Encoder, Tokens, byte_level, encoder
+from finetune.data.chat.renderer import renderer
 
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 LLAMA3_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

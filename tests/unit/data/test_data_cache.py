@@ -22,9 +22,10 @@ import pytest
 from data_helpers import byte_level, conversation, ids, labels, prepare, recipe, text_tokenizer, write_jsonl
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import prepare_examples, renderer, resolve_template
 from finetune.data.building import CHUNK_ROWS, EntryBuild, OpenedSources, build_source, progress_line
-from finetune.data.chat.renderer import Rendered, Renderer
+from finetune.data.chat.renderer import Rendered, Renderer, renderer
+from finetune.data.chat.template import resolve_template
+from finetune.data.examples import prepare_examples
 from finetune.data.token_cache import (
     ARRAYS,
     CacheEntry,

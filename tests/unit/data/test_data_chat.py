@@ -14,23 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import (
-    UNTRAINED,
-    BadRow,
-    Conversation,
-    Message,
-    PromptCompletion,
-    Template,
-    Text,
-    built_in_templates,
-    check_template,
-    render,
-    renderer,
-    resolve_template,
-)
 from finetune.data.chat.encoding import Offsets, is_clean, tokens_in_spans
-from finetune.data.chat.template import asks_for_today, with_arguments
-from finetune.data.samples import Ids, Preference
+from finetune.data.chat.renderer import UNTRAINED, render, renderer
+from finetune.data.chat.template import Template, asks_for_today, built_in_templates, resolve_template, with_arguments
+from finetune.data.chat.template_check import check_template
+from finetune.data.samples import BadRow, Conversation, Ids, Message, Preference, PromptCompletion, Text
 from finetune.errors import UserError
 
 # Templates in the shapes that the families publish. ANSWER is replaced by a plain or a generation-marked answer.

@@ -15,9 +15,10 @@ from data_helpers import byte_level, conversation, prepare, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data import BadRow, Conversation, Message, PromptCompletion, Text, parse_row, read_rows
-from finetune.data.formats import FIELDS, FORMATS, detect_format, nearest_format
-from finetune.data.samples import Ids, Preference, Sample
+from finetune.data.formats.converters import FIELDS, FORMATS
+from finetune.data.formats.detect import detect_format, nearest_format, parse_row
+from finetune.data.samples import BadRow, Conversation, Ids, Message, Preference, PromptCompletion, Sample, Text
+from finetune.data.sources.source import read_rows
 from finetune.errors import UserError
 from finetune.recipe.schema import Source
 

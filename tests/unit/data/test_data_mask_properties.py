@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from test_data_templates import ADD, CALL, FAMILIES, Family, drawn, texts
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.data import UNTRAINED, BadRow, Conversation, Message, renderer
-from finetune.data.chat.renderer import Renderer, labels_of
-from finetune.data.chat.traits import CALL_ID
+from finetune.data.chat.renderer import UNTRAINED, Renderer, labels_of, renderer
+from finetune.data.chat.template import CALL_ID
+from finetune.data.samples import BadRow, Conversation, Message
 
 
 def _plain(end: str, before: str = "", form: Callable[[str], str] = str) -> Callable[[Message], str]:

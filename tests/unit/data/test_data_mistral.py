@@ -27,8 +27,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.mistral import convert_tekken_tokenizer
 
-from finetune.data import UNTRAINED, Conversation, Message, Template, renderer
-from finetune.data.chat.renderer import Renderer, labels_of
+from finetune.data.chat.renderer import UNTRAINED, Renderer, labels_of, renderer
+from finetune.data.chat.template import Template
+from finetune.data.samples import Conversation, Message
 
 FILES = Path(mistral_common.__file__).parent / "data"
 

@@ -13,11 +13,10 @@ import pytest
 from data_helpers import byte_level, family_template
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import UNTRAINED, BadRow, Conversation, Message, built_in_templates, check_template, renderer
-from finetune.data.chat.renderer import labels_of
-from finetune.data.chat.template import own_template
-from finetune.data.chat.template_check import turn_end_ids
-from finetune.data.chat.traits import CALL_ID
+from finetune.data.chat.renderer import UNTRAINED, labels_of, renderer
+from finetune.data.chat.template import CALL_ID, built_in_templates, own_template
+from finetune.data.chat.template_check import check_template, turn_end_ids
+from finetune.data.samples import BadRow, Conversation, Message
 
 ADD = {
     "type": "function",
