@@ -190,14 +190,14 @@ class TokenShare:
         return -(-tokens // unit) * unit
 
     def stretches(self, tokens: int, context_rank: int) -> Stretches:
-        """Of a context rank, all its sequence ranks together, in a row of so many tokens."""
+        """Returns those of a context rank, all its sequence ranks together, in a row of so many tokens."""
         if self.context == 1:
             return ((0, tokens),)
         chunk, last = tokens // (2 * self.context), 2 * self.context - 1
         return tuple((n * chunk, (n + 1) * chunk) for n in (context_rank, last - context_rank))
 
     def places(self, tokens: int) -> NDArray[np.int64]:  # (t,), ascending
-        """Of this rank."""
+        """Returns those of this rank."""
         mine = np.concatenate([np.arange(*stretch) for stretch in self.stretches(tokens, self.context_rank)])
         return np.split(mine, self.sequence)[self.sequence_rank]
 

@@ -153,7 +153,7 @@ def _check_rows(settings: RowSettings, items: Iterator[Item] | tuple[Item, ...])
 
 @dataclass(frozen=True)
 class EntryBuild:
-    """What an entry is built from, and how."""
+    """Data, source and renderer that an entry is built from, and how."""
 
     data: Data
     opened: OpenedSource
@@ -355,10 +355,10 @@ def progress_line(name: str, rows: int, total: int | None, seconds: float) -> st
     >>> progress_line("a.jsonl", 60_000, 300_000, 30.0)
     'tokenising a.jsonl: 60,000 of about 300,000 rows, 2,000 rows/s, about 120 s left'
     """
-    of = f" of about {total:,}" if total else ""
+    share = f" of about {total:,}" if total else ""
     speed = rows / seconds
     left = f", about {(total - rows) / speed:.0f} s left" if total and speed else ""
-    return f"tokenising {name}: {rows:,}{of} rows, {speed:,.0f} rows/s{left}"
+    return f"tokenising {name}: {rows:,}{share} rows, {speed:,.0f} rows/s{left}"
 
 
 def _bar() -> Progress:

@@ -44,7 +44,7 @@ class Dataset:
 
     @property
     def tokens(self) -> int:
-        """Of an epoch."""
+        """Tokens of an epoch."""
         return int(self.examples.lengths.sum())
 
     @property
@@ -62,7 +62,7 @@ class Dataset:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Of each source."""
+        """Formats of the sources."""
         return tuple(source.format for source in self.examples.report.sources)
 
     def first_example(self) -> Example:
@@ -256,7 +256,7 @@ class Question:
 
 
 def questions(examples: Examples, end_ids: Collection[int]) -> Iterator[Question]:
-    """Of every example that has a prompt, in their order."""
+    """Yields the question of every example that has a prompt, in order."""
     formats = [source.format for source in examples.report.sources]
     for example in examples:
         sequence = example.sequences[0]
@@ -270,21 +270,21 @@ def questions(examples: Examples, end_ids: Collection[int]) -> Iterator[Question
 
 
 def until_end(ids: list[int], end_ids: Collection[int]) -> list[int]:
-    """Up to and without the first end token; all where there is none."""
+    """Returns ids up to the first end token, without it; all where there is none."""
     return next((ids[:i] for i, token in enumerate(ids) if token in end_ids), ids)
 
 
 def answer(text: str, pattern: str | None) -> str | None:
-    """What is compared: the whole text without outer blanks, or the pattern's first group in its last occurrence.
+    """Returns what is compared: the text without outer blanks, or the pattern's first group in its last occurrence.
 
     None where the pattern does not occur: such a text has no answer, and equals no other.
     """
     if pattern is None:
         return text.strip()
-    found = re.findall(pattern, text)
-    if not found:
+    matches = re.findall(pattern, text)
+    if not matches:
         return None
-    return (found[-1][0] if isinstance(found[-1], tuple) else found[-1]).strip()
+    return (matches[-1][0] if isinstance(matches[-1], tuple) else matches[-1]).strip()
 
 
 def check_questions(recipe: Evaluate, examples: Examples, tokenizer: PreTrainedTokenizerBase) -> list[str]:

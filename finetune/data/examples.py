@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
 from finetune.data.building import EntryBuild, OpenedSource, OpenedSources, build_source
-from finetune.data.chat.renderer import Renderer, renderer
+from finetune.data.chat.renderer import Renderer, build_renderer
 from finetune.data.chat.template import asks_for_today, dated, resolve_template
 from finetune.data.samples import Example, concatenate_sizes
 from finetune.data.token_cache import CacheEntry, DataReport, entries_folder, find_or_build, load
@@ -69,7 +69,9 @@ class Examples:
         self.report, self.build_s = report, tuple(build_s)
         self.sizes = concatenate_sizes(
             # What every entry has once, in order, is not copied.
-            entry.sizes() if _is_all(indices, len(entry)) else entry.sizes().take(indices)
+            entry.sizes().take(indices)
+            if len(indices) != len(entry) or np.any(np.diff(indices) != 1)
+            else entry.sizes()
             for entry, indices in zip(self._entries, self._chosen, strict=True)
         )
         self.lengths, self.num_targets = self.sizes.tokens, self.sizes.target_tokens
@@ -106,10 +108,6 @@ class Examples:
         return (self[i] for i in range(len(self)))
 
 
-def _is_all(indices: NDArray[np.int64], count: int) -> bool:
-    return len(indices) == count and bool(np.all(np.diff(indices) == 1))
-
-
 def prepare_examples(
     recipe: Recipe,
     sources: Sequence[Source],
@@ -128,22 +126,22 @@ def prepare_examples(
     """
     opened = opened or OpenedSources(recipe)
     of_sources = [opened.open(source) for source in sources]
-    made = recipe_renderer(recipe, tokenizer)
-    rendering = rendering_key(made)
+    renderer = recipe_renderer(recipe, tokenizer)
+    rendering = rendering_key(renderer)
     digests = [one.reader.digest() for one in of_sources]
     folders = [
         entries_folder() / entry_key(recipe, one.source, digest, rendering, numeric_columns)
         for one, digest in zip(of_sources, digests, strict=True)
     ]
     if any(load(folder) is None for folder in folders):
-        opened.check_heads(made, numeric_columns)
+        opened.check_heads(renderer, numeric_columns)
     entries, build_s = [], []
     for one, digest, folder in zip(of_sources, digests, folders, strict=True):
         if one.note:
             log.warning("%s", one.note)
-        build = EntryBuild(recipe.data, one, made, numeric_columns, progress)
+        build = EntryBuild(recipe.data, one, renderer, numeric_columns, progress)
         entry, seconds = find_or_build(
-            folder, entry_metadata(recipe, one, made), partial(build_source, build=build, digest=digest)
+            folder, entry_metadata(recipe, one, renderer), partial(build_source, build=build, digest=digest)
         )
         entries.append(entry)
         build_s.append(seconds)
@@ -154,7 +152,7 @@ def recipe_renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rende
     """The renderer of a recipe's rows. Raises UserError."""
     model = recipe.model
     template = resolve_template(model.chat_template, tokenizer, model.chat_template_arguments)
-    return renderer(tokenizer, template, recipe.objective.train_on)
+    return build_renderer(tokenizer, template, recipe.objective.train_on)
 
 
 def _choose_from(
@@ -201,29 +199,29 @@ def entry_key(
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def rendering_key(made: Renderer) -> str:
-    """sha256 of all that a `renderer` was made of; a vocabulary is large, so once for all sources."""
-    fast: Any = made.tokenizer
+def rendering_key(renderer: Renderer) -> str:
+    """sha256 of all that rendering depends on; a vocabulary is large, so once for all sources."""
+    fast: Any = renderer.tokenizer
     backend = json.loads(fast.backend_tokenizer.to_str())
     parts = {
         "tokenizer": {name: part for name, part in backend.items() if name not in ("truncation", "padding")},
-        "special": [made.special, made.adds_bos],
-        "template": dated(made.template.text) if made.template else None,
-        "today": str(date.today()) if made.template and asks_for_today(made.template.text) else None,
-        "train_on": made.train_on,
+        "special": [renderer.special, renderer.adds_bos],
+        "template": dated(renderer.template.text) if renderer.template else None,
+        "today": str(date.today()) if renderer.template and asks_for_today(renderer.template.text) else None,
+        "train_on": renderer.train_on,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def entry_metadata(recipe: Recipe, opened: OpenedSource, made: Renderer) -> dict[str, Any]:
-    """What an entry is made of, for people: `cache list` shows it."""
+def entry_metadata(recipe: Recipe, opened: OpenedSource, renderer: Renderer) -> dict[str, Any]:
+    """Returns what an entry was built from, for people: `cache list` shows it."""
     return {
         "source": opened.name,
         "split": opened.source.split,
         "format": opened.source.format,
-        "tokenizer": made.tokenizer.name_or_path or type(made.tokenizer).__name__,
-        "template": made.template.name if made.template else None,
-        "train_on": made.train_on,
+        "tokenizer": renderer.tokenizer.name_or_path or type(renderer.tokenizer).__name__,
+        "template": renderer.template.name if renderer.template else None,
+        "train_on": renderer.train_on,
         "max_length": recipe.data.max_length,
         "overlong": recipe.data.overlong,
         "finetune": __version__,

@@ -29,7 +29,7 @@ class RunRows(Protocol):
         ...
 
     def counts(self, position: int) -> Mapping[str, int]:
-        """What the row adds to the counts of its step, see `ExampleSizes.counts`; for all rows of a step, too."""
+        """Returns what the row adds to its step's counts, see `ExampleSizes.counts`; for all rows of a step, too."""
         ...
 
     def examples(self, position: int) -> list[Example]:
@@ -67,7 +67,7 @@ class OrderedRows:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """What this rank runs in one optimizer step, and what all ranks together count in it, known without asking them."""
+    """Micro-batches of this rank in one optimizer step, and the counts of all ranks, known without a reduction."""
 
     batches: list[Batch]  # heaviest first
     counts: dict[str, int]  # of the whole step over all ranks, by the names of `ExampleSizes.counts`
@@ -139,7 +139,7 @@ class Loader:
         return self._batches(self._assign(range(self.total_rows)))
 
     def all_counts(self) -> dict[str, int]:
-        """What `all_batches` of all ranks together count."""
+        """Returns the counts of `all_batches` over all ranks."""
         return self._counts(range(self.total_rows))
 
     def _counts(self, positions: range) -> dict[str, int]:

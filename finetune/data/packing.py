@@ -110,7 +110,7 @@ def _filled(patterns: list[_Pattern], lengths: NDArray[np.int64]) -> Rows:
 
 
 def _best_fit(present: NDArray[np.int64], counts: NDArray[np.int64], max_length: int) -> list[_Pattern]:
-    """The rows that one example at a time would fill, found for all examples of a length together."""
+    """Returns the rows that one example at a time would fill, computed for all examples of a length together."""
     rows = _OpenRows(max_length)
     for length, count in zip(present[::-1].tolist(), counts[::-1].tolist(), strict=True):
         rows.place(length, count)
@@ -118,11 +118,11 @@ def _best_fit(present: NDArray[np.int64], counts: NDArray[np.int64], max_length:
 
 
 def _entries(chain: _Chain) -> list[tuple[int, int]]:
-    found = []
+    entries = []
     while chain is not None:
         chain, length, each = chain
-        found.append((length, each))
-    return found
+        entries.append((length, each))
+    return entries
 
 
 class _OpenRows:
@@ -142,12 +142,12 @@ class _OpenRows:
         while count:
             room, chain, rows = self._tightest(length, count)
             fits = room // length
-            whole = min(rows, count // fits)
-            rest = count - whole * fits if whole < rows else 0  # for one more row
-            self._add(room - fits * length, (chain, length, fits), whole)
+            full = min(rows, count // fits)
+            rest = count - full * fits if full < rows else 0  # for one more row
+            self._add(room - fits * length, (chain, length, fits), full)
             self._add(room - rest * length, (chain, length, rest), int(rest > 0))
-            self._add(room, chain, rows - whole - (rest > 0))
-            count -= whole * fits + rest
+            self._add(room, chain, rows - full - (rest > 0))
+            count -= full * fits + rest
 
     def _tightest(self, length: int, count: int) -> tuple[int, _Chain, int]:
         """Takes out rows with the least room that still holds `length`; new ones, for all, if there are none."""
@@ -266,7 +266,7 @@ class RowOrder:
         self.seed = seed
         self.work = work
         self.group = group
-        self._epochs: dict[int, NDArray[np.int64]] = {}  # the last two asked for: a step may lie in both
+        self._epochs: dict[int, NDArray[np.int64]] = {}  # the last two that were read: a step may lie in both
 
     def row_at(self, position: int) -> int:
         """Row (0-based) at a position (0-based) of the run; positions have no end."""
@@ -276,11 +276,9 @@ class RowOrder:
     def epoch(self, epoch: int) -> NDArray[np.int64]:
         """The permutation of one epoch, (num_rows,)."""
         if epoch not in self._epochs:
-            self._epochs = dict([*self._epochs.items(), (epoch, self._permutation(epoch))][-2:])
+            rows = shuffled(self.num_rows, (self.seed, epoch), self.work, self.group, epoch * self.num_rows)
+            self._epochs = dict([*self._epochs.items(), (epoch, rows)][-2:])
         return self._epochs[epoch]
-
-    def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        return shuffled(self.num_rows, (self.seed, epoch), self.work, self.group, epoch * self.num_rows)
 
 
 def shuffled(

@@ -50,7 +50,7 @@ class SourceStream:
         self.sizes = lru_cache(CHUNKS_KEPT)(lambda chunk_index: self.chunk(chunk_index).sizes())
 
     def is_last(self, chunk_index: int) -> bool:
-        """Whether the source ends with this chunk: it has fewer rows than were read for."""
+        """Returns whether the source ends with this chunk: it has fewer rows than were read for."""
         return self.chunk(chunk_index).report.rows < self._window
 
 
@@ -114,7 +114,7 @@ class StreamedRows:
         return window.sizes.take(members).lengths
 
     def counts(self, position: int) -> Mapping[str, int]:
-        """What that row adds to the counts of its step."""
+        """Returns what that row adds to the counts of its step."""
         window, members = self._row(position)
         return window.sizes.take(members).counts()
 
@@ -218,13 +218,13 @@ def open_stream(
     numeric_columns: tuple[str, ...] = (),
 ) -> OpenedStream:
     """Open every source, detect its format, and render its first rows; read nothing more. Raises UserError."""
-    made = recipe_renderer(recipe, tokenizer)
+    renderer = recipe_renderer(recipe, tokenizer)
     opened = opened or OpenedSources(recipe)
     of_sources = [opened.open(source) for source in recipe.data.train]
-    opened.check_heads(made, numeric_columns)
-    rendering = rendering_key(made)
+    opened.check_heads(renderer, numeric_columns)
+    rendering = rendering_key(renderer)
     keys = [entry_key(recipe, one.source, one.reader.digest(), rendering, numeric_columns) for one in of_sources]
-    builds = [EntryBuild(recipe.data, one, made, numeric_columns) for one in of_sources]
+    builds = [EntryBuild(recipe.data, one, renderer, numeric_columns) for one in of_sources]
     streams = [_source_stream(recipe, build, key) for build, key in zip(builds, keys, strict=True)]
     for one in of_sources:
         if one.note:

@@ -205,14 +205,12 @@ class _ArrayText:
                 if end < len(self.text) or self.ended:  # else a number may continue in the next block
                     return value, end
             except json.JSONDecodeError as error:
-                if self.ended or not self._may_be_cut(error):
+                is_cut = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - LONGEST_CUT
+                if self.ended or not is_cut:
                     raise self.problem(error.pos, not_json(error, self.text)) from None
             except (RecursionError, ValueError) as error:
                 raise self.problem(self.at, f"JSON that cannot be read: {str(error)[:200]}") from None
             self._read()
-
-    def _may_be_cut(self, error: json.JSONDecodeError) -> bool:
-        return error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - LONGEST_CUT
 
     def problem(self, at: int, what: str) -> UserError:
         """An error of the file, not of one row: the begin of the next item is not known."""
@@ -419,7 +417,7 @@ READERS: dict[str, Callable[[File], NumberedRows]] = {
 
 
 def is_data(name: str) -> bool:
-    """Whether a file of this name is one that is read."""
+    """Returns whether a file of this name is one that is read."""
     return kind_of(name)[0] in READERS
 
 

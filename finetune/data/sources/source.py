@@ -317,7 +317,7 @@ class Slice:
 
     @property
     def needs_count(self) -> bool:
-        """Whether the bounds depend on the number of rows."""
+        """Returns whether the bounds depend on the number of rows."""
         return self.percent or (self.begin or 0) < 0 or (self.end or 0) < 0
 
     def bounds(self, count: Callable[[], int]) -> tuple[int, int | None]:
@@ -368,7 +368,7 @@ def estimated_rows(files: Sequence[File]) -> int | None:
 
 
 def _estimated_rows(file: File) -> int | None:
-    """By the footer of a parquet file, by the first megabyte of a file of lines."""
+    """Estimates by the footer of a parquet file, by the first megabyte of a file of lines."""
     kind, compression = kind_of(file.name)
     try:
         if kind == ".parquet" and not compression:

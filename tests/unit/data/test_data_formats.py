@@ -77,7 +77,7 @@ SAMPLES: dict[str, Sample] = {
 
 def test_the_tables_agree():
     assert set(FORMATS) == set(FIELDS) == set(GOOD)
-    assert all(fields.holds for fields in FIELDS.values())
+    assert all(fields.content for fields in FIELDS.values())
     assert {name for fields in FIELDS.values() for others in fields.other_names for name in others} <= {
         name for fields in FIELDS.values() for name in fields.all
     }
