@@ -69,9 +69,9 @@ class Examples:
         self.report, self.build_s = report, tuple(build_s)
         self.sizes = concatenate_sizes(
             # What every entry has once, in order, is not copied.
-            entry.sizes().take(indices)
-            if len(indices) != len(entry) or np.any(np.diff(indices) != 1)
-            else entry.sizes()
+            entry.sizes()
+            if len(indices) == len(entry) and np.all(np.diff(indices) == 1)
+            else entry.sizes().take(indices)
             for entry, indices in zip(self._entries, self._chosen, strict=True)
         )
         self.lengths, self.num_targets = self.sizes.tokens, self.sizes.target_tokens
