@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from finetune.data import RowOrder, group_rows, pack, row_work
 from finetune.data.loader import assign_micro_batches
+from finetune.data.packing import RowOrder, group_rows, pack, row_work
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SEED = 42

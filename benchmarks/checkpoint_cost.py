@@ -112,11 +112,11 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
 
     from finetune.checkpoints.saver import Saver
     from finetune.data.dataset import build_dataset
+    from finetune.data.prefetch import fed_steps
     from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_launch
     from finetune.engine.start import start_engine
     from finetune.models.config import load_tokenizer, model_config
-    from finetune.training.feed import fed_steps
     from finetune.training.run import build_trainer
     from finetune.training.signals import StopRequest
 

@@ -266,7 +266,8 @@ def contend(who: str, processes: int, folder: str, name: str, cache: str) -> dic
 
 
 def ours(path: Path, max_length: int, tokenizer: Any, processes: int, cache: Path) -> dict[str, Any]:
-    from finetune.data import pack, prepare_examples
+    from finetune.data.examples import prepare_examples
+    from finetune.data.packing import pack
     from finetune.recipe import Recipe
 
     values: dict[str, Any] = {

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,9 @@ def unwrap_peft(model: Any) -> Any:
 def full_shape(parameter: Any) -> Any:
     """Returns the shape of the unsharded parameter (torch.Size), also under ZeRO-3. Imports no torch."""
     return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Returns how many items both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

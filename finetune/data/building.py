@@ -18,9 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from finetune.data.chat.renderer import Renderer
-from finetune.data.formats import check_columns, detect_format
+from finetune.data.formats.converters import check_columns
+from finetune.data.formats.detect import detect_format
 from finetune.data.samples import BadRow
-from finetune.data.sources import SourceReader, without_credentials
+from finetune.data.sources.source import SourceReader
 from finetune.data.token_cache import EntryWriter, SourceReport
 from finetune.data.token_text import plain_text
 from finetune.data.tokenizing import (
@@ -37,6 +38,7 @@ from finetune.data.tokenizing import (
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Data, Source
+from finetune.recipe.urls import without_credentials
 
 CHUNK_ROWS = 256
 CHUNK_CHARACTERS = 500_000  # a chunk ends early after as much text, or a few of them would fill the memory
@@ -151,7 +153,7 @@ def _check_rows(settings: RowSettings, items: Iterator[Item] | tuple[Item, ...])
 
 @dataclass(frozen=True)
 class EntryBuild:
-    """What an entry is built from, and how."""
+    """Data, source and renderer that an entry is built from, and how."""
 
     data: Data
     opened: OpenedSource
@@ -353,10 +355,10 @@ def progress_line(name: str, rows: int, total: int | None, seconds: float) -> st
     >>> progress_line("a.jsonl", 60_000, 300_000, 30.0)
     'tokenising a.jsonl: 60,000 of about 300,000 rows, 2,000 rows/s, about 120 s left'
     """
-    of = f" of about {total:,}" if total else ""
+    share = f" of about {total:,}" if total else ""
     speed = rows / seconds
     left = f", about {(total - rows) / speed:.0f} s left" if total and speed else ""
-    return f"tokenising {name}: {rows:,}{of} rows, {speed:,.0f} rows/s{left}"
+    return f"tokenising {name}: {rows:,}{share} rows, {speed:,.0f} rows/s{left}"
 
 
 def _bar() -> Progress:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -12,16 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.building import OpenedSources
 from finetune.data.chat.template import resolve_template
 from finetune.data.chat.template_check import check_template
-from finetune.data.examples import Examples, prepare_examples
+from finetune.data.examples import Examples, check_caps, prepare_examples
 from finetune.data.loader import OrderedRows
-from finetune.data.mixture import check_caps
-from finetune.data.order import RowOrder, group_rows
-from finetune.data.packing import Rows, one_per_row, pack, row_work
+from finetune.data.packing import RowOrder, Rows, group_rows, one_per_row, pack, row_work
 from finetune.data.samples import Example
 from finetune.data.streaming import StreamedRows, open_stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Source
+from finetune.recipe.schema import Evaluate, Source
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Dataset:
 
     @property
     def tokens(self) -> int:
-        """Of an epoch."""
+        """Tokens of an epoch."""
         return int(self.examples.lengths.sum())
 
     @property
@@ -62,7 +62,7 @@ class Dataset:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Of each source."""
+        """Formats of the sources."""
         return tuple(source.format for source in self.examples.report.sources)
 
     def first_example(self) -> Example:
@@ -231,3 +231,85 @@ def template_notes(
         if formats - {"text", "tokens"}:  # the others go through the chat template
             raise UserError("model.chat_template: " + "; ".join(problems))
     return [text.removeprefix("note: ") for text in findings if text.startswith("note: ")]
+
+
+# --- held-out examples as questions: a prompt to answer, and the reference for the answer
+
+
+# The one format whose prompt may be a single token. Elsewhere a second token that is trained means that there is no
+# prompt: plain text, rows of ids that are trained whole, the rest of an answer that `overlong: split` cut.
+_SHORT_PROMPTS = "prompt_completion"
+
+
+@dataclass(frozen=True)
+class Question:
+    """An example cut where its last trained stretch begins.
+
+    ids        1 872 13048 2 77091 9707 2      end_ids {2}
+    trained    -   -     - -     -  yes yes
+    prompt     1 872 13048 2 77091
+    reference                      9707
+    """
+
+    prompt: list[int]
+    reference: list[int]  # up to and without its end token, where it has one
+
+
+def questions(examples: Examples, end_ids: Collection[int]) -> Iterator[Question]:
+    """Yields the question of every example that has a prompt, in order."""
+    formats = [source.format for source in examples.report.sources]
+    for example in examples:
+        sequence = example.sequences[0]
+        last = begin = int(np.flatnonzero(sequence.loss_mask)[-1])
+        while sequence.loss_mask[begin - 1]:  # the first token is never trained
+            begin -= 1
+        if begin == 1 and formats[example.source] != _SHORT_PROMPTS:
+            continue
+        ids = sequence.input_ids.tolist()
+        yield Question(ids[:begin], until_end(ids[begin : last + 1], end_ids))
+
+
+def until_end(ids: list[int], end_ids: Collection[int]) -> list[int]:
+    """Returns ids up to the first end token, without it; all where there is none."""
+    return next((ids[:i] for i, token in enumerate(ids) if token in end_ids), ids)
+
+
+def answer(text: str, pattern: str | None) -> str | None:
+    """Returns what is compared: the text without outer blanks, or the pattern's first group in its last occurrence.
+
+    None where the pattern does not occur: such a text has no answer, and equals no other.
+    """
+    if pattern is None:
+        return text.strip()
+    matches = re.findall(pattern, text)
+    if not matches:
+        return None
+    return (matches[-1][0] if isinstance(matches[-1], tuple) else matches[-1]).strip()
+
+
+def check_questions(recipe: Evaluate, examples: Examples, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Notes on references that no answer can match; before the model loads.
+
+    Raises UserError where no row has a prompt, or none of the references holds an answer.
+    """
+    wanted = max(recipe.exact_match, recipe.generate)
+    if not wanted:
+        return []
+    if next(questions(examples, ()), None) is None:
+        raise UserError("data.eval: no row has a prompt to answer: set evaluate.generate and evaluate.exact_match to 0")
+    if not recipe.exact_match or recipe.answer is None:
+        return []
+    references = [one.reference for one in islice(questions(examples, ()), recipe.exact_match)]
+    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in references]
+    without = [text for text in texts if answer(text, recipe.answer) is None]
+    if len(without) == len(texts):
+        raise UserError(
+            f"evaluate.answer: {recipe.answer!r} occurs in none of the {len(texts)} references of data.eval, so no "
+            f"answer could match; the first is {without[0][:80]!r}"
+        )
+    if without:
+        return [
+            f"evaluate.answer occurs in {len(texts) - len(without)} of {len(texts)} references; the others count as "
+            f"not matched, such as {without[0][:80]!r}"
+        ]
+    return []

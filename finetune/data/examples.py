@@ -1,7 +1,11 @@
 """From a recipe's sources to tokenised examples: loaded from the cache, or built once and kept there.
 
 `building.py` builds an entry from a source, `token_cache.py` keeps it. Weights and seeds are not part of an entry: they
-choose among its examples afterwards.
+choose among its examples afterwards, so that to change one tokenises nothing again.
+
+    sizes 900 and 100 tokens, mixture {by: tokens, temperature: 2}
+    shares  like 900^(1/2) : 100^(1/2) = 3 : 1         an epoch has 1,000 tokens, as the sources together
+    takes   750 of 900 tokens, 250 of 100              0.83 passes over the first source, 2.5 over the second
 """
 
 from __future__ import annotations
@@ -10,11 +14,13 @@ import hashlib
 import json
 import logging
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
 from itertools import accumulate
+from pathlib import PurePosixPath
 from typing import Any
 
 import jinja2
@@ -26,14 +32,13 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
 from finetune.data.building import EntryBuild, OpenedSource, OpenedSources, build_source
-from finetune.data.chat.renderer import Renderer, renderer
+from finetune.data.chat.renderer import Renderer, build_renderer
 from finetune.data.chat.template import asks_for_today, dated, resolve_template
-from finetune.data.mixture import choose, choose_by_tokens, passes_per_epoch, source_names
 from finetune.data.samples import Example, concatenate_sizes
 from finetune.data.token_cache import CacheEntry, DataReport, entries_folder, find_or_build, load
 from finetune.errors import UserError
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Source
+from finetune.recipe.schema import Mixture, Source
 
 CODE_VERSION = 4  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
 # Of a source: what chooses among its examples, or names them.
@@ -64,7 +69,9 @@ class Examples:
         self.report, self.build_s = report, tuple(build_s)
         self.sizes = concatenate_sizes(
             # What every entry has once, in order, is not copied.
-            entry.sizes() if _is_all(indices, len(entry)) else entry.sizes().take(indices)
+            entry.sizes()
+            if len(indices) == len(entry) and np.all(np.diff(indices) == 1)
+            else entry.sizes().take(indices)
             for entry, indices in zip(self._entries, self._chosen, strict=True)
         )
         self.lengths, self.num_targets = self.sizes.tokens, self.sizes.target_tokens
@@ -101,10 +108,6 @@ class Examples:
         return (self[i] for i in range(len(self)))
 
 
-def _is_all(indices: NDArray[np.int64], count: int) -> bool:
-    return len(indices) == count and bool(np.all(np.diff(indices) == 1))
-
-
 def prepare_examples(
     recipe: Recipe,
     sources: Sequence[Source],
@@ -123,22 +126,22 @@ def prepare_examples(
     """
     opened = opened or OpenedSources(recipe)
     of_sources = [opened.open(source) for source in sources]
-    made = recipe_renderer(recipe, tokenizer)
-    rendering = rendering_key(made)
+    renderer = recipe_renderer(recipe, tokenizer)
+    rendering = rendering_key(renderer)
     digests = [one.reader.digest() for one in of_sources]
     folders = [
         entries_folder() / entry_key(recipe, one.source, digest, rendering, numeric_columns)
         for one, digest in zip(of_sources, digests, strict=True)
     ]
     if any(load(folder) is None for folder in folders):
-        opened.check_heads(made, numeric_columns)
+        opened.check_heads(renderer, numeric_columns)
     entries, build_s = [], []
     for one, digest, folder in zip(of_sources, digests, folders, strict=True):
         if one.note:
             log.warning("%s", one.note)
-        build = EntryBuild(recipe.data, one, made, numeric_columns, progress)
+        build = EntryBuild(recipe.data, one, renderer, numeric_columns, progress)
         entry, seconds = find_or_build(
-            folder, entry_metadata(recipe, one, made), partial(build_source, build=build, digest=digest)
+            folder, entry_metadata(recipe, one, renderer), partial(build_source, build=build, digest=digest)
         )
         entries.append(entry)
         build_s.append(seconds)
@@ -149,7 +152,7 @@ def recipe_renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rende
     """The renderer of a recipe's rows. Raises UserError."""
     model = recipe.model
     template = resolve_template(model.chat_template, tokenizer, model.chat_template_arguments)
-    return renderer(tokenizer, template, recipe.objective.train_on)
+    return build_renderer(tokenizer, template, recipe.objective.train_on)
 
 
 def _choose_from(
@@ -196,31 +199,133 @@ def entry_key(
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def rendering_key(made: Renderer) -> str:
-    """sha256 of all that a `renderer` was made of; a vocabulary is large, so once for all sources."""
-    fast: Any = made.tokenizer
+def rendering_key(renderer: Renderer) -> str:
+    """sha256 of all that rendering depends on; a vocabulary is large, so once for all sources."""
+    fast: Any = renderer.tokenizer
     backend = json.loads(fast.backend_tokenizer.to_str())
     parts = {
         "tokenizer": {name: part for name, part in backend.items() if name not in ("truncation", "padding")},
-        "special": [made.special, made.adds_bos],
-        "template": dated(made.template.text) if made.template else None,
-        "today": str(date.today()) if made.template and asks_for_today(made.template.text) else None,
-        "train_on": made.train_on,
+        "special": [renderer.special, renderer.adds_bos],
+        "template": dated(renderer.template.text) if renderer.template else None,
+        "today": str(date.today()) if renderer.template and asks_for_today(renderer.template.text) else None,
+        "train_on": renderer.train_on,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def entry_metadata(recipe: Recipe, opened: OpenedSource, made: Renderer) -> dict[str, Any]:
-    """What an entry is made of, for people: `cache list` shows it."""
+def entry_metadata(recipe: Recipe, opened: OpenedSource, renderer: Renderer) -> dict[str, Any]:
+    """Returns what an entry was built from, for people: `cache list` shows it."""
     return {
         "source": opened.name,
         "split": opened.source.split,
         "format": opened.source.format,
-        "tokenizer": made.tokenizer.name_or_path or type(made.tokenizer).__name__,
-        "template": made.template.name if made.template else None,
-        "train_on": made.train_on,
+        "tokenizer": renderer.tokenizer.name_or_path or type(renderer.tokenizer).__name__,
+        "template": renderer.template.name if renderer.template else None,
+        "train_on": renderer.train_on,
         "max_length": recipe.data.max_length,
         "overlong": recipe.data.overlong,
         "finetune": __version__,
         "code_version": CODE_VERSION,
     }
+
+
+# --- how often an epoch takes each source, and which of its examples
+
+
+UNBOUNDED = 1e30  # passes; not infinity, for 0 times that is not a number
+
+
+def source_names(sources: Sequence[Source]) -> list[str]:
+    """Names of the sources in metrics and tables: `name`, or the last part of `path`, numbered where two are alike."""
+    names = [source.name or _short(source.path) for source in sources]
+    counts = Counter(names)
+    return [name if counts[name] == 1 else f"{name}-{i}" for i, name in enumerate(names)]
+
+
+def _short(path: str) -> str:
+    last = PurePosixPath(path.rstrip("/")).name or path
+    stem = last.split(".")[0] or last
+    plain = "".join(character if character.isalnum() or character in "._" else "-" for character in stem)
+    return plain.strip("-") or "source"
+
+
+def passes_per_epoch(
+    sizes: Sequence[int], sources: Sequence[Source], mixture: Mixture | None, epochs: float | None
+) -> list[float]:
+    """How often an epoch of the run takes each source; sizes in what `mixture.by` counts (any, without a mixture).
+
+    Without a mixture that is `weight`. With one, shares like weight * size^(1/temperature) of as many rows or tokens
+    as the sources have together. What `max_epochs` keeps a source from giving, the others give in proportion.
+    epochs: of the run, where it is known; None: `max_epochs` is checked when the run's length is known.
+    """
+    most = [source.max_epochs / epochs if source.max_epochs and epochs else UNBOUNDED for source in sources]
+    if mixture is None:
+        return [min(source.weight, cap) for source, cap in zip(sources, most, strict=True)]
+    size = np.asarray(sizes, np.float64)
+    power = 0.0 if mixture.temperature is None else 1.0 / mixture.temperature
+    wanted = np.array([source.weight for source in sources]) * np.where(size > 0, size, 0.0) ** power
+    wanted[size == 0] = 0.0
+    room = np.asarray(most) * size
+    return [float(share / n) if n else 0.0 for share, n in zip(filled(wanted, room, size.sum()), size, strict=True)]
+
+
+def filled(wanted: NDArray[np.float64], room: NDArray[np.float64], total: float) -> NDArray[np.float64]:
+    """`total` poured out in proportion to `wanted`, no part above its `room`; less than `total` where none has more.
+
+    filled([1, 1, 2], [5, inf, inf], 40) -> [5, 11.67, 23.33]
+    """
+    amounts = np.zeros_like(wanted)
+    open_parts = wanted > 0
+    while open_parts.any() and total > 0:
+        shares = np.zeros_like(wanted)
+        shares[open_parts] = wanted[open_parts] / wanted[open_parts].sum() * total
+        over = open_parts & (shares > room)
+        if not over.any():
+            amounts[open_parts] = shares[open_parts]
+            break
+        amounts[over] = room[over]
+        total -= room[over].sum()
+        open_parts &= ~over
+    return amounts
+
+
+def choose(count: int, weight: float, seed: int, source_index: int) -> NDArray[np.int64]:
+    """The round(weight * count) examples that an epoch takes of a source: full passes, then a fixed choice.
+
+    choose(4, 1.5, ...) -> 0 1 2 3 and two of them again, always the same two for a seed.
+    """
+    passes, rest = divmod(round(weight * count), count) if count else (0, 0)
+    return _passes_and_rest(count, passes, _permutation(count, seed, source_index)[:rest])
+
+
+def choose_by_tokens(lengths: NDArray[np.integer], weight: float, seed: int, source_index: int) -> NDArray[np.int64]:
+    """The same by tokens: as many examples as come nearest to weight * sum(lengths) tokens."""
+    passes, rest = divmod(weight, 1.0)
+    order = _permutation(len(lengths), seed, source_index)
+    reached = np.cumsum(np.asarray(lengths, np.int64)[order])
+    wanted = rest * (reached[-1] if len(reached) else 0)
+    last = int(np.searchsorted(reached, wanted))  # the first example that reaches it
+    before = int(reached[last - 1]) if last else 0
+    nearer = last < len(reached) and reached[last] - wanted < wanted - before
+    return _passes_and_rest(len(lengths), int(passes), order[: last + nearer])
+
+
+def _permutation(count: int, seed: int, source_index: int) -> NDArray[np.int64]:
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, source_index])))
+    return generator.permutation(count)
+
+
+def _passes_and_rest(count: int, passes: int, again: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([np.tile(np.arange(count), passes), np.sort(again)]).astype(np.int64)
+
+
+def check_caps(sources: Sequence[Source], passes: Sequence[float], epochs: float) -> None:
+    """Raises UserError where a run of `epochs` passes over the mixture takes a source more often than it may."""
+    for source_index, (source, each) in enumerate(zip(sources, passes, strict=True)):
+        if source.max_epochs is not None and each * epochs > source.max_epochs * (1 + 1e-6):
+            fewer = source.max_epochs / each / epochs
+            raise UserError(
+                f"data.train[{source_index}] ({source.path}): this run would read it {each * epochs:.2f} times, more "
+                f"than its max_epochs ({source.max_epochs:g}): make the run {1 - fewer:.0%} shorter (train.max_steps), "
+                "lower its `weight`, or raise `max_epochs`"
+            )

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from finetune.data.batch import Batch, collate, dummy_batch
+from finetune.data.batch import UNSHARDED, Batch, TokenShare, collate, dummy_batch, token_shard
 from finetune.data.examples import Examples
-from finetune.data.order import RowOrder
-from finetune.data.packing import Rows
+from finetune.data.packing import RowOrder, Rows
 from finetune.data.samples import Example
-from finetune.data.token_shard import UNSHARDED, TokenShare, token_shard
 from finetune.errors import UserError
 from finetune.recipe import divisibility_message
 
@@ -29,7 +29,7 @@ class RunRows(Protocol):
         ...
 
     def counts(self, position: int) -> Mapping[str, int]:
-        """What the row adds to the counts of its step, see `ExampleSizes.counts`; for all rows of a step, too."""
+        """Returns what the row adds to its step's counts, see `ExampleSizes.counts`; for all rows of a step, too."""
         ...
 
     def examples(self, position: int) -> list[Example]:
@@ -67,12 +67,19 @@ class OrderedRows:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """What this rank runs in one optimizer step, and what all ranks together count in it, known without asking them."""
+    """Micro-batches of this rank in one optimizer step, and the counts of all ranks, known without a reduction."""
 
     batches: list[Batch]  # heaviest first
     counts: dict[str, int]  # of the whole step over all ranks, by the names of `ExampleSizes.counts`
     padding: int  # tokens of its forwards that count for nothing: padding and dummies
     epoch: float  # passes over the data that are done after this step
+
+    def map_tensors(self, call: Callable[[Tensor], Tensor]) -> StepBatches:
+        """Returns the same with every tensor as `call` returns it."""
+        return replace(self, batches=[batch.map_tensors(call) for batch in self.batches])
+
+    def tensors(self) -> Iterator[Tensor]:
+        return chain.from_iterable(batch.tensors() for batch in self.batches)
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ class Loader:
         return self._batches(self._assign(range(self.total_rows)))
 
     def all_counts(self) -> dict[str, int]:
-        """What `all_batches` of all ranks together count."""
+        """Returns the counts of `all_batches` over all ranks."""
         return self._counts(range(self.total_rows))
 
     def _counts(self, positions: range) -> dict[str, int]:

@@ -1,4 +1,9 @@
-"""Items of an iterator, made ahead of their use by a thread of its own."""
+"""Batches of a run, prepared by a thread and on the device before they are needed.
+
+On CUDA the thread copies from pinned memory on a stream of its own, next to the kernels of the step before. The stream
+that computes waits for the copy, never the process; and memory that was given out on the thread's stream is not given
+out again before what computes on it is done (`Tensor.record_stream`).
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,25 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from finetune.data.batch import Batch
+from finetune.data.loader import Loader, StepBatches
 
 T = TypeVar("T")
 
-_PATIENCE_S = 10.0  # for an item that is being made when nobody wants any more; the thread ends with the process
+_PATIENCE_S = (
+    10.0  # to wait for an item that is being made when the iterator is closed; the thread ends with the process
+)
 
 
 class Prefetched(Generic[T], Iterator[T]):
     """The same items in the same order, up to `most` of them ready before they are asked for.
 
     Only the thread touches the iterator, from its first item to its end. What the iterator raises is raised here, with
-    its traceback, behind the items that came before. Close it, or use it as a context, where it may be left early.
+    its traceback, after the items that came before. Close it, or use it as a context, where it may be left early.
 
         with Prefetched(make() for make in work) as items:
             for item in items: ...
@@ -67,7 +79,7 @@ class Prefetched(Generic[T], Iterator[T]):
                     self._ready.append(item)  # pyright: ignore[reportArgumentType]  (not the end)
                     self._changed.notify_all()
                 del item  # or the last one lives as long as this thread waits
-        except BaseException as error:  # noqa: BLE001 - raised again in `__next__`, where somebody listens
+        except BaseException as error:  # noqa: BLE001 - raised again in `__next__`, in the thread that consumes
             failure = error
         with self._changed:
             if not self._closed:
@@ -75,10 +87,72 @@ class Prefetched(Generic[T], Iterator[T]):
             self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        """Waits for it; False where nobody wants any more."""
+        """Waits for it; False after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._ready) < self._most)
             return not self._closed
 
 
 _END = object()
+
+
+# --- batches, on the device before they are needed
+
+
+STEPS_AHEAD = 2
+BATCHES_AHEAD = 4  # of an evaluation
+
+Item = TypeVar("Item", Batch, StepBatches)
+
+
+def fed_steps(loader: Loader, steps: range, device: torch.device) -> Feed[StepBatches]:
+    """Returns the batches of each of `steps`; their counts are known when the step before them runs."""
+    return Feed((loader.step(step) for step in steps), device, STEPS_AHEAD)
+
+
+def fed_batches(batches: Iterator[Batch], device: torch.device) -> Feed[Batch]:
+    return Feed(batches, device, BATCHES_AHEAD)
+
+
+class Feed(Generic[Item], Iterator[Item]):
+    """`items` in their order, every tensor on `device`. Close it, or use it as a context."""
+
+    def __init__(self, items: Iterator[Item], device: torch.device, most: int):
+        self._device = device
+        self._ahead = Prefetched(self._on_device(items), most)
+        self._next: Item | None = None  # after `peek`
+
+    def peek(self) -> Item:
+        """Returns the item that `next` will return."""
+        self._next = next(self)
+        return self._next
+
+    def __next__(self) -> Item:
+        if self._next is not None:
+            item, self._next = self._next, None
+            return item
+        item, copied = next(self._ahead)
+        if copied is not None:
+            computing = torch.cuda.current_stream(self._device)
+            computing.wait_event(copied)
+            for tensor in item.tensors():
+                tensor.record_stream(computing)
+        return item
+
+    def __enter__(self) -> Feed[Item]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ahead.close()
+
+    def _on_device(self, items: Iterator[Item]) -> Iterator[tuple[Item, Any]]:
+        """Runs in the thread. Yields (item, event after its copies, where there are any to wait for)."""
+        if self._device.type != "cuda":
+            yield from ((item.map_tensors(lambda tensor: tensor.to(self._device)), None) for item in items)
+            return
+        with torch.cuda.device(self._device):  # a thread begins on device 0
+            copying = torch.cuda.Stream()
+            for item in items:
+                with torch.cuda.stream(copying):
+                    moved = item.map_tensors(lambda tensor: tensor.pin_memory().to(self._device, non_blocking=True))
+                yield moved, copying.record_event()

@@ -34,18 +34,18 @@ class Message:
     tool_call_id: str | None = None  # of the call that a tool answers
 
     def as_dict(self) -> dict[str, Any]:
-        """As chat templates see it; keys without a value are absent."""
-        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        """Returns it as chat templates see it; keys without a value are absent."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning is not None:
             # Both names are in use: Qwen's and DeepSeek's templates read the first, gpt-oss the second.
-            found |= {"reasoning_content": self.reasoning, "thinking": self.reasoning}
+            message |= {"reasoning_content": self.reasoning, "thinking": self.reasoning}
         if self.tool_calls:
-            found["tool_calls"] = [dict(call) for call in self.tool_calls]
+            message["tool_calls"] = [dict(call) for call in self.tool_calls]
         if self.name is not None:
-            found["name"] = self.name
+            message["name"] = self.name
         if self.tool_call_id is not None:
-            found["tool_call_id"] = self.tool_call_id
-        return found
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text, trained on whole."""
+    """Plain text, all of it trained."""
 
     text: str
 

@@ -24,12 +24,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.building import EntryBuild, OpenedSources, build_part, read_items
-from finetune.data.examples import entry_key, entry_metadata, recipe_renderer, rendering_key
-from finetune.data.mixture import source_names
-from finetune.data.order import group_rows, shuffled
-from finetune.data.packing import Rows, pack, row_work
+from finetune.data.examples import entry_key, entry_metadata, recipe_renderer, rendering_key, source_names
+from finetune.data.packing import Rows, group_rows, pack, row_work, shuffled
 from finetune.data.samples import Example, ExampleSizes, concatenate_sizes
-from finetune.data.sources import SourceReader
+from finetune.data.sources.source import SourceReader
 from finetune.data.token_cache import CacheEntry, entries_folder, find_or_build
 from finetune.data.tokenizing import Item
 from finetune.errors import UserError
@@ -52,7 +50,7 @@ class SourceStream:
         self.sizes = lru_cache(CHUNKS_KEPT)(lambda chunk_index: self.chunk(chunk_index).sizes())
 
     def is_last(self, chunk_index: int) -> bool:
-        """Whether the source ends with this chunk: it has fewer rows than were read for."""
+        """Returns whether the source ends with this chunk: it has fewer rows than were read for."""
         return self.chunk(chunk_index).report.rows < self._window
 
 
@@ -116,7 +114,7 @@ class StreamedRows:
         return window.sizes.take(members).lengths
 
     def counts(self, position: int) -> Mapping[str, int]:
-        """What that row adds to the counts of its step."""
+        """Returns what that row adds to the counts of its step."""
         window, members = self._row(position)
         return window.sizes.take(members).counts()
 
@@ -220,13 +218,13 @@ def open_stream(
     numeric_columns: tuple[str, ...] = (),
 ) -> OpenedStream:
     """Open every source, detect its format, and render its first rows; read nothing more. Raises UserError."""
-    made = recipe_renderer(recipe, tokenizer)
+    renderer = recipe_renderer(recipe, tokenizer)
     opened = opened or OpenedSources(recipe)
     of_sources = [opened.open(source) for source in recipe.data.train]
-    opened.check_heads(made, numeric_columns)
-    rendering = rendering_key(made)
+    opened.check_heads(renderer, numeric_columns)
+    rendering = rendering_key(renderer)
     keys = [entry_key(recipe, one.source, one.reader.digest(), rendering, numeric_columns) for one in of_sources]
-    builds = [EntryBuild(recipe.data, one, made, numeric_columns) for one in of_sources]
+    builds = [EntryBuild(recipe.data, one, renderer, numeric_columns) for one in of_sources]
     streams = [_source_stream(recipe, build, key) for build, key in zip(builds, keys, strict=True)]
     for one in of_sources:
         if one.note:

@@ -42,7 +42,13 @@ def tokens_of(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> list[To
     """The tokens of a sequence, each with the text that it adds."""
     ids, special = sequence.input_ids.tolist(), special_ids(tokenizer)
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(ids)]
-    texts = _texts(ids, lambda some: str(tokenizer.decode(some, clean_up_tokenization_spaces=False)))
+
+    def decode(some: list[int]) -> str:
+        return str(tokenizer.decode(some, clean_up_tokenization_spaces=False))
+
+    texts = _texts_alone(ids, decode)
+    if "".join(text for text, _ in texts) != decode(ids):  # SentencePiece drops spaces
+        texts = _texts_in_context(ids, decode)
     return [
         Token(i, is_trained, i in special, text, _part(name) if is_part or not text else "")
         for i, is_trained, name, (text, is_part) in zip(ids, sequence.loss_mask.tolist(), names, texts, strict=True)
@@ -59,12 +65,6 @@ _Text = tuple[str, bool]  # what a token adds, whether it is part of a character
 _Decode = Callable[[list[int]], str]
 
 
-def _texts(ids: list[int], decode: _Decode) -> list[_Text]:
-    """By the token where that adds up to the whole text, else (SentencePiece drops spaces) by its context."""
-    texts = _texts_alone(ids, decode)
-    return texts if "".join(text for text, _ in texts) == decode(ids) else _texts_in_context(ids, decode)
-
-
 def _texts_alone(ids: list[int], decode: _Decode) -> list[_Text]:
     """Each token decoded without the others; parts of a character are decoded together.
 
@@ -76,7 +76,7 @@ def _texts_alone(ids: list[int], decode: _Decode) -> list[_Text]:
     texts, begin = [], 0
     for at, i in enumerate(ids):
         text = decode(ids[begin : at + 1]) if is_part[at] else alone[i]
-        # A token that is whole cannot complete the character before it.
+        # A token of complete characters cannot complete the character before it.
         if INCOMPLETE in text and is_part[at + 1] and at - begin < LONGEST_PART:
             continue
         texts += [("", True)] * (at - begin) + [(text, is_part[at])]
@@ -85,7 +85,7 @@ def _texts_alone(ids: list[int], decode: _Decode) -> list[_Text]:
 
 
 def _texts_in_context(ids: list[int], decode: _Decode) -> list[_Text]:
-    """What each token adds to the text of the one before it, so that a decoder knows that the text has begun."""
+    """Each token decoded after the one before it, so that a decoder knows that the text has begun."""
     texts, before, begin = [], 0, 0
     for at in range(len(ids)):
         text = decode(ids[before : at + 1])
@@ -110,8 +110,8 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of SentencePiece
 
 def _part(name: str) -> str:
     """A token of the vocabulary as bytes: `Ġâ` and `<0xE2>` are " ⟨E2⟩" and "⟨E2⟩"; its name if it has none."""
-    if found := _BYTE_TOKEN.fullmatch(name):
-        return f"⟨{found[1]}⟩"
+    if match := _BYTE_TOKEN.fullmatch(name):
+        return f"⟨{match[1]}⟩"
     if not all(letter in _BYTES for letter in name):
         return f"⟨{name}⟩"
     return "".join(chr(byte) if 0x20 <= byte < 0x7F else f"⟨{byte:02X}⟩" for byte in map(_BYTES.__getitem__, name))
@@ -122,11 +122,11 @@ def _part(name: str) -> str:
 
 def visible(text: str) -> str:
     """The text with a name in place of what cannot be seen: ␛ for the escape of terminals, ⟨U+202E⟩, ..."""
-    return INVISIBLE.sub(lambda found: name_of(found[0]), text)
+    return INVISIBLE.sub(lambda match: name_of(match[0]), text)
 
 
 def name_of(character: str) -> str:
-    """Of an invisible character: its picture in Unicode's block of them, else its number."""
+    """Returns for an invisible character its picture in Unicode's block of them, else its number."""
     code = ord(character)
     if code < 0x20 or code == 0x7F:
         return chr(0x2421 if code == 0x7F else 0x2400 + code)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from finetune.data.chat.encoding import remember_words
 from finetune.data.chat.renderer import Rendered, Renderer
-from finetune.data.formats import parse_row
+from finetune.data.formats.detect import parse_row
 from finetune.data.samples import BadRow, Sequence
 from finetune.errors import RunFailure, UserError
 

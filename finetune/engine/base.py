@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from finetune.data.token_shard import TokenShare
+from finetune.data.batch import TokenShare
 from finetune.engine.launch import Launch
 from finetune.engine.optimizer_step import LossScale, NonFinite, StepInBackward, squared_norm
 from finetune.engine.ranks import Ranks

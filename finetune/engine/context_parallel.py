@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from finetune.data.token_shard import TokenShare
+from finetune.data.batch import TokenShare
 from finetune.engine.parallelism import DIMENSIONS, ContextExchange, Parallelism
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice

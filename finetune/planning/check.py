@@ -90,7 +90,7 @@ def _check_launch(
 
 def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
     """Note where more packed sequences are computed at once than are grouped by attention work."""
-    from finetune.data import group_rows
+    from finetune.data.packing import group_rows
 
     if recipe.batch.rows_per_device == "auto":
         return
@@ -105,8 +105,7 @@ def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
 
 def _check_data(recipe: Recipe, report: CheckReport) -> None:
     from finetune.data.building import OpenedSources
-    from finetune.data.dataset import Stream, build_held_out, build_training, template_notes
-    from finetune.data.questions import check_questions
+    from finetune.data.dataset import Stream, build_held_out, build_training, check_questions, template_notes
     from finetune.models.config import check_no_dropout, check_token_ids, load_tokenizer, model_config
     from finetune.planning.plan import run_length
     from finetune.tracking import check_trackers

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from finetune.data import SourceReport, prepare_examples
 from finetune.data.building import OpenedSources
-from finetune.data.token_cache import CachedEntry
+from finetune.data.examples import prepare_examples
+from finetune.data.token_cache import CachedEntry, SourceReport
 from finetune.recipe import Recipe
 from finetune.utils import readable_bytes
 

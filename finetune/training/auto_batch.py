@@ -25,19 +25,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
-from finetune.data.batch import Batch, collate
+from finetune.data.batch import UNSHARDED, Batch, TokenShare, collate, token_shard
 from finetune.data.dataset import Dataset, Stream
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as TokenSequence
 from finetune.data.sources.files import cache_root
-from finetune.data.token_shard import UNSHARDED, TokenShare, token_shard
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import UNSCALED
 from finetune.planning.plan import versions
 from finetune.recipe import Recipe
-from finetune.training.feed import moved
 from finetune.training.process_memory import Memory
 from finetune.utils import divisors, write_atomically
 
@@ -250,7 +248,9 @@ class Trials:
         return math.inf  # outside of the handler: the error keeps the forward's tensors alive
 
     def _run(self, rows: float) -> None:
-        batch = moved(self.row.batch(rows, self.engine.context_shard), lambda tensor: tensor.to(self.engine.device))
+        batch = self.row.batch(rows, self.engine.context_shard).map_tensors(
+            lambda tensor: tensor.to(self.engine.device)
+        )
         objective = self.forward.objective
 
         def loss(model: Any) -> Tensor:

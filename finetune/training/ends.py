@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from finetune.data import Example
 from finetune.data.chat.template import resolve_template
 from finetune.data.chat.template_check import turn_end_ids
 from finetune.data.dataset import Dataset, Stream
+from finetune.data.samples import Example
 from finetune.data.token_text import special_ids
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Model

@@ -8,15 +8,15 @@ from itertools import islice
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import Examples
+from finetune.data.dataset import Question, answer, questions
+from finetune.data.examples import Examples
 from finetune.data.loader import Loader
-from finetune.data.questions import Question, answer, questions
+from finetune.data.prefetch import fed_batches
 from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, TermSums
 from finetune.recipe.schema import Evaluate
-from finetune.training.feed import fed_batches
 from finetune.training.generation import greedy
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache

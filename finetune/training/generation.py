@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from finetune.data.questions import until_end
+from finetune.data.dataset import until_end
 from finetune.engine.base import Engine
 
 

@@ -19,9 +19,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.checkpoints.resume import newest_good, resume, set_all_aside
 from finetune.data.building import OpenedSources
-from finetune.data.dataset import Dataset, Stream, build_held_out, build_training, template_notes
+from finetune.data.dataset import Dataset, Stream, build_held_out, build_training, check_questions, template_notes
 from finetune.data.loader import Loader, OrderedRows, RunRows
-from finetune.data.questions import check_questions
 from finetune.engine.base import Engine
 from finetune.engine.compatibility import check_launch
 from finetune.engine.context_parallel import apply_context_parallel

@@ -25,6 +25,7 @@ from finetune.checkpoints.saver import Saver
 from finetune.data.batch import Batch
 from finetune.data.dataset import Dataset, Stream
 from finetune.data.loader import Loader, StepBatches
+from finetune.data.prefetch import Feed, fed_steps
 from finetune.engine.base import Engine
 from finetune.engine.optimizer_step import NonFinite
 from finetune.errors import RunFailure, Stopped, UserError
@@ -40,7 +41,6 @@ from finetune.tracking import Status, Totals, TrainingProgress, read_steps, writ
 from finetune.tracking.meters import Meters
 from finetune.training.display import show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import Evaluator
-from finetune.training.feed import Feed, fed_steps
 from finetune.training.optim import lr_factor
 from finetune.training.profile import Profiler, show_profile
 from finetune.training.run_dir import ExpertLoad, RunLog

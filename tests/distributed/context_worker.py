@@ -32,7 +32,7 @@ def run(rank: int, size: int, meeting: str, check: Callable[[int, Any], None], d
 
 def shared(rank: int, sizes: Any) -> tuple[Any, Any]:
     """(this rank's share, its attention)"""
-    from finetune.data.token_shard import TokenShare
+    from finetune.data.batch import TokenShare
     from finetune.engine.context_parallel import apply_context_parallel
     from finetune.models.attention import DOCUMENTS, AttentionChoice, per_document
 

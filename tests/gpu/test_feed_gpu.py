@@ -10,6 +10,7 @@ import torch
 
 from finetune.data.dataset import build_training
 from finetune.data.loader import Loader
+from finetune.data.prefetch import fed_steps
 from finetune.models.attention import attention_for
 from finetune.models.config import load_tokenizer, model_config
 from finetune.models.loss_model import CausalLMWithLoss
@@ -17,7 +18,6 @@ from finetune.models.weights import Placement, load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.recipe import load_recipe
-from finetune.training.feed import fed_steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from finetune.data.token_shard import Stretches, TokenShare
+from finetune.data.batch import Stretches, TokenShare
 from finetune.models.attention import per_document
 from finetune.models.attention.pieces import (
     attend,

@@ -11,7 +11,8 @@ import pytest
 import typer.main
 
 from finetune.cli import app
-from finetune.data.formats import FORMATS, parse_row
+from finetune.data.formats.converters import FORMATS
+from finetune.data.formats.detect import parse_row
 from finetune.recipe import Recipe, load_recipe
 from finetune.recipe.load import key_is_known
 

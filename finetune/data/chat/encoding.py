@@ -1,10 +1,10 @@
 """From a text and spans of its characters to token ids and which of them are trained.
 
-The text is tokenised once, whole, so the ids are those that everyone else gets. Only where a token holds characters on
+The full text is tokenised once, so the ids are those that everyone else gets. Only where a token holds characters on
 both sides of a border, as "\\n\\n" does where a prompt ends and an answer begins with a newline, the text is cut at its
 borders and tokenised in pieces: in use the model is given the tokens of the prompt, and writes the answer behind them.
 
-Where the bytes of the tokens prove where they are, the tokenizer is not asked for it.
+Where the bytes of the tokens prove where they are, the tokenizer is not needed for it.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Encoder:
         # Not through the tokenizer's __call__: it makes a list of the offsets of all tokens, of which masks need few.
         # add_special_tokens=False: the template writes its own, a second BOS would be one too many.
         encoded = backend.encode_batch([texts[i] for i in rest], add_special_tokens=False) if rest else []
-        asked = (self._one(texts[i], spans[i], encoding) for i, encoding in zip(rest, encoded, strict=True))
-        return [next(asked) if one is None else one for one in placed]
+        by_offsets = (self._one(texts[i], spans[i], encoding) for i, encoding in zip(rest, encoded, strict=True))
+        return [next(by_offsets) if one is None else one for one in placed]
 
     def _placed(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens | None]:
         """What bytes prove. Of texts whose answers begin within a token they prove nothing, and all is done twice."""
@@ -89,14 +89,14 @@ class Encoder:
         ids = encoding.ids  # a new list each time
         offsets = Offsets(len(ids), encoding.token_to_chars, encoding.char_to_token)
         if self.can_cut:
-            spans = [(begin, self._behind_added(end, ids, offsets)) for begin, end in spans]
+            spans = [(begin, self._after_added(end, ids, offsets)) for begin, end in spans]
             borders = sorted({border for span in spans for border in span if 0 < border < len(text)})
             if any(not is_clean(border, offsets) for border in borders):
                 return self._in_pieces(text, spans, [0, *borders, len(text)])
         return np.array(ids, np.int32), tokens_in_spans(offsets, spans)
 
-    def _behind_added(self, end: int, ids: Sequence[int], offsets: Offsets) -> int:
-        """The end of a span, moved behind the white space that the added token there swallows (Phi-3's <|end|>)."""
+    def _after_added(self, end: int, ids: Sequence[int], offsets: Offsets) -> int:
+        """The end of a span, moved after the white space that the added token there swallows (Phi-3's <|end|>)."""
         last = offsets.first_from(end) - 1
         return max(end, offsets.at(last)[1]) if last >= 0 and ids[last] in self.added else end
 
@@ -250,8 +250,8 @@ def _writes_itself(model: Any, vocabulary: Mapping[str, int]) -> bool:
     """Whether a model's tokens, joined, are at most what it was given: no mark of a word's parts, no unknown token."""
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
-    whole = vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
-    return not model.byte_fallback and (whole or model.unk_token is None)
+    has_all_bytes = vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+    return not model.byte_fallback and (has_all_bytes or model.unk_token is None)
 
 
 def _adds_nothing(backend: Any) -> bool:

@@ -1,6 +1,6 @@
 """From a sample to token ids and labels, with an exact mask under any chat template.
 
-A conversation is rendered to text (`template.py`), what the model has to write of it is found as spans of characters
+A conversation is rendered to text (`template.py`), what the model has to write of it is marked by spans of characters
 (`trained_spans.py`), and the text is tokenised with offsets (`encoding.py`). Under a ChatML-shaped template:
 
     text    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.encoding import Encoder, Tokens, encoder
-from finetune.data.chat.template import Jinja, Span, Template, built_in_templates, own_template
+from finetune.data.chat.template import Jinja, Span, Template, built_in_templates, own_template, traits_of
 from finetune.data.chat.trained_spans import Chat, parts_of
-from finetune.data.chat.traits import traits_of
 from finetune.data.samples import BadRow, Conversation, Ids, Preference, PromptCompletion, Sample, Text
 from finetune.errors import UserError
 
@@ -48,7 +47,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Renderer:
-    """Turns samples into tokens and masks under one tokenizer, template and `train_on`. Build it with `renderer`."""
+    """Turns samples into tokens and masks under one tokenizer, template and `train_on`; see `build_renderer`."""
 
     tokenizer: PreTrainedTokenizerBase
     template: Template | None
@@ -73,8 +72,8 @@ class Renderer:
             return [(self._answer(sample.chosen, "chosen"), self._answer(sample.rejected, "rejected"))]
         if isinstance(sample, PromptCompletion):
             if self.chat is None:
-                whole = sample.prompt + sample.completion
-                return [(Rendered(whole, [(len(sample.prompt), len(whole))], is_plain=True),)]
+                text = sample.prompt + sample.completion
+                return [(Rendered(text, [(len(sample.prompt), len(text))], is_plain=True),)]
             sample = sample.as_conversation()
         return self._conversation(sample)
 
@@ -131,15 +130,15 @@ class Renderer:
         """Raises BadRow for a text that would be read as a token of the template: an end-of-turn in mid-answer, a
         turn that the user made up, or a content that was rendered before."""
         for where, text in _texts(conversation):
-            if found := self.special_text.search(text):
+            if match := self.special_text.search(text):
                 raise BadRow(
-                    f"{where} contains {found.group()!r}, which this tokenizer reads as a special token, not as text: "
+                    f"{where} contains {match.group()!r}, which this tokenizer reads as a special token, not as text: "
                     "take it out of the row (the template writes such tokens itself)"
                 )
 
 
 def _texts(conversation: Conversation) -> Iterator[tuple[str, str]]:
-    """What a row says, piece by piece, and where."""
+    """Yields (place, text) of all that a row says."""
     for i, message in enumerate(conversation.messages):
         yield f"message {i} ({message.role})", message.content
         if message.reasoning:
@@ -175,10 +174,10 @@ def _token_id(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def renderer(
+def build_renderer(
     tokenizer: PreTrainedTokenizerBase, template: Template | None = None, train_on: str = "assistant"
 ) -> Renderer:
-    """A Renderer; `template` None is the tokenizer's own. Raises UserError for a tokenizer that has no offsets."""
+    """Returns a Renderer; `template` None is the tokenizer's own. Raises UserError for a tokenizer without offsets."""
     if not tokenizer.is_fast:
         raise UserError(
             f"{type(tokenizer).__name__} is a slow tokenizer: it cannot say which characters a token stands for, which "
@@ -195,12 +194,12 @@ def renderer(
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """By the names that templates know: bos_token, eos_token, ..."""
+    """Returns special tokens by the names that templates know: bos_token, eos_token, ..."""
     return {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
 
 
 def chat_of(tokenizer: PreTrainedTokenizerBase, template: Template) -> Chat:
-    """The template as this tokenizer uses it, with what it is like."""
+    """Returns the template as this tokenizer uses it, with its traits."""
     jinja = Jinja(template, _special_tokens(tokenizer))
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     tokens = tuple(str(token) for token in added.values() if str(token))
@@ -225,12 +224,12 @@ def render(
         input_ids   0   1  10   2  12  20   3   1  11   2  12  21   3
         labels      -   -   -   -   -   -   -   -   -   -   -  21   3      (- is -100)
 
-    For many samples, and those of several examples, keep a `renderer`. Raises BadRow for a conversation the template
+    For many samples, and those of several examples, keep a `Renderer`. Raises BadRow for a conversation the template
     refuses, UserError for a template that no mask fits, ValueError for a sample of several examples.
     """
-    made = renderer(tokenizer, template, train_on)
-    (group,) = made.draw(sample)
-    ((input_ids, trained),) = made.tokenise(group)
+    renderer = build_renderer(tokenizer, template, train_on)
+    (group,) = renderer.draw(sample)
+    ((input_ids, trained),) = renderer.tokenise(group)
     return input_ids, labels_of(input_ids, trained)
 
 

@@ -1,14 +1,22 @@
-"""The chat template of a run (the tokenizer's own, a built-in one, or a Jinja file), and what it renders."""
+"""The chat template of a run (the tokenizer's own, a built-in one, or a Jinja file), what it renders, and its traits.
+
+    text   <|im_start|>user\\nqUeStIoN<|im_end|>\\n<|im_start|>assistant\\naNsWeR<|im_end|>\\n
+                                                 prompt               ANSWER end_of_turn closing
+
+Without a generation prompt, what stands before the answer is the header, if it is more than white space.
+"""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property, lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +24,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from finetune.data.samples import BadRow
+from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -32,12 +40,12 @@ class Template:
 
     @cached_property
     def marks_generation(self) -> bool:
-        """Whether the template says itself, by `{% generation %}`, what the assistant writes."""
+        """Returns whether the template says itself, by `{% generation %}`, what the assistant writes."""
         return GENERATION_TAG.search(self.text) is not None
 
 
 def built_in_templates() -> list[str]:
-    """Names that `model.chat_template` knows."""
+    """Returns the names that `model.chat_template` knows."""
     return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 
@@ -76,7 +84,7 @@ def with_arguments(template: Template, arguments: Mapping[str, Any]) -> Template
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
         for name, value in sorted(arguments.items())
     )
-    # Jinja drops the newline behind a block (trim_blocks, which transformers sets), and nothing of the template itself.
+    # Jinja drops the newline after a block (trim_blocks, which transformers sets), and nothing of the template itself.
     prefix = "".join(settings) + "\n"
     return template if template.text.startswith(prefix) else Template(prefix + template.text, template.name)
 
@@ -133,8 +141,8 @@ def _read_template(path: Path) -> str:
 # --- a template applied: from messages to text, and what its `{% generation %}` blocks mark
 
 
-# What templates that ask for today are told, or tokens would change from one day to the next: the date that Llama 3.1's
-# own template names where there is no clock.
+# The date that templates get for today's, or tokens would change from one day to the next: the one that Llama 3.1's own
+# template names where there is no clock.
 DATE = date(2024, 7, 26)
 _ASKS = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
@@ -148,7 +156,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 @lru_cache
 def dated(template: str) -> str:
-    """A template with `DATE` in the place of today's; calls without a literal format stay as they are.
+    """Returns a template with `DATE` in the place of today's; calls without a literal format stay as they are.
 
     >>> dated("{{ strftime_now('%d %b %Y') }}")
     "{{ '26 Jul 2024' }}"
@@ -157,7 +165,7 @@ def dated(template: str) -> str:
 
 
 def asks_for_today(template: str) -> bool:
-    """Whether a template still does after `dated`."""
+    """Returns whether a template asks for today's date even after `dated`."""
     return "strftime_now(" in dated(template)
 
 
@@ -185,16 +193,16 @@ class Jinja:
     special: Mapping[str, str]
 
     def text(self, messages: Messages, tools: Tools = (), *, prompt: bool = False) -> str:
-        """The rendered text, with the generation prompt behind it if `prompt`."""
+        """Returns the rendered text, with the generation prompt after it if `prompt`."""
         return self._render(messages, tools, prompt, mark=False)[0]
 
     def marked(self, messages: Messages, tools: Tools = ()) -> Marked:
-        """The rendered text, and the spans of its generation blocks; none where the template has no such blocks."""
+        """Returns the rendered text, and the spans of its generation blocks; none where the template has none."""
         return self._render(messages, tools, False, mark=self.template.marks_generation)
 
     def _render(self, messages: Messages, tools: Tools, prompt: bool, mark: bool) -> Marked:
         """Raises BadRow where the template refuses the conversation, UserError where it is not a template."""
-        given = {
+        variables = {
             "messages": messages,
             "tools": [dict(tool) for tool in tools] or None,
             "documents": None,
@@ -206,11 +214,11 @@ class Jinja:
             has_reasoning = any(not REASONING.isdisjoint(message) for message in messages)
             compiled = None if has_reasoning else _compiled(self.template.text)
             if compiled is None:
-                text, spans = _by_transformers(self.template, given, mark)
+                text, spans = _by_transformers(self.template, variables, mark)
             elif mark:
-                text, spans = _tracked(compiled, given)
+                text, spans = _tracked(compiled, variables)
             else:
-                text, spans = compiled.render(given), []
+                text, spans = compiled.render(variables), []
         except jinja2.TemplateSyntaxError as error:
             where = f"{self.template.name}, line {error.lineno}"
             raise UserError(f"{where}: not a Jinja template: {error.message}") from None
@@ -220,21 +228,193 @@ class Jinja:
         return text, [(begin, end) for begin, end in spans if end > begin]
 
 
-def _by_transformers(template: Template, given: Mapping[str, Any], mark: bool) -> Marked:
-    """By the public function, which wants conversations in the place of `messages`."""
+def _by_transformers(template: Template, variables: Mapping[str, Any], mark: bool) -> Marked:
+    """Renders by the public function, which wants conversations in the place of `messages`."""
     render: Any = chat_template_utils.render_jinja_template  # annotated as str, returns (texts, spans of each)
-    others = {name: value for name, value in given.items() if name != "messages"}
+    others = {name: value for name, value in variables.items() if name != "messages"}
     texts, spans = render(
-        [given["messages"]], chat_template=dated(template.text), return_assistant_tokens_mask=mark, **others
+        [variables["messages"]], chat_template=dated(template.text), return_assistant_tokens_mask=mark, **others
     )
     return texts[0], spans[0] if mark else []
 
 
-def _tracked(compiled: Any, given: Mapping[str, Any]) -> Marked:
-    """As transformers does it: the blocks so far are how a generation block knows where it begins."""
+def _tracked(compiled: Any, variables: Mapping[str, Any]) -> Marked:
+    """Renders as transformers does: the blocks so far are how a generation block knows where it begins."""
     blocks: list[str] = []
     spans: list[Span] = []
     with compiled.environment.activate_tracker(blocks, spans):
-        for block in compiled.generate(given):
+        for block in compiled.generate(variables):
             blocks.append(block)
     return "".join(blocks), spans
+
+
+# --- traits of a template, found by rendering short conversations with it; once per run
+
+
+QUESTION, ANSWER, THOUGHT = "qUeStIoN", "aNsWeR", "tHoUgHt"  # texts that no template contains
+TOOL, ARGUMENT, RESULT = "fUnCtIoN", "vAlUe", "rEsUlT"
+CALL_ID = "cAlLnUm01"  # nine letters and digits, which Mistral's templates insist on
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a template wants an assistant's tool calls."""
+
+    no_content: str | None = ""  # in place of an empty content; None where a template tells calls by it (DeepSeek V3)
+    arguments_as_text: bool = False  # JSON in a string, where a template adds it to one
+    needs_ids: bool = False  # whether it refuses calls without an id (Mistral)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Text before and after an answer, and which parts of a conversation a template supports."""
+
+    prompt: str = ""  # the generation prompt after a question
+    prompt_fits: bool = False  # whether an answer without reasoning follows it
+    header: str = ""  # of an assistant's turn, where there is no generation prompt
+    end_of_turn: str = ""  # what the model writes after an answer, such as <|eot_id|>; "" if nothing
+    tail: str | None = None  # all that follows the last answer: white space, end-of-turn and closing; None: unknown
+    closing: str = ""  # what of it the model does not write: a newline, Phi-3's <|endoftext|>
+    calls: CallForm | None = None  # None where the template writes no tool calls
+    writes_tools: bool = False
+    writes_reasoning: bool = False
+
+    def as_dicts(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """Returns the messages as the template sees them."""
+        form = self.calls or CallForm()
+        messages = with_call_ids(conversation.messages) if form.needs_ids else conversation.messages
+        return [_as_dict(message, form) for message in messages]
+
+
+def with_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """Returns the messages with ids of calls and answers where a row has none: a hash of the call and its place."""
+    with_ids: list[Message] = []
+    waiting: list[str] = []  # ids of calls without an answer so far
+    for i, message in enumerate(messages):
+        if message.tool_calls:
+            calls = tuple(
+                {**call, "id": call.get("id") or _call_id(call, i, j)} for j, call in enumerate(message.tool_calls)
+            )
+            message, waiting = replace(message, tool_calls=calls), [call["id"] for call in calls]
+        elif message.role == "tool" and waiting:
+            answered = message.tool_call_id or waiting[0]
+            message = replace(message, tool_call_id=answered)
+            waiting = [id_ for id_ in waiting if id_ != answered]
+        with_ids.append(message)
+    return with_ids
+
+
+def _call_id(call: Mapping[str, Any], message: int, place: int) -> str:
+    """Nine letters and digits, as Mistral's are."""
+    said = json.dumps([message, place, call["function"]], sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(said.encode(), digest_size=5).hexdigest()[:9]
+
+
+def _as_dict(message: Message, form: CallForm) -> dict[str, Any]:
+    as_dict = message.as_dict()
+    if not message.tool_calls:
+        return as_dict
+    calls = [{**call, "function": _function(call["function"], form)} for call in message.tool_calls]
+    return {**as_dict, "content": message.content or form.no_content, "tool_calls": calls}
+
+
+def _function(function: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
+    """Returns it with its arguments as an object, as transformers asks for; or as text, for a template that adds it."""
+    arguments = function["arguments"]
+    if form.arguments_as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**function, "arguments": arguments}
+
+
+def traits_of(jinja: Jinja, tokens: Iterable[str]) -> Traits:
+    """tokens: the added tokens of the tokenizer, by which an end-of-turn is known."""
+    one = probe(1)
+    try:
+        question, prompted = jinja.text(one[:1]), jinja.text(one[:1], prompt=True)
+        text = jinja.text(one)
+    except BadRow:
+        return Traits()
+    prompt = prompted[len(question) :] if prompted.startswith(question) else ""
+    has_prompt, at = prompted != question, text.rfind(ANSWER)
+    if at < 0:
+        return Traits(prompt)
+    header = "" if has_prompt or not text.startswith(prompted) else text[len(prompted) : at]
+    tail = text[at + len(ANSWER) :]
+    end = _end_of_turn(tail, _longer(jinja), list(tokens))
+    return Traits(
+        prompt,
+        text.startswith(prompted),
+        header if header.strip() else "",
+        end,
+        tail,
+        tail[tail.index(end) + len(end) :] if end else tail,
+        _call_form(jinja),
+        _writes(jinja, TOOL, one, tools=[probe_tool()]),
+        _writes(jinja, THOUGHT, [one[0], _as_dict(Message("assistant", ANSWER, reasoning=THOUGHT), CallForm())]),
+    )
+
+
+def _longer(jinja: Jinja) -> str:
+    """Returns what follows the first answer of two."""
+    try:
+        return jinja.text(probe(2)).partition(ANSWER)[2]
+    except BadRow:
+        return ""
+
+
+def _end_of_turn(tail: str, longer: str, tokens: list[str]) -> str:
+    """Returns the tokens at the beginning of `tail`, or else its first line; "" where there is nothing but white space.
+
+    Of "<|end|>\\n<|endoftext|>" it is "<|end|>": the second token closes the conversation, not the turn, for it is not
+    there when another turn follows (`longer`).
+    """
+    rest, longer = tail.lstrip(), longer.lstrip()
+    end = _first_token(rest, tokens)
+    if not end:
+        return rest.partition("\n")[0].rstrip()
+    while after := _first_token(rest[len(end) :].lstrip(), tokens):
+        more = rest[: rest.index(after, len(end)) + len(after)]
+        if not longer.startswith(more):
+            break
+        end = more
+    return end
+
+
+def _first_token(text: str, tokens: list[str]) -> str:
+    return max((token for token in tokens if token and text.startswith(token)), key=len, default="")
+
+
+def _call_form(jinja: Jinja) -> CallForm | None:
+    """Returns the first form of a call that the template writes with its argument."""
+    for as_text, no_content in product((False, True), ("", None)):
+        form = CallForm(no_content, as_text)
+        if _writes_call(jinja, form, probe_call()):
+            bare = {key: value for key, value in probe_call().items() if key != "id"}
+            return replace(form, needs_ids=not _writes_call(jinja, form, bare))
+    return None
+
+
+def _writes_call(jinja: Jinja, form: CallForm, call: Mapping[str, Any]) -> bool:
+    message = _as_dict(Message("assistant", "", tool_calls=(call,)), form)
+    return _writes(jinja, ARGUMENT, [*probe(1)[:1], message], [probe_tool()])
+
+
+def _writes(jinja: Jinja, marker: str, messages: list[dict[str, Any]], tools: Iterable[Mapping[str, Any]] = ()) -> bool:
+    try:
+        return marker in jinja.text(messages, list(tools))
+    except BadRow:
+        return False
+
+
+def probe(turns: int) -> list[dict[str, Any]]:
+    """Returns questions and answers whose texts no template contains."""
+    return [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}] * turns
+
+
+def probe_tool() -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
+    return {"type": "function", "function": {"name": TOOL, "description": "d", "parameters": parameters}}
+
+
+def probe_call() -> dict[str, Any]:
+    return {"type": "function", "id": CALL_ID, "function": {"name": TOOL, "arguments": {"x": ARGUMENT}}}

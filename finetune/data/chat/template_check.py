@@ -7,10 +7,22 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.chat.renderer import Renderer, chat_of, renderer
-from finetune.data.chat.template import DATE, Template, asks_for_today, dated
+from finetune.data.chat.renderer import Renderer, build_renderer, chat_of
+from finetune.data.chat.template import (
+    ANSWER,
+    CALL_ID,
+    DATE,
+    QUESTION,
+    RESULT,
+    THOUGHT,
+    TOOL,
+    Template,
+    asks_for_today,
+    dated,
+    probe_call,
+    probe_tool,
+)
 from finetune.data.chat.trained_spans import Chat, parts_of
-from finetune.data.chat.traits import ANSWER, CALL_ID, QUESTION, RESULT, THOUGHT, TOOL, probe_call, probe_tool
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
 
@@ -18,27 +30,27 @@ from finetune.errors import UserError
 def check_template(
     tokenizer: PreTrainedTokenizerBase, template: Template | None = None, train_on: str = "assistant"
 ) -> list[str]:
-    """What is wrong (`problem: ...`) or worth knowing (`note: ...`) about masks under this template; once per run.
+    """Returns what is wrong (`problem: ...`) or worth knowing (`note: ...`) about masks under this template.
 
-    Nothing to say of a tokenizer without a template: `text` needs none, and messages are refused where they appear.
+    Nothing for a tokenizer without a template: `text` needs none, and messages are refused where they appear.
     """
     try:
-        made = renderer(tokenizer, template)  # every answer trained, so that all are looked at
-        if made.chat is None:
+        renderer = build_renderer(tokenizer, template)  # every answer trained, so that all are looked at
+        if renderer.chat is None:
             return []
-        problems = _text_problems(made, made.chat)
-        notes, thought = _thought_notes(made, made.chat)
-        one, two = (_trained(made, _plain(turns, thought)) for turns in (1, 2))
+        problems = _text_problems(renderer, renderer.chat)
+        notes, thought = _thought_notes(renderer, renderer.chat)
+        one, two = (_trained(renderer, _plain(turns, thought)) for turns in (1, 2))
         if train_on != "all":  # without a mask, it cannot be wrong
             problems += [
-                problem for found, turns in ((one, 1), (two, 2)) for problem in _spans(made.chat, found, turns)
+                problem for texts, turns in ((one, 1), (two, 2)) for problem in _spans(renderer.chat, texts, turns)
             ]
     except (BadRow, UserError) as error:
         return [f"problem: {error}"]
     notes += [
-        *_notes(made, made.chat),
-        *_history_notes(made, made.chat, two, train_on),
-        *_tool_notes(made, made.chat, thought),
+        *_notes(renderer, renderer.chat),
+        *_history_notes(renderer, renderer.chat, two, train_on),
+        *_tool_notes(renderer, renderer.chat, thought),
     ]
     return [f"problem: {text}" for text in dict.fromkeys(problems)] + [f"note: {text}" for text in notes]
 
@@ -47,14 +59,16 @@ def _plain(turns: int, reasoning: str | None = None) -> Conversation:
     return Conversation((Message("user", QUESTION), Message("assistant", ANSWER, reasoning=reasoning)) * turns)
 
 
-def _trained(made: Renderer, conversation: Conversation) -> list[list[str]]:
+def _trained(renderer: Renderer, conversation: Conversation) -> list[list[str]]:
     """The texts that are trained, of each example of a conversation."""
-    return [[text.text[begin:end] for begin, end in text.spans] for group in made.draw(conversation) for text in group]
+    return [
+        [text.text[begin:end] for begin, end in text.spans] for group in renderer.draw(conversation) for text in group
+    ]
 
 
-def _text_problems(made: Renderer, chat: Chat) -> list[str]:
-    """What is wrong with the template's text, whatever is trained of it."""
-    name, tokenizer, end = chat.name, made.tokenizer, chat.traits.end_of_turn
+def _text_problems(renderer: Renderer, chat: Chat) -> list[str]:
+    """Returns what is wrong with the template's text, whatever is trained of it."""
+    name, tokenizer, end = chat.name, renderer.tokenizer, chat.traits.end_of_turn
     bos, text = tokenizer.bos_token_id, chat.jinja.text(chat.traits.as_dicts(_plain(1)))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     problems = []
@@ -89,8 +103,8 @@ def _spans(chat: Chat, examples: list[list[str]], turns: int) -> Iterator[str]:
             yield f"{name}: the end-of-turn {end!r} is not trained after every answer"
 
 
-def _notes(made: Renderer, chat: Chat) -> Iterator[str]:
-    tokenizer, end = made.tokenizer, chat.traits.end_of_turn
+def _notes(renderer: Renderer, chat: Chat) -> Iterator[str]:
+    tokenizer, end = renderer.tokenizer, chat.traits.end_of_turn
     if end and tokenizer.pad_token == end:
         yield (
             f"the padding token is the end-of-turn {end!r}: harmless here, where nothing is padded, but other trainers "
@@ -101,17 +115,17 @@ def _notes(made: Renderer, chat: Chat) -> Iterator[str]:
     elif dated(chat.jinja.template.text) != chat.jinja.template.text:
         yield f"{chat.name} writes today's date: rows say {DATE:%d %B %Y}, so that they are the same on every day"
     bos = str(tokenizer.bos_token)
-    if made.adds_bos and not chat.jinja.text(chat.traits.as_dicts(_plain(1))).startswith(bos):
+    if renderer.adds_bos and not chat.jinja.text(chat.traits.as_dicts(_plain(1))).startswith(bos):
         yield (
             f"{chat.name} does not begin with {bos!r}, which this tokenizer puts before plain text: conversations are "
             "trained without it, as they are served by whoever renders the template and adds nothing"
         )
 
 
-def _thought_notes(made: Renderer, chat: Chat) -> tuple[list[str], str | None]:
+def _thought_notes(renderer: Renderer, chat: Chat) -> tuple[list[str], str | None]:
     """A note, and the reasoning to try answers with, where a template prompts for one and refuses answers without."""
     try:
-        made.draw(_plain(1))
+        renderer.draw(_plain(1))
     except BadRow as error:
         if not chat.traits.writes_reasoning:
             raise
@@ -119,10 +133,10 @@ def _thought_notes(made: Renderer, chat: Chat) -> tuple[list[str], str | None]:
     return [], None
 
 
-def _history_notes(made: Renderer, chat: Chat, two: list[list[str]], train_on: str) -> Iterator[str]:
-    """Whether turns are written otherwise once more turns follow."""
+def _history_notes(renderer: Renderer, chat: Chat, two: list[list[str]], train_on: str) -> Iterator[str]:
+    """Yields a note where turns are written differently once more turns follow."""
     what = "turns are written differently" if len(two) > 1 else ""
-    if not what and chat.traits.writes_reasoning and len(_trained(made, _plain(2, THOUGHT))) > 1:
+    if not what and chat.traits.writes_reasoning and len(_trained(renderer, _plain(2, THOUGHT))) > 1:
         what = "earlier reasoning is left out"
     if what and train_on == "all":
         yield f"{chat.name}: {what} once more turns follow; under train_on: all only what is left is trained"
@@ -133,15 +147,15 @@ def _history_notes(made: Renderer, chat: Chat, two: list[list[str]], train_on: s
         )
 
 
-def _tool_notes(made: Renderer, chat: Chat, thought: str | None) -> Iterator[str]:
-    """Whether a row with a tool, its call and its result would be refused by a template that knows calls."""
+def _tool_notes(renderer: Renderer, chat: Chat, thought: str | None) -> Iterator[str]:
+    """Yields a note where a template that supports calls refuses a row with a tool, its call and its result."""
     if chat.traits.calls is None:
         return
     call = Message("assistant", "", reasoning=thought, tool_calls=(probe_call(),))
     result = Message("tool", RESULT, name=TOOL, tool_call_id=CALL_ID)
     turns = (Message("user", QUESTION), call, result, Message("assistant", ANSWER, reasoning=thought))
     try:
-        made.draw(Conversation(turns, (probe_tool(),) if chat.traits.writes_tools else ()))
+        renderer.draw(Conversation(turns, (probe_tool(),) if chat.traits.writes_tools else ()))
     except (BadRow, UserError) as error:
         yield f"rows with tool calls and their results will be refused: {error}"
 
@@ -157,9 +171,10 @@ def turn_end_ids(tokenizer: PreTrainedTokenizerBase, template: Template) -> set[
     """
     chat, added = chat_of(tokenizer, template), set(tokenizer.added_tokens_decoder)
     end_of_turn = _ids(tokenizer, chat.traits.end_of_turn)
-    whole = set(end_of_turn) if len(end_of_turn) == 1 else set()  # a token of the vocabulary may end turns as well
+    # A token of the vocabulary may end turns as well.
+    single_token = set(end_of_turn) if len(end_of_turn) == 1 else set()
     last = {_ids(tokenizer, text)[-1] for text in _up_to_the_end(chat)}
-    return last & (added | whole)
+    return last & (added | single_token)
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

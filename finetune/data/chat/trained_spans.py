@@ -1,4 +1,4 @@
-"""What of a conversation is trained on: the characters that the model has to write in use, turn by turn.
+"""Character spans of a conversation that are trained: what the model has to write in use, turn by turn.
 
 For assistant message i, with what comes before it in use (its generation prompt included) and what it adds:
 
@@ -10,7 +10,7 @@ For assistant message i, with what comes before it in use (its generation prompt
 Positions only: a content that looks like a marker of the template is not mistaken for one.
 
 Some templates rewrite history: they leave earlier reasoning out, or end the last turn with another token. A turn whose
-rendering is not the beginning of the whole conversation's gets an example of its own, in which it is the last: what the
+rendering is not the beginning of the full conversation's gets an example of its own, in which it is the last: what the
 model sees when it writes it. Turns that agree with one another stay together, and each is trained exactly once.
 """
 
@@ -19,12 +19,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from finetune.data.chat.template import Jinja, Messages, Span, Tools
-from finetune.data.chat.traits import Traits
+from finetune.data.chat.template import Jinja, Messages, Span, Tools, Traits
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
+from finetune.utils import common_prefix_length
 
 Part = tuple[str, list[Span]]  # a text and what of it is trained
 
@@ -60,7 +59,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Written:
-    """What a template adds for an assistant message behind `prompt`, and its generation blocks in there."""
+    """Text that a template adds for an assistant message after `prompt`, and the generation blocks in it."""
 
     prompt: str
     text: str
@@ -68,36 +67,31 @@ class _Written:
 
 
 def parts_of(chat: Chat, conversation: Conversation, train_on: str) -> list[Part]:
-    """The examples of a conversation: one, or more where the template rewrites history.
+    """Returns the examples of a conversation: one, or more where the template rewrites history.
 
     Raises BadRow where the template leaves something of the row out, UserError where no mask can be right.
     """
     messages, tools = chat.traits.as_dicts(conversation), conversation.tools
-    trained = _trained(conversation, train_on)
+    answers = [i for i, message in enumerate(conversation.messages) if message.role == "assistant" and message.train]
+    trained = answers[-1:] if train_on == "last_assistant" else answers
     last = bool(trained) and trained[-1] == len(messages) - 1
-    whole, marks = chat.jinja.marked(messages, tools) if last else (chat.jinja.text(messages, tools), [])
+    full_text, marks = chat.jinja.marked(messages, tools) if last else (chat.jinja.text(messages, tools), [])
     turns = []
     for i in trained if train_on != "all" else ():
-        so_far = (whole, marks) if i == len(messages) - 1 else chat.jinja.marked(messages[: i + 1], tools)
+        so_far = (full_text, marks) if i == len(messages) - 1 else chat.jinja.marked(messages[: i + 1], tools)
         written = _written(chat, messages, tools, i, so_far)
         _check_written(chat, conversation.messages[i], i, written.text)
         turns.append(_turn(chat, written, i))
-    _check_context(chat, conversation, messages, whole)
+    _check_context(chat, conversation, messages, full_text)
     if not turns:
-        return [(whole, [(0, len(whole))] if train_on == "all" else [])]
-    return _grouped(whole, turns)
+        return [(full_text, [(0, len(full_text))] if train_on == "all" else [])]
+    return _grouped(full_text, turns)
 
 
-def _trained(conversation: Conversation, train_on: str) -> list[int]:
-    """The numbers of the assistant messages to train on."""
-    answers = [i for i, message in enumerate(conversation.messages) if message.role == "assistant" and message.train]
-    return answers[-1:] if train_on == "last_assistant" else answers
-
-
-def _grouped(whole: str, turns: list[_Turn]) -> list[Part]:
-    """Few texts that hold every turn as it was rendered, each trained in one of them; in the order of the turns."""
+def _grouped(full_text: str, turns: list[_Turn]) -> list[Part]:
+    """Returns few texts with every turn as it was rendered, each trained in one of them; in the order of the turns."""
     parts: list[Part] = []
-    rest, text = turns, whole
+    rest, text = turns, full_text
     while rest:
         agreeing = [turn for turn in rest if turn.agrees_with(text)]
         if agreeing:
@@ -118,7 +112,7 @@ def _turn(chat: Chat, written: _Written, i: int) -> _Turn:
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Spans that touch made one."""
+    """Returns the spans, those that touch as one."""
     joined: list[Span] = []
     for begin, end in spans:
         if joined and joined[-1][1] == begin:
@@ -129,7 +123,8 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
 
 
 def _begin(chat: Chat, written: _Written, i: int) -> int:
-    """Behind a header that is not in the prompt. Anything else the model writes: Mistral's space, an empty thought."""
+    """Returns where the answer begins: after a header that is not in the prompt. Anything else the model writes:
+    Mistral's space, an empty thought."""
     header, prompt = chat.traits.header, chat.traits.prompt
     if header:
         if not written.text.startswith(header):
@@ -145,7 +140,8 @@ def _begin(chat: Chat, written: _Written, i: int) -> int:
 
 
 def _end(chat: Chat, written: str, i: int) -> int:
-    """Behind the end-of-turn: the one that answers have, or another token at the end (a tool call may have its own)."""
+    """Returns where the answer ends, end-of-turn included: the one that answers have, or another token (a tool call may
+    have its own)."""
     traits = chat.traits
     if traits.tail is not None and written.endswith(traits.tail):
         return len(written) - len(traits.closing)
@@ -162,7 +158,7 @@ def _end(chat: Chat, written: str, i: int) -> int:
 
 
 def _closed(chat: Chat, written: _Written, end: int) -> list[Span]:
-    """Generation blocks, with the last one extended to the end-of-turn, or cut behind it, if it ends elsewhere."""
+    """Returns generation blocks, the last one extended to the end-of-turn, or cut after it, if it ends elsewhere."""
     marks, text = [(begin, min(stop, end)) for begin, stop in written.marks], written.text
     if not marks:
         return []
@@ -173,22 +169,25 @@ def _closed(chat: Chat, written: _Written, end: int) -> list[Span]:
 
 
 def _written(chat: Chat, messages: Messages, tools: Tools, i: int, so_far: tuple[str, list[Span]]) -> _Written:
-    """What the template adds for message `i` to its prompt. Raises where the prompt is not the beginning."""
+    """Returns what the template adds for message `i` to its prompt. Raises where the prompt is not the beginning."""
     prompt = chat.jinja.text(messages[:i], tools, prompt=True)
     text, marks = so_far
     if text.startswith(prompt):
         return _cut(prompt, text, len(prompt), marks)
     # gpt-oss drops the reasoning before a tool's call once the answer is known: not what the model saw when it wrote
     # it. What is added does not depend on it.
-    history = [_without_reasoning(message) for message in messages[:i]]
+    history = [
+        {key: value for key, value in message.items() if key not in ("reasoning_content", "thinking")}
+        for message in messages[:i]
+    ]
     if history != list(messages[:i]):
         bare_prompt = chat.jinja.text(history, tools, prompt=True)
         bare, bare_marks = chat.jinja.marked([*history, messages[i]], tools)
         if bare.startswith(bare_prompt):
             return _cut(prompt, bare, len(bare_prompt), bare_marks)
     if marks:  # the template says itself what is generated
-        same = _same(prompt, text)
-        return _cut(text[:same], text, same, marks)
+        shared = common_prefix_length(prompt, text)
+        return _cut(text[:shared], text, shared, marks)
     reason = _rewritten(chat.name, i, prompt, text)
     if chat.traits.writes_reasoning and "reasoning_content" not in messages[i]:
         raise BadRow(f"{reason}. Or give the message its `reasoning`, which the template prompts for")
@@ -200,75 +199,65 @@ def _cut(prompt: str, text: str, at: int, marks: Sequence[Span]) -> _Written:
     return _Written(prompt, text[at:], [(max(begin - at, 0), end - at) for begin, end in marks if end > at])
 
 
-def _without_reasoning(message: Any) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if key not in ("reasoning_content", "thinking")}
-
-
-def _same(first: str, second: str) -> int:
-    """The number of characters with which both begin."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
 def _rewritten(name: str, i: int, expected: str, text: str) -> str:
-    same = _same(expected, text)
-    begin = max(0, same - 20)
+    shared = common_prefix_length(expected, text)
+    begin = max(0, shared - 20)
     return (
         f"{name} renders the conversation up to message {i} (assistant) differently once its answer is known: "
-        f"{expected[begin : same + 30]!r} becomes {text[begin : same + 30]!r}. What the model would see in use is not "
-        "what it would be trained on. Mark what the assistant writes in the template with {% generation %}, or give "
-        "another model.chat_template"
+        f"{expected[begin : shared + 30]!r} becomes {text[begin : shared + 30]!r}. What the model would see in use is "
+        "not what it would be trained on. Mark what the assistant writes in the template with {% generation %}, or "
+        "give another model.chat_template"
     )
 
 
-# --- that nothing of the row is lost
+# --- nothing of the row is lost
 
 
 def _check_written(chat: Chat, message: Message, i: int, written: str) -> None:
     """Raises where the template does not write what a trained message says, white space aside."""
-    if not _holds(written, message.content):
+    if not _contains(written, message.content):
         raise UserError(
             f"{chat.name} changes the content of message {i} (assistant): {message.content[:40]!r} is not in "
             f"{written[:60]!r}, so the model would not learn what the row says; give another model.chat_template"
         )
-    if message.reasoning and not _holds(written, message.reasoning):
+    if message.reasoning and not _contains(written, message.reasoning):
         raise BadRow(
             f"{chat.name} does not write the `reasoning` of message {i} (assistant): take it out of the row, or give a "
             "model.chat_template that writes it"
         )
 
 
-def _check_context(chat: Chat, conversation: Conversation, messages: Messages, whole: str) -> None:
+def _check_context(chat: Chat, conversation: Conversation, messages: Messages, full_text: str) -> None:
     """Raises BadRow where the template leaves out tools, tool calls, or a message that is not the assistant's."""
-    if conversation.tools and _same_without_tools(chat, messages, whole):
+    if conversation.tools and _same_without_tools(chat, messages, full_text):
         raise BadRow(
             f"{chat.name} has no grammar for tools: it leaves the row's `tools` out; give a model.chat_template "
             "that writes them"
         )
     for i, message in enumerate(conversation.messages):
         calls = [call["function"]["name"] for call in message.tool_calls]
-        missing = next((name for name in calls if whole.count(name) < calls.count(name)), None)
+        missing = next((name for name in calls if full_text.count(name) < calls.count(name)), None)
         if missing is not None or (message.tool_calls and chat.traits.calls is None):
             raise BadRow(
                 f"{chat.name} has no grammar for tool calls: it leaves out {missing or calls[0]!r} of message {i} "
                 "(assistant); give a model.chat_template that writes them"
             )
-        if message.role != "assistant" and not _holds(whole, message.content):
+        if message.role != "assistant" and not _contains(full_text, message.content):
             raise BadRow(
                 f"{chat.name} does not write message {i} ({message.role}), {message.content[:40]!r}: take it out of "
                 "the row, or give a model.chat_template that writes it"
             )
 
 
-def _same_without_tools(chat: Chat, messages: Messages, whole: str) -> bool:
+def _same_without_tools(chat: Chat, messages: Messages, full_text: str) -> bool:
     try:
-        return chat.jinja.text(messages) == whole
+        return chat.jinja.text(messages) == full_text
     except BadRow:  # it knows tools so well that it will not do without
         return False
 
 
-def _holds(text: str, content: str) -> bool:
-    """Whether a template wrote a content: as it is, with other white space, or as a string of JSON."""
+def _contains(text: str, content: str) -> bool:
+    """Returns whether a text has a content: as it is, with other white space, or as a string of JSON."""
     if content in text:
         return True
     solid = "".join(text.split())

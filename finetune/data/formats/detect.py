@@ -1,4 +1,4 @@
-"""Which format rows are in, found by reading them; and which one a row that fits none comes nearest to."""
+"""Which format rows are in, detected by reading them; and which one a row that fits none comes nearest to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.formats.table import FIELDS, FORMATS, check_columns, read
+from finetune.data.formats.converters import FIELDS, FORMATS, check_columns, read
 from finetune.data.formats.values import LISTED, Misfit, Row, has_value, kind, names
 from finetune.data.samples import BadRow, Sample
 from finetune.errors import UserError
@@ -19,7 +19,7 @@ Columns = Mapping[str, str]  # field of a format: column of the rows
 
 @dataclass(frozen=True)
 class Detected:
-    """What `format: auto` stands for."""
+    """The format that `format: auto` resolves to."""
 
     format: str
     columns: Columns | None  # None where every field has its own name
@@ -36,9 +36,22 @@ class _Fit:
     is_named: bool  # no other names than the recipe's and the format's own
 
     def used(self, present: Sequence[str]) -> set[str]:
-        """The columns that it reads."""
+        """Returns the columns that it reads."""
         own = set(FIELDS[self.format].all) - set(self.columns)
         return {column for column in present if column in own} | set(self.columns.values())
+
+
+def parse_row(row: Row, format: str, columns: Columns | None = None) -> Sample:
+    """The sample in a row of `format`, with `columns` naming the file's column for a field of the format.
+
+    Raises BadRow; for a row that is not of this format at all it names the one that fits, or comes nearest.
+    """
+    try:
+        return read(row, format, columns)
+    except Misfit as error:
+        raise BadRow(f"format `{format}`: {error}{hint(row, format)}") from None
+    except BadRow as error:
+        raise BadRow(f"format `{format}`: {error}") from None
 
 
 def detect_format(rows: Sequence[Row], columns: Columns | None = None) -> Detected:
@@ -54,7 +67,9 @@ def detect_format(rows: Sequence[Row], columns: Columns | None = None) -> Detect
     if not rows:
         raise UserError("there are no rows to tell the format from")
     present = list(dict.fromkeys(str(name) for row in rows for name in row))
-    possible = _likely(_fits(rows, present, columns or {}), len(rows))
+    fits = _fits(rows, present, columns or {})
+    most = max((len(fit.samples) for fit in fits), default=0)
+    possible = [fit for fit in fits if len(fit.samples) >= min(most, len(rows) / 2)]
     if not possible:
         raise UserError(_nothing_fits(rows[0], columns))
     lowest = min(FIELDS[fit.format].rank for fit in possible)
@@ -80,24 +95,27 @@ def nearest_format(row: Row, columns: Columns | None = None) -> tuple[str, str]:
     if known:  # by rank those that fit, then those that do not
         format, _, problem = min(known, key=lambda tried: (tried[2] is not None, FIELDS[tried[0]].rank))
         return format, str(problem or "")
-    if not columns and (found := _under_another_name(row)):
-        return found
+    # A format of one required field that a single column fits, whatever its name; not text, which many would fit.
+    one_field = [format for format in FORMATS if len(FIELDS[format].required) == 1 and format != "text"]
+    if not columns and (fitting := next(filter(None, (_as_single_field(row, format) for format in one_field)), None)):
+        return fitting
     best = max(tries, key=lambda tried: _nearness(row, tried[0], tried[1]))
-    if not columns and not _nearness(row, *best[:2])[0] and (found := _as_single_field(row, "text")):
-        return found
+    if not columns and not _nearness(row, *best[:2])[0] and (fitting := _as_single_field(row, "text")):
+        return fitting
     return best[0], str(best[2])
 
 
 def looks_like(row: Row, but_not: str | None = None) -> tuple[str, Columns] | None:
     """The format that a row fits, with the names of its fields there, or None."""
-    candidates = [found for found in _candidates(list(row), {}) if found[0] != but_not]
-    return next((found for found in sorted(candidates, key=_rank) if _problem(row, *found) is None), None)
+    candidates = [candidate for candidate in _candidates(list(row), {}) if candidate[0] != but_not]
+    candidates.sort(key=lambda candidate: FIELDS[candidate[0]].rank)
+    return next((candidate for candidate in candidates if _problem(row, *candidate) is None), None)
 
 
 def hint(row: Row, format: str) -> str:
-    """What to say of a row that is not of the `format` given: the one that it fits, or comes nearest to."""
+    """Returns the end of a message on a row that is not of `format`: the one that it fits, or comes nearest to."""
     if fitting := looks_like(row, but_not=format):
-        return f"; the row looks like format `{fitting[0]}`{_with(fitting[1])}"
+        return f"; the row looks like format `{fitting[0]}`{_describe_mapping(fitting[1])}"
     nearest, why = nearest_format(row)
     return f"; format `{nearest}` comes nearest, but: {why}" if nearest != format else ""
 
@@ -117,22 +135,13 @@ def _candidates(present: Sequence[str], columns: Columns) -> Iterator[tuple[str,
                 yield format, {**others, **columns}
 
 
-def _rank(candidate: tuple[str, Columns]) -> int:
-    return FIELDS[candidate[0]].rank
-
-
 def _fits(rows: Sequence[Row], present: Sequence[str], columns: Columns) -> list[_Fit]:
-    found = []
+    fits = []
     for format, mapping in _candidates(present, columns):
         samples = {i: sample for i, row in enumerate(rows) if (sample := _sample(row, format, mapping)) is not None}
         if samples:
-            found.append(_Fit(format, mapping, samples, is_named=mapping == columns))
-    return found
-
-
-def _likely(fits: list[_Fit], count: int) -> list[_Fit]:
-    most = max((len(fit.samples) for fit in fits), default=0)
-    return [fit for fit in fits if len(fit.samples) >= min(most, count / 2)]
+            fits.append(_Fit(format, mapping, samples, is_named=mapping == columns))
+    return fits
 
 
 def _sample(row: Row, format: str, columns: Columns) -> Sample | None:
@@ -151,12 +160,6 @@ def _problem(row: Row, format: str, columns: Columns) -> BadRow | None:
 
 
 # --- nearness
-
-
-def _under_another_name(row: Row) -> tuple[str, str] | None:
-    """A format of one required field that a single column would fit, whatever its name; not text, which many would."""
-    one_field = [format for format in FORMATS if len(FIELDS[format].required) == 1 and format != "text"]
-    return next((found for format in one_field if (found := _as_single_field(row, format))), None)
 
 
 def _as_single_field(row: Row, format: str) -> tuple[str, str] | None:
@@ -189,8 +192,10 @@ def _check_unambiguous(rivals: list[_Fit]) -> None:
     for other in rivals[1:]:
         both = first.samples.keys() & other.samples.keys()
         if any(first.samples[i] != other.samples[i] for i in both):
-            said = " and ".join(f"`{fit.format}`{_with(fit.columns)} ({_holds(fit)})" for fit in (first, other))
-            raise UserError(f"the rows fit two formats that would train different things: {said}; set `format`")
+            fits = " and ".join(
+                f"`{fit.format}`{_describe_mapping(fit.columns)} ({_describe_columns(fit)})" for fit in (first, other)
+            )
+            raise UserError(f"the rows fit two formats that would train different things: {fits}; set `format`")
 
 
 def _reason(fit: _Fit, present: Sequence[str], count: int) -> str:
@@ -199,7 +204,7 @@ def _reason(fit: _Fit, present: Sequence[str], count: int) -> str:
     required = {fit.columns.get(field, field) for field in FIELDS[fit.format].required}
     also, unused = [name for name in present if name in used - required], [n for n in present if n not in used]
     parts = [
-        _holds(fit),
+        _describe_columns(fit),
         f"also read: {_some(also)}" if also else "",
         f"not read: {_some(unused)}" if unused else "",
         f"{len(fit.samples)} of the first {count} rows fit" if len(fit.samples) < count else "",
@@ -212,33 +217,33 @@ def _some(columns: list[str]) -> str:
     return names(columns[:LISTED]) + more
 
 
-def _holds(fit: _Fit) -> str:
+def _describe_columns(fit: _Fit) -> str:
     fields = FIELDS[fit.format]
     columns = [fit.columns.get(field, field) for field in fields.required]
-    return f"column{'s' * (len(columns) > 1)} {names(columns)} hold{'s' * (len(columns) == 1)} {fields.holds}"
+    return f"column{'s' * (len(columns) > 1)} {names(columns)} hold{'s' * (len(columns) == 1)} {fields.content}"
 
 
-def _with(columns: Columns) -> str:
-    said = ", ".join(f"{field}: {column}" for field, column in columns.items())
-    return f" with `columns: {{{said}}}`" if said else ""
+def _describe_mapping(columns: Columns) -> str:
+    pairs = ", ".join(f"{field}: {column}" for field, column in columns.items())
+    return f" with `columns: {{{pairs}}}`" if pairs else ""
 
 
 def _nothing_fits(row: Row, columns: Columns | None) -> str:
     nearest, why = nearest_format(row, columns)
     return (
-        f"no format fits the first row, which has {_seen(row)}; format `{nearest}` comes nearest, but: {why}\n"
+        f"no format fits the first row, which has {_describe_row(row)}; format `{nearest}` comes nearest, but: {why}\n"
         f"The formats are {names(FORMATS)}; set `format`, and `columns` where fields have other names."
     )
 
 
-def _seen(row: Row) -> str:
+def _describe_row(row: Row) -> str:
     """The columns and what is in them."""
-    said = [f"{names([column])} ({_held(value)})" for column, value in list(row.items())[:LISTED]]
+    described = [f"{names([column])} ({_describe_value(value)})" for column, value in list(row.items())[:LISTED]]
     more = f" and {len(row) - LISTED} more" if len(row) > LISTED else ""
-    return ", ".join(said) + more if said else "no columns"
+    return ", ".join(described) + more if described else "no columns"
 
 
-def _held(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if not isinstance(value, list):
         return kind(value)
     if not has_value(value):

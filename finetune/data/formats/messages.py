@@ -91,7 +91,7 @@ def read_messages(value: Any, where: str) -> list[Message]:
 
 
 def items(value: Any, where: str) -> list[Any]:
-    """The items of a list of messages."""
+    """Returns the items of a list of messages."""
     if not isinstance(value, list):
         raise (BadRow if value is None else Misfit)(f"`{where}` is {kind(value)}; expected a list of messages")
     if not value:
@@ -152,8 +152,8 @@ def _part(value: Any, where: str) -> str:
     part = mapping(value, where, 'a part such as {"type": "text", "text": ...}')
     type_ = part.get("type")
     if type_ != "text":
-        found = f"has no `type`; it has {keys_of(part)}" if type_ is None else f"is of type {shown(type_)}"
-        raise BadRow(f"{where} {found}; only parts of type 'text' are supported")
+        problem = f"has no `type`; it has {keys_of(part)}" if type_ is None else f"is of type {shown(type_)}"
+        raise BadRow(f"{where} {problem}; only parts of type 'text' are supported")
     only_keys(part, ("type", "text"), where)
     if not isinstance(part.get("text"), str):
         raise BadRow(f"{where}.text is {kind(part.get('text'))}; expected text")
@@ -177,55 +177,55 @@ def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:
         if not isinstance(part.get("value"), str):
             raise BadRow(f"{where}[{i}].value is {kind(part.get('value'))}; expected text")
         values[part["type"]].append(encodable(part["value"], f"{where}[{i}].value"))
-    said = {**item, "content": "".join(values["text"])}
+    message = {**item, "content": "".join(values["text"])}
     if values["reasoning"]:
-        if found := [key for key in REASONING if has_value(item.get(key))]:
-            raise BadRow(f"{where} has reasoning, and so has {names(found)}; keep one")
-        said["reasoning_content"] = "".join(values["reasoning"])
+        if others := [key for key in REASONING if has_value(item.get(key))]:
+            raise BadRow(f"{where} has reasoning, and so has {names(others)}; keep one")
+        message["reasoning_content"] = "".join(values["reasoning"])
     calls = [call for value in values["tool_call"] for call in calls_of_turn(value, where)]
-    return said, tuple(calls)
+    return message, tuple(calls)
 
 
 def _calls(item: Row, parts: tuple[Call, ...], role: str, where: str) -> tuple[Call, ...]:
     """parts: calls that stand in the content."""
-    found = [key for key in ("tool_calls", "function_call") if has_value(item.get(key))]
+    keys = [key for key in ("tool_calls", "function_call") if has_value(item.get(key))]
     if parts:
-        if found or role != "assistant":
-            raise BadRow(f"{where} is from {role} and has {names(['content', *found])} with calls; keep an assistant's")
+        if keys or role != "assistant":
+            raise BadRow(f"{where} is from {role} and has {names(['content', *keys])} with calls; keep an assistant's")
         return parts
-    if not found:
+    if not keys:
         return ()
     if role != "assistant":
-        raise BadRow(f"{where} is from {role} and has {names(found)}; only an assistant calls tools")
-    if len(found) == 2:
-        raise BadRow(f"{where} has {names(found)}, the new and the old name of the same; keep one")
-    if found == ["function_call"]:
+        raise BadRow(f"{where} is from {role} and has {names(keys)}; only an assistant calls tools")
+    if len(keys) == 2:
+        raise BadRow(f"{where} has {names(keys)}, the new and the old name of the same; keep one")
+    if keys == ["function_call"]:
         function = called(item["function_call"], f"{where}.function_call")
         return ({"type": "function", "function": function},)
     return tool_calls(item["tool_calls"], f"{where}.tool_calls")
 
 
 def _call_id(item: Row, role: str, where: str) -> str | None:
-    found = optional_text(item.get("tool_call_id"), f"{where}.tool_call_id") or None
-    if found and role != "tool":
+    call_id = optional_text(item.get("tool_call_id"), f"{where}.tool_call_id") or None
+    if call_id and role != "tool":
         raise BadRow(f"{where} is from {role} and has `tool_call_id`; only a tool answers calls")
-    return found
+    return call_id
 
 
 def _reasoning(item: Row, role: str, where: str) -> str | None:
-    """What the assistant thought; the names in use all say the same."""
-    found = {key: text(item[key], f"{where}.{key}") for key in REASONING if has_value(item.get(key))}
-    if not found:
+    """Returns what the assistant thought; several names of it must have the same text."""
+    reasoning = {key: text(item[key], f"{where}.{key}") for key in REASONING if has_value(item.get(key))}
+    if not reasoning:
         return None
     if role != "assistant":
-        raise BadRow(f"{where} is from {role} and has {names(found)}; only an assistant thinks aloud")
-    if len(set(found.values())) > 1:
-        raise BadRow(f"{where} has {names(found)}, which say different things; keep one")
-    return next(iter(found.values()))
+        raise BadRow(f"{where} is from {role} and has {names(reasoning)}; only an assistant thinks aloud")
+    if len(set(reasoning.values())) > 1:
+        raise BadRow(f"{where} has {names(reasoning)}, which say different things; keep one")
+    return next(iter(reasoning.values()))
 
 
 def _train(item: Row, role: str, where: str) -> bool:
-    """Whether a message is trained, by a key of `TRAINED`; every assistant's is where none is given.
+    """Returns whether a message is trained, by a key of `TRAINED`; every assistant's is where none is given.
 
     weight: https://platform.openai.com/docs/guides/supervised-fine-tuning, 0 or 1 there as well.
     """
@@ -235,19 +235,19 @@ def _train(item: Row, role: str, where: str) -> bool:
             raise BadRow(f"{where}.train is {shown(value)}; expected true or false")
         if key != "train" and (isinstance(value, bool) or value not in (0, 1)):
             raise BadRow(f"{where}.{key} is {shown(value)}; expected 0 or 1: a share of a message is not supported")
-    said = {bool(value) for value in given.values()}
-    if len(said) == 2:
+    values = {bool(value) for value in given.values()}
+    if len(values) == 2:
         both = " and its ".join(f"{key} is {shown(value)}" for key, value in given.items())
         raise BadRow(f"{where}.{both}; keep one")
     if role == "assistant":
-        return said != {False}
-    if True in said:
+        return values != {False}
+    if True in values:
         key = next(iter(given))
         raise BadRow(
             f"{where} is from {role} and has `{key}: {shown(item[key])}`; only an assistant's messages are trained "
             "(objective.train_on: all trains every token)"
         )
-    return True  # without meaning: as if nothing were said
+    return True  # without meaning: as if no key were given
 
 
 # --- sharegpt
@@ -271,20 +271,20 @@ def _turn(value: Any, where: str) -> Message:
 # --- conversations
 
 
-def to_conversation(found: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
-    """The messages in an order that makes sense, after a row's `system`, where that is not among them."""
-    _check_order(found)
-    answers = [message for message in found if message.role == "assistant"]
+def to_conversation(messages: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
+    """Returns the messages, checked for their order, after a row's `system`, where that is not among them."""
+    _check_order(messages)
+    answers = [message for message in messages if message.role == "assistant"]
     if not answers:
         raise BadRow("no assistant message, so there is nothing to train on")
     if not any(message.train for message in answers):
         raise BadRow("every assistant message has `train: false` or `weight: 0`, so there is nothing to train on")
-    return Conversation((*_system(found[0], system), *found), tools)
+    return Conversation((*_system(messages[0], system), *messages), tools)
 
 
-def as_context(found: Sequence[Message]) -> list[Message]:
+def as_context(messages: Sequence[Message]) -> list[Message]:
     """Messages that are seen, not trained."""
-    return [replace(message, train=False) if message.role == "assistant" else message for message in found]
+    return [replace(message, train=False) if message.role == "assistant" else message for message in messages]
 
 
 def _system(first: Message, system: str) -> tuple[Message, ...]:
@@ -297,13 +297,14 @@ def _system(first: Message, system: str) -> tuple[Message, ...]:
     return (Message("system", system),)
 
 
-def _check_order(found: Sequence[Message]) -> None:
+def _check_order(messages: Sequence[Message]) -> None:
     # One system or developer message at most: templates that know both take the first, and some drop a second unseen.
-    start = 1 if found and found[0].role in FIRST else 0
-    before: Message | None = found[0] if start else None
+    start = 1 if messages and messages[0].role in FIRST else 0
+    before: Message | None = messages[0] if start else None
     waiting: list[str | None] = []  # ids of calls without an answer so far
-    for i, message in enumerate(found[start:], start):
-        expected = _expected(before, waiting)
+    for i, message in enumerate(messages[start:], start):
+        answers = before is not None and before.role in ("user", "tool")
+        expected = "tool" if waiting else "assistant" if answers else "user"
         if message.role != expected:
             after = f"after {before.role}" if before else "first"
             raise BadRow(
@@ -315,17 +316,11 @@ def _check_order(found: Sequence[Message]) -> None:
             waiting = [call.get("id") for call in message.tool_calls]
         before = message
     if waiting and before and before.role == "tool":
-        raise BadRow(f"the conversation ends at message {len(found) - 1} (tool){_why(before, None, waiting)}")
-
-
-def _expected(before: Message | None, waiting: list[str | None]) -> str:
-    if waiting:
-        return "tool"
-    return "assistant" if before and before.role in ("user", "tool") else "user"
+        raise BadRow(f"the conversation ends at message {len(messages) - 1} (tool){_why(before, None, waiting)}")
 
 
 def _why(before: Message | None, message: Message | None, waiting: list[str | None]) -> str:
-    """What explains an expected role that is not plain from the one before."""
+    """Returns what explains an expected role that does not follow from the one before."""
     if waiting:
         ids = [id_ for id_ in waiting if id_]
         return f"; calls without an answer so far: {len(waiting)}" + (f" ({names(ids)})" if ids else "")
@@ -422,17 +417,17 @@ def _arguments(value: Any, where: str, is_text: bool) -> dict[str, Any]:
         return {}
     if not isinstance(value, str):
         return json_object(mapping(value, where, "an object, or the JSON of one"), where, is_text=is_text)
-    found = from_json(value, where)
-    if not isinstance(found, dict):
-        raise BadRow(f"{where} is the JSON of {kind(found)} ({shown(value)}); expected that of an object")
-    return json_object(found, where, is_text=True)
+    decoded = from_json(value, where)
+    if not isinstance(decoded, dict):
+        raise BadRow(f"{where} is the JSON of {kind(decoded)} ({shown(value)}); expected that of an object")
+    return json_object(decoded, where, is_text=True)
 
 
 def calls_of_turn(value: Any, where: str) -> tuple[Call, ...]:
     """The calls in a sharegpt `function_call` turn: the JSON of one call or of a list of them, or these as they are."""
     is_text = isinstance(value, str)
-    found = from_json(text(value, where), where) if is_text else value
-    calls = tool_calls(found if isinstance(found, list) else [found], where, is_text=is_text)
+    decoded = from_json(text(value, where), where) if is_text else value
+    calls = tool_calls(decoded if isinstance(decoded, list) else [decoded], where, is_text=is_text)
     if not calls:
         raise BadRow(f"{where} has no call; expected the JSON of one, with `name` and `arguments`")
     return calls

@@ -35,41 +35,41 @@ _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxoth
 
 
 def kind(value: Any) -> str:
-    """What a message calls a value: text, a number, a list, an object, null."""
+    """Returns what a message calls a value: text, a number, a list, an object, null."""
     return "an object" if isinstance(value, Mapping) else _KINDS.get(type(value), type(value).__name__)
 
 
 def shown(value: Any) -> str:
-    """A value, short enough for a message."""
-    whole = _SHORT.repr(value)
-    return whole if len(whole) <= SHOWN else f"{whole[: SHOWN - 3]}..."
+    """Returns a value, short enough for a message."""
+    representation = _SHORT.repr(value)
+    return representation if len(representation) <= SHOWN else f"{representation[: SHOWN - 3]}..."
 
 
-def names(found: Iterable[Any]) -> str:
-    """`a`, `b`: names as a message lists them."""
-    return ", ".join(f"`{name if len(str(name)) <= SHOWN else str(name)[: SHOWN - 3] + '...'}`" for name in found)
+def names(items: Iterable[Any]) -> str:
+    """Returns `a`, `b`: names as a message lists them."""
+    return ", ".join(f"`{name if len(str(name)) <= SHOWN else str(name)[: SHOWN - 3] + '...'}`" for name in items)
 
 
 def columns_of(row: Row) -> str:
-    """The row's columns, the first dozen."""
+    """Returns the row's columns, the first dozen."""
     more = f" and {len(row) - LISTED} more" if len(row) > LISTED else ""
     return f"the columns {names(list(row)[:LISTED])}{more}" if row else "no columns"
 
 
 def keys_of(item: Row) -> str:
-    """The keys of an object in a row, the first dozen."""
+    """Returns the keys of an object in a row, the first dozen."""
     return names(list(item)[:LISTED]) or "nothing"
 
 
 def has_value(value: Any) -> bool:
-    """Whether a key says anything. Parquet gives every struct all keys, null where a row had none."""
+    """Returns whether a key has a value. Parquet gives every struct all keys, null where a row had none."""
     if value is None:
         return False
     return not isinstance(value, (str, list, tuple, Mapping)) or len(value) > 0  # `|` would build a type in each call
 
 
 def text(value: Any, where: str) -> str:
-    """A text that says something."""
+    """Returns a text that is not blank."""
     if not isinstance(value, str):
         raise BadRow(f"{where} is {kind(value)}; expected text")
     if not value.strip():
@@ -106,7 +106,7 @@ def mapping(value: Any, where: str, expected: str) -> Row:
 
 
 def from_json(value: str, where: str) -> Any:
-    """What a JSON text says."""
+    """Returns the value of a JSON text."""
     try:
         return json.loads(value, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -126,17 +126,17 @@ def json_object(value: Mapping[str, Any], where: str, *, is_text: bool = False) 
     """An object that a template can write as JSON; unless it came as text, without keys whose value is null.
 
     Parquet's structs have every key that any row of the file has, null where this row had none: a null that stays
-    would be rendered, so the model would be trained to write arguments that nobody gave. A null that is meant stays
+    would be rendered, so the model would be trained to write arguments that no row has. A null that is meant stays
     where the object is given as JSON text, and inside lists, to which Parquet adds nothing.
     """
     try:
-        found = dict(value) if is_text else _without_nulls(value)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        plain = dict(value) if is_text else _without_nulls(value)
+        json.dumps(plain, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         _half_a_character(error.object, error, where)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRow(f"{where} cannot be written as JSON: {error}") from None
-    return found
+    return plain
 
 
 def _without_nulls(value: Any) -> Any:
@@ -145,11 +145,11 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def json_list(value: Any, where: str, of: str) -> Sequence[Any]:
-    """A list, or the list that a JSON text says; null and empty are an empty one."""
+def json_list(value: Any, where: str, items: str) -> Sequence[Any]:
+    """Returns a list, or the list that a JSON text encodes; null and empty are an empty one."""
     if not has_value(value):
         return []
-    found = from_json(value, where) if isinstance(value, str) else value
-    if not isinstance(found, list):
-        raise BadRow(f"{where} is {kind(found)} ({shown(found)}); expected a list of {of}")
-    return found
+    decoded = from_json(value, where) if isinstance(value, str) else value
+    if not isinstance(decoded, list):
+        raise BadRow(f"{where} is {kind(decoded)} ({shown(decoded)}); expected a list of {items}")
+    return decoded

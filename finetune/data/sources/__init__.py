@@ -4,11 +4,6 @@ A row is (file or dataset, number, object). Numbers start at 1: lines of the fil
 a csv record begins on, the header is line 1); items for a json array, rows for parquet, arrow and datasets. They are
 those of the file, whatever part of it `split` takes.
 
-`source.py` asks `locations.py` (files) or `hub.py` (datasets) for what a path means; `readers.py` has a reader for each
-kind of file, `files.py` gives it the bytes.
+`source.py` opens a source, `locations.py` says which files a path means; `readers.py` has a reader for each kind of
+file, `files.py` gives it the bytes.
 """
-
-from finetune.data.sources.source import OnBadRow, SourceReader, raise_bad_row, read_rows
-from finetune.recipe.urls import without_credentials
-
-__all__ = ["OnBadRow", "SourceReader", "raise_bad_row", "read_rows", "without_credentials"]

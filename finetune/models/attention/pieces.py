@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from finetune.data.token_shard import Stretches
+from finetune.data.batch import Stretches
 
 aten = torch.ops.aten
 

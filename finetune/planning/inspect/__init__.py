@@ -9,10 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from finetune.data import to_json_lines
 from finetune.data.chat.template import resolve_template
 from finetune.data.dataset import build_dataset, template_notes
-from finetune.data.token_text import Look
+from finetune.data.token_text import Look, to_json_lines
 from finetune.errors import UserError
 from finetune.models.config import load_tokenizer
 from finetune.planning.inspect.dataset_view import DatasetView, dataset_statistics, find_row, first_examples

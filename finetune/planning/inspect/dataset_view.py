@@ -18,8 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data import DataReport, Examples, prepare_examples, read_rows, row_work
 from finetune.data.dataset import Dataset
+from finetune.data.examples import Examples, prepare_examples
+from finetune.data.packing import row_work
+from finetune.data.sources.source import read_rows
+from finetune.data.token_cache import DataReport
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Data, Source

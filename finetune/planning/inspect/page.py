@@ -24,8 +24,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from finetune.data import Example
-from finetune.data import Sequence as TokenSequence
+from finetune.data.samples import Example
+from finetune.data.samples import Sequence as TokenSequence
 from finetune.data.token_text import INVISIBLE, Token, left_out_note, shortened, tokens_of, visible
 from finetune.errors import UserError
 from finetune.planning.inspect.dataset_view import (

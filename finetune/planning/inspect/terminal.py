@@ -11,8 +11,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from finetune.data import SourceReport, render_rich
-from finetune.data.token_text import Look, visible
+from finetune.data.token_cache import SourceReport
+from finetune.data.token_text import Look, render_rich, visible
 from finetune.planning.inspect.dataset_view import LOSSES, SEQUENCES, DatasetStatistics, DatasetView, Histogram
 
 COUNTS = {

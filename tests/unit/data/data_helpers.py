@@ -13,9 +13,10 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import Example, Sequence, prepare_examples
 from finetune.data.chat.renderer import labels_of
 from finetune.data.chat.template import TEMPLATES
+from finetune.data.examples import prepare_examples
+from finetune.data.samples import Example, Sequence
 from finetune.recipe import Recipe
 
 CORPUS = [

@@ -22,8 +22,9 @@ import pyarrow.parquet
 import pytest
 from data_helpers import byte_level, prepare
 
-from finetune.data import BadRow, parse_row
-from finetune.data.sources import SourceReader
+from finetune.data.formats.detect import parse_row
+from finetune.data.samples import BadRow
+from finetune.data.sources.source import SourceReader
 from finetune.errors import UserError
 from finetune.recipe.schema import Source
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from data_helpers import document, labelled, prepare, recipe, text_tokenizer, write_jsonl
 
-from finetune.data import Example, RowOrder, group_rows, one_per_row, pack, row_work
 from finetune.data.batch import Batch, collate
 from finetune.data.dataset import build_dataset
 from finetune.data.loader import Loader, OrderedRows, assign_micro_batches
+from finetune.data.packing import RowOrder, group_rows, one_per_row, pack, row_work
+from finetune.data.samples import Example
 from finetune.errors import UserError
 
 # --- packing

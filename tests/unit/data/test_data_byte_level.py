@@ -17,8 +17,8 @@ from test_data_templates import CONVERSATIONS, FAMILIES
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import renderer
 from finetune.data.chat.encoding import TRIED, ByteLevel, Encoder, Tokens, byte_level, encoder
+from finetune.data.chat.renderer import build_renderer
 
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 LLAMA3_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -139,7 +139,7 @@ def test_under_every_template(data: st.DataObject, name: str, trims: bool):
     words = (*family.words, *(token for token in family.specials if token not in named.values()))
     template = family_template(name)
     tokenizer = made_tokenizer(tuple(named.values()), words=words, template=template, trim_offsets=trims, **named)
-    made = renderer(tokenizer)
+    made = build_renderer(tokenizer)
     found = [one for _ in range(2) for group in made.draw(data.draw(conversations(name))) for one in group]
     texts, spans = [one.text for one in found], [list(one.spans) for one in found]
     assert as_lists(made.encoder.encode(texts, spans)) == as_lists(by_offsets(made.encoder, texts, spans))
@@ -148,7 +148,7 @@ def test_under_every_template(data: st.DataObject, name: str, trims: bool):
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.greedy])
 def test_bytes_prove_the_usual_rows_of_every_template(name):
     """Or the tests above would compare offsets with themselves."""
-    made = renderer(FAMILIES[name].tokenizer(family_template(name)))
+    made = build_renderer(FAMILIES[name].tokenizer(family_template(name)))
     *_, (one,) = made.draw(CONVERSATIONS["thoughts" if name == "qwen3_thinking" else "one"])
     assert made.encoder.byte_level is not None
     assert None not in made.encoder.byte_level.place([one.text], [one.spans])

@@ -22,9 +22,10 @@ import pytest
 from data_helpers import byte_level, conversation, ids, labels, prepare, recipe, text_tokenizer, write_jsonl
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import prepare_examples, renderer, resolve_template
 from finetune.data.building import CHUNK_ROWS, EntryBuild, OpenedSources, build_source, progress_line
-from finetune.data.chat.renderer import Rendered, Renderer
+from finetune.data.chat.renderer import Rendered, Renderer, build_renderer
+from finetune.data.chat.template import resolve_template
+from finetune.data.examples import prepare_examples
 from finetune.data.token_cache import (
     ARRAYS,
     CacheEntry,
@@ -49,7 +50,7 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def renderer_of(made: Recipe, tokenizer: PreTrainedTokenizerFast) -> Renderer:
-    return renderer(tokenizer, resolve_template(made.model.chat_template, tokenizer), made.objective.train_on)
+    return build_renderer(tokenizer, resolve_template(made.model.chat_template, tokenizer), made.objective.train_on)
 
 
 def build_with(workers: int, made: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path) -> CacheEntry:
@@ -366,7 +367,7 @@ class InParts:
 
 
 def in_parts(is_preference: bool, overlong: str, *texts: str) -> ChunkResult:
-    made: Any = InParts(renderer(text_tokenizer()), is_preference)
+    made: Any = InParts(build_renderer(text_tokenizer()), is_preference)
     settings = RowSettings(made, "text", None, 10, overlong, False)
     return tokenize_chunk(settings, [("x", number, {"text": text}) for number, text in enumerate(texts, 1)])
 

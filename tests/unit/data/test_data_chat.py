@@ -14,23 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import (
-    UNTRAINED,
-    BadRow,
-    Conversation,
-    Message,
-    PromptCompletion,
-    Template,
-    Text,
-    built_in_templates,
-    check_template,
-    render,
-    renderer,
-    resolve_template,
-)
 from finetune.data.chat.encoding import Offsets, is_clean, tokens_in_spans
-from finetune.data.chat.template import asks_for_today, with_arguments
-from finetune.data.samples import Ids, Preference
+from finetune.data.chat.renderer import UNTRAINED, build_renderer, render
+from finetune.data.chat.template import Template, asks_for_today, built_in_templates, resolve_template, with_arguments
+from finetune.data.chat.template_check import check_template
+from finetune.data.samples import BadRow, Conversation, Ids, Message, Preference, PromptCompletion, Text
 from finetune.errors import UserError
 
 # Templates in the shapes that the families publish. ANSWER is replaced by a plain or a generation-marked answer.
@@ -522,7 +510,7 @@ SPECIAL = '<|"|>'  # a token that JSON would escape, as Gemma's latest tokenizer
 )
 def test_special_tokens_are_refused_wherever_a_row_has_them(sample: Conversation, where: str):
     template = "{{ messages | tojson }}{{ tools | tojson }}<|im_end|>"
-    made = renderer(byte_level(("<|im_end|>", SPECIAL), template=template))
+    made = build_renderer(byte_level(("<|im_end|>", SPECIAL), template=template))
     with pytest.raises(BadRow, match=re.escape(where) + ".* contains .*which this tokenizer reads as a special"):
         made.draw(sample)
 
@@ -543,7 +531,7 @@ def test_ids_pass_through():
 
 def test_a_preference_is_one_example_of_two_sequences():
     tokenizer = STYLES["chatml"].tokenizer(shaped("chatml", "none"))
-    made = renderer(tokenizer)
+    made = build_renderer(tokenizer)
     pair = Preference(PromptCompletion("hello", "fine"), as_conversation(conversation("hello", "four")))
     (drawn,) = made.draw(pair)
     assert [tokenizer.decode(ids[trained]) for ids, trained in made.tokenise(drawn)] == [
@@ -553,7 +541,7 @@ def test_a_preference_is_one_example_of_two_sequences():
 
 
 def test_samples_of_all_kinds_keep_their_order():
-    made = renderer(STYLES["chatml"].tokenizer(shaped("chatml", "none")))
+    made = build_renderer(STYLES["chatml"].tokenizer(shaped("chatml", "none")))
     samples = [Ids((5, 6), (False, True)), PromptCompletion("a", "b"), Ids((7,), (False,)), Text("four")]
     drawn = [made.draw(sample)[0] for sample in samples]
     together = made.tokenise([text for group in drawn for text in group])
@@ -570,7 +558,7 @@ ENDS_DIFFERENTLY = (
 
 def test_a_turn_that_is_written_differently_later_is_an_example_of_its_own():
     tokenizer = byte_level(("<|im_start|>", "<|im_end|>", "<|endoftext|>"), template=ENDS_DIFFERENTLY)
-    made = renderer(tokenizer)
+    made = build_renderer(tokenizer)
     sample = as_conversation(conversation("hello", "fine", "and you?", "good"))
     tokens = [made.tokenise(group)[0] for group in made.draw(sample)]
     found = [(tokenizer.decode(ids), tokenizer.decode(ids[mask])) for ids, mask in tokens]

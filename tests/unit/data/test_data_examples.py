@@ -19,8 +19,8 @@ from data_helpers import (
     write_jsonl,
 )
 
-from finetune.data import UNTRAINED, prepare_examples
-from finetune.data.mixture import choose
+from finetune.data.chat.renderer import UNTRAINED
+from finetune.data.examples import choose, prepare_examples
 from finetune.data.token_cache import ARRAYS
 from finetune.errors import UserError
 

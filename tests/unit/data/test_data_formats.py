@@ -15,9 +15,10 @@ from data_helpers import byte_level, conversation, prepare, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data import BadRow, Conversation, Message, PromptCompletion, Text, parse_row, read_rows
-from finetune.data.formats import FIELDS, FORMATS, detect_format, nearest_format
-from finetune.data.samples import Ids, Preference, Sample
+from finetune.data.formats.converters import FIELDS, FORMATS
+from finetune.data.formats.detect import detect_format, nearest_format, parse_row
+from finetune.data.samples import BadRow, Conversation, Ids, Message, Preference, PromptCompletion, Sample, Text
+from finetune.data.sources.source import read_rows
 from finetune.errors import UserError
 from finetune.recipe.schema import Source
 
@@ -76,7 +77,7 @@ SAMPLES: dict[str, Sample] = {
 
 def test_the_tables_agree():
     assert set(FORMATS) == set(FIELDS) == set(GOOD)
-    assert all(fields.holds for fields in FIELDS.values())
+    assert all(fields.content for fields in FIELDS.values())
     assert {name for fields in FIELDS.values() for others in fields.other_names for name in others} <= {
         name for fields in FIELDS.values() for name in fields.all
     }

@@ -13,13 +13,13 @@ from data_helpers import prepare, recipe, text_tokenizer, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data import Examples, RowOrder, group_rows, one_per_row, pack, prepare_examples, row_work
-from finetune.data.batch import Batch
+from finetune.data.batch import Batch, TokenShare
 from finetune.data.dataset import Dataset
+from finetune.data.examples import Examples, prepare_examples
 from finetune.data.loader import Loader, OrderedRows
+from finetune.data.packing import RowOrder, group_rows, one_per_row, pack, row_work
 from finetune.data.samples import ExampleSizes, concatenate_sizes
 from finetune.data.streaming import StreamedRows, open_stream
-from finetune.data.token_shard import TokenShare
 from finetune.recipe import Recipe
 
 PAIRS = 40

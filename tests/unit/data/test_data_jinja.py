@@ -13,10 +13,9 @@ from data_helpers import family_template
 from test_data_templates import CONVERSATIONS, FAMILIES
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.data import BadRow, Conversation, Message, Template
 from finetune.data.chat import template as chat_template
-from finetune.data.chat.template import Jinja
-from finetune.data.chat.traits import CallForm, Traits
+from finetune.data.chat.template import CallForm, Jinja, Template, Traits
+from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from test_data_templates import ADD, CALL, FAMILIES, Family, drawn, texts
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.data import UNTRAINED, BadRow, Conversation, Message, renderer
-from finetune.data.chat.renderer import Renderer, labels_of
-from finetune.data.chat.traits import CALL_ID
+from finetune.data.chat.renderer import UNTRAINED, Renderer, build_renderer, labels_of
+from finetune.data.chat.template import CALL_ID
+from finetune.data.samples import BadRow, Conversation, Message
 
 
 def _plain(end: str, before: str = "", form: Callable[[str], str] = str) -> Callable[[Message], str]:
@@ -84,7 +84,7 @@ def made(name: str, tags: bool) -> Renderer:
     named = tuple(token for token in (family.bos, family.eos) if token)
     words = tuple(token for token in family.specials if token not in named)
     tokenizer = replace(family, specials=named, words=family.words + words).tokenizer(family_template(name, tags=tags))
-    return renderer(tokenizer)
+    return build_renderer(tokenizer)
 
 
 MARKERS = [

@@ -27,8 +27,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.mistral import convert_tekken_tokenizer
 
-from finetune.data import UNTRAINED, Conversation, Message, Template, renderer
-from finetune.data.chat.renderer import Renderer, labels_of
+from finetune.data.chat.renderer import UNTRAINED, Renderer, build_renderer, labels_of
+from finetune.data.chat.template import Template
+from finetune.data.samples import Conversation, Message
 
 FILES = Path(mistral_common.__file__).parent / "data"
 
@@ -82,7 +83,7 @@ def ours(name: str) -> Renderer:
     else:
         tokenizer = from_sentencepiece(path, version.legacy)
         tokenizer.chat_template = template
-    return renderer(tokenizer)
+    return build_renderer(tokenizer)
 
 
 @lru_cache
@@ -216,7 +217,7 @@ def test_under_mistrals_own_template(name, made):
 @lru_cache
 def under_their_template(name: str) -> Renderer:
     text = convert_tokenizer_to_chat_template(str(FILES / VERSIONS[name].file))
-    return renderer(ours(name).tokenizer, Template(text, "theirs"))
+    return build_renderer(ours(name).tokenizer, Template(text, "theirs"))
 
 
 texts = st.text(

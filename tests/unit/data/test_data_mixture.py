@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.mixture import check_caps, choose, choose_by_tokens, filled, passes_per_epoch, source_names
+from finetune.data.examples import check_caps, choose, choose_by_tokens, filled, passes_per_epoch, source_names
 from finetune.errors import UserError
 from finetune.recipe.schema import Mixture, Source
 

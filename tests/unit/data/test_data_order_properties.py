@@ -12,8 +12,9 @@ from data_helpers import prepare, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data import Examples, RowOrder, group_rows, pack, row_work
+from finetune.data.examples import Examples
 from finetune.data.loader import Loader, OrderedRows, assign_micro_batches
+from finetune.data.packing import RowOrder, group_rows, pack, row_work
 
 quick = settings(derandomize=True, deadline=None, max_examples=60)
 

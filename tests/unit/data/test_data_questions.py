@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from data_helpers import byte_level, conversation, prepare, recipe, write_jsonl
 
-from finetune.data.dataset import build_held_out, build_training
-from finetune.data.questions import answer, check_questions, questions, until_end
+from finetune.data.dataset import answer, build_held_out, build_training, check_questions, questions, until_end
 from finetune.errors import UserError
 from finetune.recipe.schema import Evaluate
 

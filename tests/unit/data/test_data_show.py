@@ -10,8 +10,8 @@ from data_helpers import byte_level, conversation, prepare, sentencepiece_like, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data import Sequence, render_rich, to_json_lines
-from finetune.data.token_text import Look, plain_text, shortened, tokens_of, visible
+from finetune.data.samples import Sequence
+from finetune.data.token_text import Look, plain_text, render_rich, shortened, to_json_lines, tokens_of, visible
 
 CHATML = ("<|im_start|>", "<|im_end|>")
 TOKENIZER = byte_level(CHATML)

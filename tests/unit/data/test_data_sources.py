@@ -29,13 +29,13 @@ import pyarrow.parquet
 import pytest
 from data_helpers import prepare
 
-from finetune.data import read_rows
-from finetune.data.sources import SourceReader, files, json_rows, without_credentials
+from finetune.data.sources import files, readers
 from finetune.data.sources.files import COMPRESSIONS, File
-from finetune.data.sources.hub import HubRows, dataset_rows
 from finetune.data.sources.readers import READERS, rows_of
+from finetune.data.sources.source import HubRows, SourceReader, dataset_rows, read_rows
 from finetune.errors import UserError
 from finetune.recipe.schema import Source
+from finetune.recipe.urls import without_credentials
 
 ROWS = [{"text": "hello world"}, {"text": 'é, "quoted" and\nof two lines'}, {"text": "quick fox"}]
 
@@ -192,7 +192,7 @@ def test_an_array_is_the_same_however_it_is_cut(tmp_path, monkeypatch, block):
         {"text": "🤣 é", "n": [1, -2.5e3, True, None, {"a": "]},{"}]},
         {"text": "", "m": 12345},
     ]
-    monkeypatch.setattr(json_rows, "BLOCK_BYTES", block)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", block)
     for number, ascii_only in enumerate((True, False)):
         text = " \n[" + " ,\n".join(json.dumps(row, ensure_ascii=ascii_only) for row in rows) + "\n]\n "
         path = written(tmp_path / f"{number}.json", text.encode("utf-8-sig"))

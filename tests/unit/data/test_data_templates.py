@@ -13,11 +13,10 @@ import pytest
 from data_helpers import byte_level, family_template
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import UNTRAINED, BadRow, Conversation, Message, built_in_templates, check_template, renderer
-from finetune.data.chat.renderer import labels_of
-from finetune.data.chat.template import own_template
-from finetune.data.chat.template_check import turn_end_ids
-from finetune.data.chat.traits import CALL_ID
+from finetune.data.chat.renderer import UNTRAINED, build_renderer, labels_of
+from finetune.data.chat.template import CALL_ID, built_in_templates, own_template
+from finetune.data.chat.template_check import check_template, turn_end_ids
+from finetune.data.samples import BadRow, Conversation, Message
 
 ADD = {
     "type": "function",
@@ -429,7 +428,7 @@ def _pieces(shown: str) -> list[tuple[bool, str]]:
 
 
 def drawn(tokenizer: PreTrainedTokenizerFast, sample: Conversation, train_on: str = "assistant", template=None):
-    made = renderer(tokenizer, template, train_on)
+    made = build_renderer(tokenizer, template, train_on)
     return [
         (ids.tolist(), labels_of(ids, trained).tolist())
         for group in made.draw(sample)

@@ -12,10 +12,9 @@ from data_helpers import labelled
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data import Example
-from finetune.data.batch import Batch, collate
+from finetune.data.batch import Batch, TokenShare, collate, token_shard
 from finetune.data.loader import Loader
-from finetune.data.token_shard import TokenShare, token_shard
+from finetune.data.samples import Example
 
 CUTS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 4))
 

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from finetune.data.token_shard import TokenShare
+from finetune.data.batch import TokenShare
 from finetune.engine.context_parallel import apply_context_parallel
 from finetune.engine.launch import Kind, Launch
 from finetune.engine.parallelism import Parallelism

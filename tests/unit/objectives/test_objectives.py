@@ -10,7 +10,7 @@ from finetune.data.batch import Batch, collate
 from finetune.data.samples import Example, Sequence
 from finetune.models.loss_model import Outputs
 from finetune.objectives import OBJECTIVES, make_objective
-from finetune.objectives.base import Objective, Sums, Term, TermSums, combined
+from finetune.objectives.objective import Objective, Sums, Term, TermSums, combined
 from finetune.recipe.schema import OBJECTIVE_KEYS
 from finetune.recipe.schema import Objective as Settings
 

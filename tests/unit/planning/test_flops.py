@@ -14,8 +14,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.data import Example, Sequence
 from finetune.data.batch import Batch, collate
+from finetune.data.samples import Example, Sequence
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import DOCUMENTS
 from finetune.models.attention.per_document import prepare

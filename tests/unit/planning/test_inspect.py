@@ -17,7 +17,8 @@ import pytest
 import tiny
 from rich.console import Console
 
-from finetune.data import UNTRAINED, Sequence
+from finetune.data.chat.renderer import UNTRAINED
+from finetune.data.samples import Sequence
 from finetune.data.token_text import tokens_of
 from finetune.errors import UserError
 from finetune.planning.inspect import InspectOptions, check_options, inspect

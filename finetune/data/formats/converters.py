@@ -15,6 +15,7 @@ from finetune.data.formats.values import Misfit, Row, columns_of, has_value, kin
 from finetune.data.formats.values import text as text_of
 from finetune.data.samples import BadRow, Conversation, Ids, Message, Preference, PromptCompletion, Sample, Text
 from finetune.errors import UserError
+from finetune.utils import common_prefix_length
 
 Messages = list[Message]
 
@@ -24,13 +25,13 @@ MEDIA = ("images", "videos", "audios")
 
 def messages(row: Row) -> Conversation:
     """messages: [{role: system | developer | user | assistant | tool, content, ...}, ...]; optional tools, system"""
-    system, tools = _beside(row)
+    system, tools = _system_and_tools(row)
     return to_conversation(read_messages(_field(row, "messages"), "messages"), system, tools)
 
 
 def sharegpt(row: Row) -> Conversation:
     """conversations: [{from: system | human | gpt | function_call | observation, value}, ...]; also tools, system"""
-    system, tools = _beside(row)
+    system, tools = _system_and_tools(row)
     return to_conversation(read_turns(_field(row, "conversations"), "conversations"), system, tools)
 
 
@@ -40,18 +41,18 @@ def alpaca(row: Row) -> Conversation:
     history: [[question, answer], ...] before the instruction; these answers are answers like the last, so
     `objective.train_on` says whether they are trained.
     """
-    system, tools = _beside(row)
+    system, tools = _system_and_tools(row)
     extra = optional_text(row.get("input"), "`input`")
     instruction, output = _text_field(row, "instruction"), _text_field(row, "output")
     question = f"{instruction}\n\n{extra}" if extra else instruction
-    found = [*_history(row), Message("user", question), Message("assistant", output)]
-    return to_conversation(found, system, tools)
+    turns = [*_history(row), Message("user", question), Message("assistant", output)]
+    return to_conversation(turns, system, tools)
 
 
 def prompt_completion(row: Row) -> Conversation | PromptCompletion:
     """prompt and completion, both text or both messages; only the completion is trained; optional tools, system"""
     prompt, completion = _field(row, "prompt"), _field(row, "completion")
-    system, tools = _beside(row)
+    system, tools = _system_and_tools(row)
     if row.get("label") is False:  # as KTO's data sets say it
         raise BadRow("`label` is false: the completion is marked as a bad one, and would be trained on; leave it out")
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -71,7 +72,7 @@ def preference(row: Row) -> Preference:
     chosen, rejected = _field(row, "chosen"), _field(row, "rejected")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         raise _unlike({"chosen": chosen, "rejected": rejected})
-    return preference_of(row.get("prompt"), chosen, rejected, *_beside(row))
+    return preference_of(row.get("prompt"), chosen, rejected, *_system_and_tools(row))
 
 
 def tokens(row: Row) -> Ids:
@@ -86,13 +87,13 @@ def text(row: Row) -> Text:
 
 @dataclass(frozen=True)
 class Fields:
-    """What a format reads of a row, and how `format: auto` tells it."""
+    """Fields that a format reads of a row, and how `format: auto` detects it."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    holds: str = ""  # of the required columns, in the line that says what was chosen
+    content: str = ""  # of the required columns, in the line that reports the detected format
     # Where a row fits several formats the one of the lowest rank is meant: a column that only this format has says
-    # more than one that comes along, such as the `prompt` and `text` beside `messages`.
+    # more than one that comes along, such as the `prompt` and `text` next to `messages`.
     rank: int = 0
     # field: column of datasets that call them otherwise; all columns of a set have to be there.
     other_names: tuple[Mapping[str, str], ...] = ()
@@ -153,7 +154,7 @@ FIELDS: dict[str, Fields] = {
             {"prompt": "input", "completion": "output"},
         ),
     ),
-    "text": Fields(("text",), holds="text", rank=3),
+    "text": Fields(("text",), content="text", rank=3),
     "tokens": Fields(
         ("input_ids",),
         ("labels", "trained", "completion_mask", "assistant_masks", "attention_mask", "position_ids"),
@@ -223,12 +224,12 @@ def _text_field(row: Row, name: str) -> str:
 
 def _unlike(fields: Mapping[str, Any]) -> BadRow:
     """Two fields that have to be of one kind."""
-    said = " and ".join(f"`{name}` {'is ' if i == 0 else ''}{kind(fields[name])}" for i, name in enumerate(fields))
+    kinds = " and ".join(f"`{name}` {'is ' if i == 0 else ''}{kind(fields[name])}" for i, name in enumerate(fields))
     is_empty = any(value is None for value in fields.values())
-    return (BadRow if is_empty else Misfit)(f"{said}; expected text for both, or a list of messages for both")
+    return (BadRow if is_empty else Misfit)(f"{kinds}; expected text for both, or a list of messages for both")
 
 
-def _beside(row: Row) -> tuple[str, tuple[Tool, ...]]:
+def _system_and_tools(row: Row) -> tuple[str, tuple[Tool, ...]]:
     """(system, tools) of a row of chat."""
     for name in MEDIA:
         if has_value(row.get(name)):
@@ -242,15 +243,15 @@ def _history(row: Row) -> list[Message]:
         return []
     if not isinstance(history, list):
         raise BadRow(f"`history` is {kind(history)}; expected a list of [question, answer]")
-    found = []
+    turns = []
     for i, pair in enumerate(history):
         where = f"history[{i}]"
         if not isinstance(pair, list) or len(pair) != 2:
             size = f" of {len(pair)}" if isinstance(pair, list) else ""
             raise BadRow(f"{where} is {kind(pair)}{size}; expected [question, answer]")
-        question, answer = (text_of(said, f"{where}[{side}]") for side, said in enumerate(pair))
-        found += [Message("user", question), Message("assistant", answer)]
-    return found
+        question, answer = (text_of(part, f"{where}[{side}]") for side, part in enumerate(pair))
+        turns += [Message("user", question), Message("assistant", answer)]
+    return turns
 
 
 # --- preference pairs: two answers to one prompt, however the row spells the prompt
@@ -264,7 +265,7 @@ def preference_of(prompt: Any, chosen: Any, rejected: Any, system: str, tools: t
     if isinstance(chosen, str) and (prompt is None or prompt == ""):
         raise BadRow("`chosen` and `rejected` are text, but there is no `prompt` that they answer")
     if isinstance(chosen, str) and isinstance(prompt, str) and not system and not tools:
-        return _of_texts(prompt, chosen, rejected)
+        return _text_pair(prompt, chosen, rejected)
     answers = _answer(chosen, "chosen"), _answer(rejected, "rejected")
     before, first, second = _split(prompt, *answers)
     if first == second:
@@ -275,7 +276,7 @@ def preference_of(prompt: Any, chosen: Any, rejected: Any, system: str, tools: t
     return Preference(chosen_, rejected_)
 
 
-def _of_texts(prompt: str, chosen: str, rejected: str) -> Preference:
+def _text_pair(prompt: str, chosen: str, rejected: str) -> Preference:
     question = text_of(prompt, "`prompt`")
     pair = [
         PromptCompletion(question, text_of(answer, f"`{name}`"))
@@ -294,16 +295,15 @@ def _answer(value: Any, where: str) -> Messages:
 
 def _split(prompt: Any, chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Messages]:
     """(prompt, chosen answer, rejected answer)"""
-    shared = _shared(chosen, rejected)
+    shared = common_prefix_length(chosen, rejected)
     if prompt is None or prompt == "" or prompt == []:
         if not shared:
             raise BadRow("`chosen` and `rejected` begin differently and there is no `prompt`; expected one of both")
         return chosen[:shared], chosen[shared:], rejected[shared:]
     before = _prompt(prompt)
-    whole = chosen[0].role != "assistant" or rejected[0].role != "assistant"
-    if not whole:
+    if chosen[0].role == rejected[0].role == "assistant":  # answers alone
         return before, chosen, rejected
-    if not _is_of(before, chosen[:shared], is_text=isinstance(prompt, str)):
+    if not _contains_prompt(before, chosen[:shared], is_text=isinstance(prompt, str)):
         raise BadRow(
             f"`prompt` is {shown(before[-1].content)}, but `chosen` and `rejected` are conversations that do not begin "
             "with it; leave out `prompt`, or keep only the answers in them"
@@ -319,26 +319,20 @@ def _prompt(value: Any) -> Messages:
     return read_messages(value, "prompt")
 
 
-def _shared(chosen: Messages, rejected: Messages) -> int:
-    """How many messages both begin with."""
-    pairs = zip(chosen, rejected, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
-
-
-def _is_of(prompt: Messages, shared: Messages, *, is_text: bool) -> bool:
-    """Whether the beginning that two conversations share holds the row's prompt.
+def _contains_prompt(prompt: Messages, shared: Messages, *, is_text: bool) -> bool:
+    """Returns whether the beginning that two conversations share has the row's prompt.
 
     A prompt of text is one of its questions, in most datasets the first, in some the last.
     """
     if is_text:
-        said = [message.content.strip() for message in shared if message.role == "user"]
-        return prompt[0].content.strip() in said
+        questions = [message.content.strip() for message in shared if message.role == "user"]
+        return prompt[0].content.strip() in questions
     return [(m.role, m.content) for m in prompt] == [(m.role, m.content) for m in shared[: len(prompt)]]
 
 
 def _check_answer(name: str, answer: Messages) -> None:
     if not answer:
-        raise BadRow(f"`{name}` has no answer of its own: the other one goes on from it; expected two answers")
+        raise BadRow(f"`{name}` has no answer of its own: the other one continues it; expected two answers")
     if answer[0].role != "assistant":
         raise BadRow(
             f"`chosen` and `rejected` differ from a message of {answer[0].role} on ({shown(answer[0].content)}); "
@@ -368,11 +362,11 @@ def ids_and_mask(value: Any, row: Row) -> Ids:
         raise BadRow("`position_ids` are not 0, 1, 2, ...: several documents in a row; give each a row of its own")
     masks = {name: _mask(row[name], name, len(input_ids)) for name in MASKS if row.get(name) is not None}
     if row.get("labels") is not None:
-        masks["labels"] = _of_labels(row["labels"], input_ids)
-    said = {name: (False, *mask[1:]) for name, mask in masks.items()}
-    if len(set(said.values())) > 1:
-        raise BadRow(f"{names(said)} train different tokens; keep one of them")
-    return Ids(input_ids, next(iter(said.values()), (False, *(True,) * (len(input_ids) - 1))))
+        masks["labels"] = _label_mask(row["labels"], input_ids)
+    trained = {name: (False, *mask[1:]) for name, mask in masks.items()}
+    if len(set(trained.values())) > 1:
+        raise BadRow(f"{names(trained)} train different tokens; keep one of them")
+    return Ids(input_ids, next(iter(trained.values()), (False, *(True,) * (len(input_ids) - 1))))
 
 
 def _ids(value: Any) -> tuple[int, ...]:
@@ -403,7 +397,7 @@ def _mask(value: Any, name: str, length: int) -> tuple[bool, ...]:
     return tuple(bool(item) for item in value)
 
 
-def _of_labels(value: Any, input_ids: tuple[int, ...]) -> tuple[bool, ...]:
+def _label_mask(value: Any, input_ids: tuple[int, ...]) -> tuple[bool, ...]:
     for i, (label, id_) in enumerate(zip(_list_of(value, "labels", len(input_ids)), input_ids, strict=True)):
         if type(label) is not int or label not in (IGNORED, id_):
             raise BadRow(
