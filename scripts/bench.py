@@ -144,6 +144,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def prepare(folder: Path, work: Work, rows: Path | None, limit: int) -> int:
     """Model, tokenizer and rows; returns the number of parameters."""
+    os.environ["FINETUNE_CACHE"] = str(folder / "cache")  # as in the contenders' processes
     count = 200 + 60 * work.steps * work.rows_per_step * work.row_tokens // 2048
     found = workload.conversations_of(rows) if rows else workload.synthetic_conversations(count)
     workload.save_tokenizer(found, folder / "model", min(work.shape["vocab_size"], 32768))

@@ -37,6 +37,7 @@ def main(out: Path, types: tuple[str, ...]) -> None:
     results: dict[str, Any] = {name: compared(name, meshes) for name in types}
     results["other model"] = refused()
     (out / f"{dist.get_rank()}.json").write_text(json.dumps(results), encoding="utf-8")
+    dist.barrier()  # a rank that leaves while the other still communicates ends it
     dist.destroy_process_group()
 
 

@@ -66,7 +66,7 @@ class Case:
             .step(0)
             .batches[0]
         )
-        assert len(self.batch.document_lengths) > 2
+        assert len(self.batch.sequence_lengths) > 2
 
     def run(self) -> Step:
         self.model.zero_grad()
