@@ -32,7 +32,6 @@ from finetune.data.tokenizing import (
     bad_row_message,
     draw,
     num_cores,
-    row_numbers,
     tokenize_chunks,
 )
 from finetune.errors import UserError
@@ -137,10 +136,10 @@ def row_settings(data: Data, source: Source, renderer: Renderer, numeric_columns
 
 
 def _check_rows(settings: RowSettings, items: Iterator[Item] | tuple[Item, ...]) -> None:
-    for label, number, row in items:
+    for item in items:
+        label, number, _ = item
         try:
-            draw(settings, row)
-            row_numbers(settings, row)
+            draw(settings, item)
         except BadRow as error:
             if not settings.skips_bad:
                 raise UserError(bad_row_message((label, number), error)) from None
@@ -243,24 +242,12 @@ def _check_rest(report: SourceReport, max_length: int, untrained: TokenizedExamp
 
 def read_items(reader: SourceReader) -> Generator[Item, None, None]:
     """Rows in their order, those that cannot be read as the reason."""
-    unread: list[Item] = []
-    rows = reader.rows(lambda label, number, message: unread.append((label, number, message)))
-    failure = None
-    while failure is None:
-        try:
-            item = next(rows, None)
-        except UserError as error:
-            item, failure = None, error
-        except OSError as error:
-            name = without_credentials(reader.source.path)
-            item, failure = None, UserError(f"{name}: cannot be read: {error.strerror or error}")
-        yield from unread
-        unread.clear()
-        if item is None:
-            break
-        yield item
-    if failure:
-        raise failure
+    try:
+        for label, number, row in reader.readable_and_bad():
+            yield label, number, str(row) if isinstance(row, BadRow) else row
+    except OSError as error:
+        name = without_credentials(reader.source.path)
+        raise UserError(f"{name}: cannot be read: {error.strerror or error}") from None
 
 
 def _chunks(items: Iterator[Item]) -> Generator[list[Item], None, None]:
