@@ -25,7 +25,6 @@ from finetune.data.sources.source import SourceReader
 from finetune.data.token_cache import EntryWriter, SourceReport
 from finetune.data.token_text import plain_text
 from finetune.data.tokenizing import (
-    ChunkResult,
     Item,
     RowSettings,
     TokenizedExample,
@@ -44,7 +43,6 @@ CHUNK_CHARACTERS = 500_000  # a chunk ends early after as much text, or a few of
 SMALL_CHARACTERS = 8_000_000  # less is tokenised here: it takes about as long as to start the other processes
 HEAD_ROWS = 20  # of every source, rendered before any is tokenised
 FORMAT_ROWS = 100  # that `format: auto` looks at
-BAD_ROWS_LISTED = 10
 LINE_EVERY_S = 30.0  # between lines of progress, where there is no terminal to draw a bar on
 
 
@@ -192,24 +190,14 @@ def _write(writer: EntryWriter, build: EntryBuild, items: Iterator[Item]) -> Tok
         workers = build.workers or (num_cores() if several else 1)
         with closing(tokenize_chunks(settings, chain(head, chunks), workers)) as results:
             for result in results:
-                _count(report, result)
-                writer.append(result.arrays)
+                if result.failed:
+                    raise UserError(result.failed)
+                writer.append(result)
                 untrained = untrained or result.untrained
                 shown.update(report.rows)
                 if build.progress:
                     build.progress(report.rows)
     return untrained
-
-
-def _count(report: SourceReport, result: ChunkResult) -> None:
-    if result.failed:
-        raise UserError(result.failed)
-    for name, count in result.counts.items():
-        setattr(report, name, getattr(report, name) + count)
-    report.bad_rows += result.bad_rows[: BAD_ROWS_LISTED - len(report.bad_rows)]
-    report.examples += len(result.arrays.sizes)
-    report.tokens += len(result.arrays.input_ids)
-    report.supervised_tokens += int(result.arrays.targets.sum())
 
 
 def _check_share(report: SourceReport, most: float) -> None:
