@@ -107,9 +107,9 @@ def collate(examples: ListLike[Example], index: int = 0, padded_to: int | None =
     positions = np.flatnonzero(loss_mask[1:])
     offsets = np.concatenate(([0], np.cumsum(per_example)))
     return Batch(
-        inputs={
-            "input_ids": _flat_row(input_ids),
-            "position_ids": _flat_row(np.concatenate([np.arange(length) for length in (*lengths, *padding)])),
+        inputs={  # (1, T)
+            "input_ids": torch.from_numpy(input_ids.astype(np.int64))[None],
+            "position_ids": torch.cat([torch.arange(length) for length in (*lengths, *padding)])[None],
         },
         sequence_lengths=(*lengths, *padding),
         targets=Targets(
@@ -155,10 +155,6 @@ def _padding(num_tokens: int, padded_to: int | None) -> tuple[int, ...]:
         raise ValueError(f"{num_tokens} tokens do not fit into a forward of {padded_to}")
     full, rest = divmod(missing, PADDING_DOCUMENT)
     return (*(PADDING_DOCUMENT,) * full, *((rest,) if rest else ()))
-
-
-def _flat_row(values: np.ndarray) -> Tensor:
-    return torch.from_numpy(values.astype(np.int64))[None]  # (1, T)
 
 
 # --- one rank's tokens of a batch

@@ -25,14 +25,12 @@ from finetune.data.sources.source import SourceReader
 from finetune.data.token_cache import EntryWriter, SourceReport
 from finetune.data.token_text import plain_text
 from finetune.data.tokenizing import (
-    ChunkResult,
     Item,
     RowSettings,
     TokenizedExample,
     bad_row_message,
     draw,
     num_cores,
-    row_numbers,
     tokenize_chunks,
 )
 from finetune.errors import UserError
@@ -45,7 +43,6 @@ CHUNK_CHARACTERS = 500_000  # a chunk ends early after as much text, or a few of
 SMALL_CHARACTERS = 8_000_000  # less is tokenised here: it takes about as long as to start the other processes
 HEAD_ROWS = 20  # of every source, rendered before any is tokenised
 FORMAT_ROWS = 100  # that `format: auto` looks at
-BAD_ROWS_LISTED = 10
 LINE_EVERY_S = 30.0  # between lines of progress, where there is no terminal to draw a bar on
 
 
@@ -137,10 +134,10 @@ def row_settings(data: Data, source: Source, renderer: Renderer, numeric_columns
 
 
 def _check_rows(settings: RowSettings, items: Iterator[Item] | tuple[Item, ...]) -> None:
-    for label, number, row in items:
+    for item in items:
+        label, number, _ = item
         try:
-            draw(settings, row)
-            row_numbers(settings, row)
+            draw(settings, item)
         except BadRow as error:
             if not settings.skips_bad:
                 raise UserError(bad_row_message((label, number), error)) from None
@@ -193,24 +190,14 @@ def _write(writer: EntryWriter, build: EntryBuild, items: Iterator[Item]) -> Tok
         workers = build.workers or (num_cores() if several else 1)
         with closing(tokenize_chunks(settings, chain(head, chunks), workers)) as results:
             for result in results:
-                _count(report, result)
-                writer.append(result.arrays)
+                if result.failed:
+                    raise UserError(result.failed)
+                writer.append(result)
                 untrained = untrained or result.untrained
                 shown.update(report.rows)
                 if build.progress:
                     build.progress(report.rows)
     return untrained
-
-
-def _count(report: SourceReport, result: ChunkResult) -> None:
-    if result.failed:
-        raise UserError(result.failed)
-    for name, count in result.counts.items():
-        setattr(report, name, getattr(report, name) + count)
-    report.bad_rows += result.bad_rows[: BAD_ROWS_LISTED - len(report.bad_rows)]
-    report.examples += len(result.arrays.sizes)
-    report.tokens += len(result.arrays.input_ids)
-    report.supervised_tokens += int(result.arrays.targets.sum())
 
 
 def _check_share(report: SourceReport, most: float) -> None:
@@ -243,24 +230,12 @@ def _check_rest(report: SourceReport, max_length: int, untrained: TokenizedExamp
 
 def read_items(reader: SourceReader) -> Generator[Item, None, None]:
     """Rows in their order, those that cannot be read as the reason."""
-    unread: list[Item] = []
-    rows = reader.rows(lambda label, number, message: unread.append((label, number, message)))
-    failure = None
-    while failure is None:
-        try:
-            item = next(rows, None)
-        except UserError as error:
-            item, failure = None, error
-        except OSError as error:
-            name = without_credentials(reader.source.path)
-            item, failure = None, UserError(f"{name}: cannot be read: {error.strerror or error}")
-        yield from unread
-        unread.clear()
-        if item is None:
-            break
-        yield item
-    if failure:
-        raise failure
+    try:
+        for label, number, row in reader.readable_and_bad():
+            yield label, number, str(row) if isinstance(row, BadRow) else row
+    except OSError as error:
+        name = without_credentials(reader.source.path)
+        raise UserError(f"{name}: cannot be read: {error.strerror or error}") from None
 
 
 def _chunks(items: Iterator[Item]) -> Generator[list[Item], None, None]:

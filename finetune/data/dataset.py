@@ -157,7 +157,10 @@ def build_training(
         data = Stream(StreamedRows(recipe, stream.streams), stream.names, tuple(stream.formats), stream.identity)
     else:
         data = build_dataset(recipe, recipe.data.train, tokenizer, opened=opened, numeric_columns=numeric_columns)
-        _check_caps(recipe, data)
+        if (steps := recipe.train.max_steps) is not None:  # the run's length is known
+            by_steps = steps * recipe.batch.rows / len(data.rows)
+            passes = [source.passes for source in data.examples.report.sources]
+            check_caps(recipe.data.train, passes, min(by_steps, recipe.train.epochs or by_steps))
     _check_no_preference("data.train", data.formats)
     return data
 
@@ -185,15 +188,6 @@ def _check_no_preference(key: str, formats: Sequence[str]) -> None:
             f"inspect` shows them; no objective {does} on them yet. Use the chosen answers alone with `format: "
             "prompt_completion` and `columns: {completion: chosen}`"
         )
-
-
-def _check_caps(recipe: Recipe, data: Dataset) -> None:
-    """`max_epochs` where the run's length is known by its steps."""
-    steps, epochs = recipe.train.max_steps, recipe.train.epochs
-    if steps is not None:
-        by_steps = steps * recipe.batch.rows / len(data.rows)
-        passes = [source.passes for source in data.examples.report.sources]
-        check_caps(recipe.data.train, passes, min(by_steps, epochs or by_steps))
 
 
 def build_dataset(

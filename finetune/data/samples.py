@@ -33,20 +33,6 @@ class Message:
     name: str | None = None  # of the tool that answers
     tool_call_id: str | None = None  # of the call that a tool answers
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns it as chat templates see it; keys without a value are absent."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.reasoning is not None:
-            # Both names are in use: Qwen's and DeepSeek's templates read the first, gpt-oss the second.
-            message |= {"reasoning_content": self.reasoning, "thinking": self.reasoning}
-        if self.tool_calls:
-            message["tool_calls"] = [dict(call) for call in self.tool_calls]
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        return message
-
 
 @dataclass(frozen=True)
 class Conversation:

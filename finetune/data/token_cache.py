@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from finetune.data.samples import Example, ExampleSizes, Sequence
 from finetune.data.sources.files import cache_root
-from finetune.data.tokenizing import ExampleArrays
+from finetune.data.tokenizing import ChunkResult
 from finetune.errors import RunFailure, UserError
 
 
@@ -64,7 +64,7 @@ class SourceReport:
     examples: int = 0  # what is left
     tokens: int = 0
     supervised_tokens: int = 0
-    bad_rows: list[str] = field(default_factory=list)  # the first ten, with place and reason
+    bad_rows: list[str] = field(default_factory=list)  # the first `BAD_ROWS_LISTED`, with place and reason
     weight: float = 1.0
     passes: float = 1.0  # over this source in an epoch
     taken: int = 0  # examples of an epoch
@@ -96,6 +96,8 @@ ARRAYS = {
     "rows": np.dtype(np.int64),
     "numbers": np.dtype(np.float64),
 }
+
+BAD_ROWS_LISTED = 10
 
 log = logging.getLogger(__name__)
 
@@ -292,8 +294,15 @@ class EntryWriter:
             with contextlib.suppress(OSError):  # the write before has raised it
                 file.close()
 
-    def append(self, chunk: ExampleArrays) -> None:
-        """The examples of a chunk after those before it. Raises OSError."""
+    def append(self, result: ChunkResult) -> None:
+        """Writes the examples of a chunk after those before it, and counts them in the report. Raises OSError."""
+        chunk, report = result.arrays, self.report
+        for name, count in result.counts.items():
+            setattr(report, name, getattr(report, name) + count)
+        report.bad_rows += result.bad_rows[: BAD_ROWS_LISTED - len(report.bad_rows)]
+        report.examples += len(chunk.sizes)
+        report.tokens += len(chunk.input_ids)
+        report.supervised_tokens += int(chunk.targets.sum())
         indices = np.array([self._file_indices.setdefault(n, len(self._file_indices)) for n in chunk.labels], np.int32)
         arrays = {name: getattr(chunk, name) for name in ARRAYS if hasattr(chunk, name)}
         arrays["files"] = indices[chunk.files] if len(chunk.files) else chunk.files

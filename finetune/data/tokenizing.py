@@ -109,7 +109,7 @@ class _Tally:
 
 
 @dataclass(frozen=True)
-class _DrawnRow:
+class DrawnRow:
     """A row as strings: for every example of it the texts of its sequences."""
 
     row_id: RowId
@@ -131,11 +131,18 @@ def tokenize_chunk(settings: RowSettings, items: Iterable[Item]) -> ChunkResult:
     return ChunkResult(tally.counts, tally.bad_rows, _arrays_of(tally.examples), tally.untrained, tally.failed)
 
 
-def draw(settings: RowSettings, row: Mapping[str, Any] | str) -> list[tuple[Rendered, ...]]:
-    """The texts of a row's examples. Raises BadRow, and UserError for what no row could mend."""
+def draw(settings: RowSettings, item: Item) -> DrawnRow:
+    """The texts of a row's examples, and its numbers. Raises BadRow, and UserError for what no row could mend."""
+    label, number, row = item
     if isinstance(row, str):
         raise BadRow(row)
-    return settings.renderer.draw(parse_row(row, settings.format, settings.columns))
+    groups = settings.renderer.draw(parse_row(row, settings.format, settings.columns))
+    for name in settings.numeric_columns:
+        value = row.get(name)
+        if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
+            seen = "is missing" if value is None else f"is {str(value)[:40]!r}"
+            raise BadRow(f"column `{name}` {seen}; the objective needs a number there")
+    return DrawnRow((label, number), groups, tuple(float(row[name]) for name in settings.numeric_columns))
 
 
 def bad_row_message(row_id: RowId, error: BadRow) -> str:
@@ -143,24 +150,13 @@ def bad_row_message(row_id: RowId, error: BadRow) -> str:
     return f"{row_id[0]}:{row_id[1]}: {error}\n(`data.on_bad_row: skip` leaves such rows out and counts them)"
 
 
-def row_numbers(settings: RowSettings, row: Mapping[str, Any] | str) -> tuple[float, ...]:
-    """The values of the columns that are kept as numbers. Raises BadRow where one is missing or not a number."""
-    if isinstance(row, str):
-        raise BadRow(row)
-    for name in settings.numeric_columns:
-        value = row.get(name)
-        if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
-            seen = "is missing" if value is None else f"is {str(value)[:40]!r}"
-            raise BadRow(f"column `{name}` {seen}; the objective needs a number there")
-    return tuple(float(row[name]) for name in settings.numeric_columns)
-
-
-def _draw_rows(settings: RowSettings, items: Iterable[Item], tally: _Tally) -> list[_DrawnRow]:
+def _draw_rows(settings: RowSettings, items: Iterable[Item], tally: _Tally) -> list[DrawnRow]:
     """Rows as strings, up to the first that ends the build."""
-    drawn: list[_DrawnRow] = []
-    for label, number, row in items:
+    drawn: list[DrawnRow] = []
+    for item in items:
+        label, number, _ = item
         try:
-            drawn.append(_DrawnRow((label, number), draw(settings, row), row_numbers(settings, row)))
+            drawn.append(draw(settings, item))
             tally.counts["rows"] += 1
         except BadRow as error:
             if not settings.skips_bad:
@@ -174,7 +170,7 @@ def _draw_rows(settings: RowSettings, items: Iterable[Item], tally: _Tally) -> l
     return drawn
 
 
-def _keep_row(settings: RowSettings, row: _DrawnRow, groups: list[tuple[Sequence, ...]], tally: _Tally) -> None:
+def _keep_row(settings: RowSettings, row: DrawnRow, groups: list[tuple[Sequence, ...]], tally: _Tally) -> None:
     """The examples of one row that are short enough and trained: each with all its sequences, or not at all."""
     if len(groups) > 1:
         tally.counts["unrolled"] += 1
@@ -239,6 +235,10 @@ def _cut(sequence: Sequence, begin: int, end: int) -> Sequence:
 def _arrays_of(examples: list[TokenizedExample]) -> ExampleArrays:
     labels = list(dict.fromkeys(example.row_id[0] for example in examples))
     sequences = [sequence for example in examples for sequence in example.sequences]
+    # 64 bits of the tokens: enough that among ten million examples no two differ by a name alone (1 in 10^5).
+    separator = np.int32(-1).tobytes()
+    tokens = (separator.join(sequence.input_ids.tobytes() for sequence in example.sequences) for example in examples)
+    digests = [hashlib.blake2b(of_example, digest_size=8).digest() for of_example in tokens]
     return ExampleArrays(
         labels=labels,
         input_ids=np.concatenate([np.empty(0, np.int32), *(sequence.input_ids for sequence in sequences)]),
@@ -246,17 +246,11 @@ def _arrays_of(examples: list[TokenizedExample]) -> ExampleArrays:
         lengths=np.array([len(sequence.input_ids) for sequence in sequences], np.int64),
         targets=np.array([sequence.num_targets for sequence in sequences], np.int64),
         sizes=np.array([len(example.sequences) for example in examples], np.int64),
-        hashes=np.array([_hash(example) for example in examples], np.uint64),
+        hashes=np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64),
         files=np.array([labels.index(example.row_id[0]) for example in examples], np.int32),
         rows=np.array([example.row_id[1] for example in examples], np.int64),
         numbers=np.array([number for example in examples for number in example.numbers], np.float64),
     )
-
-
-def _hash(example: TokenizedExample) -> int:
-    """64 bits of the tokens: enough that among ten million examples no two differ by a name alone (1 in 10^5)."""
-    tokens = np.int32(-1).tobytes().join(sequence.input_ids.tobytes() for sequence in example.sequences)
-    return int.from_bytes(hashlib.blake2b(tokens, digest_size=8).digest(), "little")
 
 
 # --- over all cores

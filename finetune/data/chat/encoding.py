@@ -68,22 +68,19 @@ class Encoder:
         backend = fast.backend_tokenizer
         backend.no_truncation()  # a tokenizer.json may ask for them
         backend.no_padding()
-        placed = self._placed(texts, spans)
+        placed: list[Tokens | None] = [None] * len(texts)
+        if self.byte_level is not None:
+            placed = self.byte_level.place(texts[:TRIED], spans[:TRIED])
+            # Of texts whose answers begin within a token bytes prove nothing, and all would be done twice.
+            proves = 2 * placed.count(None) <= len(placed)
+            others = texts[TRIED:], spans[TRIED:]
+            placed += self.byte_level.place(*others) if proves else [None] * len(others[0])
         rest = [i for i, one in enumerate(placed) if one is None]
         # Not through the tokenizer's __call__: it makes a list of the offsets of all tokens, of which masks need few.
         # add_special_tokens=False: the template writes its own, a second BOS would be one too many.
         encoded = backend.encode_batch([texts[i] for i in rest], add_special_tokens=False) if rest else []
         by_offsets = (self._one(texts[i], spans[i], encoding) for i, encoding in zip(rest, encoded, strict=True))
         return [next(by_offsets) if one is None else one for one in placed]
-
-    def _placed(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens | None]:
-        """What bytes prove. Of texts whose answers begin within a token they prove nothing, and all is done twice."""
-        if self.byte_level is None:
-            return [None] * len(texts)
-        first = self.byte_level.place(texts[:TRIED], spans[:TRIED])
-        if 2 * first.count(None) > len(first):
-            return first + [None] * len(texts[TRIED:])
-        return first + self.byte_level.place(texts[TRIED:], spans[TRIED:])
 
     def _one(self, text: str, spans: Sequence[Span], encoding: Any) -> Tokens:
         ids = encoding.ids  # a new list each time
@@ -180,7 +177,11 @@ class ByteLevel:
 
     def place(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens | None]:
         """Ids and masks of many, in one call of the tokenizer; None where the bytes prove nothing."""
-        kept = [self._is_kept(text) for text in texts]
+        # Kept is a text that the normalizer, NFC if there is one, does not change. Added tokens are cut out before it,
+        # but what it leaves whole it leaves in parts: normal forms are closed under substrings
+        # (https://www.unicode.org/reports/tr15).
+        normalizer = self.backend.normalizer
+        kept = [normalizer is None or text.isascii() or normalizer.normalize_str(text) == text for text in texts]
         # An empty text in the place of one that is not kept: its length is wrong, so it comes out as None.
         encoded = self.backend.encode_batch_fast(
             [text if one else "" for text, one in zip(texts, kept, strict=True)], add_special_tokens=False
@@ -190,39 +191,26 @@ class ByteLevel:
         ids = np.fromiter(chain.from_iterable(every), np.int32, int(ends[-1]) if every else 0)
         return self._masked(ids, np.concatenate(([0], ends)), texts, spans)
 
-    def _is_kept(self, text: str) -> bool:
-        """Whether the normalizer, NFC if there is one, changes nothing. Added tokens are cut out before it, but what it
-        leaves whole it leaves in parts: normal forms are closed under substrings (https://www.unicode.org/reports/tr15).
-        """
-        normalizer = self.backend.normalizer
-        return normalizer is None or text.isascii() or normalizer.normalize_str(text) == text
-
     def _masked(
         self, ids: NDArray[np.int32], rows: NDArray[np.int64], texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> list[Tokens | None]:
         """ids: (T,) of all texts; rows: (R + 1,) where those of each text begin."""
         begins = np.concatenate(([0], np.cumsum(self.lengths[ids], dtype=np.int64)))  # (T + 1,) in bytes, over all
-        size = np.array([_num_bytes(text) for text in texts], np.int64)
+        size = np.array([len(text.encode()) for text in texts], np.int64)
         proved = np.diff(begins[rows]) == size
         row = np.repeat(np.arange(len(texts)), [2 * len(one) for one in spans])  # (B,) of each border
         borders = np.fromiter(chain.from_iterable(map(_in_bytes, texts, spans)), np.int64, len(row))
         wanted = begins[rows[row]] + borders
         at = np.clip(np.searchsorted(begins, wanted), rows[row], rows[row + 1])  # the first token from there
-        proved[row[(begins[at] != wanted) | self._are_spaced(ids, at, rows[row], rows[row + 1])]] = False
+        proved[row[begins[at] != wanted]] = False
+        if self.spaced is not None:  # white space at a border, which offsets leave out: `Encoder` cuts the text there
+            spaced = np.append(self.spaced[ids], False)
+            proved[row[(spaced[at] & (at < rows[row + 1])) | (spaced[at - 1] & (at > rows[row]))]] = False
         trained = np.zeros(len(ids), bool)
         for begin, end in at.reshape(-1, 2).tolist():
             trained[begin:end] = True
         places = zip(rows[:-1].tolist(), rows[1:].tolist(), proved.tolist(), strict=True)
         return [(ids[begin:end], trained[begin:end]) if known else None for begin, end, known in places]
-
-    def _are_spaced(
-        self, ids: NDArray[np.int32], at: NDArray[np.int64], first: NDArray[np.int64], end: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
-        """(B,) whether offsets would leave out white space at a border: `Encoder` cuts the text there."""
-        if self.spaced is None:
-            return np.zeros(len(at), bool)
-        spaced = np.append(self.spaced[ids], False)
-        return (spaced[at] & (at < end)) | (spaced[at - 1] & (at > first))
 
 
 def byte_level(tokenizer: PreTrainedTokenizerBase) -> ByteLevel | None:
@@ -281,10 +269,6 @@ def _added_bytes(backend: Any, text: str) -> int:
     """0, which proves nothing, where a text would have to be changed to hold this token."""
     normalizer = backend.normalizer
     return len(text.encode()) if normalizer is None or normalizer.normalize_str(text) == text else 0
-
-
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
 
 
 def _in_bytes(text: str, spans: Sequence[Span]) -> Iterator[int]:

@@ -40,10 +40,6 @@ class Rendered:
     is_plain: bool = False  # no template wrote its BOS and its end
     ready: Ids | None = None  # tokens as the row gave them, in place of a text
 
-    @property
-    def ready_tokens(self) -> Tokens | None:
-        return self.ready and (np.array(self.ready.input_ids, np.int32), np.array(self.ready.trained, bool))
-
 
 @dataclass(frozen=True)
 class Renderer:
@@ -75,20 +71,29 @@ class Renderer:
                 text = sample.prompt + sample.completion
                 return [(Rendered(text, [(len(sample.prompt), len(text))], is_plain=True),)]
             sample = sample.as_conversation()
-        return self._conversation(sample)
+        if self.chat is None:
+            raise UserError(
+                "the tokenizer has no chat template, so messages cannot be rendered: set model.chat_template to "
+                f"one of {', '.join(built_in_templates())} or to the path of a .jinja file"
+            )
+        self._check_no_special(sample)
+        return [(Rendered(text, spans),) for text, spans in parts_of(self.chat, sample, self.train_on)]
 
     def tokenise(self, rendered: Sequence[Rendered]) -> list[Tokens]:
         """Ids and masks of many, in one call of the tokenizer."""
         texts = [one for one in rendered if one.ready is None]
         encoded = iter(self.encoder.encode([one.text for one in texts], [one.spans for one in texts]))
-        return [self._finished(one, one.ready_tokens or next(encoded)) for one in rendered]
-
-    def _finished(self, rendered: Rendered, tokens: Tokens) -> Tokens:
-        input_ids, trained = self._with_ends(*tokens) if rendered.is_plain else tokens
-        if self.train_on == "all" and rendered.ready is None:
-            trained = np.ones(len(input_ids), bool)
-        trained[:1] = False  # nothing predicts the first token
-        return input_ids, trained
+        tokens: list[Tokens] = []
+        for one in rendered:
+            if one.ready:
+                input_ids, trained = np.array(one.ready.input_ids, np.int32), np.array(one.ready.trained, bool)
+            else:
+                input_ids, trained = self._with_ends(*next(encoded)) if one.is_plain else next(encoded)
+                if self.train_on == "all":
+                    trained = np.ones(len(input_ids), bool)
+            trained[:1] = False  # nothing predicts the first token
+            tokens.append((input_ids, trained))
+        return tokens
 
     def _with_ends(self, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> Tokens:
         """BOS before a plain text if the tokenizer would add it, EOS after; neither twice."""
@@ -100,15 +105,6 @@ class Renderer:
         if ids[-1:].tolist() != [eos]:
             ids, trained = np.append(ids, np.int32(eos)), np.append(trained, True)
         return ids, trained
-
-    def _conversation(self, conversation: Conversation) -> list[tuple[Rendered, ...]]:
-        if self.chat is None:
-            raise UserError(
-                "the tokenizer has no chat template, so messages cannot be rendered: set model.chat_template to "
-                f"one of {', '.join(built_in_templates())} or to the path of a .jinja file"
-            )
-        self._check_no_special(conversation)
-        return [(Rendered(text, spans),) for text, spans in parts_of(self.chat, conversation, self.train_on)]
 
     def _answer(self, sample: Conversation | PromptCompletion, name: str) -> Rendered:
         examples = self.draw(sample)

@@ -194,14 +194,14 @@ class Jinja:
 
     def text(self, messages: Messages, tools: Tools = (), *, prompt: bool = False) -> str:
         """Returns the rendered text, with the generation prompt after it if `prompt`."""
-        return self._render(messages, tools, prompt, mark=False)[0]
+        return self.marked(messages, tools, prompt=prompt, mark=False)[0]
 
-    def marked(self, messages: Messages, tools: Tools = ()) -> Marked:
-        """Returns the rendered text, and the spans of its generation blocks; none where the template has none."""
-        return self._render(messages, tools, False, mark=self.template.marks_generation)
+    def marked(self, messages: Messages, tools: Tools = (), *, prompt: bool = False, mark: bool = True) -> Marked:
+        """Returns the rendered text, and the spans of its generation blocks; none where the template has none.
 
-    def _render(self, messages: Messages, tools: Tools, prompt: bool, mark: bool) -> Marked:
-        """Raises BadRow where the template refuses the conversation, UserError where it is not a template."""
+        Raises BadRow where the template refuses the conversation, UserError where it is not a template.
+        """
+        mark = mark and self.template.marks_generation
         variables = {
             "messages": messages,
             "tools": [dict(tool) for tool in tools] or None,
@@ -311,11 +311,19 @@ def _call_id(call: Mapping[str, Any], message: int, place: int) -> str:
 
 
 def _as_dict(message: Message, form: CallForm) -> dict[str, Any]:
-    as_dict = message.as_dict()
-    if not message.tool_calls:
-        return as_dict
-    calls = [{**call, "function": _function(call["function"], form)} for call in message.tool_calls]
-    return {**as_dict, "content": message.content or form.no_content, "tool_calls": calls}
+    """Returns it as chat templates see it; keys without a value are absent."""
+    as_dict: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        # Both names are in use: Qwen's and DeepSeek's templates read the first, gpt-oss the second.
+        as_dict |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
+    if message.tool_calls:
+        as_dict["content"] = message.content or form.no_content
+        as_dict["tool_calls"] = [{**call, "function": _function(call["function"], form)} for call in message.tool_calls]
+    if message.name is not None:
+        as_dict["name"] = message.name
+    if message.tool_call_id is not None:
+        as_dict["tool_call_id"] = message.tool_call_id
+    return as_dict
 
 
 def _function(function: Mapping[str, Any], form: CallForm) -> dict[str, Any]:

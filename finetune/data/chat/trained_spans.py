@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from finetune.data.chat.template import Jinja, Messages, Span, Tools, Traits
 from finetune.data.samples import BadRow, Conversation, Message
@@ -51,10 +52,6 @@ class _Turn:
     @property
     def end(self) -> int:
         return self.spans[-1][1]
-
-    def agrees_with(self, text: str) -> bool:
-        # Up to the end-of-turn only: some templates write a last token that a longer conversation does not have.
-        return text.startswith(self.text[: self.end])
 
 
 @dataclass(frozen=True)
@@ -93,17 +90,24 @@ def _grouped(full_text: str, turns: list[_Turn]) -> list[Part]:
     parts: list[Part] = []
     rest, text = turns, full_text
     while rest:
-        agreeing = [turn for turn in rest if turn.agrees_with(text)]
-        if agreeing:
-            parts.append((text, [span for turn in agreeing for span in turn.spans]))
-        rest = [turn for turn in rest if not turn.agrees_with(text)]
+        # Up to the end-of-turn only: some templates write a last token that a longer conversation does not have.
+        agrees = [text.startswith(turn.text[: turn.end]) for turn in rest]
+        if any(agrees):
+            parts.append((text, [span for turn in compress(rest, agrees) for span in turn.spans]))
+        rest = [turn for turn, one in zip(rest, agrees, strict=True) if not one]
         text = rest[-1].text if rest else ""  # agrees with itself, so this ends
     return parts[::-1]
 
 
 def _turn(chat: Chat, written: _Written, i: int) -> _Turn:
     end = _end(chat, written.text, i)
-    spans = _closed(chat, written, end) if chat.jinja.template.marks_generation else [(_begin(chat, written, i), end)]
+    if not chat.jinja.template.marks_generation:
+        spans = [(_begin(chat, written, i), end)]
+    elif spans := [(begin, min(stop, end)) for begin, stop in written.marks]:
+        # The last block extends to the end-of-turn, or is cut after it, if it ends elsewhere.
+        begin, stop = spans[-1]
+        if chat.traits.end_of_turn and written.text[stop:end].strip() in (chat.traits.end_of_turn, *chat.tokens):
+            spans[-1] = (begin, end)
     spans = _joined([(begin, end) for begin, end in spans if end > begin])
     if not spans:
         raise BadRow(f"{chat.name} marks nothing of message {i} (assistant) as generated, so nothing would be trained")
@@ -157,23 +161,22 @@ def _end(chat: Chat, written: str, i: int) -> int:
     )
 
 
-def _closed(chat: Chat, written: _Written, end: int) -> list[Span]:
-    """Returns generation blocks, the last one extended to the end-of-turn, or cut after it, if it ends elsewhere."""
-    marks, text = [(begin, min(stop, end)) for begin, stop in written.marks], written.text
-    if not marks:
-        return []
-    begin, stop = marks[-1]
-    if chat.traits.end_of_turn and text[stop:end].strip() in (chat.traits.end_of_turn, *chat.tokens):
-        marks[-1] = (begin, end)
-    return marks
-
-
 def _written(chat: Chat, messages: Messages, tools: Tools, i: int, so_far: tuple[str, list[Span]]) -> _Written:
-    """Returns what the template adds for message `i` to its prompt. Raises where the prompt is not the beginning."""
+    """Returns what the template adds for message `i` to its prompt. so_far: rendered through this message."""
     prompt = chat.jinja.text(messages[:i], tools, prompt=True)
+    at, (text, marks) = len(prompt), so_far
+    if not text.startswith(prompt):
+        prompt, at, (text, marks) = _in_other_history(chat, messages, tools, i, prompt, so_far)
+    # A mark that begins within the prompt is cut: that part is given, not written by the model.
+    return _Written(prompt, text[at:], [(max(begin - at, 0), end - at) for begin, end in marks if end > at])
+
+
+def _in_other_history(
+    chat: Chat, messages: Messages, tools: Tools, i: int, prompt: str, so_far: tuple[str, list[Span]]
+) -> tuple[str, int, tuple[str, list[Span]]]:
+    """Returns (prompt, where message `i` begins, the text and marks that it begins in), for a prompt that `so_far`
+    does not begin with. Raises where there is no such place."""
     text, marks = so_far
-    if text.startswith(prompt):
-        return _cut(prompt, text, len(prompt), marks)
     # gpt-oss drops the reasoning before a tool's call once the answer is known: not what the model saw when it wrote
     # it. What is added does not depend on it.
     history = [
@@ -184,19 +187,14 @@ def _written(chat: Chat, messages: Messages, tools: Tools, i: int, so_far: tuple
         bare_prompt = chat.jinja.text(history, tools, prompt=True)
         bare, bare_marks = chat.jinja.marked([*history, messages[i]], tools)
         if bare.startswith(bare_prompt):
-            return _cut(prompt, bare, len(bare_prompt), bare_marks)
+            return prompt, len(bare_prompt), (bare, bare_marks)
     if marks:  # the template says itself what is generated
         shared = common_prefix_length(prompt, text)
-        return _cut(text[:shared], text, shared, marks)
+        return text[:shared], shared, so_far
     reason = _rewritten(chat.name, i, prompt, text)
     if chat.traits.writes_reasoning and "reasoning_content" not in messages[i]:
         raise BadRow(f"{reason}. Or give the message its `reasoning`, which the template prompts for")
     raise BadRow(reason) if chat.traits.prompt_fits else UserError(reason)  # other rows fit, or none
-
-
-def _cut(prompt: str, text: str, at: int, marks: Sequence[Span]) -> _Written:
-    """A mark that begins within the prompt is cut: that part is given, not written by the model."""
-    return _Written(prompt, text[at:], [(max(begin - at, 0), end - at) for begin, end in marks if end > at])
 
 
 def _rewritten(name: str, i: int, expected: str, text: str) -> str:

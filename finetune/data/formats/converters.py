@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.formats.messages import Tool, as_context, read_messages, read_tools, read_turns, to_conversation
+from finetune.data.formats.messages import Tool, as_context, read_messages, read_tools, read_turn, to_conversation
 from finetune.data.formats.values import Misfit, Row, columns_of, has_value, kind, names, optional_text, shown
 from finetune.data.formats.values import text as text_of
 from finetune.data.samples import BadRow, Conversation, Ids, Message, Preference, PromptCompletion, Sample, Text
@@ -32,7 +32,7 @@ def messages(row: Row) -> Conversation:
 def sharegpt(row: Row) -> Conversation:
     """conversations: [{from: system | human | gpt | function_call | observation, value}, ...]; also tools, system"""
     system, tools = _system_and_tools(row)
-    return to_conversation(read_turns(_field(row, "conversations"), "conversations"), system, tools)
+    return to_conversation(read_messages(_field(row, "conversations"), "conversations", read_turn), system, tools)
 
 
 def alpaca(row: Row) -> Conversation:
@@ -189,19 +189,15 @@ def check_columns(format: str, columns: Mapping[str, str] | None) -> None:
 
 def read(row: Row, format: str, columns: Mapping[str, str] | None = None) -> Sample:
     """The sample in a row; raises BadRow, which is a Misfit where the row is not of this format at all."""
-    return FORMATS[format](_renamed(row, columns or {}))
-
-
-def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
-    """The row with the format's names. A column that is one field is no other: `instruction: input` has no `input`."""
-    missing = [column for column in columns.values() if column not in row]
-    if missing:
-        raise Misfit(f"`columns` names {names(missing)}, but the row has {columns_of(row)}")
-    if not columns:
-        return row
-    taken = set(columns.values())
-    rest = {name: value for name, value in row.items() if name not in taken}
-    return {**rest, **{field: row[column] for field, column in columns.items()}}
+    if columns:
+        missing = [column for column in columns.values() if column not in row]
+        if missing:
+            raise Misfit(f"`columns` names {names(missing)}, but the row has {columns_of(row)}")
+        # A column that is one field is no other: `instruction: input` has no `input`.
+        taken = set(columns.values())
+        rest = {name: value for name, value in row.items() if name not in taken}
+        row = {**rest, **{field: row[column] for field, column in columns.items()}}
+    return FORMATS[format](row)
 
 
 # --- fields of a row

@@ -9,14 +9,13 @@ A conversation is, with at least one answer to train on:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from finetune.data.formats.values import (
     Misfit,
     Row,
-    encodable,
     from_json,
     has_value,
     json_list,
@@ -85,37 +84,31 @@ SHAREGPT_KEYS = ("from", "value", "name", *TRAINED, *METADATA)
 # --- messages
 
 
-def read_messages(value: Any, where: str) -> list[Message]:
-    """[{role, content, ...}, ...]"""
-    return [read_message(item, f"{where}[{i}]") for i, item in enumerate(items(value, where))]
-
-
-def items(value: Any, where: str) -> list[Any]:
-    """Returns the items of a list of messages."""
-    if not isinstance(value, list):
-        raise (BadRow if value is None else Misfit)(f"`{where}` is {kind(value)}; expected a list of messages")
-    if not value:
-        raise BadRow(f"`{where}` is an empty list; expected at least a user and an assistant message")
-    return value
-
-
 def read_message(value: Any, where: str) -> Message:
     """{role, content} and what else a message may have."""
     item = _with_keys(value, "role", "content", where)
     role = _role(item["role"], ROLES, f"{where}.role")
     only_keys(item, KEYS, where)
-    item, parts = _from_parts(item, f"{where}.content")
+    parts: tuple[Call, ...] = ()
+    if isinstance(item.get("content"), list):
+        item, parts = _from_parts(item, f"{where}.content")
     calls = _calls(item, parts, role, where)
     content = _content(item.get("content"), role, f"{where}.content", has_calls=bool(calls))
-    return Message(
-        role,
-        content,
-        train=_train(item, role, where),
-        reasoning=_reasoning(item, role, where),
-        tool_calls=calls,
-        name=optional_text(item.get("name"), f"{where}.name") or None,
-        tool_call_id=_call_id(item, role, where),
-    )
+    train, reasoning = _train(item, role, where), _reasoning(item, role, where)
+    name = optional_text(item.get("name"), f"{where}.name") or None
+    call_id = optional_text(item.get("tool_call_id"), f"{where}.tool_call_id") or None
+    if call_id and role != "tool":
+        raise BadRow(f"{where} is from {role} and has `tool_call_id`; only a tool answers calls")
+    return Message(role, content, train, reasoning, calls, name, call_id)
+
+
+def read_messages(value: Any, where: str, read: Callable[[Any, str], Message] = read_message) -> list[Message]:
+    """[{role, content, ...}, ...]; of sharegpt, [{from, value, ...}, ...], with `read_turn`."""
+    if not isinstance(value, list):
+        raise (BadRow if value is None else Misfit)(f"`{where}` is {kind(value)}; expected a list of messages")
+    if not value:
+        raise BadRow(f"`{where}` is an empty list; expected at least a user and an assistant message")
+    return [read(item, f"{where}[{i}]") for i, item in enumerate(value)]
 
 
 def _with_keys(value: Any, first: str, second: str, where: str) -> Row:
@@ -143,9 +136,7 @@ def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> s
         value = "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(value))
     if has_calls and not has_value(value):
         return ""
-    if role == "tool" and isinstance(value, str):  # a command that prints nothing has answered all the same
-        return encodable(value, where)
-    return text(value, where)
+    return text(value, where, may_be_blank=role == "tool")  # a command that prints nothing has answered all the same
 
 
 def _part(value: Any, where: str) -> str:
@@ -155,9 +146,7 @@ def _part(value: Any, where: str) -> str:
         problem = f"has no `type`; it has {keys_of(part)}" if type_ is None else f"is of type {shown(type_)}"
         raise BadRow(f"{where} {problem}; only parts of type 'text' are supported")
     only_keys(part, ("type", "text"), where)
-    if not isinstance(part.get("text"), str):
-        raise BadRow(f"{where}.text is {kind(part.get('text'))}; expected text")
-    return encodable(part["text"], f"{where}.text")
+    return text(part.get("text"), f"{where}.text", may_be_blank=True)
 
 
 def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:
@@ -165,7 +154,7 @@ def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:
 
     https://github.com/hiyouga/LLaMA-Factory, src/llamafactory/v1/utils/types.py. Other messages stay as they are.
     """
-    parts = item["content"] if isinstance(item.get("content"), list) else []
+    parts = item["content"]
     if not any(isinstance(part, Mapping) and part.get("value") is not None for part in parts):
         return item, ()
     values: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
@@ -174,9 +163,7 @@ def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:
         only_keys(part, ("type", "value"), f"{where}[{i}]")
         if part.get("type") not in list(values):  # it may be anything
             raise BadRow(f"{where}[{i}] is of type {shown(part.get('type'))}; only {names(values)} are supported")
-        if not isinstance(part.get("value"), str):
-            raise BadRow(f"{where}[{i}].value is {kind(part.get('value'))}; expected text")
-        values[part["type"]].append(encodable(part["value"], f"{where}[{i}].value"))
+        values[part["type"]].append(text(part.get("value"), f"{where}[{i}].value", may_be_blank=True))
     message = {**item, "content": "".join(values["text"])}
     if values["reasoning"]:
         if others := [key for key in REASONING if has_value(item.get(key))]:
@@ -203,13 +190,6 @@ def _calls(item: Row, parts: tuple[Call, ...], role: str, where: str) -> tuple[C
         function = called(item["function_call"], f"{where}.function_call")
         return ({"type": "function", "function": function},)
     return tool_calls(item["tool_calls"], f"{where}.tool_calls")
-
-
-def _call_id(item: Row, role: str, where: str) -> str | None:
-    call_id = optional_text(item.get("tool_call_id"), f"{where}.tool_call_id") or None
-    if call_id and role != "tool":
-        raise BadRow(f"{where} is from {role} and has `tool_call_id`; only a tool answers calls")
-    return call_id
 
 
 def _reasoning(item: Row, role: str, where: str) -> str | None:
@@ -253,12 +233,8 @@ def _train(item: Row, role: str, where: str) -> bool:
 # --- sharegpt
 
 
-def read_turns(value: Any, where: str) -> list[Message]:
-    """[{from, value, ...}, ...]"""
-    return [_turn(item, f"{where}[{i}]") for i, item in enumerate(items(value, where))]
-
-
-def _turn(value: Any, where: str) -> Message:
+def read_turn(value: Any, where: str) -> Message:
+    """{from, value} and what else a turn may have."""
     item = _with_keys(value, "from", "value", where)
     role = _role(item["from"], SPEAKERS, f"{where}.from")
     only_keys(item, SHAREGPT_KEYS, where)
@@ -279,22 +255,19 @@ def to_conversation(messages: Sequence[Message], system: str = "", tools: tuple[
         raise BadRow("no assistant message, so there is nothing to train on")
     if not any(message.train for message in answers):
         raise BadRow("every assistant message has `train: false` or `weight: 0`, so there is nothing to train on")
-    return Conversation((*_system(messages[0], system), *messages), tools)
+    first = messages[0]
+    if not system or (first.role in FIRST and first.content == system):
+        return Conversation(tuple(messages), tools)
+    if first.role in FIRST:
+        raise BadRow(
+            f"`system` is {shown(system)}, but message 0 ({first.role}) is {shown(first.content)}; keep one of them"
+        )
+    return Conversation((Message("system", system), *messages), tools)
 
 
 def as_context(messages: Sequence[Message]) -> list[Message]:
     """Messages that are seen, not trained."""
     return [replace(message, train=False) if message.role == "assistant" else message for message in messages]
-
-
-def _system(first: Message, system: str) -> tuple[Message, ...]:
-    if not system or (first.role in FIRST and first.content == system):
-        return ()
-    if first.role in FIRST:
-        raise BadRow(
-            f"`system` is {shown(system)}, but message 0 ({first.role}) is {shown(first.content)}; keep one of them"
-        )
-    return (Message("system", system),)
 
 
 def _check_order(messages: Sequence[Message]) -> None:

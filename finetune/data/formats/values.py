@@ -68,27 +68,22 @@ def has_value(value: Any) -> bool:
     return not isinstance(value, (str, list, tuple, Mapping)) or len(value) > 0  # `|` would build a type in each call
 
 
-def text(value: Any, where: str) -> str:
-    """Returns a text that is not blank."""
+def text(value: Any, where: str, *, may_be_blank: bool = False) -> str:
+    """Returns a text that UTF-8 can spell: JSON can spell half of a surrogate pair, UTF-8 cannot."""
     if not isinstance(value, str):
         raise BadRow(f"{where} is {kind(value)}; expected text")
-    if not value.strip():
+    if not may_be_blank and not value.strip():
         raise BadRow(f"{where} is empty; expected text")
-    return encodable(value, where)
-
-
-def optional_text(value: Any, where: str) -> str:
-    """An absent, null or empty value is an empty text; anything else that is not text is an error."""
-    return text(value, where) if has_value(value) else ""
-
-
-def encodable(value: str, where: str) -> str:
-    """A text that UTF-8 can spell: JSON can spell half of a surrogate pair, UTF-8 cannot."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
         _half_a_character(value, error, where)
     return value
+
+
+def optional_text(value: Any, where: str) -> str:
+    """An absent, null or empty value is an empty text; anything else that is not text is an error."""
+    return text(value, where) if has_value(value) else ""
 
 
 def _half_a_character(value: str, error: UnicodeEncodeError, where: str) -> NoReturn:

@@ -67,7 +67,11 @@ def decode_at(text: str, at: int) -> tuple[Any, int]:
     """
     try:
         value, end = STRICT.raw_decode(text, at)
-        return as_row(value), end
+        if isinstance(value, dict):
+            return value, end
+        # No more than a glimpse: the value may have 10 MB.
+        shown = json.dumps(value[:40] if isinstance(value, (str, list)) else value)
+        return BadRow(f"expected an object with columns, got {shown[:40]}"), end
     except BadRow as error:
         return error, LENIENT.raw_decode(text, at)[1]
     except _NotFinite as error:
@@ -116,15 +120,6 @@ def _advice(line: str, first: bool) -> str:
     if line.strip() == "{":
         return "expected one object a line, whole; an array of objects goes into a .json file"
     return "expected one object a line"
-
-
-def as_row(value: Any) -> dict[str, Any]:
-    """Raises BadRow for a value that is not an object."""
-    if isinstance(value, dict):
-        return value
-    # No more than a glimpse: the value may have 10 MB.
-    shown = json.dumps(value[:40] if isinstance(value, (str, list)) else value)
-    raise BadRow(f"expected an object with columns, got {shown[:40]}")
 
 
 def _path_of_not_finite(value: Any, path: str = "") -> str | None:
@@ -250,27 +245,18 @@ def txt(file: File) -> NumberedRows:
                 yield number, {"text": text}
 
 
-def jsonl(file: File) -> NumberedRows:
-    """A row for each line that is not blank."""
-    with content(file) as stream:
-        yield from json_lines(file.label, stream)
-
-
-def json_file(file: File) -> NumberedRows:
-    """Items of an array, counted from 1; objects line by line are read too, since many such files are called .json."""
+def json_rows(file: File) -> NumberedRows:
+    """An object a line. A .json file may also be an array, its items counted from 1; many are lines all the same."""
     with content(file) as stream:
         head = stream.peek(1).removeprefix(codecs.BOM_UTF8)
-        reader = array_items if head.lstrip().startswith(b"[") else json_lines
-        yield from reader(file.label, stream)
-
-
-def json_lines(label: str, stream: io.BufferedReader) -> NumberedRows:
-    """An object a line."""
-    for number, line in lines(label, stream):
-        if isinstance(line, BadRow):
-            yield number, line
-        elif line.strip():
-            yield number, parse_line(line, first=number == 1)
+        if kind_of(file.name)[0] == ".json" and head.lstrip().startswith(b"["):
+            yield from array_items(file.label, stream)
+            return
+        for number, line in lines(file.label, stream):
+            if isinstance(line, BadRow):
+                yield number, line
+            elif line.strip():
+                yield number, parse_line(line, first=number == 1)
 
 
 def lines(label: str, stream: io.BufferedReader) -> Iterator[tuple[int, str | BadRow]]:
@@ -405,9 +391,9 @@ def _python_rows(batch: pyarrow.RecordBatch) -> list[dict[str, Any] | BadRow]:
 
 # By the suffix of the name, without a compression's.
 READERS: dict[str, Callable[[File], NumberedRows]] = {
-    ".json": json_file,
-    ".jsonl": jsonl,
-    ".ndjson": jsonl,
+    ".json": json_rows,
+    ".jsonl": json_rows,
+    ".ndjson": json_rows,
     ".csv": csv_file,
     ".tsv": csv_file,
     ".txt": txt,

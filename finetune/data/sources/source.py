@@ -69,12 +69,16 @@ class SourceReader:
         count = self._content.estimated_rows()
         return count if count is None or self.source.limit is None else min(count, self.source.limit)
 
+    def readable_and_bad(self) -> LabelledRows:
+        """(label, number, row or BadRow), `limit` of them from the start. Raises UserError and OSError as it goes."""
+        return islice(self._content.rows(), self.source.limit)
+
     def rows(self, on_bad_row: OnBadRow = raise_bad_row) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """(label, number, row), `limit` of them with the bad ones; these go to `on_bad_row` instead.
 
         From the start, at every call. Raises UserError where the rest cannot be read.
         """
-        for label, number, row in islice(self._content.rows(), self.source.limit):
+        for label, number, row in self.readable_and_bad():
             if isinstance(row, BadRow):
                 on_bad_row(label, number, str(row))
             else:

@@ -14,7 +14,7 @@ from data_helpers import byte_level, family_template
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat.renderer import UNTRAINED, build_renderer, labels_of
-from finetune.data.chat.template import CALL_ID, built_in_templates, own_template
+from finetune.data.chat.template import CALL_ID, Traits, built_in_templates, own_template
 from finetune.data.chat.template_check import check_template, turn_end_ids
 from finetune.data.samples import BadRow, Conversation, Message
 
@@ -476,7 +476,7 @@ def test_one_turn_alone(name, tags):
 def test_ids_are_those_of_apply_chat_template(name):
     tokenizer = FAMILIES[name].tokenizer(family_template(name))
     for sample in (ONE, TWO):
-        theirs = tokenizer.apply_chat_template([m.as_dict() for m in sample.messages])["input_ids"]
+        theirs = tokenizer.apply_chat_template(Traits().as_dicts(sample))["input_ids"]
         assert drawn(tokenizer, sample)[-1][0] == theirs
         assert drawn(tokenizer, sample, "all") == [(theirs, [UNTRAINED, *theirs[1:]])]
 
