@@ -183,6 +183,10 @@ def test_quantised_weights(made: Path, recipe: dict[str, Any], write_recipe: Any
     causal.lm_head = packed.to("cpu").requires_grad_(False)
     plain = by_head(model, "plain")
     assert_equal_to_rounding(by_head(model, "chunked"), plain)
+    weights = torch.linspace(-1, 2, len(POSITIONS))
+    plain = by_token(model, "plain", weights, True, NLL)
+    for differentiable in (False, True):
+        assert_equal_to_rounding(by_token(model, "chunked", weights, differentiable, NLL), plain)
 
 
 @pytest.mark.parametrize("adapters", [None, "lora", "dora"])
