@@ -86,7 +86,6 @@ class Objective:
     token_loss: TokenLoss = NLL  # of each target; -log p(target) unless an objective adds to it
     token_weights: Callable[[Batch], Tensor] | None = None  # (S,) in `Outputs.total`; None: 1 each
     differentiable: bool = False  # `Outputs.token_losses` needs a graph: the loss is not linear in them
-    columns: tuple[str, ...] = ()  # of `Batch.columns`, which every example must have
 
     def no_terms(self, batch: Batch) -> Terms:
         """Returns the terms, all zero, for a rank that has no outputs (the early stages of a pipeline)."""

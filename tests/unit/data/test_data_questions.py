@@ -47,7 +47,7 @@ def test_a_reference_loses_its_end_token_and_no_other(tmp_path: Path, trained: l
 
 
 def test_rows_without_a_prompt_are_not_asked(tmp_path: Path) -> None:
-    """Rows of text come first: the questions are of those behind them."""
+    """Rows of text come first: the questions are of those that follow."""
     text = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello world how are you"}] * 3)
     chats = write_jsonl(tmp_path / "b.jsonl", [messages("hello", "fine")])
     made = recipe(text)
