@@ -78,6 +78,25 @@ def means(sums: Sums) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
+class TokenRanks:
+    """The ranks that share the tokens of a row (context and sequence parallel); each computes the terms of all its
+    sequences."""
+
+    count: int = 1
+    sum: Callable[[Tensor], Tensor] = lambda tensor: tensor  # over these ranks, differentiable; gradients are summed too
+
+    def share(self, total: Tensor) -> Tensor:
+        """Returns this rank's part of a total that all of them have."""
+        return total / self.count
+
+
+def sequence_log_probs(outputs: Outputs, batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (D,)
+    """Returns the log-probability of the targets of each sequence."""
+    local = outputs.token_losses.new_zeros(len(batch.sequence_tokens))
+    return token_ranks.sum(local.index_add(0, batch.targets.sequence, -outputs.token_losses))
+
+
+@dataclass(frozen=True)
 class Objective:
     """A function from outputs to the terms of a loss, and what the forward has to return for it."""
 
@@ -86,6 +105,7 @@ class Objective:
     token_loss: TokenLoss = NLL  # of each target; -log p(target) unless an objective adds to it
     token_weights: Callable[[Batch], Tensor] | None = None  # (S,) in `Outputs.total`; None: 1 each
     differentiable: bool = False  # `Outputs.token_losses` needs a graph: the loss is not linear in them
+    columns: tuple[str, ...] = ()  # of a batch, that the terms read
 
     def no_terms(self, batch: Batch) -> Terms:
         """Returns the terms, all zero, for a rank that has no outputs (the early stages of a pipeline)."""

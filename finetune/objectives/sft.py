@@ -8,11 +8,11 @@ from __future__ import annotations
 from finetune.data.batch import Batch
 from finetune.models.head import TokenLoss
 from finetune.models.loss_model import Outputs
-from finetune.objectives.objective import Objective, Term, Terms
+from finetune.objectives.objective import Objective, Term, Terms, TokenRanks
 from finetune.recipe.schema import Objective as Settings
 
 
-def sft(settings: Settings, evaluating: bool) -> Objective:
+def sft(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Objective:
     """Supervised fine-tuning: the mean negative log-likelihood of the targets.
 
     Evaluation leaves out z-loss and label smoothing, so that runs can be compared.
@@ -25,10 +25,10 @@ def sft(settings: Settings, evaluating: bool) -> Objective:
     return Objective(terms, token_loss=token_loss)
 
 
-def focal(settings: Settings, evaluating: bool) -> Objective:
+def focal(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Objective:
     """Focal loss: tokens that the model predicts well count less, (1 - p)^gamma * -log p (Lin et al. 2017,
     https://arxiv.org/abs/1708.02002, equation 4). Evaluation measures the plain negative log-likelihood."""
-    gamma = 2.0 if settings.gamma is None else settings.gamma
+    gamma = settings.value("gamma")
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         nll = outputs.token_losses  # (S,)

@@ -7,13 +7,14 @@ from typing import Any
 
 from finetune.models.moe import Routers
 from finetune.objectives.by_source import by_source
-from finetune.objectives.objective import Objective, combined
+from finetune.objectives.objective import Objective, TokenRanks, combined
+from finetune.objectives.preference import dpo
 from finetune.objectives.router_balance import balance_coefficient, balance_of_experts
 from finetune.objectives.sft import focal, sft
 from finetune.recipe.schema import Objective as Settings
 
-# name -> (settings, evaluating) -> objective; evaluating: for held-out data
-OBJECTIVES: dict[str, Callable[[Settings, bool], Objective]] = {"sft": sft, "focal": focal}
+# name -> (settings, evaluating, token ranks) -> objective; evaluating: for held-out data
+OBJECTIVES: dict[str, Callable[[Settings, bool, TokenRanks], Objective]] = {"sft": sft, "focal": focal, "dpo": dpo}
 
 
 def make_objective(
@@ -23,13 +24,14 @@ def make_objective(
     config: Any = None,
     routers: Routers | None = None,
     divided: str | None = None,
+    token_ranks: TokenRanks = TokenRanks(),
 ) -> Objective:
     """Returns the objective of training, or of evaluation.
 
     config: the model's; routers: its own, if it is a mixture of experts; divided: how ranks share sequences or
     layers, if they do. Raises UserError if a router balance loss is set that cannot be computed.
     """
-    objective, others = OBJECTIVES[settings.name](settings, evaluating), []
+    objective, others = OBJECTIVES[settings.name](settings, evaluating, token_ranks), []
     if not evaluating:
         coefficient = balance_coefficient(settings, config, routers, divided)
         if routers is not None and divided is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from finetune.recipe.schema import OBJECTIVE_KEYS, Recipe
+from finetune.recipe.schema import OBJECTIVE_KEYS, Objective, Recipe
 from finetune.utils import divisors
 
 Finding = tuple[str, str]  # dotted key; what is wrong and what to do
@@ -170,13 +170,11 @@ def mixture_has_parts(recipe: Recipe) -> Iterator[Finding]:
 
 
 def objective_reads_its_keys(recipe: Recipe) -> Iterator[Finding]:
-    for name, keys in OBJECTIVE_KEYS.items():
-        for key in keys if name != recipe.objective.name else ():
-            if getattr(recipe.objective, key):
-                yield (
-                    f"objective.{key}",
-                    f"has no effect under `name: {recipe.objective.name}`, only under {name}: remove it",
-                )
+    objective, known = recipe.objective, {key for keys in OBJECTIVE_KEYS.values() for key in keys}
+    for key in sorted(known - set(OBJECTIVE_KEYS[objective.name])):
+        if getattr(objective, key) != Objective.model_fields[key].default:
+            readers = " and ".join(name for name, keys in OBJECTIVE_KEYS.items() if key in keys)
+            yield f"objective.{key}", f"has no effect under `name: {objective.name}`, only under {readers}: remove it"
 
 
 def cross_entropy_of_torch(recipe: Recipe) -> Iterator[Finding]:

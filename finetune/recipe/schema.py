@@ -196,29 +196,97 @@ class Data(Section):
     window: Count = 10_000  # with streaming: source rows that are shuffled and packed together
 
 
-# Keys of `objective` that only one objective reads; all others are for every objective.
-OBJECTIVE_KEYS = {"sft": ("z_loss", "label_smoothing"), "focal": ("gamma",)}
+# Keys of `objective` that only some objectives read, with their values where the recipe gives none; all other keys are
+# for every objective.
+OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
+    "sft": {"z_loss": 0.0, "label_smoothing": 0.0},
+    "focal": {"gamma": 2.0},
+    "dpo": {
+        **{"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "margin": 0.5, "sft_weight": 0.0},
+        **{"reference": "precomputed", "reference_model": None, "share_prompts": "auto", "dropout": False},
+    },
+    "kto": {
+        **{"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+        **{"reference": "precomputed", "reference_model": None, "dropout": False},
+    },
+    "orpo": {"beta": 0.1, "share_prompts": "auto", "dropout": False},
+    "reward": {"centering": 0.0, "dropout": False},
+    "classify": {"labels": None, "dropout": False},
+    "distill": {
+        **{"teacher": None, "divergence": "forward_kl", "temperature": 1.0, "jsd_beta": 0.5, "nll_weight": 0.0},
+        **{"top_k": 64},
+    },
+}
+PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "simpo"]
 
 
 class Objective(Section):
-    """The training loss. All terms below are part of `loss`, not of `eval_loss`."""
+    """The training loss. All terms below are part of `loss`; z-loss and label smoothing are not part of `eval_loss`."""
 
-    # sft: every target token alike; focal: tokens that the model predicts well already count less
-    name: Literal["sft", "focal"] = "sft"
+    # sft: every target token alike; focal: tokens that the model predicts well already count less; dpo: the better of
+    # two answers is to gain probability on the worse one, compared with a reference model; orpo: likewise without a
+    # reference, together with sft on the better one; kto: single answers, each marked as good or bad; reward: a score
+    # for an answer, from pairs; classify: a label for a text; distill: the distribution of a teacher
+    name: Literal["sft", "focal", "dpo", "kto", "orpo", "reward", "classify", "distill"] = "sft"
     # focal: a factor of (1 - probability)^gamma (Lin et al. 2017, https://arxiv.org/abs/1708.02002); null: 2
     gamma: NonNegative | None = None
-    # Supervised tokens. assistant: every assistant turn with its end-of-turn; last_assistant: the last one; all: all
+    # Supervised tokens. assistant: every assistant turn with its end-of-turn; last_assistant: the last one; all: all.
+    # Of a preference only the answers count, whatever is set.
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     # sft: added to each token's loss, z_loss * log(sum(exp(logits)))^2 (Chowdhery et al. 2022,
     # https://arxiv.org/abs/2204.02311, section 5).
     z_loss: NonNegative = 0.0
-    # Probability mass moved from the target evenly to the vocabulary (Szegedy et al. 2015,
-    # https://arxiv.org/abs/1512.00567, section 7).
+    # sft: probability mass moved from the target evenly to the vocabulary (Szegedy et al. 2015,
+    # https://arxiv.org/abs/1512.00567, section 7). dpo, loss sigmoid or robust: probability that a pair is the wrong
+    # way round (cDPO: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf; robust: https://arxiv.org/abs/2403.00409).
     label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    # dpo: a row of the table in objectives/preference.py, which has formula and paper; null: sigmoid
+    loss: PreferenceLoss | None = None
+    # dpo, kto: strength of the pull to the reference, in 1/nats (per token under ipo, sigmoid_norm, simpo); orpo: weight
+    # of the odds ratio (lambda in the paper). null: 0.1
+    beta: Positive | None = None
+    # dpo, loss simpo: gamma, in the units of beta times log-probability per token (not gamma / beta); null: 0.5
+    margin: NonNegative | None = None
+    # dpo: weight of the mean negative log-likelihood of the chosen answers' tokens (RPO: Pang et al. 2024,
+    # https://arxiv.org/abs/2404.19733, equation 2)
+    sft_weight: NonNegative = 0.0
+    # dpo, kto: where the reference's log-probabilities come from. precomputed: before the first step, cached next to
+    # the tokens; adapters_off: in each step, by the base of the adapters (lora, qlora). null: precomputed
+    reference: Literal["precomputed", "adapters_off"] | None = None
+    # dpo, kto: another reference than the initial model, a hub id or a local folder with the same vocabulary;
+    # `finetune reference` computes its log-probabilities before
+    reference_model: str | None = None
+    # dpo, orpo: compute the beginning that the two sequences of a pair share once; equal to rounding. auto: where the
+    # attention can
+    share_prompts: Literal["auto"] | bool = "auto"
+    # kto: weights of the good and of the bad answers; null: 1
+    desirable_weight: NonNegative | None = None
+    undesirable_weight: NonNegative | None = None
+    # reward: weight of the squared sum of a pair's scores, which centres them (https://arxiv.org/abs/2312.09244)
+    centering: NonNegative = 0.0
+    # classify: names of the labels, in the order of the model's outputs; null: those in the rows, sorted
+    labels: Names | None = None
+    # distill: the teacher, a local folder or hub id of a model with the same vocabulary (its log-probabilities are
+    # computed before the first step), or a parquet file with ids and log-probabilities of each token
+    teacher: str | None = None
+    # distill: D(teacher, student); jsd is the generalised one, with `jsd_beta` (https://arxiv.org/abs/2306.13649)
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = None  # null: forward_kl
+    temperature: Positive | None = None  # distill: of both; the divergence is multiplied by its square. null: 1
+    jsd_beta: Share | None = None  # distill: 0.5 if null
+    nll_weight: Share = 0.0  # distill: share of the negative log-likelihood; the divergence has the rest
+    top_k: Count | None = None  # distill: entries kept of each of the teacher's distributions; null: 64
+    # all but sft, focal and distill: apply the dropout of the model's config and of the adapters; without it a pair's
+    # two answers, and the reference, are compared under equal weights
+    dropout: bool = False
     # Mixture of experts: coefficient of the load-balancing loss (Fedus et al. 2021, https://arxiv.org/abs/2101.03961,
     # section 2.2), which is `num_experts_per_tok` under perfect balance. null: the model config's
     # `router_aux_loss_coef` if its `output_router_logits` is true, else 0.
     router_aux_loss_coef: NonNegative | None = None
+
+    def value(self, key: str) -> Any:
+        """Returns a key's value, or what the objective takes where the recipe gives none."""
+        given = getattr(self, key)
+        return OBJECTIVE_KEYS[self.name].get(key) if given is None else given
 
 
 class Batch(Section):
@@ -304,6 +372,9 @@ METRICS: dict[str, Literal["lower", "higher"]] = {
     "eval_loss": "lower",
     "eval_loss/*": "lower",
     "exact_match": "higher",
+    "eval_rewards/accuracy": "higher",
+    "eval_rewards/margin": "higher",
+    "eval_accuracy": "higher",
 }
 
 
