@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from finetune.engine.pipeline_layout import PLAN, Layout
 from finetune.errors import UserError
-from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.wrapped import WrappedModel
 from finetune.utils import unwrap_peft
 
 _HEAD_ARGUMENTS = ("logits_to_keep", "targets")  # that a stage without the head has no use for
@@ -30,7 +30,7 @@ class _PassOn(nn.Module):
 class StageModel(nn.Module):
     """Its parameters are the stage's own; called with the hidden states of the stage before it."""
 
-    def __init__(self, model: CausalLMWithLoss, layout: Layout, index: int, compute: torch.dtype):
+    def __init__(self, model: WrappedModel, layout: Layout, index: int, compute: torch.dtype):
         """compute: the type of the hidden states that stages pass on."""
         super().__init__()
         self.index, self.is_last = index, index == layout.stages - 1

@@ -9,6 +9,7 @@ import torch
 
 from finetune.errors import UserError
 from finetune.models.config import first_line
+from finetune.models.wrapped import has_scores
 from finetune.recipe.schema import Lora
 
 
@@ -30,7 +31,7 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
         use_dora=lora.dora,
         modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,
         ensure_weight_tying=bool(lora.modules_to_save) and bool(model.config.tie_word_embeddings),
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if has_scores(model) else "CAUSAL_LM",  # the former trains the head of scores in full
     )
     try:
         with warnings.catch_warnings():

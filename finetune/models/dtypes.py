@@ -31,8 +31,13 @@ def dtypes(recipe: Recipe) -> Dtypes:
     return Dtypes(trained=trained, frozen=frozen, compute=compute)
 
 
-def quantization_config(quantization: Quantization, compute: torch.dtype) -> BitsAndBytesConfig:
-    """Returns bitsandbytes' config. Raises UserError with the install line where the package is missing."""
+def quantization_config(
+    quantization: Quantization, compute: torch.dtype, whole: list[str] | None = None
+) -> BitsAndBytesConfig:
+    """Returns bitsandbytes' config. whole: modules that stay as they are; None: the LM head.
+
+    Raises UserError with the install line where the package is missing.
+    """
     try:
         import bitsandbytes  # noqa: F401  (only to see whether it is installed)
     except ImportError:
@@ -45,6 +50,7 @@ def quantization_config(quantization: Quantization, compute: torch.dtype) -> Bit
         # The packed bytes are stored as floats of the compute type: FSDP2 shards floats only (bytes it would
         # replicate).
         bnb_4bit_quant_storage=compute,
+        llm_int8_skip_modules=whole,  # 4 bits as well
     )
 
 

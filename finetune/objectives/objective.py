@@ -18,7 +18,9 @@ from torch import Tensor
 
 from finetune.data.batch import Batch
 from finetune.models.head import TokenLoss
-from finetune.models.loss_model import Outputs, TargetTokens
+from finetune.models.loss_model import TargetTokens
+from finetune.models.score_model import ScoredPositions
+from finetune.models.wrapped import Outputs
 
 Counts = Mapping[str, float]  # of a step over all ranks, by unit
 UNSCALED: Counts = defaultdict(lambda: 1.0)  # for a loss whose size does not matter
@@ -83,7 +85,9 @@ class TokenRanks:
     sequences."""
 
     count: int = 1
-    sum: Callable[[Tensor], Tensor] = lambda tensor: tensor  # over these ranks, differentiable; gradients are summed too
+    sum: Callable[[Tensor], Tensor] = lambda tensor: (
+        tensor
+    )  # over these ranks, differentiable; gradients are summed too
 
     def share(self, total: Tensor) -> Tensor:
         """Returns this rank's part of a total that all of them have."""
@@ -106,6 +110,7 @@ class Objective:
     token_weights: Callable[[Batch], Tensor] | None = None  # (S,) in `Outputs.total`; None: 1 each
     differentiable: bool = False  # `Outputs.token_losses` needs a graph: the loss is not linear in them
     columns: tuple[str, ...] = ()  # of a batch, that the terms read
+    scores: bool = False  # the terms read `Outputs.scores` of a `ScoreModel`, and no token losses
 
     def no_terms(self, batch: Batch) -> Terms:
         """Returns the terms, all zero, for a rank that has no outputs (the early stages of a pipeline)."""
@@ -118,8 +123,10 @@ class Objective:
         """Whether only the plain sum of the token losses needs a graph."""
         return self.token_weights is None and not self.differentiable
 
-    def targets(self, batch: Batch) -> TargetTokens:
+    def targets(self, batch: Batch) -> TargetTokens | ScoredPositions:
         """Returns the targets of a batch and what the forward has to compute for them."""
+        if self.scores:
+            return ScoredPositions(batch.ends.positions)
         weights = None if self.token_weights is None else self.token_weights(batch)
         return TargetTokens(batch.targets.positions, batch.targets.ids, self.token_loss, weights, self.differentiable)
 

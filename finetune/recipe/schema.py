@@ -202,19 +202,34 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
     "sft": {"z_loss": 0.0, "label_smoothing": 0.0},
     "focal": {"gamma": 2.0},
     "dpo": {
-        **{"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "margin": 0.5, "sft_weight": 0.0},
-        **{"reference": "precomputed", "reference_model": None, "share_prompts": "auto", "dropout": False},
+        "loss": "sigmoid",
+        "beta": 0.1,
+        "label_smoothing": 0.0,
+        "margin": 0.5,
+        "sft_weight": 0.0,
+        "reference": "precomputed",
+        "reference_model": None,
+        "share_prompts": "auto",
+        "dropout": False,
     },
     "kto": {
-        **{"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
-        **{"reference": "precomputed", "reference_model": None, "dropout": False},
+        "beta": 0.1,
+        "desirable_weight": 1.0,
+        "undesirable_weight": 1.0,
+        "reference": "precomputed",
+        "reference_model": None,
+        "dropout": False,
     },
     "orpo": {"beta": 0.1, "share_prompts": "auto", "dropout": False},
     "reward": {"centering": 0.0, "dropout": False},
     "classify": {"labels": None, "dropout": False},
     "distill": {
-        **{"teacher": None, "divergence": "forward_kl", "temperature": 1.0, "jsd_beta": 0.5, "nll_weight": 0.0},
-        **{"top_k": 64},
+        "teacher": None,
+        "divergence": "forward_kl",
+        "temperature": 1.0,
+        "jsd_beta": 0.5,
+        "nll_weight": 0.0,
+        "top_k": 64,
     },
 }
 PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "simpo"]
@@ -282,6 +297,11 @@ class Objective(Section):
     # section 2.2), which is `num_experts_per_tok` under perfect balance. null: the model config's
     # `router_aux_loss_coef` if its `output_router_logits` is true, else 0.
     router_aux_loss_coef: NonNegative | None = None
+
+    @property
+    def scores_sequences(self) -> bool:
+        """Whether the model has a head of scores, in place of an LM head."""
+        return self.name in ("reward", "classify")
 
     def value(self, key: str) -> Any:
         """Returns a key's value, or what the objective takes where the recipe gives none."""
