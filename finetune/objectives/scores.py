@@ -58,13 +58,10 @@ def classify(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> O
     return Objective(terms, scores=True, columns=(LABEL,))
 
 
-def score_labels(settings: Settings, in_rows: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the labels that the model is to score, in the order of its outputs; none for a model with an LM head.
-
-    in_rows: those of a classification's rows.
-    """
+def score_labels(settings: Settings) -> tuple[str, ...]:
+    """Returns the labels that the model is to score, in the order of its outputs; none for a model with an LM head."""
     if settings.name == "classify":
-        return settings.labels or in_rows
+        return settings.labels or ()
     return ("reward",) if settings.name == "reward" else ()
 
 

@@ -164,7 +164,7 @@ def _load(
     recipe: Recipe, engine: Engine, config: PretrainedConfig, attention: AttentionChoice, training: Data
 ) -> tuple[WrappedModel, Objective]:
     """Returns the module that the engine wraps, and the objective."""
-    labels = score_labels(recipe.objective, training.labels)
+    labels = score_labels(recipe.objective)
     with engine.loading(recipe):
         model = load_model(recipe, config, attention, engine.placement(recipe), labels)
     types, parallelism = dtypes(recipe), engine.parallelism

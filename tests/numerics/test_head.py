@@ -93,7 +93,7 @@ def by_head(
     loss_model = CausalLMWithLoss(model, asked, autocast=autocast)
     assert loss_model.choice.implementation == asked
     arguments, ids = batch(model)
-    total, each, _ = loss_model(targets=TargetTokens(POSITIONS, ids, token_loss), **arguments)
+    total, each, *_ = loss_model(targets=TargetTokens(POSITIONS, ids, token_loss), **arguments)
     assert total.dtype == each.dtype == torch.float32
     assert not each.requires_grad
     torch.testing.assert_close(total.detach(), each.sum())
