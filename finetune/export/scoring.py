@@ -38,9 +38,9 @@ def padding_token(tokenizer: PreTrainedTokenizerFast, end_ids: set[int]) -> str 
     None where there is none: transformers then refuses padded batches, and a single text has no padding.
     """
     added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    free = {number: text for number, text in added.items() if number not in end_ids | {tokenizer.eos_token_id}}
-    if tokenizer.pad_token_id in free:
-        return free[tokenizer.pad_token_id]
+    free = {number: text for number, text in added.items() if number not in end_ids and text != tokenizer.eos_token}
+    if tokenizer.pad_token in free.values():
+        return tokenizer.pad_token
     named = [text for part in _LIKELY for text in free.values() if part in text.lower()]
     return next(iter([*named, *free.values()]), None)
 

@@ -19,7 +19,7 @@ def labelled(config: PretrainedConfig, labels: tuple[str, ...]) -> PretrainedCon
     Raises UserError where a checkpoint of such a model has other labels.
     """
     if any("ForSequenceClassification" in name for name in config.architectures or ()):
-        _check_labels(tuple(str(config.id2label[i]) for i in range(config.num_labels)), labels)
+        _check_labels(tuple(dict(config.id2label or {}).values()), labels)
     own: Any = copy.deepcopy(config)
     own.id2label = dict(enumerate(labels))
     own.label2id = {name: i for i, name in own.id2label.items()}

@@ -344,7 +344,7 @@ def test_without_targets_there_is_a_graph_and_no_gradient(adapters: str | None, 
     model = adapted("llama", ADAPTERS[adapters]) if adapters else model_of("llama")
     none = torch.zeros(0, dtype=torch.long)
     targets = TargetTokens(none, none, TOKEN_LOSSES[3], differentiable=differentiable)
-    total, each, _ = CausalLMWithLoss(model, "chunked")(targets=targets, **batch(model)[0])
+    total, each, *_ = CausalLMWithLoss(model, "chunked")(targets=targets, **batch(model)[0])
     total.backward()
     assert (total.item(), each.shape) == (0.0, (0,))
     trained = [p for p in model.parameters() if p.requires_grad]

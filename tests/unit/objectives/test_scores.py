@@ -114,9 +114,7 @@ def test_the_rank_with_the_last_token_gives_the_score(share: tuple[int, int]) ->
     for shard, scores in local:
         total.index_add_(0, shard.ends.sequence, scores)
     torch.testing.assert_close(total[:, 0], values[batch.ends.positions])
-    objective = make_objective(
-        Settings(name="reward"), token_ranks=TokenRanks(count, lambda own: total + 0 * own)
-    )
+    objective = make_objective(Settings(name="reward"), token_ranks=TokenRanks(count, lambda own: total + 0 * own))
     parts = [objective.loss(objective.terms(scored(scores), shard), batch.counts) for shard, scores in local]
     alone = make_objective(Settings(name="reward"))
     wanted = alone.loss(alone.terms(scored(values[batch.ends.positions][:, None]), batch), batch.counts)
