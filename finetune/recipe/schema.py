@@ -202,19 +202,34 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
     "sft": {"z_loss": 0.0, "label_smoothing": 0.0},
     "focal": {"gamma": 2.0},
     "dpo": {
-        **{"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "margin": 0.5, "sft_weight": 0.0},
-        **{"reference": "precomputed", "reference_model": None, "share_prompts": "auto", "dropout": False},
+        "loss": "sigmoid",
+        "beta": 0.1,
+        "label_smoothing": 0.0,
+        "margin": 0.5,
+        "sft_weight": 0.0,
+        "reference": "precomputed",
+        "reference_model": None,
+        "share_prompts": "auto",
+        "dropout": False,
     },
     "kto": {
-        **{"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
-        **{"reference": "precomputed", "reference_model": None, "dropout": False},
+        "beta": 0.1,
+        "desirable_weight": 1.0,
+        "undesirable_weight": 1.0,
+        "reference": "precomputed",
+        "reference_model": None,
+        "dropout": False,
     },
     "orpo": {"beta": 0.1, "share_prompts": "auto", "dropout": False},
     "reward": {"centering": 0.0, "dropout": False},
     "classify": {"labels": None, "dropout": False},
     "distill": {
-        **{"teacher": None, "divergence": "forward_kl", "temperature": 1.0, "jsd_beta": 0.5, "nll_weight": 0.0},
-        **{"top_k": 64},
+        "teacher": None,
+        "divergence": "forward_kl",
+        "temperature": 1.0,
+        "jsd_beta": 0.5,
+        "nll_weight": 0.0,
+        "top_k": 64,
     },
 }
 PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "simpo"]
@@ -242,8 +257,8 @@ class Objective(Section):
     label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = 0.0
     # dpo: a row of the table in objectives/preference.py, which has formula and paper; null: sigmoid
     loss: PreferenceLoss | None = None
-    # dpo, kto: strength of the pull to the reference, in 1/nats (per token under ipo, sigmoid_norm, simpo); orpo: weight
-    # of the odds ratio (lambda in the paper). null: 0.1
+    # dpo, kto: strength of the pull to the reference, in 1/nats (per token under ipo, sigmoid_norm, simpo); orpo:
+    # weight of the odds ratio (lambda in the paper). null: 0.1
     beta: Positive | None = None
     # dpo, loss simpo: gamma, in the units of beta times log-probability per token (not gamma / beta); null: 0.5
     margin: NonNegative | None = None
@@ -321,9 +336,46 @@ class Schedule(Section):
     decay_ratio: Share = 0.1  # wsd: share of the steps that decay (Hu et al. 2024, https://arxiv.org/abs/2404.06395)
 
 
+# What an evaluation measures, and which way is better; `*` stands for the name of a source.
+METRICS: dict[str, Literal["lower", "higher"]] = {
+    "eval_loss": "lower",
+    "eval_loss/*": "lower",
+    "exact_match": "higher",
+    "eval_rewards/accuracy": "higher",
+    "eval_rewards/margin": "higher",
+    "eval_accuracy": "higher",
+}
+
+
+def metric_direction(name: str) -> Literal["lower", "higher"]:
+    """Returns which values of a metric are better. Raises ValueError for one that no evaluation measures."""
+    for pattern, direction in METRICS.items():
+        if fnmatchcase(name, pattern):
+            return direction
+    nearest = difflib.get_close_matches(name, METRICS, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"no evaluation measures {name!r}: use one of {', '.join(METRICS)}{hint}")
+
+
+def _known_metric(name: str) -> str:
+    metric_direction(name)
+    return name
+
+
+Metric = Annotated[str, AfterValidator(_known_metric)]  # of an evaluation
+
+
+class StopWhen(Section):
+    """Early stopping: the run ends where evaluations no longer improve, with the weights of that step."""
+
+    metric: Metric = "eval_loss"
+    patience: Count = 3  # evaluations in a row without a new best value
+
+
 class Train(Section):
     epochs: Positive | None = None  # passes over the data; a fraction is allowed
     max_steps: Count | None = None  # optimizer steps; if both are given, whichever ends first
+    stop_when: StopWhen | None = None  # end earlier, by a metric of the evaluations
     # Compute type. fp32, bf16 and fp16 store, reduce and step trained weights in fp32; bf16_true does all in bf16, to
     # save memory.
     precision: Literal["fp32", "bf16", "fp16", "bf16_true"] = "bf16"
@@ -367,32 +419,6 @@ Acceptable = Literal[
 ]
 
 
-# What an evaluation measures, and which way is better; `*` stands for the name of a source.
-METRICS: dict[str, Literal["lower", "higher"]] = {
-    "eval_loss": "lower",
-    "eval_loss/*": "lower",
-    "exact_match": "higher",
-    "eval_rewards/accuracy": "higher",
-    "eval_rewards/margin": "higher",
-    "eval_accuracy": "higher",
-}
-
-
-def metric_direction(name: str) -> Literal["lower", "higher"]:
-    """Returns which values of a metric are better. Raises ValueError for one that no evaluation measures."""
-    for pattern, direction in METRICS.items():
-        if fnmatchcase(name, pattern):
-            return direction
-    nearest = difflib.get_close_matches(name, METRICS, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"no evaluation measures {name!r}: use one of {', '.join(METRICS)}{hint}")
-
-
-def _known_metric(name: str) -> str:
-    metric_direction(name)
-    return name
-
-
 class Checkpoint(Section):
     """When checkpoints are saved and how many are kept. A stop by a signal always saves."""
 
@@ -401,7 +427,7 @@ class Checkpoint(Section):
     keep: Count = 2  # number of newest checkpoints
     # Also keep the best checkpoint by this metric of the evaluations: eval_loss, eval_loss/<source> (lowest) or
     # exact_match (highest). Saves at every improvement.
-    best: Annotated[str, AfterValidator(_known_metric)] | None = None
+    best: Metric | None = None
     asynchronous: bool = True  # write files while training continues; needs a copy of the state in CPU memory
     on_failure: Literal["stop", "continue"] = "stop"  # if a save fails (a full disk): stop the run, or only warn
     resume: Literal["auto", "never"] = "auto"  # auto: resume from the newest valid checkpoint in the run directory
