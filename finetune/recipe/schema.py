@@ -232,6 +232,19 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
         "top_k": 64,
     },
 }
+# Formats of the rows that each objective takes.
+_ANSWERS = ("messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens")
+_PAIRS = ("preference", "ranked")
+OBJECTIVE_FORMATS: dict[str, tuple[str, ...]] = {
+    "sft": _ANSWERS,
+    "focal": _ANSWERS,
+    "distill": _ANSWERS,
+    "dpo": _PAIRS,
+    "orpo": _PAIRS,
+    "reward": _PAIRS,
+    "kto": ("unpaired", "preference"),  # a pair gives a good and a bad answer
+    "classify": ("classification",),
+}
 PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "simpo"]
 
 
