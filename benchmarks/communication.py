@@ -5,7 +5,7 @@
 
 A launch has a network of its own (a namespace: Linux, root or unprivileged namespaces), in which everything that ranks
 say to each other crosses one loopback device that counts. Two launches of different length; what a step sends is their
-difference over the steps, so that start and end do not count. Predictions: `finetune/planning/costs.py`; of
+difference over the steps, so that start and end do not count. Predictions: `scripts/costs.py`; of
 the peak, what one process needs besides its state (libraries, activations) and the state predicted.
 A process has one thread. `time` is that of a step over the time that one process takes for it: with more processes than
 cores it cannot fall. Writes benchmarks/results/communication.json and .png.
@@ -26,14 +26,14 @@ from typing import Any
 
 import yaml
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path += [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / "scripts")]
 
 import contenders
+from costs import ParameterCounts, StateBytes, StepSizes, Traffic, state_bytes, step_sizes, traffic
 from workload import llama, random_documents, save_padded_tokenizer, save_weights, write_rows
 
 from finetune.engine.launch import read_config_file
 from finetune.models.config import model_config
-from finetune.planning.costs import ParameterCounts, StateBytes, StepSizes, Traffic, state_bytes, step_sizes, traffic
 from finetune.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -40,7 +40,7 @@ from finetune.engine.sharding import (
 from finetune.engine.state_shards import Part
 from finetune.engine.tensor_parallel import ParameterShard, ShardedParameters, TensorGroup, all_gathered, parallelize
 from finetune.engine.timing import Stopwatch
-from finetune.models.dtypes import dtypes
+from finetune.models.config import dtypes
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe

@@ -18,7 +18,7 @@ from finetune.engine.base import BuildOptimizers, Engine, detached, named_traina
 from finetune.engine.optimizer_step import NonFinite
 from finetune.engine.state_shards import Part, Types
 from finetune.errors import UserError
-from finetune.models.dtypes import dtypes
+from finetune.models.config import dtypes
 from finetune.models.loss_model import CausalLMWithLoss, loss_head
 from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe

@@ -13,8 +13,7 @@ import tiny
 import torch
 from conftest import metrics, train_here
 
-from finetune.training.auto_batch import largest_that_fits
-from finetune.training.process_memory import CudaMemory
+from finetune.training.auto_batch import CudaMemory, largest_that_fits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.engine.parallelism import Schedule
 from finetune.engine.pipeline import make_schedule, make_stage
-from finetune.engine.pipeline_layout import SINGLE_STAGE_SCHEDULES, bubble_share, schedulable_micro_batches
+from finetune.engine.stages import SINGLE_STAGE_SCHEDULES, bubble_share, schedulable_micro_batches
 
 SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1}  # a backward is as long as two forwards; I and W are its halves
 

@@ -23,8 +23,7 @@ from finetune.models.head import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
 from finetune.models.tiny_config import tiny_config
 from finetune.models.weights import without_weights
-from finetune.planning.flops import ModelFlops, causal_pairs, model_flops
-from finetune.planning.hardware import DEVICES, find_device, peak_tflops
+from finetune.planning.flops import DEVICES, ModelFlops, causal_pairs, find_device, model_flops, peak_tflops
 
 LENGTHS = (7, 16, 3)
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -31,7 +31,9 @@ from finetune.objectives.forward import ForwardPass
 from finetune.recipe import Recipe, load_recipe
 from finetune.training.auto_batch import (
     HALF,
+    MARGIN,
     HeaviestRow,
+    HostMemory,
     RowsPerDevice,
     Trials,
     dependencies,
@@ -41,7 +43,6 @@ from finetune.training.auto_batch import (
     optimizer_bytes,
 )
 from finetune.training.optim import BUILDERS, build_optimizers
-from finetune.training.process_memory import MARGIN, HostMemory
 from finetune.utils import divisors
 
 MIB = 2**20
