@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from finetune.data.batch import Batch
-from finetune.engine.base import Engine, measure_gradient_bytes, measure_state_bytes
+from finetune.engine.base import Engine, StorageCounter, measure_state_bytes
 from finetune.engine.timing import COMMUNICATION, PHASES, STALLS
 from finetune.tracking.metrics import Line
 from finetune.utils import peak_resident_bytes
@@ -78,7 +78,7 @@ class Meters:
     def measure_gradients(self) -> None:
         """Count gradient bytes, once, while all gradients exist."""
         if self._gradients is None:
-            self._gradients = measure_gradient_bytes(self._engine)
+            self._gradients = StorageCounter(self._engine.device).add(self._engine.gradients())
 
     def step(self, batches: Sequence[Batch], tokens: float, supervised: float) -> Measured:
         """tokens, supervised: of the step, over all ranks. Collective."""

@@ -87,13 +87,6 @@ def in_one_type(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def refuse_extras(extras: dict[str, Any]) -> None:
-    """Raises ValueError for what an architecture adds to attention and an implementation would leave out in silence."""
-    for name in ("s_aux", "position_bias"):
-        if extras.get(name) is not None:
-            raise ValueError(f"this model's attention takes `{name}`: set model.attention: eager")
-
-
 def with_unread_mask(
     arguments: dict[str, Any],  # of a forward, from `AttentionChoice.forward_arguments`
     device: torch.device,
@@ -132,7 +125,9 @@ def register(name: str, within_documents: Callable[..., Tensor]) -> None:
         documents: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:  # (1, T, H, D)
-        refuse_extras(kwargs)
+        for name in ("s_aux", "position_bias"):  # would be left out in silence
+            if kwargs.get(name) is not None:
+                raise ValueError(f"this model's attention takes `{name}`: set model.attention: eager")
         if documents is None:
             return masked_attention(module, query, key, value, attention_mask, dropout, scaling, softcap)
         if attention_mask is not None and attention_mask.numel():
