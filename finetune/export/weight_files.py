@@ -84,7 +84,10 @@ def _groups(model: Any, state: State, expected: State) -> list[list[str]]:
     """Returns the smallest groups whose conversion one by one equals the conversion of all at once."""
     for key in (str, _layer):
         groups = list(_runs(state, key))
-        if _same([_reverted(model, {name: state[name] for name in group}) for group in groups], expected):
+        parts = [_reverted(model, {name: state[name] for name in group}) for group in groups]
+        shapes = {name: tensor.shape for part in parts for name, tensor in part.items()}
+        each_once = sum(map(len, parts)) == len(expected)
+        if each_once and shapes == {name: tensor.shape for name, tensor in expected.items()}:
             return groups
     log.warning("%s: saving needs the full model in the memory of rank 0", type(model).__name__)
     return [list(state)]
@@ -104,12 +107,6 @@ def _runs(state: State, key: Callable[[str], str]) -> Iterator[list[str]]:
             run = []
         run.append(name)
     yield run
-
-
-def _same(parts: list[State], expected: State) -> bool:
-    """Whether the parts together have the expected names and shapes, each name once."""
-    shapes = {name: tensor.shape for part in parts for name, tensor in part.items()}
-    return sum(map(len, parts)) == len(expected) and shapes == {name: t.shape for name, t in expected.items()}
 
 
 SHARD_BYTES = 4 * 10**9

@@ -164,14 +164,13 @@ def _complete(model: Any, model_class: Any, skeleton: Any) -> None:
 
 def parameter_counts(model: Any) -> tuple[int, int]:
     """Returns (all, trained) parameters of the full model, also where this rank has a shard or 4-bit weights."""
-    counts = [(_full_numel(p), p.requires_grad) for p in model.parameters()]
-    return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)
-
-
-def _full_numel(parameter: torch.nn.Parameter) -> int:
-    numel = full_shape(parameter).numel()
-    packed = type(parameter).__name__ == "Params4bit"  # two weights a byte
-    return numel * 2 * parameter.element_size() if packed else numel
+    total = trained = 0
+    for parameter in model.parameters():
+        packed = type(parameter).__name__ == "Params4bit"  # two weights a byte
+        numel = full_shape(parameter).numel() * (2 * parameter.element_size() if packed else 1)
+        total += numel
+        trained += numel if parameter.requires_grad else 0
+    return total, trained
 
 
 # --- LoRA adapters through peft, imported where there are any: it takes a second, for it imports bitsandbytes

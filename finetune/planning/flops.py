@@ -160,7 +160,9 @@ class _Product:
 
 
 def _products(model: Any) -> Iterator[_Product]:
-    head = _path_of(model, model.get_output_embeddings())
+    output = model.get_output_embeddings()
+    path = next((path for path, candidate in model.named_modules() if candidate is output), "")
+    head = re.sub(r"\.(base_layer|modules_to_save\..*|original_module)$", "", path)  # or that of its wrapper
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             continue
@@ -193,19 +195,10 @@ def _active_share(model: Any, path: str, shape: tuple[int, ...]) -> float:
         return 1.0
     config = model.config.get_text_config()
     chosen = next((getattr(config, name) for name in _TOP_K if getattr(config, name, None)), None)
-    count = shape[0] if len(shape) > 2 else _num_experts(config)
-    return chosen / count if chosen and count else 1.0
-
-
-def _num_experts(config: Any) -> int | None:
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-
-
-def _path_of(model: Any, module: Any) -> str:
-    """Returns the path of a module, or of its wrapper (an adapter, a trained copy)."""
-    path = next((path for path, candidate in model.named_modules() if candidate is module), "")
-    return re.sub(r"\.(base_layer|modules_to_save\..*|original_module)$", "", path)
+    in_config = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    count = shape[0] if len(shape) > 2 else in_config
+    return chosen / count if chosen and count else 1.0
 
 
 def _position(path: str, head: str = "") -> _Position:

@@ -90,7 +90,8 @@ class Meters:
         line = _speed(tokens, supervised, seconds, len(ranks))
         line |= self._use(ranks, seconds) | _memory(ranks) | _times(ranks, self._engine.stopwatch.knows_waits)
         if len(ranks) > 1 and self._engine.stopwatch.knows_waits:
-            line |= _straggler(ranks)
+            busy = [rank["step"] - rank[COMMUNICATION] for rank in ranks]  # the one that waits least keeps the others
+            line |= {"straggler": busy.index(max(busy)), "rank_spread": max(busy) / statistics.median(busy)}
         line |= _device(ranks, self._tokens)
         known = {key: value for key, value in line.items() if math.isfinite(value)}
         return Measured(seconds, known)
@@ -170,12 +171,6 @@ def _times(ranks: list[_Rank], knows_waits: bool) -> Line:
     total = step + sum(stalls.values())
     line = {f"time/{name}": seconds for name, seconds in times.items()}
     return line | {f"share/{name}": min(1.0, seconds / total) for name, seconds in times.items()}
-
-
-def _straggler(ranks: list[_Rank]) -> Line:
-    """Returns the rank that waited least: the others waited for it."""
-    busy = [rank["step"] - rank[COMMUNICATION] for rank in ranks]
-    return {"straggler": busy.index(max(busy)), "rank_spread": max(busy) / statistics.median(busy)}
 
 
 def _device(ranks: list[_Rank], tokens: float) -> Line:

@@ -73,7 +73,8 @@ def show_evaluation(console: Console, step: int, metrics: dict[str, float], gene
     table = Table("prompt", "output", "reference", "")  # the last: "=" where output and reference agree
     for generation in generations:
         texts = (generation.prompt, generation.output, generation.reference)
-        table.add_row(*map(_shortened, texts), "=" if generation.matches else "x")
+        cells = (text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…" for text in texts)
+        table.add_row(*map(escape, cells), "=" if generation.matches else "x")
     console.print(table)
 
 
@@ -104,10 +105,6 @@ def _totals(totals: Totals) -> Iterator[tuple[str, str]]:
         yield "straggler", f"rank {rank} in {often:.0%} of the steps; slowest/median {spread:.3f}"
     if "energy_j" in totals.last:
         yield "energy", f"{totals.last['energy_j'] / 3.6e6:,.3g} kWh, {totals.last['tokens_per_j']:,.1f} tokens/J"
-
-
-def _shortened(text: str) -> str:
-    return escape(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…")
 
 
 _SECONDS_BETWEEN_LINES = 10.0
