@@ -117,9 +117,9 @@ class CausalLMWithLoss(nn.Module):
         with self._surroundings():
             if targets is None:
                 return self.causal_lm(**inputs)
-            with self._routers.recording() if self._routers else contextlib.nullcontext([]) as router_logits:
+            with self._routers.recording() if self._routers else contextlib.nullcontext([]) as logits:
                 losses = self._losses(targets, inputs)
-            return Outputs(*losses, tuple(router_logits))
+            return Outputs(*losses, tuple(logits))
 
     def hidden_states(self, **inputs: Any) -> Tensor:  # (1, T, D)
         """Returns the base model's output, in the surroundings of a forward: what a pipeline stage passes on."""

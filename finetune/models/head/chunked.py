@@ -193,15 +193,13 @@ class MatrixHead:
         """weight: (V, D), bias: (V,)."""
         self.weight, self.bias = weight, bias
         self.parameters = (weight,) if bias is None else (weight, bias)
-        device = weight.device.type
-        autocast = torch.is_autocast_enabled(device)
-        self.compute = torch.get_autocast_dtype(device) if autocast else weight.dtype
 
     def losses(self, hidden: Tensor, task: HeadTask) -> Tensor:
-        matrix, offset = self._in_compute_type()  # once, not for every chunk
+        compute = _compute_type(self.weight)
+        matrix, offset = self._in(compute)  # once, not for every chunk
         with torch.no_grad():
             chunks = [
-                task.losses(rows, torch.nn.functional.linear(hidden[rows].to(self.compute), matrix, offset))
+                task.losses(rows, torch.nn.functional.linear(hidden[rows].to(compute), matrix, offset))
                 for rows in task.chunks()
             ]
         return torch.cat(chunks)
@@ -209,17 +207,23 @@ class MatrixHead:
     def gradients(
         self, hidden: Tensor, task: HeadTask, token_gradients: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor, list[Tensor | None]]:
+        compute = _compute_type(self.weight)
         with torch.autocast(hidden.device.type, enabled=False):  # the types are explicit here, out= knows no autocast
-            return self._chunks(hidden, task, token_gradients, needs)
+            return self._chunks(hidden, task, token_gradients, needs, compute)
 
-    def _in_compute_type(self) -> tuple[Tensor, Tensor | None]:
-        return self.weight.to(self.compute), None if self.bias is None else self.bias.to(self.compute)
+    def _in(self, compute: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        return self.weight.to(compute), None if self.bias is None else self.bias.to(compute)
 
     def _chunks(
-        self, hidden: Tensor, task: HeadTask, token_gradients: Tensor | None, needs: Sequence[bool]
+        self,
+        hidden: Tensor,
+        task: HeadTask,
+        token_gradients: Tensor | None,
+        needs: Sequence[bool],
+        compute: torch.dtype,
     ) -> tuple[Tensor, list[Tensor | None]]:
-        compute, sum_dtype = self.compute, torch.promote_types(self.compute, torch.float32)
-        matrix, offset = self._in_compute_type()
+        sum_dtype = torch.promote_types(compute, torch.float32)
+        matrix, offset = self._in(compute)
         grad_hidden = torch.empty_like(hidden) if needs[0] else None
         grad_weight = torch.zeros_like(self.weight, dtype=sum_dtype) if needs[1] else None
         grad_bias = torch.zeros_like(self.bias, dtype=sum_dtype) if self.bias is not None and needs[2] else None
@@ -288,6 +292,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.add_(left @ right)
+
+
+def _compute_type(weight: Tensor) -> torch.dtype:
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 # --- other implementations, for a head that is one matrix and objectives linear in the tokens' losses
