@@ -1,4 +1,4 @@
-"""What a step of the optimizer is made of on every backend: precision, loss scale, gradient norm, step in the backward.
+"""Parts of an optimizer step that every backend shares: precision, loss scale, gradient norm, step in the backward.
 
 Precision means the same under every backend. fp32, bf16 and fp16 keep trained weights in fp32 and let torch.autocast
 choose the compute type inside the model's own forward. accelerate always gets `no`, DeepSpeed runs its fp32 path, FSDP2

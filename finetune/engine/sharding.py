@@ -178,7 +178,7 @@ def _adopt_types(state: Mapping[str, Tensor], computed: Mapping[str, Tensor]) ->
     for rank, difference in enumerate(differences):
         if difference is not None:
             raise UserError(
-                f"FSDP2: the model that rank {rank} made from the config is not the one that rank 0 has read: "
+                f"FSDP2: the model that rank {rank} created from the config is not the one that rank 0 has read: "
                 f"{difference}. Use ddp or zero3, where every rank reads the weights itself"
             )
     types = {name: dtype for name, _, dtype in rank_0_tensors}

@@ -54,7 +54,7 @@ def test_a_device_that_runs_out_is_stepped_back_from() -> None:
     assert torch.ones(MIB, device=device).sum().item() == MIB  # the device goes on
 
 
-def test_a_run_with_rows_that_were_found(
+def test_a_run_with_measured_rows(
     recipe: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))

@@ -351,7 +351,7 @@ def test_what_cannot_be_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("asked", ["documents", "varlen", "flex", "sdpa", "eager", "flash_attention_2"])
-def test_what_is_asked_for_is_taken(asked: str) -> None:
+def test_the_requested_implementation_is_taken(asked: str) -> None:
     everything = Kernels(capability=(9, 0), flash_kernels=True, flash_attn=True, triton=True)
     choice = choose(asked, LLAMA, "cuda", True, everything)
     assert choice.implementation in (asked, f"finetune_{asked}")

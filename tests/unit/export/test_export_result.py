@@ -125,7 +125,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "said"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
-def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_damage_is_detected(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
     folder = write(tmp_path, 160)
     assert [file.name for file in weight_files(folder)] == [FIRST, SECOND]
     damage(folder)

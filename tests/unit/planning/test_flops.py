@@ -161,7 +161,7 @@ def test_checkpointing_and_padding_are_hardware_flops_alone() -> None:
     assert padded.hardware > plain.of(LENGTHS, LENGTHS, 9).hardware
 
 
-def test_adapters_that_make_whole_weights_have_no_known_hardware_flops() -> None:
+def test_adapters_that_compute_full_weights_have_no_known_hardware_flops() -> None:
     model = peft.get_peft_model(made({}, DOCUMENTS, None), peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
     found = model_flops(model, DOCUMENTS, False).of(LENGTHS, LENGTHS, 9)
     assert found.model > 0
