@@ -31,16 +31,16 @@ from finetune.engine.optimizer_step import NonFinite
 from finetune.errors import RunFailure, Stopped, UserError
 from finetune.export.result import model_card, save_result
 from finetune.models.compiled import CompilationWatch, compilations
-from finetune.models.dtypes import dtypes
+from finetune.models.config import dtypes
 from finetune.models.loss_model import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import UNSCALED, Sums, TermSums
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.schema import metric_direction
-from finetune.tracking import Status, Totals, TrainingProgress, read_steps, write_status
+from finetune.tracking import Status, Totals, read_steps, write_status
 from finetune.tracking.meters import Meters
-from finetune.training.display import show_evaluation, show_plan, show_totals
+from finetune.training.display import TrainingProgress, show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import Evaluator
 from finetune.training.optim import lr_factor
 from finetune.training.profile import Profiler, show_profile
