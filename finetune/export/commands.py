@@ -21,7 +21,7 @@ from transformers import (
 
 from finetune.errors import UserError
 from finetune.export.scoring import is_scoring, read_labels
-from finetune.models.score_head import labelled
+from finetune.models.score_model import labelled
 from finetune.models.wrapped import has_scores
 
 

@@ -39,10 +39,9 @@ def padding_token(tokenizer: PreTrainedTokenizerFast, end_ids: set[int]) -> str 
     """
     added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     free = {number: text for number, text in added.items() if number not in end_ids and text != tokenizer.eos_token}
-    if tokenizer.pad_token in free.values():
-        return tokenizer.pad_token
+    own = [text for text in free.values() if text == tokenizer.pad_token]
     named = [text for part in _LIKELY for text in free.values() if part in text.lower()]
-    return next(iter([*named, *free.values()]), None)
+    return next(iter([*own, *named, *free.values()]), None)
 
 
 def read_labels(adapter: Path) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ Letters: T tokens of the flat row, S targets, V vocabulary, D hidden size.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,11 +28,10 @@ from finetune.models.head.chunked import (
 from finetune.models.head.token_loss import (
     HeadLosses,
     LogitMap,
-    TokenLoss,
+    TargetLoss,
     UnknownHead,
     at_least_fp32,
     logit_map,
-    token_losses,
 )
 from finetune.models.moe import Routers
 from finetune.models.wrapped import (
@@ -54,9 +54,10 @@ class TargetTokens:
 
     positions: Tensor  # (S,) in the row: where a target is predicted
     ids: Tensor  # (S,) the tokens predicted there
-    token_loss: TokenLoss
+    token_loss: TargetLoss
     weights: Tensor | None = None  # (S,) of the tokens in `Outputs.total`; None: 1 each
     differentiable: bool = False  # `Outputs.token_losses` has a graph, for objectives not linear in the tokens' losses
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # (S, ...) each, that the loss reads
 
 
 class CausalLMWithLoss(WrappedModel):
@@ -105,12 +106,18 @@ class CausalLMWithLoss(WrappedModel):
     def _losses(self, targets: TargetTokens, inputs: dict[str, Any]) -> HeadLosses:
         if self.choice.implementation == "plain":
             logits = at_least_fp32(self._logits(targets.positions, inputs))
-            each = token_losses(logits, targets.ids, targets.token_loss)
+            each, details = targets.token_loss.losses(logits, targets.ids, targets.columns)
             total = each.sum() if targets.weights is None else (each * targets.weights).sum()
-            return HeadLosses(total, each if targets.differentiable else each.detach())
+            return HeadLosses(total, each if targets.differentiable else each.detach(), details)
         hidden = self._base(inputs)[:, targets.positions]
         task = HeadTask(
-            targets.ids, targets.token_loss, self._logit_map, self._rows, targets.weights, targets.differentiable
+            targets.ids,
+            targets.token_loss,
+            self._logit_map,
+            self._rows,
+            targets.weights,
+            targets.differentiable,
+            targets.columns,
         )
         return output_head(self.causal_lm)(hidden, task=task)
 

@@ -27,6 +27,7 @@ class Outputs(NamedTuple):
 
     total: Tensor  # (), weighted sum of the token losses, with a graph; fp32, nats
     token_losses: Tensor  # (S,), of the targets in their order; with a graph where requested
+    details: tuple[Tensor, ...] = ()  # (S, ...) each: what the loss of a target gives in addition, without a graph
     router_logits: tuple[Tensor, ...] = ()  # (T, experts) of each layer of a mixture of experts
     scores: Tensor | None = None  # (d, labels) of sequences at their ends, with a graph; fp32; in place of losses
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.models.moe import Routers
 from finetune.objectives.by_source import by_source
+from finetune.objectives.distill import distill
 from finetune.objectives.objective import ONE_RANK, Objective, TokenRanks, combined
 from finetune.objectives.preference import dpo
 from finetune.objectives.router_balance import balance_coefficient, balance_of_experts
@@ -21,6 +22,7 @@ OBJECTIVES: dict[str, Callable[[Settings, bool, TokenRanks], Objective]] = {
     "dpo": dpo,
     "reward": reward,
     "classify": classify,
+    "distill": distill,
 }
 
 
