@@ -83,7 +83,9 @@ class TokenRanks:
     sequences."""
 
     count: int = 1
-    sum: Callable[[Tensor], Tensor] = lambda tensor: tensor  # over these ranks, differentiable; gradients are summed too
+    sum: Callable[[Tensor], Tensor] = lambda tensor: (
+        tensor
+    )  # over these ranks, differentiable; gradients are summed too
 
     def share(self, total: Tensor) -> Tensor:
         """Returns this rank's part of a total that all of them have."""

@@ -1,4 +1,5 @@
-"""Progress of training: a bar in a terminal, sparse lines in a log file, nothing on other ranks."""
+"""Progress of training, and of a pass before it: a bar in a terminal, sparse lines in a log file, nothing on other
+ranks."""
 
 from __future__ import annotations
 
@@ -59,3 +60,35 @@ class TrainingProgress:
             highlight=False,
         )
         sys.stdout.flush()
+
+
+class PassProgress:
+    """Of one pass over the data. Context manager; `update` with the number of blocks that are done."""
+
+    def __init__(self, console: Console, name: str, blocks: int, done: int, shown: bool):
+        self._console, self._name, self._blocks, self._first, self._shown = console, name, blocks, done, shown
+        self._started = self._last_line = time.monotonic()
+        self._bar = None
+        if shown and console.is_terminal:
+            columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("eta"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task(name, total=blocks, completed=done)
+
+    def __enter__(self) -> PassProgress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, done: int) -> None:
+        now = time.monotonic()
+        if self._bar:
+            self._bar.update(self._task, completed=done)
+        elif self._shown and now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            remaining = (now - self._started) / (done - self._first) * (self._blocks - done)
+            self._console.print(f"{self._name}: {done}/{self._blocks}  eta {remaining:.0f} s", highlight=False)
+            sys.stdout.flush()

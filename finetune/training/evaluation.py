@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -20,6 +22,17 @@ from finetune.recipe.schema import Evaluate
 from finetune.training.generation import greedy
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
+
+
+@contextlib.contextmanager
+def evaluating(engine: Engine) -> Iterator[None]:
+    """Forwards without dropout and without gradients."""
+    engine.model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        engine.model.train()
 
 
 @dataclass(frozen=True)
@@ -42,13 +55,11 @@ class Evaluator:
 
     def run(self) -> tuple[dict[str, float], list[Generation]]:
         """Returns metrics by name (`eval_loss` in nats per supervised token) and generations to show. Collective."""
-        self.engine.model.eval()
-        with torch.no_grad():
+        with evaluating(self.engine):
             metrics = self._losses()
         num_generations = max(self.recipe.exact_match, self.recipe.generate)
-        with uncompiled():
+        with evaluating(self.engine), uncompiled():
             generations = self._generations(num_generations) if num_generations else []
-        self.engine.model.train()
         if self.recipe.exact_match and generations:
             scored = generations[: self.recipe.exact_match]
             metrics["exact_match"] = sum(g.matches for g in scored) / len(scored)

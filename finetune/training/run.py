@@ -49,6 +49,7 @@ from finetune.training.evaluation import Evaluator
 from finetune.training.optim import build_optimizers
 from finetune.training.process_memory import memory_of
 from finetune.training.profile import Profiler
+from finetune.training.reference import Precomputation, precomputes_reference
 from finetune.training.run_dir import in_use, make_run_folder, run_folder
 from finetune.training.signals import StopRequest
 from finetune.training.trainer import State, Trainer
@@ -133,7 +134,12 @@ def build_trainer(
     engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
     set_group_timeouts(collective_timeout())
     rows = _rows_per_device(recipe, engine, config, forward, training, say)
-    plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice))
+    reference = None
+    if precomputes_reference(recipe, objective):
+        loader = partial(_evaluation_loader, recipe, engine, rows)
+        precomputation = Precomputation(recipe, engine, forward, loader, console)
+        training, held_out, reference = precomputation.columns(training, held_out)
+    plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice), reference)
     loader = _loader(recipe, engine, rows, training.in_order(recipe), plan.total_rows)
     ends = end_ids(recipe, tokenizer, [training, held_out])
     state, tracker_ids = _resume(recipe, engine, training, plan, say)
@@ -209,8 +215,9 @@ def _plan(
     rows: RowsPerDevice,
     micro_batches: int,
     choices: tuple[AttentionChoice, CrossEntropyChoice],
+    reference: str | None,
 ) -> Plan:
-    """parameters: all, and the trained ones."""
+    """parameters: all, and the trained ones; reference: where its log-probabilities are from."""
     size, (attention, cross_entropy) = training.size(recipe.data.max_length), choices
     steps, total_rows = run_length(recipe, size.rows if size else None)
     budget = recipe.batch.tokens_per_device
@@ -234,6 +241,7 @@ def _plan(
         trainable_parameters=parameters[1],
         attention=f"{attention.implementation} ({attention.reason})",
         cross_entropy=f"{cross_entropy.implementation} ({cross_entropy.reason})",
+        reference=reference,
         precision=recipe.train.precision,
         division=engine.summary(micro_batches),
         versions=versions(),
@@ -268,6 +276,11 @@ def _loader(recipe: Recipe, engine: Engine, rows_per_device: RowsPerDevice, rows
     )
 
 
+def _evaluation_loader(recipe: Recipe, engine: Engine, rows_per_device: RowsPerDevice, data: Dataset) -> Loader:
+    """Returns a loader of each row once, as they come."""
+    return _loader(recipe, engine, rows_per_device, OrderedRows(data.examples, data.rows), len(data.rows))
+
+
 def _evaluator(
     recipe: Recipe,
     engine: Engine,
@@ -277,7 +290,7 @@ def _evaluator(
     tokenizer: PreTrainedTokenizerFast,
     ends: set[int],
 ) -> Evaluator:
-    loader = _loader(recipe, engine, rows_per_device, OrderedRows(held_out.examples, held_out.rows), len(held_out.rows))
+    loader = _evaluation_loader(recipe, engine, rows_per_device, held_out)
     objective = make_objective(recipe.objective, held_out.source_names, evaluating=True)
     return Evaluator(
         engine, loader, held_out.examples, ForwardPass(attention, objective), tokenizer, ends, recipe.evaluate
