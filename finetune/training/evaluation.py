@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-import torch
 from transformers import PreTrainedTokenizerFast
 
+from finetune.data.batch import Batch
 from finetune.data.dataset import Question, answer, questions
 from finetune.data.examples import Examples
 from finetune.data.loader import Loader
@@ -20,19 +19,9 @@ from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, TermSums
 from finetune.recipe.schema import Evaluate
 from finetune.training.generation import greedy
+from finetune.training.reference import AdaptersOff
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
-
-
-@contextlib.contextmanager
-def evaluating(engine: Engine) -> Iterator[None]:
-    """Forwards without dropout and without gradients."""
-    engine.model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        engine.model.train()
 
 
 @dataclass(frozen=True)
@@ -52,13 +41,14 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerFast
     end_ids: set[int]  # tokens that end a generation
     recipe: Evaluate
+    reference: AdaptersOff | None = None
 
     def run(self) -> tuple[dict[str, float], list[Generation]]:
         """Returns metrics by name (`eval_loss` in nats per supervised token) and generations to show. Collective."""
-        with evaluating(self.engine):
+        with self.engine.evaluating():
             metrics = self._losses()
         num_generations = max(self.recipe.exact_match, self.recipe.generate)
-        with evaluating(self.engine), uncompiled():
+        with self.engine.evaluating(), uncompiled():
             generations = self._generations(num_generations) if num_generations else []
         if self.recipe.exact_match and generations:
             scored = generations[: self.recipe.exact_match]
@@ -69,12 +59,17 @@ class Evaluator:
         objective, sums = self.forward.objective, TermSums()
         with fed_batches(self.loader.all_batches(), self.engine.device) as feed:
             first = feed.peek()
-            for batch, outputs in self.engine.forwards(feed, self.forward):
+            for batch, outputs in self.engine.forwards(self._with_reference(feed), self.forward):
                 sums.add(objective.terms(outputs, batch))
         if not sums.terms:  # a pipeline's early stages have no outputs
             sums.add(objective.no_terms(first))
         total = Sums(self.engine.ranks.total(sums.totals), sums.terms, self.loader.all_counts())
         return {"eval_loss": total.loss(), **{f"eval_{name}": v for name, v in objective.metrics(total).items()}}
+
+    def _with_reference(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yields the batches with the reference's log-probabilities, where they are computed as they are needed."""
+        for batch in batches:
+            yield from [batch] if self.reference is None else self.reference.with_column([batch])
 
     def _generations(self, count: int) -> list[Generation]:
         """Returns those of the first `count` examples with a prompt, in order, on every rank.

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from torch import Tensor
 
 from finetune.checkpoints.folder import list_checkpoints
 from finetune.data.batch import Batch
@@ -36,7 +35,6 @@ from finetune.objectives.objective import Objective, TokenRanks, sequence_log_pr
 from finetune.objectives.preference import REFERENCE
 from finetune.recipe import Recipe
 from finetune.tracking.progress import PassProgress
-from finetune.training.evaluation import evaluating
 from finetune.training.reference_files import (
     Dependencies,
     Unfinished,
@@ -157,7 +155,7 @@ class Precomputation:
         sizes: sequences of each micro-batch of all ranks, by `Batch.index`.
         """
         local = [torch.zeros(size, dtype=torch.float64, device=self.engine.device) for size in sizes]
-        with evaluating(self.engine):
+        with self.engine.evaluating():
             for batch, outputs in self.engine.forwards(batches, self.forward):
                 if batch.origins:  # not a dummy
                     # Ranks that share tokens have parts of each sum, which the reduction adds up.
@@ -217,18 +215,21 @@ def _missing(recipe: Recipe) -> str:
 # --- adapters off
 
 
-def with_reference(engine: Engine, forward: ForwardPass, ranks: TokenRanks, batches: Iterable[Batch]) -> list[Batch]:
-    """Returns the batches of a step with the column, by a pass of the policy without its adapters. Collective."""
-    batches = list(batches)
-    computed: dict[int, Tensor] = {}  # (D,) by index of the micro-batch; none in a pipeline's early stages
-    with evaluating(engine), adapters_off(engine.unwrapped):
-        for batch, outputs in engine.forwards(batches, forward):
-            computed[batch.index] = sequence_log_probs(outputs, batch, ranks)
-    nothing = [torch.zeros(len(batch.sequence_tokens), device=engine.device) for batch in batches]
-    return [
-        replace(batch, columns={**batch.columns, REFERENCE: computed.get(batch.index, zeros)})
-        for batch, zeros in zip(batches, nothing, strict=True)
-    ]
+@dataclass(frozen=True)
+class AdaptersOff:
+    """The policy without its adapters as the reference, in every step."""
+
+    engine: Engine
+    forward: ForwardPass
+
+    def with_column(self, batches: Iterable[Batch]) -> list[Batch]:
+        """Returns the batches with the column, on the ranks that have outputs. Collective, while `evaluating`."""
+        batches, computed = list(batches), {}
+        with adapters_off(self.engine.unwrapped):
+            for batch, outputs in self.engine.forwards(batches, self.forward):
+                log_probs = sequence_log_probs(outputs, batch, self.engine.token_ranks)
+                computed[batch.index] = replace(batch, columns={**batch.columns, REFERENCE: log_probs})
+        return [computed.get(batch.index, batch) for batch in batches]
 
 
 @contextlib.contextmanager
@@ -236,7 +237,7 @@ def adapters_off(model: Any) -> Iterator[None]:
     """The model as it was without adapters.
 
     By the flag that peft's layers read, and not by its `disable_adapter`, which also changes what requires gradients
-    and is undone by activating all adapters again: backends have hooks on these parameters.
+    and activates all adapters at its end: backends have hooks on these parameters.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

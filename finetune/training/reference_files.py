@@ -1,6 +1,6 @@
 """Reference log-probabilities on disk: what they depend on, the cache's entry, and the copy in the run's folder.
 
-<cache>/data/<key>/               log_probs.npy (M,) float32, one of each sequence; report.json, as of tokens
+<cache>/data/<key>/               log_probs.npy (M,) float64, one of each sequence; report.json, as of tokens
 <run>/reference/<train|eval>/     the same two files: the run resumes without the cache
 <run>/reference/<key>.npy         of a pass that has not ended, NaN where it has not been yet
 """
@@ -69,7 +69,7 @@ def key_of(dependencies: Dependencies, data: Dataset) -> str:
 # --- a complete file
 
 
-def load(folder: Path, key: str, count: int) -> NDArray[np.float32] | None:
+def load(folder: Path, key: str, count: int) -> NDArray[np.float64] | None:
     """Returns the (count,) log-probabilities of this key; None where there are none, or they are not whole."""
     try:
         if read_report(folder).get("key") != key:
@@ -78,7 +78,7 @@ def load(folder: Path, key: str, count: int) -> NDArray[np.float32] | None:
         os.utime(folder / "report.json")  # last used
     except (OSError, ValueError, EOFError):
         return None
-    whole = values.dtype == np.float32 and values.shape == (count,) and bool(np.isfinite(values).all())
+    whole = values.dtype == np.float64 and values.shape == (count,) and bool(np.isfinite(values).all())
     return values if whole else None
 
 
@@ -90,7 +90,7 @@ def read_report(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def save(folder: Path, values: NDArray[np.float32], report: dict[str, Any]) -> None:
+def save(folder: Path, values: NDArray[np.float64], report: dict[str, Any]) -> None:
     """Writes a folder that is complete or absent, in place of one that is there. Raises UserError."""
     temporary = temporary_folder(folder)
     try:
@@ -150,15 +150,15 @@ class Unfinished:
         except OSError as error:
             raise UserError(f"{file}: cannot be written: {error.strerror or error}") from None
 
-    def _opened(self, count: int) -> NDArray[np.float32]:
+    def _opened(self, count: int) -> NDArray[np.float64]:
         with contextlib.suppress(OSError, ValueError, EOFError):
             there = np.lib.format.open_memmap(self._file, "r+")
-            if there.dtype == np.float32 and there.shape == (count,):
+            if there.dtype == np.float64 and there.shape == (count,):
                 return there
-        for left in self._file.parent.glob("*.npy*"):  # of other keys, which nothing asks for any more
+        for left in self._file.parent.glob("*.npy"):  # of other keys, which nothing asks for any more
             left.unlink()
-        temporary = self._file.with_suffix(".npy.tmp")  # or a half-written file could pass for one without a NaN
-        np.save(temporary, np.full(count, np.nan, np.float32))
+        temporary = self._file.with_suffix(".tmp.npy")  # or a half-written file could pass for one without a NaN
+        np.save(temporary, np.full(count, np.nan, np.float64))
         fsync(temporary)
         temporary.replace(self._file)
         return np.lib.format.open_memmap(self._file, "r+")

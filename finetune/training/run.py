@@ -37,6 +37,7 @@ from finetune.models.moe import compute_experts_in, find_routers
 from finetune.models.weights import load_model, parameter_counts
 from finetune.objectives import Objective, make_objective
 from finetune.objectives.forward import ForwardPass
+from finetune.objectives.preference import REFERENCE
 from finetune.planning.flops import model_flops
 from finetune.planning.hardware import peak_tflops
 from finetune.planning.plan import Plan, git_commit, run_length, versions
@@ -49,7 +50,7 @@ from finetune.training.evaluation import Evaluator
 from finetune.training.optim import build_optimizers
 from finetune.training.process_memory import memory_of
 from finetune.training.profile import Profiler
-from finetune.training.reference import Precomputation, precomputes_reference
+from finetune.training.reference import AdaptersOff, Precomputation, precomputes_reference
 from finetune.training.run_dir import in_use, make_run_folder, run_folder
 from finetune.training.signals import StopRequest
 from finetune.training.trainer import State, Trainer
@@ -134,14 +135,17 @@ def build_trainer(
     engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
     set_group_timeouts(collective_timeout())
     rows = _rows_per_device(recipe, engine, config, forward, training, say)
-    reference = None
+    reference, adapters_off = None, None
     if precomputes_reference(recipe, objective):
         loader = partial(_evaluation_loader, recipe, engine, rows)
         precomputation = Precomputation(recipe, engine, forward, loader, console)
         training, held_out, reference = precomputation.columns(training, held_out)
+    elif REFERENCE in objective.columns:
+        reference, adapters_off = "the model without its adapters, in each step", AdaptersOff(engine, forward)
     plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice), reference)
     loader = _loader(recipe, engine, rows, training.in_order(recipe), plan.total_rows)
     ends = end_ids(recipe, tokenizer, [training, held_out])
+    evaluator = _evaluator(recipe, engine, rows, held_out, attention, tokenizer, ends) if held_out else None
     state, tracker_ids = _resume(recipe, engine, training, plan, say)
     return Trainer(
         recipe=recipe,
@@ -150,7 +154,7 @@ def build_trainer(
         data=training,
         forward=forward,
         loader=replace(loader, alike=engine.forwards_alike),
-        evaluator=_evaluator(recipe, engine, rows, held_out, attention, tokenizer, ends) if held_out else None,
+        evaluator=evaluator and replace(evaluator, reference=adapters_off),
         end_ids=ends,
         plan=plan,
         state=state,
@@ -160,6 +164,7 @@ def build_trainer(
         console=console,
         folder=run_folder(recipe),
         tracker_ids=tracker_ids,
+        reference=adapters_off,
     )
 
 

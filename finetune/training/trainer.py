@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +43,7 @@ from finetune.training.display import show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import Evaluator
 from finetune.training.optim import lr_factor
 from finetune.training.profile import Profiler, show_profile
+from finetune.training.reference import AdaptersOff
 from finetune.training.run_dir import ExpertLoad, RunLog
 from finetune.training.signals import StopRequest
 
@@ -89,6 +90,7 @@ class Trainer:
     console: Console
     folder: Path  # runs/<name>
     tracker_ids: dict[str, str]  # of the runs that a checkpoint knows
+    reference: AdaptersOff | None = None
 
     def __post_init__(self) -> None:
         self.totals, self.expert_load, self.compilations = Totals(), ExpertLoad(), CompilationWatch()
@@ -162,7 +164,7 @@ class Trainer:
         objective = self.forward.objective
         for _ in range(self.engine.warm_ups):
             with self.engine.micro_batch(last=True):
-                terms = objective.terms(self.forward(self.engine.model, batch), batch)
+                terms = objective.terms(self.forward(self.engine.model, batch), objective.completed(batch))
                 self.engine.backward(objective.loss(terms, UNSCALED))
             self.engine.drop_gradients()
 
@@ -175,6 +177,7 @@ class Trainer:
         """
         factor = lr_factor(self.recipe.schedule, self.state.step, self.plan.steps)
         self.engine.set_lr(factor)
+        step = self._with_reference(step)
         micro_batches = _MicroBatches(self, step)
         self.engine.accumulate(step.batches, micro_batches.forward, micro_batches.loss)
         sums, flags = self._reduce(micro_batches)
@@ -205,6 +208,13 @@ class Trainer:
             **{f"tokens/{name}": count for name, count in self.state.tokens_by_source.items()},
         }
         return line, flags
+
+    def _with_reference(self, step: StepBatches) -> StepBatches:
+        """Returns the step with the reference's log-probabilities, where they are computed step by step."""
+        if self.reference is None:
+            return step
+        with self.engine.stopwatch.phase("forward"), self.engine.evaluating():
+            return replace(step, batches=self.reference.with_column(step.batches))
 
     def _reduce(self, micro_batches: _MicroBatches) -> tuple[Sums, StepFlags]:
         """Returns the step's sums and flags over all ranks, by one reduction."""
