@@ -29,7 +29,7 @@ from finetune.data.loader import Loader, OrderedRows
 from finetune.data.prefetch import fed_steps
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
-from finetune.models.config import model_config
+from finetune.models.config import training_config
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective, TokenRanks, sequence_log_probs
 from finetune.objectives.preference import REFERENCE
@@ -85,7 +85,7 @@ class Precomputation:
     def _dependencies(self) -> Dependencies:
         """Raises UserError where a run goes on whose reference was another model."""
         reference = recipe_of_reference(self.recipe)
-        now = model_dependencies(reference, model_config(reference.model))
+        now = model_dependencies(reference, training_config(reference))
         before = read_report(self._folder / "train").get("dependencies", now)
         goes_on = self.recipe.checkpoint.resume == "auto" and list_checkpoints(run_folder(self.recipe) / "checkpoints")
         if goes_on and before["model"] != now["model"]:
