@@ -83,13 +83,14 @@ class TokenRanks:
     sequences."""
 
     count: int = 1
-    sum: Callable[[Tensor], Tensor] = lambda tensor: (
-        tensor
-    )  # over these ranks, differentiable; gradients are summed too
+    sum: Callable[[Tensor], Tensor] = lambda tensor: tensor  # over these ranks; of gradients too, in the backward
 
     def share(self, total: Tensor) -> Tensor:
         """Returns this rank's part of a total that all of them have."""
         return total / self.count
+
+
+ONE_RANK = TokenRanks()  # has all tokens of its rows
 
 
 def sequence_log_probs(outputs: Outputs, batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (D,)
