@@ -44,7 +44,7 @@ class Batch:
     inputs: dict[str, Tensor]  # of the model's forward: input_ids, position_ids (1, T) int64
     sequence_lengths: tuple[int, ...]  # tokens; they sum to T of the row; the D sequences of examples, then padding
     targets: Targets
-    columns: dict[str, Tensor]  # float32, (E,) one number of each example, or (D,) of each sequence
+    columns: dict[str, Tensor]  # float64, (E,) one number of each example, or (D,) of each sequence
     example_of_sequence: Tensor  # (D,) int64
     counts: dict[str, int]  # of this micro-batch, without padding, by the names of `ExampleSizes.counts`; 0 in a dummy
     origins: tuple[Origin, ...]  # (E,)
@@ -118,7 +118,7 @@ def collate(examples: ListLike[Example], index: int = 0, padded_to: int | None =
             torch.from_numpy(np.repeat(np.arange(len(lengths)), num_targets)),
         ),
         columns={
-            name: torch.from_numpy(np.hstack([example.columns[name] for example in examples]).astype(np.float32))
+            name: torch.from_numpy(np.hstack([example.columns[name] for example in examples]).astype(np.float64))
             for name in examples[0].columns
         },
         example_of_sequence=torch.from_numpy(np.repeat(np.arange(len(examples)), per_example)),
@@ -138,7 +138,7 @@ def dummy_batch(example: Example, index: int, padded_to: int | None) -> Batch:
     batch = collate([replace(example, sequences=(masked,), columns={})], index, padded_to)
     return replace(
         batch,
-        columns={name: torch.zeros(0) for name in example.columns},
+        columns={name: torch.zeros(0, dtype=torch.float64) for name in example.columns},
         example_of_sequence=torch.zeros(0, dtype=torch.int64),
         counts=dict.fromkeys(batch.counts, 0),
         origins=(),

@@ -178,7 +178,8 @@ def _load(
     divided = parallelism.summary() if parallelism.tokens * parallelism.pipeline > 1 else None
     routers = find_routers(model)
     text_config = model.config.get_text_config()
-    objective = make_objective(recipe.objective, source_names, False, text_config, routers, divided)
+    token_ranks = engine.token_ranks
+    objective = make_objective(recipe.objective, source_names, False, text_config, routers, divided, token_ranks)
     casts = types.compute != types.trained
     if casts:
         compute_experts_in(model, types.compute)
@@ -296,7 +297,7 @@ def _evaluator(
     ends: set[int],
 ) -> Evaluator:
     loader = _evaluation_loader(recipe, engine, rows_per_device, held_out)
-    objective = make_objective(recipe.objective, held_out.source_names, evaluating=True)
+    objective = make_objective(recipe.objective, held_out.source_names, True, token_ranks=engine.token_ranks)
     return Evaluator(
         engine, loader, held_out.examples, ForwardPass(attention, objective), tokenizer, ends, recipe.evaluate
     )
