@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from finetune.engine.base import (
     BuildOptimizers,
     Engine,
-    NamedTensors,
     detached,
     named_trainables,
     norm_of_steps,
@@ -40,9 +39,9 @@ from finetune.engine.sharding import (
 from finetune.engine.state_shards import Part
 from finetune.engine.tensor_parallel import ParameterShard, ShardedParameters, TensorGroup, all_gathered, parallelize
 from finetune.engine.timing import Stopwatch
-from finetune.models.dtypes import dtypes
-from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.config import dtypes
 from finetune.models.weights import Placement
+from finetune.models.wrapped import WrappedModel
 from finetune.recipe.schema import Recipe
 
 
@@ -66,7 +65,7 @@ class Fsdp2(Engine):
         from_meta = recipe.mode != "qlora" and self.rank > 0
         return Placement("meta" if from_meta else "load", self.device)
 
-    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+    def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         self.model, self.unwrapped = model, model.causal_lm
         self._meshes = device_meshes(self.parallelism, self.device.type)
         causal_lm = self.unwrapped
@@ -83,7 +82,8 @@ class Fsdp2(Engine):
             shard_device = torch.device("cpu") if isinstance(sharding.offload, CPUOffloadPolicy) else self.device
             fill_shards(causal_lm, weights, self._sharded.shards, self.device, shard_device)
         self._waits = ShardWaits(self.model, self.stopwatch)
-        trained = self._local_shards()
+        self._shards = [(name, p, local_tensor(p.detach())) for name, p in named_trainables(causal_lm)]
+        trained = [(name, local) for name, _, local in self._shards if local.numel()]  # share the parameters' memory
         if self.steps_in_backward:
             filled = ((name, p, local) for name, p, local in self._shards if local.numel())
             self.stepper = StepInBackward(filled, build, self.device)
@@ -104,11 +104,6 @@ class Fsdp2(Engine):
         offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if offloads else OffloadPolicy()
         return Sharding(self._meshes, self._policy, offload, plugin.reshard_after_forward)
-
-    def _local_shards(self) -> NamedTensors:
-        """Returns this rank's non-empty shards of trained parameters, which share the parameters' memory."""
-        self._shards = [(name, p, local_tensor(p.detach())) for name, p in named_trainables(self.unwrapped)]
-        return [(name, local) for name, _, local in self._shards if local.numel()]
 
     def backward(self, loss: Tensor) -> None:
         """Every micro-batch is reduced at once: accumulated gradients would be unsharded, on every rank."""

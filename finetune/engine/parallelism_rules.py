@@ -13,10 +13,9 @@ from typing import Any
 
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism, dimension_key
-from finetune.engine.pipeline_layout import PLAN, SINGLE_STAGE_SCHEDULES, schedulable_micro_batches
+from finetune.engine.stages import PLAN, SINGLE_STAGE_SCHEDULES, schedulable_micro_batches
 from finetune.errors import UserError
-from finetune.models.config import active_dropouts
-from finetune.models.rope import length_dependent_rope
+from finetune.models.config import active_dropouts, length_dependent_rope
 from finetune.recipe.schema import Recipe
 from finetune.utils import divisors
 
@@ -295,6 +294,11 @@ def pipeline_recipe(combination: Combination) -> Iterator[str]:
         )
     if recipe.optimizer.in_backward:
         yield f"{key}: `optimizer.in_backward` needs one micro-batch a step, a pipeline needs several: set `false`"
+    if recipe.objective.scores_sequences:
+        yield (
+            f"{key}: `objective.name: {recipe.objective.name}` has a head of scores, and the last stage is made for an "
+            "LM head: use fsdp2 or zero3"
+        )
     for name in combination.dropouts():
         yield (
             f"{key}: dropout draws its numbers layer after layer, and a stage does not know those of the layers before "

@@ -40,19 +40,21 @@ from finetune.engine.base import (
 )
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Schedule
-from finetune.engine.pipeline_layout import (
+from finetune.engine.stages import (
     SINGLE_STAGE_SCHEDULES,
     Layout,
+    StageModel,
     bubble_share,
+    check_cuttable,
+    holders,
+    keep_only,
     lay_out,
     schedulable_micro_batches,
 )
-from finetune.engine.stage_model import StageModel, check_cuttable, holders, keep_only
 from finetune.engine.state_shards import Part, replica_parts
-from finetune.models.config import model_config
-from finetune.models.dtypes import dtypes
-from finetune.models.loss_model import CausalLMWithLoss, Outputs
+from finetune.models.config import dtypes, model_config
 from finetune.models.weights import Placement, without_weights
+from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.recipe.schema import Recipe
 
 BUCKET_BYTES = 25 * 2**20  # of gradients in one all-reduce, as DDP's buckets
@@ -89,7 +91,7 @@ class Pipeline(Engine):
     def placement(self, recipe: Recipe) -> Placement:
         return Placement("load", self.device, self._layout.layers_of(self.place))
 
-    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+    def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         check_cuttable(model.causal_lm)
         self.unwrapped, self.model = model.causal_lm, _FullPipeline(self, model)
         self._holders = holders(self.unwrapped, self._layout)
@@ -319,7 +321,7 @@ class _InSchedule(nn.Module):
 class _FullPipeline:
     """The pipeline as one model, forwards only: what generation calls."""
 
-    def __init__(self, engine: Pipeline, model: CausalLMWithLoss):
+    def __init__(self, engine: Pipeline, model: WrappedModel):
         self._engine, self._model = engine, model
 
     def __call__(self, **arguments: Any) -> Any:

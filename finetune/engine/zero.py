@@ -18,9 +18,9 @@ from finetune.engine.base import BuildOptimizers, Engine, detached, named_traina
 from finetune.engine.optimizer_step import NonFinite
 from finetune.engine.state_shards import Part, Types
 from finetune.errors import UserError
-from finetune.models.dtypes import dtypes
-from finetune.models.loss_model import CausalLMWithLoss, loss_head
+from finetune.models.config import dtypes
 from finetune.models.weights import Placement
+from finetune.models.wrapped import WrappedModel, trained_head
 from finetune.recipe.schema import Recipe
 from finetune.utils import full_shape
 
@@ -71,7 +71,7 @@ class Zero(Engine):
                 self.plugin.deepspeed_config[kind] = {"enabled": False}
             self.plugin.set_deepspeed_weakref()
 
-    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+    def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         self.unwrapped = model.causal_lm
         self._make_head_a_leaf(self.unwrapped)
         config = self.plugin.deepspeed_config
@@ -96,7 +96,7 @@ class Zero(Engine):
         once for all of them."""
         from deepspeed.utils import set_z3_leaf_module
 
-        head = loss_head(model)
+        head = trained_head(model)
         if next(head.children(), None) is not None:
             set_z3_leaf_module(head, True)
 
@@ -176,7 +176,8 @@ class Zero(Engine):
         return not (self.plugin.zero_stage == 3 and self.zero.swap_optimizer)
 
     def make_room(self, owner: Optimizer, stepped: Tensor, types: Types) -> None:
-        if not self.copies_state and _is_swapped(self.zero, stepped):
+        # Groups of less than a megabyte stay in memory.
+        if not self.copies_state and self.zero.optimizer_swapper._get_param_swap_info(stepped) is not None:
             _create_swap_files(self.zero, owner, stepped, types)
         else:
             super().make_room(owner, stepped, types)
@@ -224,11 +225,6 @@ def _map_swapped_groups(zero: Any) -> None:
         info = zero.optimizer_swapper._get_param_swap_info(group)
         for swapped in info.tensors if info else ():
             swapped.compute_tensor.data = _mapped(swapped.swap_path, info)
-
-
-def _is_swapped(zero: Any, stepped: Tensor) -> bool:
-    """Groups of less than a megabyte stay in memory."""
-    return zero.swap_optimizer and zero.optimizer_swapper._get_param_swap_info(stepped) is not None
 
 
 def _create_swap_files(zero: Any, owner: Optimizer, stepped: Tensor, fields: Iterable[str]) -> None:

@@ -95,6 +95,11 @@ def evaluation_has_data(recipe: Recipe) -> Iterator[Finding]:
             yield f"evaluate.{key}", "needs evaluation data: add `data.eval`, or remove this"
 
 
+def early_stop_has_evaluations(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.train.stop_when is not None and not (recipe.data.eval and recipe.evaluate.every_steps):
+        yield "train.stop_when", "needs evaluations during the run: set `data.eval` and `evaluate.every_steps`"
+
+
 def generation_has_prompts(recipe: Recipe) -> Iterator[Finding]:
     wants = recipe.evaluate.generate or recipe.evaluate.exact_match
     if wants and recipe.data.eval and all(source.format == "text" for source in recipe.data.eval):
@@ -253,6 +258,21 @@ def format_problem(objective: str, format: str) -> str | None:
     return f"rows of format `{format}` are not for `objective.name: {objective}`, which takes {taken}: {instead}"
 
 
+def scores_in_place_of_logits(recipe: Recipe) -> Iterator[Finding]:
+    if not recipe.objective.scores_sequences:
+        return
+    name = f"objective.name: {recipe.objective.name}"
+    for key in ("generate", "exact_match"):
+        if getattr(recipe.evaluate, key):
+            yield f"evaluate.{key}", f"a model of `{name}` scores texts and generates none: set it to 0"
+    if recipe.model.cross_entropy != "auto":
+        yield "model.cross_entropy", f"a model of `{name}` has no LM head: remove it"
+    if recipe.objective.labels is not None and len(set(recipe.objective.labels)) < max(2, len(recipe.objective.labels)):
+        yield "objective.labels", "needs at least two labels, each once"
+    if recipe.lora is not None and "score" in recipe.lora.targets:
+        yield "lora.targets", f"under `{name}` the head `score` is trained in full: leave it out"
+
+
 def cross_entropy_of_torch(recipe: Recipe) -> Iterator[Finding]:
     if recipe.model.cross_entropy != "torch":
         return
@@ -305,6 +325,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     automatic_rows,
     frozen_dtype,
     evaluation_has_data,
+    early_stop_has_evaluations,
     generation_has_prompts,
     answer_pattern,
     warmup_within_run,
@@ -317,6 +338,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     dropout_of_pairs,
     distillation,
     objective_takes_formats,
+    scores_in_place_of_logits,
     cross_entropy_of_torch,
     stepped_in_backward,
     offloaded_activations,

@@ -34,7 +34,7 @@ from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective, TokenRanks, sequence_log_probs
 from finetune.objectives.preference import REFERENCE
 from finetune.recipe import Recipe
-from finetune.tracking.progress import PassProgress
+from finetune.training.display import PassProgress
 from finetune.training.reference_files import (
     Dependencies,
     Unfinished,

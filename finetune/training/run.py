@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -28,27 +29,24 @@ from finetune.engine.launch import collective_timeout, read_launch
 from finetune.engine.start import set_group_timeouts, start_engine
 from finetune.errors import Stopped
 from finetune.models.activations import ActivationOffload
-from finetune.models.adapters import keep_input_types
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
-from finetune.models.config import check_no_dropout, check_token_ids, load_tokenizer, training_config
-from finetune.models.dtypes import dtypes
-from finetune.models.loss_model import CausalLMWithLoss, CrossEntropyChoice
+from finetune.models.config import check_no_dropout, check_token_ids, dtypes, load_tokenizer, training_config
+from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import compute_experts_in, find_routers
-from finetune.models.weights import load_model, parameter_counts
-from finetune.objectives import Objective, make_objective
+from finetune.models.score_model import ScoreModel
+from finetune.models.weights import keep_input_types, load_model, parameter_counts
+from finetune.models.wrapped import CrossEntropyChoice, WrappedModel
+from finetune.objectives import Objective, make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.preference import REFERENCE
-from finetune.planning.flops import model_flops
-from finetune.planning.hardware import peak_tflops
+from finetune.planning.flops import model_flops, peak_tflops
 from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe
 from finetune.tracking import check_trackers
 from finetune.tracking.meters import Meters
-from finetune.training.auto_batch import RowsPerDevice, find_rows
-from finetune.training.ends import end_ids
-from finetune.training.evaluation import Evaluator
+from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
+from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.optim import build_optimizers
-from finetune.training.process_memory import memory_of
 from finetune.training.profile import Profiler
 from finetune.training.reference import AdaptersOff, Precomputation, precomputes_reference
 from finetune.training.run_dir import in_use, make_run_folder, run_folder
@@ -126,7 +124,7 @@ def build_trainer(
         if recipe.data.packing:
             say(f"[yellow]{escape(attention.reason)}; packing is off[/yellow]")
         training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
-    model, objective = _load(recipe, engine, config, attention, training.source_names)
+    model, objective = _load(recipe, engine, config, attention, training)
     if recipe.train.activation_offload and engine.device.type == "cpu":
         say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
     forward = ForwardPass(attention, objective)
@@ -135,13 +133,14 @@ def build_trainer(
     engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
     set_group_timeouts(collective_timeout())
     rows = _rows_per_device(recipe, engine, config, forward, training, say)
-    reference, adapters_off = None, None
+    reference, with_reference = None, None
     if precomputes_reference(recipe, objective):
         loader = partial(_evaluation_loader, recipe, engine, rows)
         precomputation = Precomputation(recipe, engine, forward, loader, console)
         training, held_out, reference = precomputation.columns(training, held_out)
     elif REFERENCE in objective.columns:
-        reference, adapters_off = "the model without its adapters, in each step", AdaptersOff(engine, forward)
+        reference = "the model without its adapters, in each step"
+        with_reference = AdaptersOff(engine, forward).with_column
     plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice), reference)
     loader = _loader(recipe, engine, rows, training.in_order(recipe), plan.total_rows)
     ends = end_ids(recipe, tokenizer, [training, held_out])
@@ -154,7 +153,7 @@ def build_trainer(
         data=training,
         forward=forward,
         loader=replace(loader, alike=engine.forwards_alike),
-        evaluator=evaluator and replace(evaluator, reference=adapters_off),
+        evaluator=evaluator and replace(evaluator, with_reference=with_reference),
         end_ids=ends,
         plan=plan,
         state=state,
@@ -164,36 +163,36 @@ def build_trainer(
         console=console,
         folder=run_folder(recipe),
         tracker_ids=tracker_ids,
-        reference=adapters_off,
+        with_reference=with_reference,
     )
 
 
 def _load(
-    recipe: Recipe, engine: Engine, config: PretrainedConfig, attention: AttentionChoice, source_names: tuple[str, ...]
-) -> tuple[CausalLMWithLoss, Objective]:
+    recipe: Recipe, engine: Engine, config: PretrainedConfig, attention: AttentionChoice, training: Data
+) -> tuple[WrappedModel, Objective]:
     """Returns the module that the engine wraps, and the objective."""
+    labels = score_labels(recipe.objective)
     with engine.loading(recipe):
-        model = load_model(recipe, config, attention, engine.placement(recipe))
+        model = load_model(recipe, config, attention, engine.placement(recipe), labels)
     types, parallelism = dtypes(recipe), engine.parallelism
     divided = parallelism.summary() if parallelism.tokens * parallelism.pipeline > 1 else None
     routers = find_routers(model)
     text_config = model.config.get_text_config()
-    token_ranks = engine.token_ranks
-    objective = make_objective(recipe.objective, source_names, False, text_config, routers, divided, token_ranks)
+    names, token_ranks = training.source_names, engine.token_ranks
+    objective = make_objective(recipe.objective, names, False, text_config, routers, divided, token_ranks)
     casts = types.compute != types.trained
     if casts:
         compute_experts_in(model, types.compute)
         keep_input_types(model)
-    loss_model = CausalLMWithLoss(
-        model,
-        cross_entropy=recipe.model.cross_entropy,
-        device_type=engine.device.type,
-        autocast=types.compute if casts else None,
-        offload=ActivationOffload(engine.device) if recipe.train.activation_offload else None,
-        routers=routers if divided is None else None,
-        only_sums=objective.only_sums,
-    )
-    return loss_model, objective
+    surroundings: dict[str, Any] = {
+        "device_type": engine.device.type,
+        "autocast": types.compute if casts else None,
+        "offload": ActivationOffload(engine.device) if recipe.train.activation_offload else None,
+        "routers": routers if divided is None else None,
+    }
+    if objective.scores:
+        return ScoreModel(model, **surroundings), objective
+    return CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=objective.only_sums, **surroundings), objective
 
 
 def _rows_per_device(
@@ -261,7 +260,7 @@ def _peak(recipe: Recipe, engine: Engine, plan: Plan, say: Callable[[str], None]
         return None
     peak = peak_tflops(plan.device, dtypes(recipe).compute)
     if peak is None:
-        say(f"note: no MFU: planning/hardware.py has no peak for {plan.device}")
+        say(f"note: no MFU: planning/flops.py has no peak for {plan.device}")
     return peak
 
 
