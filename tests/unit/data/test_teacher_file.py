@@ -171,9 +171,7 @@ BAD_ROWS: dict[str, tuple[Callable[[list[dict[str, Any]]], None], str]] = {
         r"row 2: `log_probs`: a number is missing \(null\)",
     ),
     "text": (
-        lambda rows: (
-            [cut(rows, n, "ids", lambda x: [[str(i) for i in one] + ["a"] for one in x]) for n in (1, 2, 3, 4)] and None
-        ),
+        lambda rows: [row.update(ids=[["a", "b", "c"]] * len(row["ids"])) for row in rows].clear(),
         "row 1: `ids`: expected large_list<item: large_list<item: int32>>, got list<element: list<element: string>>",
     ),
     "an id beyond the vocabulary": (
@@ -249,7 +247,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_teacher_file(write(tmp_path, [{"input_ids": [1], "labels": [1], "log_probs": [[1.0]]}]))
     empty = pyarrow.table({name: pyarrow.array([]) for name in ("input_ids", "labels", "ids", "log_probs")})
     pyarrow.parquet.write_table(empty, tmp_path / "empty.parquet")
-    with pytest.raises(UserError, match="empty.parquet: the file has no rows"):
+    with pytest.raises(UserError, match=r"empty.parquet: the file has no rows"):
         read_teacher_file(tmp_path / "empty.parquet")
 
 
