@@ -230,6 +230,7 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
         "jsd_beta": 0.5,
         "nll_weight": 0.0,
         "top_k": 64,
+        "samples": None,
     },
 }
 # Formats of the rows that each objective takes.
@@ -295,14 +296,21 @@ class Objective(Section):
     # classify: names of the labels, in the order of the model's outputs; null: those in the rows, sorted
     labels: Names | None = None
     # distill: the teacher, a local folder or hub id of a model with the same vocabulary (its log-probabilities are
-    # computed before the first step), or a parquet file with ids and log-probabilities of each token
+    # computed before the first step), or a .parquet file with ids and log-probabilities of each token
     teacher: str | None = None
-    # distill: D(teacher, student); jsd is the generalised one, with `jsd_beta` (https://arxiv.org/abs/2306.13649)
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = None  # null: forward_kl
+    # distill: forward_kl: KL(teacher, student); reverse_kl: KL(student, teacher); jsd: the generalised one between the
+    # two, with `jsd_beta` (https://arxiv.org/abs/2306.13649). null: forward_kl
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = None
     temperature: Positive | None = None  # distill: of both; the divergence is multiplied by its square. null: 1
-    jsd_beta: Share | None = None  # distill: 0.5 if null
-    nll_weight: Share = 0.0  # distill: share of the negative log-likelihood; the divergence has the rest
-    top_k: Count | None = None  # distill: entries kept of each of the teacher's distributions; null: 64
+    # distill: weight of KL(teacher, mixture), and share of the teacher in the mixture. null: 0.5
+    jsd_beta: Annotated[Float, Field(gt=0, lt=1)] | None = None
+    nll_weight: Annotated[Float, Field(ge=0, lt=1)] = 0.0  # distill: of -log p(target); the divergence has the rest
+    # distill: ids kept of each of the teacher's distributions, the likeliest; all others are one more event. null: 64,
+    # or as many as the file has
+    top_k: Count | None = None
+    # distill: in place of `top_k`, ids drawn from each of the teacher's distributions: an unbiased estimate of
+    # forward_kl, 12 are enough in https://arxiv.org/abs/2503.16870
+    samples: Count | None = None
     # all but sft, focal and distill: apply the dropout of the model's config and of the adapters; without it a pair's
     # two answers, and the reference, are compared under equal weights
     dropout: bool = False

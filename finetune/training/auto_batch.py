@@ -202,7 +202,12 @@ class HeaviestRow:
         targets = min(int(self.supervised * part) // num_sequences, length - 1)
         loss_mask = np.arange(length) >= length - targets
         sequences = [TokenSequence(np.resize(one.input_ids, length), loss_mask) for one in self.example.sequences]
-        examples = [replace(self.example, sequences=tuple(sequences))] * max(1, int(rows))
+        of_targets = {
+            name: np.resize(values, (targets * num_sequences, *values.shape[1:]))
+            for name, values in self.example.target_columns.items()
+        }
+        example = replace(self.example, sequences=tuple(sequences), target_columns=of_targets)
+        examples = [example] * max(1, int(rows))
         return token_shard(collate(examples, padded_to=share.padded(length * num_sequences * len(examples))), share)
 
 

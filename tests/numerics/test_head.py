@@ -92,7 +92,7 @@ def by_head(
     loss_model = CausalLMWithLoss(model, asked, autocast=autocast)
     assert loss_model.choice.implementation == asked
     arguments, ids = batch(model)
-    total, each, _ = loss_model(targets=TargetTokens(POSITIONS, ids, token_loss), **arguments)
+    total, each, *_ = loss_model(targets=TargetTokens(POSITIONS, ids, token_loss), **arguments)
     assert total.dtype == each.dtype == torch.float32
     assert not each.requires_grad
     torch.testing.assert_close(total.detach(), each.sum())
@@ -343,7 +343,7 @@ def test_without_targets_there_is_a_graph_and_no_gradient(adapters: str | None, 
     model = adapted("llama", ADAPTERS[adapters]) if adapters else model_of("llama")
     none = torch.zeros(0, dtype=torch.long)
     targets = TargetTokens(none, none, TOKEN_LOSSES[3], differentiable=differentiable)
-    total, each, _ = CausalLMWithLoss(model, "chunked")(targets=targets, **batch(model)[0])
+    total, each, *_ = CausalLMWithLoss(model, "chunked")(targets=targets, **batch(model)[0])
     total.backward()
     assert (total.item(), each.shape) == (0.0, (0,))
     trained = [p for p in model.parameters() if p.requires_grad]

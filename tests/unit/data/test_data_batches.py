@@ -11,7 +11,7 @@ import pytest
 import torch
 from data_helpers import document, labelled, prepare, recipe, text_tokenizer, write_jsonl
 
-from finetune.data.batch import Batch, collate
+from finetune.data.batch import Batch, TokenShare, collate, dummy_batch, token_shard
 from finetune.data.dataset import build_dataset
 from finetune.data.loader import Loader, OrderedRows, assign_micro_batches
 from finetune.data.packing import RowOrder, group_rows, one_per_row, pack, row_work
@@ -212,6 +212,23 @@ def test_a_pair_keeps_its_order_its_columns_and_its_counts():
     assert batch.sequence_sources == (1, 1, 0, 0)
     assert counted(batch) == (8, 12, 4, 2)
     assert batch.counts["first_target_tokens"] == 3 + 2
+
+
+def test_columns_of_targets_go_with_their_targets():
+    """Through a micro-batch, onto the ranks that share its row, and none of them into a dummy."""
+    examples = [
+        replace(one, target_columns={"top": np.array([[10 * n + i, -i] for i in range(one.num_targets)])})
+        for n, one in enumerate(literal())
+    ]
+    batch = collate(examples, padded_to=8)
+    assert batch.target_columns["top"].tolist() == [[0, 0], [1, -1], [10, 0]]
+    parts = [token_shard(batch, TokenShare(context=2, context_rank=rank)) for rank in (0, 1)]
+    assert [part.target_columns["top"].tolist() for part in parts] == [[[0, 0]], [[1, -1], [10, 0]]]
+    assert [targets(part)[1] for part in parts] == [[12], [2, 2]]
+    assert dummy_batch(examples[0], 0, None).target_columns["top"].shape == (0, 2)
+    moved = batch.map_tensors(lambda tensor: tensor + 1)
+    assert moved.target_columns["top"].tolist() == [[1, 1], [2, 0], [11, 1]]
+    assert any(tensor is batch.target_columns["top"] for tensor in batch.tensors())
 
 
 def test_a_trained_first_token_is_refused():
