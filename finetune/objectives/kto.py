@@ -1,12 +1,12 @@
 """Kahneman-Tversky optimisation: single answers, each marked as desirable or not (Ethayarajh et al. 2024,
-https://arxiv.org/abs/2402.01306, equations 7 and 8).
+https://arxiv.org/abs/2402.01306).
 
     desirable     desirable_weight   * (1 - s(beta * (r - z)))       s the logistic function, r the log-probability of
     undesirable   undesirable_weight * (1 - s(beta * (z - r)))       the answer, policy minus reference
 
-z = max(0, mean r of mismatched answers) estimates the KL divergence of the policy from the reference; no gradient. It is
-a statistic of the whole step, so that the loss does not depend on how a step is divided: one more pass measures it. Each
-example is a group of two sequences: its own, and its prompt with the answer of another example, which is for z only.
+z = max(0, mean r of mismatched answers) estimates the KL divergence of the policy from the reference; no gradient. It
+is a statistic of the whole step, so that the loss does not depend on how a step is divided: one more pass measures it.
+Each example is a group of two sequences: its own, and its prompt with the answer of another example, for z only.
 """
 
 from __future__ import annotations

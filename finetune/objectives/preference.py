@@ -40,34 +40,34 @@ class PairLoss:
 
 def sigmoid(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
     """-(1 - e) log s(c - d) - e log s(d - c), s the logistic function (DPO: Rafailov et al. 2023,
-    https://arxiv.org/abs/2305.18290, equation 7). e = label_smoothing: how likely a pair is the wrong way round (cDPO:
-    Mitchell 2023, https://ericmitchell.ai/cdpo.pdf, equation 3)."""
+    https://arxiv.org/abs/2305.18290, equation 7). e = label_smoothing: the probability that a pair is the wrong way
+    round (cDPO: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf)."""
     margin, wrong = chosen - rejected, settings.label_smoothing
     return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
 
 
 def robust(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
     """(-(1 - e) log s(c - d) + e log s(d - c)) / (1 - 2e): without bias where a share e of the pairs is the wrong way
-    round (Ray Chowdhury et al. 2024, https://arxiv.org/abs/2403.00409, equation 11)."""
+    round (Ray Chowdhury et al. 2024, https://arxiv.org/abs/2403.00409)."""
     margin, wrong = chosen - rejected, settings.label_smoothing
     return (-(1 - wrong) * logsigmoid(margin) + wrong * logsigmoid(-margin)) / (1 - 2 * wrong)
 
 
 def hinge(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
-    """max(0, 1 - (c - d)); at the kink the gradient is 0 (SLiC: Zhao et al. 2023, https://arxiv.org/abs/2305.10425, with
-    the rewards of DPO as in RSO: Liu et al. 2023, https://arxiv.org/abs/2309.06657, table 1)."""
+    """max(0, 1 - (c - d)); at the kink the gradient is 0 (SLiC: Zhao et al. 2023, https://arxiv.org/abs/2305.10425,
+    with the rewards of DPO as in RSO: Liu et al. 2023, https://arxiv.org/abs/2309.06657)."""
     return (1 - (chosen - rejected)).relu()
 
 
 def ipo(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
     """((c - d) / beta - 1 / (2 beta))^2 of averages (Azar et al. 2023, https://arxiv.org/abs/2310.12036, equation 17,
-    which has sums; its authors averaged: https://github.com/huggingface/trl/pull/1265)."""
+    whose sums are averages in the authors' results, as TRL's dpo_trainer.py reports)."""
     beta = settings.value("beta")
     return ((chosen - rejected) / beta - 1 / (2 * beta)) ** 2
 
 
 def sigmoid_norm(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
-    """-log s(c - d) of averages (Lambert et al. 2024, https://arxiv.org/abs/2411.15124, equation 6). Its beta has
+    """-log s(c - d) of averages (Lambert et al. 2024, https://arxiv.org/abs/2411.15124). Its beta has
     another scale: 5 where DPO has 0.1."""
     return -logsigmoid(chosen - rejected)
 
@@ -84,8 +84,8 @@ def apo_down(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
 
 
 def simpo(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
-    """-log s(c - d - margin) of averages, without a reference (Meng et al. 2024, https://arxiv.org/abs/2405.14734,
-    equation 6; margin is its gamma)."""
+    """-log s(c - d - margin) of averages, without a reference (Meng et al. 2024, https://arxiv.org/abs/2405.14734;
+    margin is its gamma)."""
     return -logsigmoid(chosen - rejected - settings.value("margin"))
 
 
@@ -124,7 +124,7 @@ def dpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Object
 
 def orpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Objective:
     """NLL of the chosen answers over their tokens - beta log s(log odds of the chosen - log odds of the rejected), odds
-    = p / (1 - p), log p the average L (Hong et al. 2024, https://arxiv.org/abs/2403.07691, equations 4 to 7)."""
+    = p / (1 - p), log p the average L (Hong et al. 2024, https://arxiv.org/abs/2403.07691)."""
     beta = settings.value("beta")
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
@@ -141,7 +141,7 @@ def orpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Objec
 
 def log_odds(log_prob: Tensor) -> Tensor:
     """log(p / (1 - p)) of log p, exact also where p is near 0 or 1 (Maechler 2012,
-    https://cran.r-project.org/package=Rmpfr/vignettes/log1mexp-note.pdf, equation 7).
+    https://cran.r-project.org/web/packages/Rmpfr/vignettes/log1mexp-note.pdf).
 
     Below 1e-12, where fp32 has no log-probabilities, -log p counts as 1e-12, without a gradient.
     """

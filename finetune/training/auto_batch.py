@@ -33,7 +33,6 @@ from finetune.data.sources.files import cache_root
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
 from finetune.objectives.forward import ForwardPass
-from finetune.objectives.objective import UNSCALED
 from finetune.planning.plan import versions
 from finetune.recipe import Recipe
 from finetune.training.process_memory import Memory
@@ -259,7 +258,7 @@ class Trials:
         objective = self.forward.objective
 
         def loss(model: Any) -> Tensor:
-            return objective.loss(objective.terms(self.forward(model, batch), batch), UNSCALED)
+            return objective.trial_loss(self.forward(model, batch), batch)
 
         self.engine.trial(loss)
 

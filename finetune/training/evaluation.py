@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from finetune.data.batch import Batch
 from finetune.data.dataset import Question, answer, questions
 from finetune.data.examples import Examples
 from finetune.data.loader import Loader
 from finetune.data.prefetch import fed_batches
 from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
+from finetune.models.loss_model import Outputs
 from finetune.objectives.forward import ForwardPass
-from finetune.objectives.objective import Sums, TermSums
+from finetune.objectives.objective import Sums, Terms
 from finetune.recipe.schema import Evaluate
 from finetune.training.generation import greedy
+from finetune.training.statistics import as_columns, sum_terms
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
 
@@ -55,15 +59,15 @@ class Evaluator:
         return metrics, generations[: self.recipe.generate]
 
     def _losses(self) -> dict[str, float]:
-        objective, sums = self.forward.objective, TermSums()
-        with fed_batches(self.loader.all_batches(), self.engine.device) as feed:
-            first = feed.peek()
-            for batch, outputs in self.engine.forwards(feed, self.forward):
-                sums.add(objective.terms(outputs, batch))
-        if not sums.terms:  # a pipeline's early stages have no outputs
-            sums.add(objective.no_terms(first))
-        total = Sums(self.engine.ranks.total(sums.totals), sums.terms, self.loader.all_counts())
+        objective, columns = self.forward.objective, {}
+        if objective.statistics is not None:
+            columns = as_columns(self._sums(objective.statistics), self.engine.device)
+        total = self._sums(lambda outputs, batch: objective.terms(outputs, batch.with_columns(columns)))
         return {"eval_loss": total.loss(), **{f"eval_{name}": v for name, v in objective.metrics(total).items()}}
+
+    def _sums(self, terms: Callable[[Outputs, Batch], Terms]) -> Sums:
+        with fed_batches(self.loader.all_batches(), self.engine.device) as feed:
+            return sum_terms(self.engine, self.forward, terms, feed, feed.peek(), self.loader.all_counts())
 
     def _generations(self, count: int) -> list[Generation]:
         """Returns those of the first `count` examples with a prompt, in order, on every rank.

@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,7 +34,7 @@ from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.dtypes import dtypes
 from finetune.models.loss_model import Outputs
 from finetune.objectives.forward import ForwardPass
-from finetune.objectives.objective import UNSCALED, Sums, TermSums
+from finetune.objectives.objective import Sums, TermSums
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe, dump_recipe
 from finetune.tracking import Status, Totals, TrainingProgress, read_steps, write_status
@@ -45,6 +45,7 @@ from finetune.training.optim import lr_factor
 from finetune.training.profile import Profiler, show_profile
 from finetune.training.run_dir import ExpertLoad, RunLog
 from finetune.training.signals import StopRequest
+from finetune.training.statistics import as_columns, sum_terms
 
 Line = dict[str, Any]  # of metrics.jsonl
 
@@ -162,8 +163,7 @@ class Trainer:
         objective = self.forward.objective
         for _ in range(self.engine.warm_ups):
             with self.engine.micro_batch(last=True):
-                terms = objective.terms(self.forward(self.engine.model, batch), batch)
-                self.engine.backward(objective.loss(terms, UNSCALED))
+                self.engine.backward(objective.trial_loss(self.forward(self.engine.model, batch), batch))
             self.engine.drop_gradients()
 
     # --- one step
@@ -175,6 +175,7 @@ class Trainer:
         """
         factor = lr_factor(self.recipe.schedule, self.state.step, self.plan.steps)
         self.engine.set_lr(factor)
+        step = self._with_statistics(step)
         micro_batches = _MicroBatches(self, step)
         self.engine.accumulate(step.batches, micro_batches.forward, micro_batches.loss)
         sums, flags = self._reduce(micro_batches)
@@ -205,6 +206,17 @@ class Trainer:
             **{f"tokens/{name}": count for name, count in self.state.tokens_by_source.items()},
         }
         return line, flags
+
+    def _with_statistics(self, step: StepBatches) -> StepBatches:
+        """Returns the step with what its objective first measures over all of it, without dropout. Collective."""
+        if (statistics := self.forward.objective.statistics) is None:
+            return step
+        self.engine.model.eval()
+        with self.engine.stopwatch.phase("forward"):
+            sums = sum_terms(self.engine, self.forward, statistics, step.batches, step.batches[0], step.counts)
+        self.engine.model.train()
+        columns = as_columns(sums, self.engine.device)
+        return replace(step, batches=[batch.with_columns(columns) for batch in step.batches])
 
     def _reduce(self, micro_batches: _MicroBatches) -> tuple[Sums, StepFlags]:
         """Returns the step's sums and flags over all ranks, by one reduction."""
