@@ -95,6 +95,11 @@ def evaluation_has_data(recipe: Recipe) -> Iterator[Finding]:
             yield f"evaluate.{key}", "needs evaluation data: add `data.eval`, or remove this"
 
 
+def early_stop_has_evaluations(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.train.stop_when is not None and not (recipe.data.eval and recipe.evaluate.every_steps):
+        yield "train.stop_when", "needs evaluations during the run: set `data.eval` and `evaluate.every_steps`"
+
+
 def generation_has_prompts(recipe: Recipe) -> Iterator[Finding]:
     wants = recipe.evaluate.generate or recipe.evaluate.exact_match
     if wants and recipe.data.eval and all(source.format == "text" for source in recipe.data.eval):
@@ -290,6 +295,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     automatic_rows,
     frozen_dtype,
     evaluation_has_data,
+    early_stop_has_evaluations,
     generation_has_prompts,
     answer_pattern,
     warmup_within_run,

@@ -366,9 +366,53 @@ class Schedule(Section):
     decay_ratio: Share = 0.1  # wsd: share of the steps that decay (Hu et al. 2024, https://arxiv.org/abs/2404.06395)
 
 
+# What an evaluation measures, and which way is better; `*` stands for the name of a source.
+METRICS: dict[str, Literal["lower", "higher"]] = {
+    "eval_loss": "lower",
+    "eval_loss/*": "lower",
+    "exact_match": "higher",
+    "eval_rewards/accuracy": "higher",
+    "eval_rewards/margin": "higher",
+    "eval_rewards/chosen": "higher",
+    "eval_rewards/rejected": "lower",
+    "eval_log_probs/chosen": "higher",
+    "eval_log_probs/rejected": "lower",
+    "eval_kl": "lower",
+    "eval_nll": "lower",
+    "eval_odds_ratio": "lower",
+    "eval_accuracy": "higher",
+}
+
+
+def metric_direction(name: str) -> Literal["lower", "higher"]:
+    """Returns which values of a metric are better. Raises ValueError for one that no evaluation measures."""
+    for pattern, direction in METRICS.items():
+        if fnmatchcase(name, pattern):
+            return direction
+    nearest = difflib.get_close_matches(name, METRICS, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"no evaluation measures {name!r}: use one of {', '.join(METRICS)}{hint}")
+
+
+def _known_metric(name: str) -> str:
+    metric_direction(name)
+    return name
+
+
+Metric = Annotated[str, AfterValidator(_known_metric)]  # of an evaluation
+
+
+class StopWhen(Section):
+    """Early stopping: the run ends where evaluations no longer improve, with the weights of that step."""
+
+    metric: Metric = "eval_loss"
+    patience: Count = 3  # evaluations in a row without a new best value
+
+
 class Train(Section):
     epochs: Positive | None = None  # passes over the data; a fraction is allowed
     max_steps: Count | None = None  # optimizer steps; if both are given, whichever ends first
+    stop_when: StopWhen | None = None  # end earlier, by a metric of the evaluations
     # Compute type. fp32, bf16 and fp16 store, reduce and step trained weights in fp32; bf16_true does all in bf16, to
     # save memory.
     precision: Literal["fp32", "bf16", "fp16", "bf16_true"] = "bf16"
@@ -412,39 +456,6 @@ Acceptable = Literal[
 ]
 
 
-# What an evaluation measures, and which way is better; `*` stands for the name of a source.
-METRICS: dict[str, Literal["lower", "higher"]] = {
-    "eval_loss": "lower",
-    "eval_loss/*": "lower",
-    "exact_match": "higher",
-    "eval_rewards/accuracy": "higher",
-    "eval_rewards/margin": "higher",
-    "eval_rewards/chosen": "higher",
-    "eval_rewards/rejected": "lower",
-    "eval_log_probs/chosen": "higher",
-    "eval_log_probs/rejected": "lower",
-    "eval_kl": "lower",
-    "eval_nll": "lower",
-    "eval_odds_ratio": "lower",
-    "eval_accuracy": "higher",
-}
-
-
-def metric_direction(name: str) -> Literal["lower", "higher"]:
-    """Returns which values of a metric are better. Raises ValueError for one that no evaluation measures."""
-    for pattern, direction in METRICS.items():
-        if fnmatchcase(name, pattern):
-            return direction
-    nearest = difflib.get_close_matches(name, METRICS, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"no evaluation measures {name!r}: use one of {', '.join(METRICS)}{hint}")
-
-
-def _known_metric(name: str) -> str:
-    metric_direction(name)
-    return name
-
-
 class Checkpoint(Section):
     """When checkpoints are saved and how many are kept. A stop by a signal always saves."""
 
@@ -453,7 +464,7 @@ class Checkpoint(Section):
     keep: Count = 2  # number of newest checkpoints
     # Also keep the best checkpoint by this metric of the evaluations: eval_loss, eval_loss/<source> (lowest) or
     # exact_match (highest). Saves at every improvement.
-    best: Annotated[str, AfterValidator(_known_metric)] | None = None
+    best: Metric | None = None
     asynchronous: bool = True  # write files while training continues; needs a copy of the state in CPU memory
     on_failure: Literal["stop", "continue"] = "stop"  # if a save fails (a full disk): stop the run, or only warn
     resume: Literal["auto", "never"] = "auto"  # auto: resume from the newest valid checkpoint in the run directory

@@ -16,14 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import UserError
-from finetune.models.adapters import add_adapters
 from finetune.models.attention import choose_attention
 from finetune.models.config import model_config
 from finetune.models.head import TokenLoss, chunked
 from finetune.models.head.chunked import HeadTask, matrix_losses, rows_at_once, torch_losses
 from finetune.models.head.token_loss import LogitMap, UnknownHead, logit_map
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens, choose_cross_entropy, loss_head
-from finetune.models.weights import Placement, load_model
+from finetune.models.weights import Placement, add_adapters, load_model
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora
 

@@ -404,7 +404,7 @@ def test_rows_longer_than_all_documents_together(tmp_path):
     assert batch.counts["tokens"] == examples.lengths.sum()
 
 
-def test_rows_that_cannot_be_dealt(tmp_path):
+def test_rows_that_cannot_be_distributed(tmp_path):
     with pytest.raises(
         UserError, match=r"batch.rows: 24 must be divisible by rows_per_device x processes \(2 x 5 = 10\)"
     ):
@@ -433,7 +433,7 @@ def test_a_budget_of_tokens_at_any_world_size(tmp_path, world_size):
         assert step_of_all(many, step) == step_of_all(one, step)
 
 
-def test_the_recipe_s_order_does_not_depend_on_forwards(tmp_path):
+def test_the_recipe_s_order_does_not_depend_on_micro_batches(tmp_path):
     """A run may go on with other `rows_per_device`, or with a budget of tokens: on the same rows."""
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "hello world " * (1 + i % 5)} for i in range(30)])
     orders = []

@@ -303,6 +303,11 @@ CASES = [
         {2: "model: {name: a, chat_template_arguments: {depth: .inf}}"},
     ),
     Bad(
+        "an early stop without evaluations",
+        [":7: train.stop_when: needs evaluations during the run: set `data.eval` and `evaluate.every_steps`"],
+        {4: EVAL, 7: "train: {max_steps: 9, stop_when: {patience: 2}}"},
+    ),
+    Bad(
         "generation where prompts are trained",
         [
             ":8: evaluate.generate: under `objective.train_on: all` the prompt is trained as well and cannot be "
