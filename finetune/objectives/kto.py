@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.models.loss_model import Outputs
+from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import Objective, Sums, Term, Terms, TokenRanks, sequence_log_probs
 from finetune.objectives.preference import REFERENCE, pairs, shared
 from finetune.recipe.schema import Objective as Settings

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from finetune.data.batch import Batch
 from finetune.models.head import TargetLoss, TokenLoss
-from finetune.models.loss_model import Outputs, TargetTokens
+from finetune.models.loss_model import TargetTokens
+from finetune.models.score_model import ScoredPositions
+from finetune.models.wrapped import Outputs
 
 Counts = Mapping[str, float]  # of a step over all ranks, by unit
 NLL = TokenLoss()
@@ -121,6 +123,7 @@ class Objective:
     columns: tuple[str, ...] = ()  # of a batch, that the terms read
     # Terms of a pass without gradient over the whole step: the terms proper read their means, as columns () of a batch.
     statistics: Callable[[Outputs, Batch], Terms] | None = None
+    scores: bool = False  # the terms read `Outputs.scores` of a `ScoreModel`, and no token losses
     num_details: int = 0  # `Outputs.details` that the token loss gives
 
     def no_terms(self, batch: Batch, terms: Callable[[Outputs, Batch], Terms] | None = None) -> Terms:
@@ -138,8 +141,10 @@ class Objective:
         plain = isinstance(self.token_loss, TokenLoss)
         return plain and self.token_weights is None and not self.differentiable
 
-    def targets(self, batch: Batch) -> TargetTokens:
+    def targets(self, batch: Batch) -> TargetTokens | ScoredPositions:
         """Returns the targets of a batch and what the forward has to compute for them."""
+        if self.scores:
+            return ScoredPositions(batch.ends.positions)
         weights = None if self.token_weights is None else self.token_weights(batch)
         return TargetTokens(
             *(batch.targets.positions, batch.targets.ids, self.token_loss, weights, self.differentiable),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from finetune.data.batch import Batch
-from finetune.models.loss_model import Outputs
+from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import (
     Objective,
     Sums,

@@ -243,6 +243,21 @@ def dpo_reads_its_keys(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
+def scores_in_place_of_logits(recipe: Recipe) -> Iterator[Finding]:
+    if not recipe.objective.scores_sequences:
+        return
+    name = f"objective.name: {recipe.objective.name}"
+    for key in ("generate", "exact_match"):
+        if getattr(recipe.evaluate, key):
+            yield f"evaluate.{key}", f"a model of `{name}` scores texts and generates none: set it to 0"
+    if recipe.model.cross_entropy != "auto":
+        yield "model.cross_entropy", f"a model of `{name}` has no LM head: remove it"
+    if recipe.objective.labels is not None and len(set(recipe.objective.labels)) < max(2, len(recipe.objective.labels)):
+        yield "objective.labels", "needs at least two labels, each once"
+    if recipe.lora is not None and "score" in recipe.lora.targets:
+        yield "lora.targets", f"under `{name}` the head `score` is trained in full: leave it out"
+
+
 def cross_entropy_of_torch(recipe: Recipe) -> Iterator[Finding]:
     if recipe.model.cross_entropy != "torch":
         return
@@ -307,6 +322,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     dpo_reads_its_keys,
     distillation,
     objective_takes_formats,
+    scores_in_place_of_logits,
     cross_entropy_of_torch,
     stepped_in_backward,
     offloaded_activations,

@@ -29,7 +29,7 @@ from finetune.data.samples import Example
 from finetune.data.token_text import special_ids
 from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
-from finetune.models.loss_model import Outputs
+from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, Terms
 from finetune.recipe import Recipe

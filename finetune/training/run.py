@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -30,10 +31,12 @@ from finetune.errors import Stopped
 from finetune.models.activations import ActivationOffload
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
 from finetune.models.config import check_no_dropout, check_token_ids, dtypes, load_tokenizer, model_config
-from finetune.models.loss_model import CausalLMWithLoss, CrossEntropyChoice
+from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import compute_experts_in, find_routers
+from finetune.models.score_model import ScoreModel
 from finetune.models.weights import keep_input_types, load_model, parameter_counts
-from finetune.objectives import Objective, make_objective
+from finetune.models.wrapped import CrossEntropyChoice, WrappedModel
+from finetune.objectives import Objective, make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.planning.flops import model_flops, peak_tflops
 from finetune.planning.plan import Plan, git_commit, run_length, versions
@@ -119,7 +122,7 @@ def build_trainer(
         if recipe.data.packing:
             say(f"[yellow]{escape(attention.reason)}; packing is off[/yellow]")
         training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
-    model, objective = _load(recipe, engine, config, attention, training.source_names)
+    model, objective = _load(recipe, engine, config, attention, training)
     if recipe.train.activation_offload and engine.device.type == "cpu":
         say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
     forward = ForwardPass(attention, objective)
@@ -153,31 +156,31 @@ def build_trainer(
 
 
 def _load(
-    recipe: Recipe, engine: Engine, config: PretrainedConfig, attention: AttentionChoice, source_names: tuple[str, ...]
-) -> tuple[CausalLMWithLoss, Objective]:
+    recipe: Recipe, engine: Engine, config: PretrainedConfig, attention: AttentionChoice, training: Data
+) -> tuple[WrappedModel, Objective]:
     """Returns the module that the engine wraps, and the objective."""
+    labels = score_labels(recipe.objective)
     with engine.loading(recipe):
-        model = load_model(recipe, config, attention, engine.placement(recipe))
+        model = load_model(recipe, config, attention, engine.placement(recipe), labels)
     types, parallelism = dtypes(recipe), engine.parallelism
     divided = parallelism.summary() if parallelism.tokens * parallelism.pipeline > 1 else None
     routers = find_routers(model)
     text_config = model.config.get_text_config()
-    token_ranks = engine.token_ranks
-    objective = make_objective(recipe.objective, source_names, False, text_config, routers, divided, token_ranks)
+    names, token_ranks = training.source_names, engine.token_ranks
+    objective = make_objective(recipe.objective, names, False, text_config, routers, divided, token_ranks)
     casts = types.compute != types.trained
     if casts:
         compute_experts_in(model, types.compute)
         keep_input_types(model)
-    loss_model = CausalLMWithLoss(
-        model,
-        cross_entropy=recipe.model.cross_entropy,
-        device_type=engine.device.type,
-        autocast=types.compute if casts else None,
-        offload=ActivationOffload(engine.device) if recipe.train.activation_offload else None,
-        routers=routers if divided is None else None,
-        only_sums=objective.only_sums,
-    )
-    return loss_model, objective
+    surroundings: dict[str, Any] = {
+        "device_type": engine.device.type,
+        "autocast": types.compute if casts else None,
+        "offload": ActivationOffload(engine.device) if recipe.train.activation_offload else None,
+        "routers": routers if divided is None else None,
+    }
+    if objective.scores:
+        return ScoreModel(model, **surroundings), objective
+    return CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=objective.only_sums, **surroundings), objective
 
 
 def _rows_per_device(

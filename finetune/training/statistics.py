@@ -10,7 +10,7 @@ from torch import Tensor
 
 from finetune.data.batch import Batch
 from finetune.engine.base import Engine
-from finetune.models.loss_model import Outputs
+from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, Terms, TermSums
 

@@ -32,7 +32,7 @@ from finetune.errors import RunFailure, Stopped, UserError
 from finetune.export.result import model_card, save_result
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.config import dtypes
-from finetune.models.loss_model import Outputs
+from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, TermSums
 from finetune.planning.plan import Plan

@@ -23,8 +23,9 @@ from finetune.data.loader import Loader
 from finetune.data.samples import Example, Sequence
 from finetune.models.attention import attention_for
 from finetune.models.config import load_tokenizer, model_config
-from finetune.models.loss_model import CausalLMWithLoss, Outputs
+from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import Placement, load_model
+from finetune.models.wrapped import Outputs
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.kto import LABEL, MISMATCHED
