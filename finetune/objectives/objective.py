@@ -132,8 +132,15 @@ class Objective:
         device, targets = batch.targets.ids.device, len(batch.targets.ids)
         each = torch.zeros(targets, device=device)
         nothing = Outputs(torch.zeros((), device=device), each, (each,) * self.num_details)
-        like = (terms or self.terms)(nothing, batch)
+        like = (terms or self.terms)(nothing, self.completed(batch))
         return {name: term._replace(total=torch.zeros_like(term.total)) for name, term in like.items()}
+
+    def completed(self, batch: Batch) -> Batch:
+        """Returns the batch with zeros in the columns that are computed during the run, where the values do not
+        matter."""
+        size, device = len(batch.sequence_tokens), batch.targets.ids.device
+        missing = {name: torch.zeros(size, dtype=torch.float64, device=device) for name in self.columns}
+        return replace(batch, columns={**missing, **batch.columns})
 
     @property
     def only_sums(self) -> bool:
@@ -158,8 +165,9 @@ class Objective:
 
     def trial_loss(self, outputs: Outputs, batch: Batch) -> Tensor:  # ()
         """Returns a loss for a backward that nothing is stepped by; its size does not matter."""
+        batch = self.completed(batch)
         if self.statistics is not None:
-            unknown = torch.zeros((), dtype=torch.float64, device=outputs.token_losses.device)
+            unknown = torch.zeros((), dtype=torch.float64, device=batch.targets.ids.device)
             batch = batch.with_columns(dict.fromkeys(self.statistics(outputs, batch), unknown))
         return self.loss(self.terms(outputs, batch), defaultdict(lambda: 1.0))
 

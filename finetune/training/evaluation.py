@@ -10,7 +10,7 @@ Letters: B prompts, P longest prompt, N new tokens so far.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -56,30 +56,36 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerFast
     end_ids: set[int]  # tokens that end a generation
     recipe: Evaluate
+    with_reference: Callable[[list[Batch]], list[Batch]] | None = None  # adds what is computed as it is needed
 
     def run(self) -> tuple[dict[str, float], list[Generation]]:
         """Returns metrics by name (`eval_loss` in nats per supervised token) and generations to show. Collective."""
-        self.engine.model.eval()
-        metrics = self._losses()
+        with self.engine.evaluating():
+            metrics = self._losses()
         num_generations = max(self.recipe.exact_match, self.recipe.generate)
-        with uncompiled():
+        with self.engine.evaluating(), uncompiled():
             generations = self._generations(num_generations) if num_generations else []
-        self.engine.model.train()
         if self.recipe.exact_match and generations:
             scored = generations[: self.recipe.exact_match]
             metrics["exact_match"] = sum(g.matches for g in scored) / len(scored)
         return metrics, generations[: self.recipe.generate]
 
     def _losses(self) -> dict[str, float]:
-        objective, columns = self.forward.objective, {}
+        objective, columns = self.forward.objective, dict[str, Tensor]()
         if objective.statistics is not None:
-            columns = as_columns(self._sums(objective.statistics), self.engine.device)
-        total = self._sums(lambda outputs, batch: objective.terms(outputs, batch.with_columns(columns)))
+            columns = as_columns(self._sums(objective.statistics, columns), self.engine.device)
+        total = self._sums(lambda outputs, batch: objective.terms(outputs, batch.with_columns(columns)), columns)
         return {"eval_loss": total.loss(), **{f"eval_{name}": v for name, v in objective.metrics(total).items()}}
 
-    def _sums(self, terms: Callable[[Outputs, Batch], Terms]) -> Sums:
+    def _sums(self, terms: Callable[[Outputs, Batch], Terms], columns: Mapping[str, Tensor]) -> Sums:
         with fed_batches(self.loader.all_batches(), self.engine.device) as feed:
-            return sum_terms(self.engine, self.forward, terms, feed, feed.peek(), self.loader.all_counts())
+            first, batches = feed.peek().with_columns(columns), self._completed(feed)
+            return sum_terms(self.engine, self.forward, terms, batches, first, self.loader.all_counts())
+
+    def _completed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yields the batches with the reference's log-probabilities, where they are computed as they are needed."""
+        for batch in batches:
+            yield from self.with_reference([batch]) if self.with_reference else [batch]
 
     def _generations(self, count: int) -> list[Generation]:
         """Returns those of the first `count` examples with a prompt, in order, on every rank.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,6 +93,7 @@ class Trainer:
     console: Console
     folder: Path  # runs/<name>
     tracker_ids: dict[str, str]  # of the runs that a checkpoint knows
+    with_reference: Callable[[list[Batch]], list[Batch]] | None = None  # adds what is computed in each step
 
     def __post_init__(self) -> None:
         self.totals, self.expert_load, self.compilations = Totals(), ExpertLoad(), CompilationWatch()
@@ -183,7 +184,7 @@ class Trainer:
         """
         factor = lr_factor(self.recipe.schedule, self.state.step, self.plan.steps)
         self.engine.set_lr(factor)
-        step = self._with_statistics(step)
+        step = self._completed(step)
         micro_batches = _MicroBatches(self, step)
         self.engine.accumulate(step.batches, micro_batches.forward, micro_batches.loss)
         sums, flags = self._reduce(micro_batches)
@@ -215,16 +216,20 @@ class Trainer:
         }
         return line, flags
 
-    def _with_statistics(self, step: StepBatches) -> StepBatches:
-        """Returns the step with what its objective first measures over all of it, without dropout. Collective."""
-        if (statistics := self.forward.objective.statistics) is None:
+    def _completed(self, step: StepBatches) -> StepBatches:
+        """Returns the step with the reference's log-probabilities, where they are computed step by step, and with what
+        the objective has to know of all of it. Collective."""
+        statistics, batches = self.forward.objective.statistics, step.batches
+        if self.with_reference is None and statistics is None:
             return step
-        self.engine.model.eval()
-        with self.engine.stopwatch.phase("forward"):
-            sums = sum_terms(self.engine, self.forward, statistics, step.batches, step.batches[0], step.counts)
-        self.engine.model.train()
-        columns = as_columns(sums, self.engine.device)
-        return replace(step, batches=[batch.with_columns(columns) for batch in step.batches])
+        with self.engine.stopwatch.phase("forward"), self.engine.evaluating():
+            if self.with_reference is not None:
+                batches = self.with_reference(batches)
+            if statistics is not None:
+                sums = sum_terms(self.engine, self.forward, statistics, batches, batches[0], step.counts)
+                columns = as_columns(sums, self.engine.device)
+                batches = [batch.with_columns(columns) for batch in batches]
+        return replace(step, batches=batches)
 
     def _reduce(self, micro_batches: _MicroBatches) -> tuple[Sums, StepFlags]:
         """Returns the step's sums and flags over all ranks, by one reduction."""
