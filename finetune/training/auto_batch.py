@@ -77,12 +77,13 @@ def find_rows(
     build: BuildOptimizers,
     memory: Memory,
     say: Callable[[str], None] = lambda text: None,
+    shares_prompts: bool = False,
 ) -> RowsPerDevice:
     """Returns the micro-batch size, cached or measured. Collective.
 
     Leaves weights, gradients, optimizer and random numbers as they were. Raises UserError and RunFailure.
     """
-    row = HeaviestRow(data.first_example(), *data.heaviest_row(recipe.data.max_length))
+    row = HeaviestRow(data.first_example(), *data.heaviest_row(recipe.data.max_length, shares_prompts))
     sizes = divisors(recipe.batch.rows // engine.parallelism.data)
     depends_on = dependencies(
         recipe,

@@ -24,6 +24,7 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
         "precision": plan.precision,
         "attention": plan.attention,
         "cross entropy": plan.cross_entropy,
+        **({} if plan.shared_prompts is None else {"shared prompts": plan.shared_prompts}),
         **_data(recipe, plan),
         "training": f"{plan.steps:,} steps x {recipe.batch.rows} sequences ({_micro_batches(recipe, plan)})",
     }

@@ -37,6 +37,7 @@ from finetune.models.moe import compute_experts_in, find_routers
 from finetune.models.weights import load_model, parameter_counts
 from finetune.objectives import Objective, make_objective
 from finetune.objectives.forward import ForwardPass
+from finetune.objectives.shared_prompts import PromptSharing, choose_prompt_sharing
 from finetune.planning.flops import model_flops
 from finetune.planning.hardware import peak_tflops
 from finetune.planning.plan import Plan, git_commit, run_length, versions
@@ -124,7 +125,9 @@ def build_trainer(
         if recipe.data.packing:
             say(f"[yellow]{escape(attention.reason)}; packing is off[/yellow]")
         training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
-    model, objective = _load(recipe, engine, config, attention, training.source_names)
+    sharing = choose_prompt_sharing(recipe.objective, attention)
+    shares_prompts = sharing is not None and sharing.shares
+    model, objective = _load(recipe, engine, config, attention, training.source_names, shares_prompts)
     if recipe.train.activation_offload and engine.device.type == "cpu":
         say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
     forward = ForwardPass(attention, objective)
@@ -132,9 +135,9 @@ def build_trainer(
     flops = model_flops(model.causal_lm, within.implementation, recipe.train.activation_checkpointing)
     engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
     set_group_timeouts(collective_timeout())
-    rows = _rows_per_device(recipe, engine, config, forward, training, say)
-    plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice))
-    loader = _loader(recipe, engine, rows, training.in_order(recipe), plan.total_rows)
+    rows = _rows_per_device(recipe, engine, config, forward, training, say, shares_prompts)
+    plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice, sharing))
+    loader = _loader(recipe, engine, rows, training.in_order(recipe), plan.total_rows, shares_prompts)
     ends = end_ids(recipe, tokenizer, [training, held_out])
     state, tracker_ids = _resume(recipe, engine, training, plan, say)
     return Trainer(
@@ -144,7 +147,7 @@ def build_trainer(
         data=training,
         forward=forward,
         loader=replace(loader, alike=engine.forwards_alike),
-        evaluator=_evaluator(recipe, engine, rows, held_out, attention, tokenizer, ends) if held_out else None,
+        evaluator=_evaluator(recipe, engine, loader, held_out, attention, tokenizer, ends) if held_out else None,
         end_ids=ends,
         plan=plan,
         state=state,
@@ -158,7 +161,12 @@ def build_trainer(
 
 
 def _load(
-    recipe: Recipe, engine: Engine, config: PretrainedConfig, attention: AttentionChoice, source_names: tuple[str, ...]
+    recipe: Recipe,
+    engine: Engine,
+    config: PretrainedConfig,
+    attention: AttentionChoice,
+    source_names: tuple[str, ...],
+    shares_prompts: bool,
 ) -> tuple[CausalLMWithLoss, Objective]:
     """Returns the module that the engine wraps, and the objective."""
     with engine.loading(recipe):
@@ -167,7 +175,9 @@ def _load(
     divided = parallelism.summary() if parallelism.tokens * parallelism.pipeline > 1 else None
     routers = find_routers(model)
     text_config = model.config.get_text_config()
-    objective = make_objective(recipe.objective, source_names, False, text_config, routers, divided)
+    objective = make_objective(
+        recipe.objective, source_names, False, text_config, routers, divided, shares_prompts=shares_prompts
+    )
     casts = types.compute != types.trained
     if casts:
         compute_experts_in(model, types.compute)
@@ -191,6 +201,7 @@ def _rows_per_device(
     forward: ForwardPass,
     training: Data,
     say: Callable[[str], None],
+    shares_prompts: bool,
 ) -> RowsPerDevice:
     """Returns the micro-batch size, measured if `auto`. Collective."""
     if recipe.batch.rows_per_device != "auto":
@@ -198,7 +209,7 @@ def _rows_per_device(
     if not forward.attention.isolates_documents:
         return RowsPerDevice(1, f"auto: {forward.attention.reason}")
     build = partial(build_optimizers, recipe.optimizer)
-    return find_rows(engine, recipe, config, forward, training, build, memory_of(engine), say)
+    return find_rows(engine, recipe, config, forward, training, build, memory_of(engine), say, shares_prompts)
 
 
 def _plan(
@@ -208,10 +219,10 @@ def _plan(
     parameters: tuple[int, int],
     rows: RowsPerDevice,
     micro_batches: int,
-    choices: tuple[AttentionChoice, CrossEntropyChoice],
+    choices: tuple[AttentionChoice, CrossEntropyChoice, PromptSharing | None],
 ) -> Plan:
     """parameters: all, and the trained ones."""
-    size, (attention, cross_entropy) = training.size(recipe.data.max_length), choices
+    size, (attention, cross_entropy, sharing) = training.size(recipe.data.max_length), choices
     steps, total_rows = run_length(recipe, size.rows if size else None)
     budget = recipe.batch.tokens_per_device
     if budget is None:
@@ -234,6 +245,8 @@ def _plan(
         trainable_parameters=parameters[1],
         attention=f"{attention.implementation} ({attention.reason})",
         cross_entropy=f"{cross_entropy.implementation} ({cross_entropy.reason})",
+        shared_prompts=sharing and sharing.summary(size and size.shared_tokens / size.tokens),
+        shared_token_share=size.shared_tokens / size.tokens if size and sharing and sharing.shares else None,
         precision=recipe.train.precision,
         division=engine.summary(micro_batches),
         versions=versions(),
@@ -251,7 +264,14 @@ def _peak(recipe: Recipe, engine: Engine, plan: Plan, say: Callable[[str], None]
     return peak
 
 
-def _loader(recipe: Recipe, engine: Engine, rows_per_device: RowsPerDevice, rows: RunRows, total_rows: int) -> Loader:
+def _loader(
+    recipe: Recipe,
+    engine: Engine,
+    rows_per_device: RowsPerDevice,
+    rows: RunRows,
+    total_rows: int,
+    shares_prompts: bool,
+) -> Loader:
     """Returns a loader; under `train.compile` it pads every micro-batch to the length that layers are compiled for."""
     budget = recipe.batch.tokens_per_device
     longest = budget or rows_per_device.rows * recipe.data.max_length
@@ -265,20 +285,23 @@ def _loader(recipe: Recipe, engine: Engine, rows_per_device: RowsPerDevice, rows
         budget and budget * engine.parallelism.tokens,
         longest if recipe.train.compile else None,
         engine.context_shard,
+        shares_prompts=shares_prompts,
     )
 
 
 def _evaluator(
     recipe: Recipe,
     engine: Engine,
-    rows_per_device: RowsPerDevice,
+    training: Loader,
     held_out: Dataset,
     attention: AttentionChoice,
     tokenizer: PreTrainedTokenizerFast,
     ends: set[int],
 ) -> Evaluator:
-    loader = _loader(recipe, engine, rows_per_device, OrderedRows(held_out.examples, held_out.rows), len(held_out.rows))
-    objective = make_objective(recipe.objective, held_out.source_names, evaluating=True)
+    rows = OrderedRows(held_out.examples, held_out.rows)
+    loader = replace(training, rows=rows, total_rows=len(held_out.rows))
+    shares_prompts = training.shares_prompts
+    objective = make_objective(recipe.objective, held_out.source_names, evaluating=True, shares_prompts=shares_prompts)
     return Evaluator(
         engine, loader, held_out.examples, ForwardPass(attention, objective), tokenizer, ends, recipe.evaluate
     )

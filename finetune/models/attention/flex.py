@@ -27,13 +27,23 @@ class BlockMasks:
         self.masks = masks
 
 
-def prepare(document_lengths: tuple[int, ...], device: str, windows: Iterable[int | None]) -> dict[str, Any]:
-    return {"documents": BlockMasks({window: block_mask(document_lengths, window, device) for window in windows})}
+def prepare(
+    document_lengths: tuple[int, ...],
+    prefix_lengths: tuple[int, ...] = (),
+    *,
+    device: str,
+    windows: Iterable[int | None],
+) -> dict[str, Any]:
+    masks = {window: block_mask(document_lengths, window, device, prefix_lengths) for window in windows}
+    return {"documents": BlockMasks(masks)}
 
 
-def block_mask(document_lengths: tuple[int, ...], window: int | None, device: str) -> BlockMask:
+def block_mask(
+    document_lengths: tuple[int, ...], window: int | None, device: str, prefix_lengths: tuple[int, ...] = ()
+) -> BlockMask:
     """Returns the mask in which token i sees token j of the same document with i - window < j <= i.
 
+    prefix_lengths: of each document the tokens of the one before that it begins with.
     Built from the lengths in R x R steps; `create_block_mask` would evaluate T x T pairs.
     """
     document = np.repeat(np.arange(len(document_lengths)), document_lengths)  # (T,)
@@ -55,9 +65,38 @@ def block_mask(document_lengths: tuple[int, ...], window: int | None, device: st
         mine = (document_of_token[query] == document_of_token[key]) & (key <= query)
         return mine if window is None else mine & (query - key < window)
 
+    mask_function: Callable[..., Tensor] = seen
+    if any(prefix_lengths):
+        begins = np.concatenate(([0], np.cumsum(document_lengths)))
+        for i in np.flatnonzero(prefix_lengths):
+            queries = slice(begins[i] // BLOCK, (begins[i + 1] - 1) // BLOCK + 1)
+            some[queries, begins[i - 1] // BLOCK : (begins[i - 1] + prefix_lengths[i] - 1) // BLOCK + 1] = True
+        mask_function = _seen_with_prefixes(document_of_token, begins[:-1], np.array(prefix_lengths), window)
     return BlockMask.from_kv_blocks(
-        *_in_order(some & ~every, device), *_in_order(every, device), BLOCK, seen, (tokens, tokens)
+        *_in_order(some & ~every, device), *_in_order(every, device), BLOCK, mask_function, (tokens, tokens)
     )
+
+
+def _seen_with_prefixes(
+    document: Tensor,  # (T,) int32
+    begins: np.ndarray,  # (N,) first place of each document
+    prefixes: np.ndarray,  # (N,)
+    window: int | None,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Returns a mask function by positions: those in a document, which count what it shares."""
+    before = np.concatenate((begins[:1], begins[:-1]))  # of the document before
+    tables = (begins - prefixes, before + prefixes, before - np.concatenate((prefixes[:1], prefixes[:-1])))
+    zero_of, shared_end_of, zero_before_of = (torch.from_numpy(table).to(document)[document] for table in tables)
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = (document[query] == document[key]) & (key <= query)
+        shared = (document[query] - 1 == document[key]) & (key < shared_end_of[query])
+        if window is None:
+            return own | shared
+        position = query - zero_of[query]
+        return (own & (query - key < window)) | (shared & (position - key + zero_before_of[query] < window))
+
+    return seen
 
 
 def _in_order(blocks: np.ndarray, device: str) -> tuple[Tensor, Tensor]:

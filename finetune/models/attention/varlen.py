@@ -6,11 +6,12 @@ Letters: T tokens of the row, N documents, H query heads, K key/value heads, D h
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from finetune.data.batch import row_places
 from finetune.models.attention.masked import boundaries, in_one_type, register
 
 try:
@@ -24,15 +25,36 @@ VARLEN = "finetune_varlen"  # in transformers' table of attention functions
 class Boundaries:
     """Those of one micro-batch's documents, on the device; created once for all layers."""
 
-    def __init__(self, ends: Tensor, longest: int):
+    def __init__(self, ends: Tensor, longest: int, keys: Keys | None = None):
         self.ends = ends  # (N + 1,) int32: 0, then where each document ends (`cu_seqlens`)
         self.longest = longest  # tokens; may be more than any document has
+        self.keys = keys  # where documents share what they begin with
 
 
-def prepare(document_lengths: tuple[int, ...], device: str, longest: int | None = None) -> dict[str, Any]:
+class Keys(NamedTuple):
+    """What documents see: each the shared beginning, which is in the row once, and its own tokens."""
+
+    places: Tensor  # (keys,) int64 in the row, document after document
+    ends: Tensor  # (N + 1,) int32, as those of the documents
+    longest: int
+
+
+def prepare(
+    document_lengths: tuple[int, ...],
+    prefix_lengths: tuple[int, ...] = (),
+    *,
+    device: str,
+    longest: int | None = None,
+) -> dict[str, Any]:
     """longest: a bound on every document's tokens, for torch.compile, which recompiles for another number."""
-    ends = boundaries(document_lengths, device, compiled=longest is not None)
-    return {"documents": Boundaries(ends, max(document_lengths) if longest is None else longest)}
+    compiled = longest is not None
+    most = max(document_lengths) if longest is None else longest
+    ends = boundaries(document_lengths, device, compiled)
+    if not any(prefix_lengths):
+        return {"documents": Boundaries(ends, most)}
+    lengths = tuple(own + prefix for own, prefix in zip(document_lengths, prefix_lengths, strict=True))
+    places = torch.from_numpy(row_places(document_lengths, prefix_lengths)).to(device)
+    return {"documents": Boundaries(ends, most, Keys(places, boundaries(lengths, device, compiled), max(lengths)))}
 
 
 def varlen_attention(
@@ -51,8 +73,12 @@ def varlen_attention(
     grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     # (-1, 0) is the kernel's word for causal; (w - 1, 0) for the token itself and w - 1 before it.
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
-    ends, longest = documents.ends, documents.longest
-    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window, **grouped)
+    ends = key_ends = documents.ends
+    longest = longest_keys = documents.longest
+    if documents.keys is not None:  # the kernel takes queries for the last of their keys (flash attention 2.1)
+        places, key_ends, longest_keys = documents.keys
+        k, v = k[places], v[places]
+    out = varlen_attn(q, k, v, ends, key_ends, longest, longest_keys, scale=scaling, window_size=window, **grouped)
     assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for
     return out[None]
 
