@@ -54,6 +54,17 @@ def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def preferences(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Pairs of answers to a prompt that are alike in nothing, length least of all."""
+    rng = random.Random(seed)
+    rows = []
+    for row in conversations(count, seed):
+        prompt, chosen = row["messages"]
+        rejected = [f"{rng.choice(_WORDS)}s" for _ in range(rng.randint(1, 9))]
+        rows.append({"prompt": [prompt], "chosen": [chosen], "rejected": [_said("assistant", rejected)]})
+    return rows
+
+
 def _said(role: str, words: list[str]) -> dict[str, str]:
     return {"role": role, "content": " ".join(words)}
 

@@ -47,7 +47,7 @@ class Batch:
     # Tokens that each shares: it begins with so many of the sequence before it, and its own places come after them.
     prefix_lengths: tuple[int, ...]
     targets: Targets
-    columns: dict[str, Tensor]  # float32, (E,) one number of each example, or (D,) of each sequence
+    columns: dict[str, Tensor]  # float64, (E,) one number of each example, or (D,) of each sequence
     example_of_sequence: Tensor  # (D,) int64
     counts: dict[str, int]  # of this micro-batch, without padding, by the names of `ExampleSizes.counts`; 0 in a dummy
     origins: tuple[Origin, ...]  # (E,)
@@ -140,7 +140,7 @@ def collate(
             torch.from_numpy(np.repeat(np.arange(len(lengths)), num_targets)),
         ),
         columns={
-            name: torch.from_numpy(np.hstack([example.columns[name] for example in examples]).astype(np.float32))
+            name: torch.from_numpy(np.hstack([example.columns[name] for example in examples]).astype(np.float64))
             for name in examples[0].columns
         },
         example_of_sequence=torch.from_numpy(np.repeat(np.arange(len(examples)), per_example)),
@@ -180,7 +180,7 @@ def dummy_batch(example: Example, index: int, padded_to: int | None) -> Batch:
     batch = collate([replace(example, sequences=(masked,), columns={})], index, padded_to)
     return replace(
         batch,
-        columns={name: torch.zeros(0) for name in example.columns},
+        columns={name: torch.zeros(0, dtype=torch.float64) for name in example.columns},
         example_of_sequence=torch.zeros(0, dtype=torch.int64),
         counts=dict.fromkeys(batch.counts, 0),
         origins=(),

@@ -34,8 +34,8 @@ from finetune.data.tokenizing import (
     tokenize_chunks,
 )
 from finetune.errors import UserError
-from finetune.recipe import Recipe
-from finetune.recipe.schema import Data, Source
+from finetune.recipe import Recipe, format_problem
+from finetune.recipe.schema import OBJECTIVE_FORMATS, Data, Source
 from finetune.recipe.urls import without_credentials
 
 CHUNK_ROWS = 256
@@ -73,12 +73,15 @@ class OpenedSources:
         self._heads_checked = False
 
     def open(self, source: Source) -> OpenedSource:
-        """Raises UserError where there is no such source, or its format cannot be told."""
+        """Raises UserError where there is no such source, its format cannot be told, or is not for the objective."""
         streaming = self._recipe.data.streaming and any(source is train for train in self._recipe.data.train)
         for known, streamed, opened in self._opened:
             if known == source and streamed == streaming:
                 return opened
-        opened = _open(source, streaming)
+        objective = self._recipe.objective.name
+        opened = _open(source, streaming, OBJECTIVE_FORMATS[objective])
+        if problem := format_problem(objective, opened.source.format):
+            raise UserError(f"{opened.name}: {problem}")
         self._opened.append((source, streaming, opened))
         return opened
 
@@ -99,7 +102,8 @@ class OpenedSources:
         self._heads_checked = True
 
 
-def _open(source: Source, streaming: bool) -> OpenedSource:
+def _open(source: Source, streaming: bool, formats: tuple[str, ...]) -> OpenedSource:
+    """formats: those of the objective."""
     reader = SourceReader(source, streaming)
     if source.format != "auto":
         check_columns(source.format, source.columns)
@@ -112,7 +116,7 @@ def _open(source: Source, streaming: bool) -> OpenedSource:
     if not readable:
         raise UserError(f"{name}: has no row that can be read, so its format cannot be told; set `format`")
     try:
-        detected = detect_format([row for _, _, row in readable], source.columns)
+        detected = detect_format([row for _, _, row in readable], source.columns, formats)
     except UserError as error:  # its message is about the first row
         raise UserError(f"{readable[0][0]}:{readable[0][1]}: {error}") from None
     resolved = source.model_copy(update={"format": detected.format, "columns": detected.columns})

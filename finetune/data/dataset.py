@@ -169,7 +169,6 @@ def build_training(
             by_steps = steps * recipe.batch.rows / len(data.rows)
             passes = [source.passes for source in data.examples.report.sources]
             check_caps(recipe.data.train, passes, min(by_steps, recipe.train.epochs or by_steps))
-    _check_no_preference("data.train", data.formats)
     return data
 
 
@@ -182,20 +181,7 @@ def build_held_out(
     """The data of `data.eval`; None where there is none. Parameters as of `build_training`. Raises UserError."""
     if not recipe.data.eval:
         return None
-    data = build_dataset(recipe, recipe.data.eval, tokenizer, opened=opened, numeric_columns=numeric_columns)
-    _check_no_preference("data.eval", data.formats)
-    return data
-
-
-def _check_no_preference(key: str, formats: Sequence[str]) -> None:
-    """Raises UserError for pairs: both answers would count as good ones."""
-    if "preference" in formats:
-        does = "trains" if key == "data.train" else "is evaluated"
-        raise UserError(
-            f"{key}[{formats.index('preference')}]: pairs of a preference are read and rendered, and `finetune "
-            f"inspect` shows them; no objective {does} on them yet. Use the chosen answers alone with `format: "
-            "prompt_completion` and `columns: {completion: chosen}`"
-        )
+    return build_dataset(recipe, recipe.data.eval, tokenizer, opened=opened, numeric_columns=numeric_columns)
 
 
 def build_dataset(

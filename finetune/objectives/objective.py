@@ -83,17 +83,25 @@ class TokenRanks:
     sequences."""
 
     count: int = 1
-    sum: Callable[[Tensor], Tensor] = lambda tensor: tensor  # over these ranks, differentiable; gradients are summed too
+    sum: Callable[[Tensor], Tensor] = lambda tensor: tensor  # over these ranks; of gradients too, in the backward
 
     def share(self, total: Tensor) -> Tensor:
         """Returns this rank's part of a total that all of them have."""
         return total / self.count
 
 
-def sequence_log_probs(outputs: Outputs, batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (D,)
-    """Returns the log-probability of the targets of each sequence."""
-    local = outputs.token_losses.new_zeros(len(batch.sequence_tokens))
-    return token_ranks.sum(local.index_add(0, batch.targets.sequence, -outputs.token_losses))
+ONE_RANK = TokenRanks()  # has all tokens of its rows
+
+
+def sequence_log_probs(outputs: Outputs, batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (D,) fp64
+    """Returns the log-probability of the targets of each sequence.
+
+    Added up in fp64, so that differences of long answers keep their digits, and one sequence after the other: adding by
+    index has no fixed order on CUDA.
+    """
+    log_probs = -outputs.token_losses.double()
+    parts = log_probs.split(list(batch.sequence_targets)) if batch.sequence_targets else ()
+    return token_ranks.sum(torch.stack([part.sum() for part in parts]) if parts else log_probs)
 
 
 @dataclass(frozen=True)

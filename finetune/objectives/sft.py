@@ -36,4 +36,4 @@ def focal(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Obje
         focal_sum = ((1 - probability).clamp(min=0) ** gamma * nll).sum()
         return {"focal": Term(focal_sum, "target_tokens", 1.0), "nll": Term(nll.detach().sum(), "target_tokens")}
 
-    return sft(settings, evaluating) if evaluating else Objective(terms, differentiable=True)
+    return sft(settings, evaluating, token_ranks) if evaluating else Objective(terms, differentiable=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.models.moe import Routers
 from finetune.objectives.by_source import by_source
-from finetune.objectives.objective import Objective, TokenRanks, combined
+from finetune.objectives.objective import ONE_RANK, Objective, TokenRanks, combined
 from finetune.objectives.preference import dpo
 from finetune.objectives.router_balance import balance_coefficient, balance_of_experts
 from finetune.objectives.sft import focal, sft
@@ -25,7 +25,7 @@ def make_objective(
     config: Any = None,
     routers: Routers | None = None,
     divided: str | None = None,
-    token_ranks: TokenRanks = TokenRanks(),
+    token_ranks: TokenRanks = ONE_RANK,
     shares_prompts: bool = False,
 ) -> Objective:
     """Returns the objective of training, or of evaluation.

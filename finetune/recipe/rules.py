@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from finetune.recipe.schema import OBJECTIVE_KEYS, Objective, Recipe
+from finetune.recipe.schema import OBJECTIVE_FORMATS, OBJECTIVE_KEYS, Objective, Recipe
 from finetune.utils import divisors
 
 Finding = tuple[str, str]  # dotted key; what is wrong and what to do
@@ -177,6 +177,26 @@ def objective_reads_its_keys(recipe: Recipe) -> Iterator[Finding]:
             yield f"objective.{key}", f"has no effect under `name: {objective.name}`, only under {readers}: remove it"
 
 
+def objective_takes_formats(recipe: Recipe) -> Iterator[Finding]:
+    for key, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+        for i, source in enumerate(sources):
+            if source.format != "auto" and (problem := format_problem(recipe.objective.name, source.format)):
+                yield f"data.{key}[{i}].format", problem
+
+
+def format_problem(objective: str, format: str) -> str | None:
+    """Returns why an objective does not take rows of a format, and what to do instead; None where it does."""
+    if format in OBJECTIVE_FORMATS[objective]:
+        return None
+    takers = [name for name, formats in OBJECTIVE_FORMATS.items() if format in formats]
+    instead = f"set `objective.name` to {' or '.join(takers)}"
+    if format == "preference":
+        chosen = "`format: prompt_completion` and `columns: {completion: chosen}`"
+        instead += f", or train on the chosen answers alone with {chosen}"
+    taken = " or ".join(f"`{name}`" for name in OBJECTIVE_FORMATS[objective])
+    return f"rows of format `{format}` are not for `objective.name: {objective}`, which takes {taken}: {instead}"
+
+
 def cross_entropy_of_torch(recipe: Recipe) -> Iterator[Finding]:
     if recipe.model.cross_entropy != "torch":
         return
@@ -237,6 +257,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     mixture_has_parts,
     profile_within_run,
     objective_reads_its_keys,
+    objective_takes_formats,
     cross_entropy_of_torch,
     stepped_in_backward,
     offloaded_activations,

@@ -202,20 +202,48 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
     "sft": {"z_loss": 0.0, "label_smoothing": 0.0},
     "focal": {"gamma": 2.0},
     "dpo": {
-        **{"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "margin": 0.5, "sft_weight": 0.0},
-        **{"reference": "precomputed", "reference_model": None, "share_prompts": "auto", "dropout": False},
+        "loss": "sigmoid",
+        "beta": 0.1,
+        "label_smoothing": 0.0,
+        "margin": 0.5,
+        "sft_weight": 0.0,
+        "reference": "precomputed",
+        "reference_model": None,
+        "share_prompts": "auto",
+        "dropout": False,
     },
     "kto": {
-        **{"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
-        **{"reference": "precomputed", "reference_model": None, "dropout": False},
+        "beta": 0.1,
+        "desirable_weight": 1.0,
+        "undesirable_weight": 1.0,
+        "reference": "precomputed",
+        "reference_model": None,
+        "dropout": False,
     },
     "orpo": {"beta": 0.1, "share_prompts": "auto", "dropout": False},
     "reward": {"centering": 0.0, "dropout": False},
     "classify": {"labels": None, "dropout": False},
     "distill": {
-        **{"teacher": None, "divergence": "forward_kl", "temperature": 1.0, "jsd_beta": 0.5, "nll_weight": 0.0},
-        **{"top_k": 64},
+        "teacher": None,
+        "divergence": "forward_kl",
+        "temperature": 1.0,
+        "jsd_beta": 0.5,
+        "nll_weight": 0.0,
+        "top_k": 64,
     },
+}
+# Formats of the rows that each objective takes.
+_ANSWERS = ("messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens")
+_PAIRS = ("preference", "ranked")
+OBJECTIVE_FORMATS: dict[str, tuple[str, ...]] = {
+    "sft": _ANSWERS,
+    "focal": _ANSWERS,
+    "distill": _ANSWERS,
+    "dpo": _PAIRS,
+    "orpo": _PAIRS,
+    "reward": _PAIRS,
+    "kto": ("unpaired", "preference"),  # a pair gives a good and a bad answer
+    "classify": ("classification",),
 }
 PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "simpo"]
 
@@ -242,8 +270,8 @@ class Objective(Section):
     label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = 0.0
     # dpo: a row of the table in objectives/preference.py, which has formula and paper; null: sigmoid
     loss: PreferenceLoss | None = None
-    # dpo, kto: strength of the pull to the reference, in 1/nats (per token under ipo, sigmoid_norm, simpo); orpo: weight
-    # of the odds ratio (lambda in the paper). null: 0.1
+    # dpo, kto: strength of the pull to the reference, in 1/nats (per token under ipo, sigmoid_norm, simpo); orpo:
+    # weight of the odds ratio (lambda in the paper). null: 0.1
     beta: Positive | None = None
     # dpo, loss simpo: gamma, in the units of beta times log-probability per token (not gamma / beta); null: 0.5
     margin: NonNegative | None = None

@@ -176,7 +176,7 @@ def _load(
     routers = find_routers(model)
     text_config = model.config.get_text_config()
     objective = make_objective(
-        recipe.objective, source_names, False, text_config, routers, divided, shares_prompts=shares_prompts
+        recipe.objective, source_names, False, text_config, routers, divided, engine.token_ranks, shares_prompts
     )
     casts = types.compute != types.trained
     if casts:
@@ -300,8 +300,13 @@ def _evaluator(
 ) -> Evaluator:
     rows = OrderedRows(held_out.examples, held_out.rows)
     loader = replace(training, rows=rows, total_rows=len(held_out.rows))
-    shares_prompts = training.shares_prompts
-    objective = make_objective(recipe.objective, held_out.source_names, evaluating=True, shares_prompts=shares_prompts)
+    objective = make_objective(
+        recipe.objective,
+        held_out.source_names,
+        True,
+        token_ranks=engine.token_ranks,
+        shares_prompts=training.shares_prompts,
+    )
     return Evaluator(
         engine, loader, held_out.examples, ForwardPass(attention, objective), tokenizer, ends, recipe.evaluate
     )

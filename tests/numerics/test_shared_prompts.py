@@ -1,4 +1,4 @@
-"""What a pair's sequences begin with is computed once, and nothing else changes: losses, gradients, isolation, counts."""
+"""What a pair's sequences begin with is computed once, and nothing else changes: losses, gradients, isolation."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ WINDOW = 8  # shorter than most answers
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "mistral": {"model_type": "mistral", "sliding_window": WINDOW},
-    "gemma2": {
-        **{"model_type": "gemma2", "head_dim": 16, "sliding_window": WINDOW},
-        **{"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 16},
-    },
+    "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": WINDOW}
+    | {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 16},
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64}
     | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }

@@ -97,6 +97,7 @@ class Fields:
     rank: int = 0
     # field: column of datasets that call them otherwise; all columns of a set have to be there.
     other_names: tuple[Mapping[str, str], ...] = ()
+    is_labelled: bool = False  # the rows of another format with a label: detected only for an objective that takes it
 
     @property
     def all(self) -> tuple[str, ...]:

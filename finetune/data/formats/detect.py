@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +54,13 @@ def parse_row(row: Row, format: str, columns: Columns | None = None) -> Sample:
         raise BadRow(f"format `{format}`: {error}") from None
 
 
-def detect_format(rows: Sequence[Row], columns: Columns | None = None) -> Detected:
+def detect_format(
+    rows: Sequence[Row], columns: Columns | None = None, formats: Collection[str] = tuple(FORMATS)
+) -> Detected:
     """The format of the first rows of a source; `columns` (field: column) are the recipe's and narrow the choice.
+
+    formats: those of the objective. Others are found, too, so that they can be refused by name, but for those that read
+    another format's rows with a label: `prompt`, `completion` and `label` are `unpaired` only where an objective asks.
 
     A format that reads at least half of the rows is possible (the others are bad rows of it), else the one that reads
     most. Of the possible ones the lowest `rank` is meant; among equals one that reads more columns, then one that
@@ -67,7 +72,11 @@ def detect_format(rows: Sequence[Row], columns: Columns | None = None) -> Detect
     if not rows:
         raise UserError("there are no rows to tell the format from")
     present = list(dict.fromkeys(str(name) for row in rows for name in row))
-    fits = _fits(rows, present, columns or {})
+    fits = [
+        fit
+        for fit in _fits(rows, present, columns or {})
+        if fit.format in formats or not FIELDS[fit.format].is_labelled
+    ]
     most = max((len(fit.samples) for fit in fits), default=0)
     possible = [fit for fit in fits if len(fit.samples) >= min(most, len(rows) / 2)]
     if not possible:

@@ -18,6 +18,7 @@ from finetune.data.chat.template import TEMPLATES
 from finetune.data.examples import prepare_examples
 from finetune.data.samples import Example, Sequence
 from finetune.recipe import Recipe
+from finetune.recipe.schema import OBJECTIVE_FORMATS
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog; what is two and two? It is four, of course.",
@@ -109,12 +110,12 @@ def conversation(*contents: str, system: str | None = None) -> list[dict[str, st
 def recipe(
     path: Path | str, format: str = "text", *, source: Mapping[str, Any] | None = None, **changes: Any
 ) -> Recipe:
-    """A recipe with one source. changes: `section__key=value`."""
+    """A recipe with one source, and an objective that takes its format. changes: `section__key=value`."""
     sections: dict[str, dict[str, Any]] = {
         "run": {"name": "test"},
         "model": {"config": {"model_type": "llama"}, "tokenizer": "none"},
         "data": {"train": [{"path": str(path), "format": format, **(source or {})}], "max_length": 64},
-        "objective": {},
+        "objective": {"name": next((name for name, known in OBJECTIVE_FORMATS.items() if format in known), "sft")},
         "batch": {"rows": 4},
         "optimizer": {"lr": 1e-3},
         "train": {"epochs": 1},

@@ -123,7 +123,7 @@ def test_weights_mixtures_and_limits_take_pairs(tmp_path, weight, mixture):
         {"path": str(first), "format": "preference", "limit": 31},
         {"path": str(second), "format": "preference", "weight": weight},
     ]
-    made = recipe(first, data__train=sources, data__mixture=mixture, data__max_length=100)
+    made = recipe(first, "preference", data__train=sources, data__mixture=mixture, data__max_length=100)
     examples = prepare_examples(made, made.data.train, text_tokenizer())
     assert len(answers(examples)) <= 31 + 20
     assert max(row for path, row in answers(examples) if path == str(first)) <= 31
@@ -144,6 +144,7 @@ def streaming(*paths: Path, window: int) -> Recipe:
             "model": {"config": {"model_type": "llama"}, "tokenizer": "none"},
             "mode": "full",
             "data": data,
+            "objective": {"name": "dpo"},
             "batch": {"rows": 4},
             "optimizer": {"lr": 1e-3},
             "train": {"max_steps": 30},

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from data_helpers import byte_level, conversation, prepare, recipe, write_jsonl
 
-from finetune.data.dataset import answer, build_held_out, build_training, check_questions, questions, until_end
+from finetune.data.dataset import answer, build_held_out, check_questions, questions, until_end
 from finetune.errors import UserError
 from finetune.recipe.schema import Evaluate
 
@@ -95,12 +95,3 @@ def test_references_that_hold_no_answer(tmp_path: Path) -> None:
     (note,) = check_questions(Evaluate(exact_match=3, answer="#### (.)"), examples, TOKENIZER)
     assert note == ("evaluate.answer occurs in 2 of 3 references; the others count as not matched, such as 'five'")
     assert check_questions(Evaluate(exact_match=1, answer="#### (.)"), examples, TOKENIZER) == []
-
-
-@pytest.mark.parametrize("key", ["data.train", "data.eval"])
-def test_pairs_of_a_preference_are_refused(tmp_path: Path, key: str) -> None:
-    pairs = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hello", "chosen": "fine", "rejected": "bad"}])
-    made = recipe(pairs, "preference")
-    held_out = made.model_copy(update={"data": made.data.model_copy(update={"eval": made.data.train})})
-    with pytest.raises(UserError, match=rf"{key}\[0\]: pairs of a preference .* `columns: {{completion: chosen}}`"):
-        build_training(made, TOKENIZER) if key == "data.train" else build_held_out(held_out, TOKENIZER)

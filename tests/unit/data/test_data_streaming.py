@@ -186,10 +186,3 @@ def test_what_tells_a_stream_from_another(texts, others):
     ]
     assert facts[0] == facts[1]  # weights are compared with the recipe's
     assert len(set(facts)) == 3
-
-
-def test_preferences_are_not_trained_on(tmp_path):
-    row = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
-    path = write_jsonl(tmp_path / "pairs.jsonl", [row])
-    with pytest.raises(UserError, match=r"data.train\[0\]: pairs of a preference .* no objective trains on them yet"):
-        build_training(streaming({"path": str(path)}), text_tokenizer())

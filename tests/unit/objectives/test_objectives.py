@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,15 @@ from finetune.recipe.schema import Objective as Settings
 def batch_of(*lengths: int, source: int = 0) -> Batch:
     sequences = [Sequence(np.arange(3, 3 + n, dtype=np.int32), np.arange(n) >= 2) for n in lengths]
     return collate([Example("a", row, source, (one,)) for row, one in enumerate(sequences)])
+
+
+COLUMNS: dict[str, float | tuple[float, float]] = {"reference_log_probs": (-1.0, -2.0)}  # of each pair
+
+
+def pairs_of(*lengths: tuple[int, int], columns: Iterable[str] = ()) -> Batch:
+    pairs = [tuple(Sequence(np.arange(3, 3 + n, dtype=np.int32), np.arange(n) >= 2) for n in pair) for pair in lengths]
+    values = {name: COLUMNS[name] for name in columns}
+    return collate([Example("a", row, 0, pair, values) for row, pair in enumerate(pairs)])
 
 
 def outputs_of(batch: Batch, seed: int = 0) -> Outputs:
@@ -39,15 +50,15 @@ def sums_of(objective: Objective, batches: list[Batch]) -> Sums:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_contract(name: str, evaluating: bool) -> None:
     """Loss terms have a graph and a unit that batches count; a rank without outputs has the same terms, all zero."""
-    batch = batch_of(5, 9)
     objective = make_objective(Settings(name=name), ("a", "b"), evaluating)
+    batch = pairs_of((5, 9), (4, 3), columns=objective.columns)
     terms = objective.terms(outputs_of(batch), batch)
     weighted = [term for term in terms.values() if term.weight is not None]
     assert weighted
     assert all(term.total.shape == () and term.total.requires_grad and term.unit in batch.counts for term in weighted)
     nothing = objective.no_terms(batch)
     assert {key: term.total.shape for key, term in nothing.items()} == {k: t.total.shape for k, t in terms.items()}
-    assert all(not term.total.any() for term in objective.no_terms(batch_of(4, 4)).values() if term.weight is not None)
+    assert all(not term.total.any() for term in objective.no_terms(batch).values() if term.weight is not None)
     part = objective.loss(terms, batch.counts)
     torch.testing.assert_close(part.item(), sums_of(objective, [batch]).loss())
     assert name in OBJECTIVE_KEYS
