@@ -48,9 +48,9 @@ def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
-        asked = [rng.choice(_WORDS) for _ in range(rng.randint(1, 9))]
-        told = asked[::-1] if rng.random() < 0.5 else asked[:1]
-        rows.append({"messages": [_said("user", asked), _said("assistant", told)]})
+        question = [rng.choice(_WORDS) for _ in range(rng.randint(1, 9))]
+        answer = question[::-1] if rng.random() < 0.5 else question[:1]
+        rows.append({"messages": [_said("user", question), _said("assistant", answer)]})
     return rows
 
 

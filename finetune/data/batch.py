@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +54,7 @@ class Batch:
     sequence_sources: tuple[int, ...]  # (D,) index of the source of each sequence
     sequence_tokens: tuple[int, ...]  # (D,) tokens; of a part of the row (`token_shard`), those that are in it
     sequence_targets: tuple[int, ...]  # (D,) targets, likewise
+    target_columns: dict[str, Tensor] = field(default_factory=dict)  # (S, ...) each, of the targets in their order
     row_lengths: tuple[int, ...] = ()  # tokens of each row of the recipe in it; none in a dummy
     index: int = 0  # of this micro-batch within its step, over all processes; seeds dropout
 
@@ -69,6 +70,7 @@ class Batch:
             inputs={name: call(tensor) for name, tensor in self.inputs.items()},
             targets=Targets(*map(call, self.targets)),
             columns={name: call(tensor) for name, tensor in self.columns.items()},
+            target_columns={name: call(tensor) for name, tensor in self.target_columns.items()},
             example_of_sequence=call(self.example_of_sequence),
         )
 
@@ -76,6 +78,7 @@ class Batch:
         yield from self.inputs.values()
         yield from self.targets
         yield from self.columns.values()
+        yield from self.target_columns.values()
         yield self.example_of_sequence
 
 
@@ -143,6 +146,10 @@ def collate(
             name: torch.from_numpy(np.hstack([example.columns[name] for example in examples]).astype(np.float64))
             for name in examples[0].columns
         },
+        target_columns={
+            name: torch.from_numpy(np.concatenate([example.target_columns[name] for example in examples]))
+            for name in examples[0].target_columns
+        },
         example_of_sequence=torch.from_numpy(np.repeat(np.arange(len(examples)), per_example)),
         counts=ExampleSizes(offsets, np.array(lengths), np.array(num_targets), shared).counts(),
         origins=tuple(Origin(example.path, example.row, example.source) for example in examples),
@@ -177,7 +184,9 @@ def dummy_batch(example: Example, index: int, padded_to: int | None) -> Batch:
     """A forward over the shortest sequence of an example that trains nothing and counts for nothing: D and E are 0."""
     shortest = min(example.sequences, key=lambda sequence: len(sequence.input_ids))
     masked = replace(shortest, loss_mask=np.zeros_like(shortest.loss_mask))
-    batch = collate([replace(example, sequences=(masked,), columns={})], index, padded_to)
+    untrained = {name: values[:0] for name, values in example.target_columns.items()}
+    alone = replace(example, sequences=(masked,), columns={}, target_columns=untrained)
+    batch = collate([alone], index, padded_to)
     return replace(
         batch,
         columns={name: torch.zeros(0, dtype=torch.float64) for name in example.columns},
@@ -250,10 +259,11 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
         input_ids   [[ 1, 11, 12,  2,   1, 21,  2,   0 ]]         [[ 1, 11,  2,  0 ]]   [[ 12,  2,  1, 21 ]]
         targets.positions, .ids  [1, 2, 5], [12, 2, 2]             [1], [12]             [0, 3], [2, 2]
 
-    Targets were shifted on the full row: the token that a place predicts may be another rank's. `Targets.sequence`,
-    `columns`, `example_of_sequence`, `origins` and the counts of sequences and examples stay the row's on every rank,
-    so that sums per sequence can be added up over the ranks. `sequence_lengths` stay the row's, too: attention is over
-    full sequences. Raises ValueError where T cannot be cut, and for shared beginnings.
+    Targets were shifted on the full row: the token that a place predicts may be another rank's. `target_columns` go
+    with their targets. `Targets.sequence`, `columns`, `example_of_sequence`, `origins` and the counts of sequences and
+    examples stay the row's on every rank, so that sums per sequence can be added up over the ranks. `sequence_lengths`
+    stay the row's, too: attention is over full sequences. Raises ValueError where T cannot be cut, and for shared
+    beginnings.
     """
     if share.context * share.sequence == 1:
         return batch
@@ -282,6 +292,7 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
         batch,
         inputs={name: values[:, here].contiguous() for name, values in batch.inputs.items()},
         targets=targets,
+        target_columns={name: values[mine] for name, values in batch.target_columns.items()},
         counts={**batch.counts, **counts},
         sequence_tokens=tuple(tokens_here.tolist()),
         sequence_targets=tuple(targets_here.tolist()),

@@ -126,7 +126,15 @@ def tokenize_chunk(settings: RowSettings, items: Iterable[Item]) -> ChunkResult:
         tokens = iter(settings.renderer.tokenise([text for row in rows for group in row.groups for text in group]))
         for row in rows:
             groups = [tuple(Sequence(*next(tokens)) for _ in group) for group in row.groups]
-            _keep_row(settings, row, groups, tally)
+            tally.counts["unrolled"] += len(groups) > 1
+            for sequences in groups:
+                for example in _fit(settings, TokenizedExample(row.row_id, sequences, row.numbers), tally.counts):
+                    # Each with all its sequences, or not at all. count_nonzero takes a quarter of what `any` takes.
+                    if all(np.count_nonzero(sequence.loss_mask) for sequence in example.sequences):
+                        tally.examples.append(example)
+                    else:
+                        tally.counts["no_supervised_token"] += 1
+                        tally.untrained = tally.untrained or example
     except UserError as error:  # a row before the one that could not be drawn
         tally.failed = str(error)
     return ChunkResult(tally.counts, tally.bad_rows, _arrays_of(tally.examples), tally.untrained, tally.failed)
@@ -169,20 +177,6 @@ def _draw_rows(settings: RowSettings, items: Iterable[Item], tally: _Tally) -> l
             tally.failed = f"{label}:{number}: {error}"
             break
     return drawn
-
-
-def _keep_row(settings: RowSettings, row: DrawnRow, groups: list[tuple[Sequence, ...]], tally: _Tally) -> None:
-    """The examples of one row that are short enough and trained: each with all its sequences, or not at all."""
-    if len(groups) > 1:
-        tally.counts["unrolled"] += 1
-    for sequences in groups:
-        for example in _fit(settings, TokenizedExample(row.row_id, sequences, row.numbers), tally.counts):
-            # count_nonzero takes a quarter of what `any` takes for so few
-            if all(np.count_nonzero(sequence.loss_mask) for sequence in example.sequences):
-                tally.examples.append(example)
-            else:
-                tally.counts["no_supervised_token"] += 1
-                tally.untrained = tally.untrained or example
 
 
 def _fit(settings: RowSettings, example: TokenizedExample, counts: Counter[str]) -> Iterator[TokenizedExample]:

@@ -333,11 +333,6 @@ class StorageCounter:
         return total
 
 
-def measure_gradient_bytes(engine: Engine) -> int:
-    """Returns the bytes of gradients, between the last backward of a step and the step."""
-    return StorageCounter(engine.device).add(engine.gradients())
-
-
 def measure_state_bytes(engine: Engine) -> tuple[int, int]:
     """Returns (weights and buffers, optimizer state) after a step. Master weights count as the optimizer's."""
     counter = StorageCounter(engine.device)

@@ -30,7 +30,7 @@ from finetune.data.batch import TokenShare
 from finetune.engine.parallelism import DIMENSIONS, ContextExchange, Parallelism
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
-from finetune.models.attention.masked import WITHIN_DOCUMENTS, in_one_type, register
+from finetune.models.attention.kernels import WITHIN_DOCUMENTS, in_one_type, register
 from finetune.models.attention.pieces import Attended, Piece, attend, attend_backward, nothing_seen, pieces
 from finetune.objectives.objective import ONE_RANK, TokenRanks
 

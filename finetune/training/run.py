@@ -28,27 +28,22 @@ from finetune.engine.launch import collective_timeout, read_launch
 from finetune.engine.start import set_group_timeouts, start_engine
 from finetune.errors import Stopped
 from finetune.models.activations import ActivationOffload
-from finetune.models.adapters import keep_input_types
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
-from finetune.models.config import check_no_dropout, check_token_ids, load_tokenizer, model_config
-from finetune.models.dtypes import dtypes
+from finetune.models.config import check_no_dropout, check_token_ids, dtypes, load_tokenizer, model_config
 from finetune.models.loss_model import CausalLMWithLoss, CrossEntropyChoice
 from finetune.models.moe import compute_experts_in, find_routers
-from finetune.models.weights import load_model, parameter_counts
+from finetune.models.weights import keep_input_types, load_model, parameter_counts
 from finetune.objectives import Objective, make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.shared_prompts import PromptSharing, choose_prompt_sharing
-from finetune.planning.flops import model_flops
-from finetune.planning.hardware import peak_tflops
+from finetune.planning.flops import model_flops, peak_tflops
 from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe
 from finetune.tracking import check_trackers
 from finetune.tracking.meters import Meters
-from finetune.training.auto_batch import RowsPerDevice, find_rows
-from finetune.training.ends import end_ids
-from finetune.training.evaluation import Evaluator
+from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
+from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.optim import build_optimizers
-from finetune.training.process_memory import memory_of
 from finetune.training.profile import Profiler
 from finetune.training.run_dir import in_use, make_run_folder, run_folder
 from finetune.training.signals import StopRequest
@@ -260,7 +255,7 @@ def _peak(recipe: Recipe, engine: Engine, plan: Plan, say: Callable[[str], None]
         return None
     peak = peak_tflops(plan.device, dtypes(recipe).compute)
     if peak is None:
-        say(f"note: no MFU: planning/hardware.py has no peak for {plan.device}")
+        say(f"note: no MFU: planning/flops.py has no peak for {plan.device}")
     return peak
 
 

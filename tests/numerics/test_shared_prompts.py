@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.data.batch import Batch, collate, row_places
 from finetune.data.samples import Example, Sequence, shared_prefix
 from finetune.models.activations import recompute_activations
-from finetune.models.attention import DOCUMENTS, FLEX, VARLEN, AttentionChoice, choose_attention, flex, varlen
+from finetune.models.attention import DOCUMENTS, FLEX, VARLEN, AttentionChoice, choose_attention, kernels
 from finetune.models.attention.per_document import seen
 from finetune.models.loss_model import CausalLMWithLoss, Outputs
 from finetune.objectives.forward import ForwardPass
@@ -264,7 +264,7 @@ def masks(batch: Batch, window: int | None) -> Tensor:  # (T, T), True where a t
 @pytest.mark.parametrize("shapes", [SHAPES, [(300, 20, 200), (0, 90, 3), (128, 128, 128)], [(5, 3, 4)]])
 def test_the_mask_of_flex_is_that_of_the_sequences(shapes: list[Shape], window: int | None) -> None:
     batch = collate(row_of(shapes), padded_to=1200, shares_prompts=True)
-    ours = flex.block_mask(batch.sequence_lengths, window, "cpu", batch.prefix_lengths)
+    ours = kernels.block_mask(batch.sequence_lengths, window, "cpu", batch.prefix_lengths)
     expected = masks(batch, window)
     theirs = create_block_mask(lambda b, h, q, k: expected[q, k], 1, 1, 1200, 1200, "cpu")
     assert (ours.to_dense() >= theirs.to_dense()).all()
@@ -275,9 +275,9 @@ def test_the_mask_of_flex_is_that_of_the_sequences(shapes: list[Shape], window: 
 
 def test_flex_forward_equals_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
-    monkeypatch.setattr(flex, "_compiled", lambda: torch.compile(flex_attention, backend="eager"))
+    monkeypatch.setattr(kernels, "_compiled", lambda: torch.compile(flex_attention, backend="eager"))
     batch = collate(row_of(SHAPES), shares_prompts=True)
-    made = flex.prepare(batch.sequence_lengths, batch.prefix_lengths, device="cpu", windows=(None, WINDOW))
+    made = kernels.prepare_flex(batch.sequence_lengths, batch.prefix_lengths, device="cpu", windows=(None, WINDOW))
     check_logits("gemma2", FLEX, batch, made)
 
 
@@ -312,9 +312,11 @@ def by_the_documentation(
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_varlen_says_to_the_kernel_what_it_means(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", by_the_documentation)
+    monkeypatch.setattr(kernels, "varlen_attn", by_the_documentation)
     batch = collate(row_of(SHAPES), padded_to=140, shares_prompts=True)
-    check_logits(name, VARLEN, batch, varlen.prepare(batch.sequence_lengths, batch.prefix_lengths, device="cpu"))
+    check_logits(
+        name, VARLEN, batch, kernels.prepare_varlen(batch.sequence_lengths, batch.prefix_lengths, device="cpu")
+    )
 
 
 def check_logits(name: str, implementation: str, batch: Batch, made: dict[str, Any]) -> None:
