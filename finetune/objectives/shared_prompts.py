@@ -6,7 +6,7 @@ neither do packing and order, which count every sequence with all of its tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
@@ -15,37 +15,41 @@ from finetune.recipe.schema import OBJECTIVE_KEYS
 from finetune.recipe.schema import Objective as Settings
 
 
-@dataclass(frozen=True)
-class PromptSharing:
-    shares: bool
-    reason: str  # in words
-
-    def summary(self, share: float | None) -> str:
-        """Returns a line for the plan. share: of an epoch's tokens that pairs have in common; None: not known."""
-        known = "" if share is None else f", {share:.1%} of all tokens"
-        return f"{'computed once' if self.shares else 'computed for each answer'}{known} ({self.reason})"
-
-
-def choose_prompt_sharing(settings: Settings, attention: AttentionChoice) -> PromptSharing | None:
-    """Returns whether the common beginning of a pair is computed once; None for an objective without pairs.
+def with_shared_prompts(settings: Settings, attention: AttentionChoice) -> AttentionChoice:
+    """Returns the attention with the decision whether pairs share their beginning.
 
     Raises UserError where the recipe asks for it and it cannot be.
     """
-    if "share_prompts" not in OBJECTIVE_KEYS[settings.name]:
-        return None
-    if settings.share_prompts is False:
-        return PromptSharing(False, "asked for in the recipe")
-    why_not = attention.not_shared
-    if settings.dropout:
-        why_not = "objective.dropout draws for every answer"
-    if why_not is None:
-        return PromptSharing(True, "the second answer's attention sees the first one's beginning")
-    if settings.share_prompts is True:
+    why_not = _why_not(settings, attention)
+    if settings.share_prompts is True and why_not is not None:
         raise UserError(
             f"objective.share_prompts: true does not fit `{attention.implementation}` here: {why_not}; use `auto`, "
             "which computes the prompt for each answer, with the same numbers"
         )
-    return PromptSharing(False, why_not)
+    return replace(attention, shares_prompts=why_not is None)
+
+
+def sharing_summary(settings: Settings, attention: AttentionChoice, share: float | None) -> str | None:
+    """Returns a line for the plan; None for an objective without pairs.
+
+    share: of an epoch's tokens that pairs have in common; None: not known.
+    """
+    if "share_prompts" not in OBJECTIVE_KEYS[settings.name]:
+        return None
+    known = "" if share is None else f", {share:.1%} of all tokens"
+    if attention.shares_prompts:
+        return f"computed once{known}: the second answer's attention sees the beginning of the first"
+    return f"computed for each answer{known}: {_why_not(settings, attention)}"
+
+
+def _why_not(settings: Settings, attention: AttentionChoice) -> str | None:
+    if "share_prompts" not in OBJECTIVE_KEYS[settings.name]:
+        return f"{settings.name} has no pairs"
+    if settings.share_prompts is False:
+        return "asked for in the recipe"
+    if settings.dropout:
+        return "objective.dropout draws for each answer"
+    return attention.not_shared
 
 
 def shared_tokens() -> Objective:

@@ -221,7 +221,7 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
         "dropout": False,
     },
     "orpo": {"beta": 0.1, "share_prompts": "auto", "dropout": False},
-    "reward": {"centering": 0.0, "dropout": False},
+    "reward": {"centering": 0.0, "share_prompts": "auto", "dropout": False},
     "classify": {"labels": None, "dropout": False},
     "distill": {
         "teacher": None,
@@ -285,8 +285,8 @@ class Objective(Section):
     # dpo, kto: another reference than the initial model, a hub id or a local folder with the same vocabulary;
     # `finetune reference` computes its log-probabilities before
     reference_model: str | None = None
-    # dpo, orpo: compute the beginning that the two sequences of a pair share once; equal to rounding. auto: where the
-    # attention can
+    # dpo, orpo, reward: compute the beginning that the two sequences of a pair share once; equal to rounding. auto:
+    # where the attention can
     share_prompts: Literal["auto"] | bool = "auto"
     # kto: weights of the good and of the bad answers; null: 1
     desirable_weight: NonNegative | None = None
@@ -318,6 +318,16 @@ class Objective(Section):
     # section 2.2), which is `num_experts_per_tok` under perfect balance. null: the model config's
     # `router_aux_loss_coef` if its `output_router_logits` is true, else 0.
     router_aux_loss_coef: NonNegative | None = None
+
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether the dropout of config and adapters is off."""
+        return "dropout" in OBJECTIVE_KEYS[self.name] and not self.dropout
+
+    @property
+    def scores_sequences(self) -> bool:
+        """Whether the model has a head of scores, in place of an LM head."""
+        return self.name in ("reward", "classify")
 
     def value(self, key: str) -> Any:
         """Returns a key's value, or what the objective takes where the recipe gives none."""

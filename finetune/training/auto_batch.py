@@ -82,13 +82,14 @@ def find_rows(
     build: BuildOptimizers,
     memory: Memory,
     say: Callable[[str], None] = lambda text: None,
-    shares_prompts: bool = False,
 ) -> RowsPerDevice:
     """Returns the micro-batch size, cached or measured. Collective.
 
     Leaves weights, gradients, optimizer and random numbers as they were. Raises UserError and RunFailure.
     """
-    row = HeaviestRow(data.first_example(), *data.heaviest_row(recipe.data.max_length, shares_prompts))
+    row = HeaviestRow(
+        data.first_example(), *data.heaviest_row(recipe.data.max_length, forward.attention.shares_prompts)
+    )
     sizes = divisors(recipe.batch.rows // engine.parallelism.data)
     depends_on = dependencies(
         recipe,
@@ -265,7 +266,7 @@ class Trials:
         objective = self.forward.objective
 
         def loss(model: Any) -> Tensor:
-            return objective.loss(objective.terms(self.forward(model, batch), batch), UNSCALED)
+            return objective.loss(objective.terms(self.forward(model, batch), objective.completed(batch)), UNSCALED)
 
         self.engine.trial(loss)
 

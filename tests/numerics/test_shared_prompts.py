@@ -207,6 +207,7 @@ def test_the_worked_example_of_a_shared_prompt() -> None:
     assert [column.tolist() for column in batch.targets] == [[1, 2, 1, 4], [12, 2, 13, 2], [0, 0, 1, 1]]
     assert (batch.sequence_lengths, batch.prefix_lengths) == ((4, 2, 2), (0, 2, 0))
     assert batch.sequence_tokens == (4, 4)
+    assert batch.ends.positions.tolist() == [3, 5]
     assert (batch.counts["tokens"], batch.counts["shared_tokens"], batch.num_padding) == (8, 2, 2)
     assert example.shared_tokens == 2
 

@@ -39,6 +39,7 @@ class AttentionChoice:
     prepare: Prepare = _no_arguments
     # Why two documents cannot share the beginning that they have in common; None where they can.
     not_shared: str | None = "transformers' own attention finds documents in positions that begin with 0"
+    shares_prompts: bool = False  # pairs of this run do, see objectives/shared_prompts.py
 
     def forward_arguments(
         self, document_lengths: tuple[int, ...], prefix_lengths: tuple[int, ...] = ()
