@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.data.batch import Batch
 from finetune.data.dataset import Dataset, Stream
@@ -49,7 +49,7 @@ from finetune.training.trainer import Trainer
 
 
 def with_teacher(
-    recipe: Recipe, data: Dataset | Stream, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+    recipe: Recipe, data: Dataset | Stream, tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig
 ) -> Dataset | Stream:
     """Returns the data with a teacher's predictions, if the objective has a teacher. config: of the model that learns.
 
@@ -81,8 +81,11 @@ def _of_model(recipe: Recipe, data: Dataset, vocabulary: int) -> Predictions:
 
 
 def recipe_of_teacher(recipe: Recipe) -> Recipe:
-    """Returns a recipe whose model is the teacher, and whose training data are the student's, token by token."""
+    """Returns a recipe whose model is the teacher, and whose training data are the student's, token by token. Raises
+    UserError where the teacher is a file."""
     own, teacher = recipe.model, recipe.objective.teacher
+    if teacher is None or is_teacher_file(teacher):
+        raise UserError(f"objective.teacher: {teacher} is a file: there is nothing to compute, train at once")
     tokenizer = own.tokenizer or own.name
     changes = {"name": teacher, "config": None, "revision": None, "tokenizer": tokenizer, "cross_entropy": "auto"}
     return recipe.model_copy(
