@@ -57,11 +57,11 @@ class Cell:
 
 def log_normal(documents: int, max_length: int) -> NDArray[np.int64]:
     generator = np.random.Generator(np.random.PCG64(SEED))
-    found = np.empty(0, np.int64)
-    while len(found) < documents:
+    lengths = np.empty(0, np.int64)
+    while len(lengths) < documents:
         drawn = generator.lognormal(np.log(MEDIAN), SIGMA, documents).astype(np.int64)
-        found = np.concatenate([found, drawn[(drawn >= SHORTEST) & (drawn <= max_length)]])
-    return found[:documents]
+        lengths = np.concatenate([lengths, drawn[(drawn >= SHORTEST) & (drawn <= max_length)]])
+    return lengths[:documents]
 
 
 def measure(lengths: NDArray[np.int64], max_length: int, ranks: int, rows_per_rank: int) -> Cell:
@@ -159,15 +159,17 @@ def main() -> None:
         sets = [len(given)]
     cells: list[Cell] = []
     for documents in sets:
-        made = [
+        new_cells = [
             measure(lengths, max_length, ranks, rows_per_rank)
             for max_length in arguments.max_length
             for lengths in [given[given <= max_length] if arguments.lengths else log_normal(documents, max_length)]
             for ranks in arguments.ranks
             for rows_per_rank in arguments.rows_per_rank
         ]
-        Console(width=140).print(table(f"{documents:,} documents: slowest over mean, at random -> data.balance", made))
-        cells += made
+        Console(width=140).print(
+            table(f"{documents:,} documents: slowest over mean, at random -> data.balance", new_cells)
+        )
+        cells += new_cells
     result = {
         "command": shlex.join(["python", "benchmarks/balance.py", *sys.argv[1:]]),
         "set": str(arguments.lengths or f"log-normal, median {MEDIAN}, sigma {SIGMA}, {SHORTEST}..max_length tokens"),

@@ -1,10 +1,10 @@
-"""What a save costs: ours, asynchronous and synchronous, beside accelerate's own `save_state` under the same configs.
+"""What a save costs: ours, asynchronous and synchronous, next to accelerate's own `save_state` under the same configs.
 
     python benchmarks/checkpoint_cost.py                                   # ddp and fsdp2, two processes each
     python benchmarks/checkpoint_cost.py --config fsdp2 --processes 8 --scale 8      # on a machine with GPUs
 
 Every contender trains the same model from scratch in a launch of its own: a few steps without a save, a save, as many
-steps beside it, and again. The contenders take turns, all is repeated, and medians over all saves are shown; the first
+steps next to it, and again. The contenders take turns, all is repeated, and medians over all saves are shown; the first
 save of a launch does not count.
 """
 
@@ -45,7 +45,7 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class Cycle:
-    """Steps without a save, a save, as many steps beside it. Moments of the machine's monotonic clock, in s."""
+    """Steps without a save, a save, as many steps next to it. Moments of the machine's monotonic clock, in s."""
 
     quiet: list[float]  # the beginning of the first step, then the end of each
     saved: float  # the save was called
@@ -274,9 +274,9 @@ def launch(options: argparse.Namespace, folder: Path, config: str, contender: st
     if done.returncode:
         print(done.stdout[-6000:], file=sys.stderr)
         raise subprocess.CalledProcessError(done.returncode, command)
-    found = figures(place, watcher)
+    measured = figures(place, watcher)
     shutil.rmtree(place)
-    return found
+    return measured
 
 
 def figures(place: Path, watcher: Watcher) -> list[dict[str, Any]]:
@@ -312,7 +312,7 @@ def stall(ranks: tuple[Cycle, ...]) -> float:
     return max(rank.busy[0] - rank.saved for rank in ranks)
 
 
-# --- what is said of it
+# --- the report
 
 
 def cell(config: str, processes: int, contender: str, saves: list[dict[str, Any]]) -> dict[str, Any]:
@@ -358,7 +358,7 @@ def claim(cells: list[dict[str, Any]]) -> str:
 
 
 def late(cells: list[dict[str, Any]]) -> list[str]:
-    """Where writing took longer than the steps beside it, which is no asynchronous save any more."""
+    """Where writing took longer than the steps next to it, which is no asynchronous save any more."""
     return [
         f"{c['config']} x{c['processes']}: the steps waited {c['wait_s']:.2f} s for the end of a save, which is in its "
         "cost: raise --window"
@@ -393,11 +393,11 @@ def arguments() -> argparse.Namespace:
 
 def compare(options: argparse.Namespace, folder: Path, config: str) -> list[dict[str, Any]]:
     """One cell for each contender."""
-    found: dict[str, list[dict[str, Any]]] = {contender: [] for contender in CONTENDERS}
+    saves_of: dict[str, list[dict[str, Any]]] = {contender: [] for contender in CONTENDERS}
     for turn, contender in itertools.product(range(options.repeats), CONTENDERS):
         print(f"{config} x{options.processes}, {turn + 1} of {options.repeats}: {contender}", file=sys.stderr)
-        found[contender] += launch(options, folder, config, contender)
-    return [cell(config, options.processes, contender, saves) for contender, saves in found.items()]
+        saves_of[contender] += launch(options, folder, config, contender)
+    return [cell(config, options.processes, contender, saves) for contender, saves in saves_of.items()]
 
 
 def main() -> int:

@@ -1,12 +1,12 @@
-"""What each process sends in a step and holds, beside the formulas that predict it, and how the time of a step scales.
+"""What each process sends in a step and has in memory, next to the formulas that predict it, and how step time scales.
 
     python benchmarks/communication.py                     # every config, 1 to 4 processes, two small models
     python benchmarks/communication.py --only fsdp2 tp     # some
 
 A launch has a network of its own (a namespace: Linux, root or unprivileged namespaces), in which everything that ranks
 say to each other crosses one loopback device that counts. Two launches of different length; what a step sends is their
-difference over the steps, so that start and end do not count. Predictions: `finetune/planning/costs.py`; of
-the peak, what one process needs besides its state (libraries, activations) and the state predicted.
+difference over the steps, so that start and end do not count. Predictions: `scripts/costs.py`; of
+the peak, what one process needs in addition to its state (libraries, activations) and the state predicted.
 A process has one thread. `time` is that of a step over the time that one process takes for it: with more processes than
 cores it cannot fall. Writes benchmarks/results/communication.json and .png.
 """
@@ -26,14 +26,14 @@ from typing import Any
 
 import yaml
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path += [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / "scripts")]
 
 import contenders
+from costs import ParameterCounts, StateBytes, StepSizes, Traffic, state_bytes, step_sizes, traffic
 from workload import llama, random_documents, save_padded_tokenizer, save_weights, write_rows
 
 from finetune.engine.launch import read_config_file
 from finetune.models.config import model_config
-from finetune.planning.costs import ParameterCounts, StateBytes, StepSizes, Traffic, state_bytes, step_sizes, traffic
 from finetune.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,10 +90,10 @@ class Cell:
     def ratio(self) -> float:
         return self.sent / self.gloo if self.gloo else float("nan")
 
-    def beside(self, alone: Cell) -> Cell:
+    def relative_to(self, alone: Cell) -> Cell:
         """With what is known by the same model in one process."""
-        besides = alone.peak - alone.held.total
-        return replace(self, predicted_peak=besides + self.predicted_held.total, time=self.step_s / alone.step_s)
+        base = alone.peak - alone.held.total
+        return replace(self, predicted_peak=base + self.predicted_held.total, time=self.step_s / alone.step_s)
 
 
 def main() -> None:
@@ -112,7 +112,7 @@ def main() -> None:
             wanted = not arguments.only or config in arguments.only
             if config == "single" or (wanted and (not arguments.sizes or processes in arguments.sizes)):
                 cell = measure(folder, model, config, processes)
-                cells.append(cell.beside(next((one for one in cells if one.model == model), cell)))
+                cells.append(cell.relative_to(next((one for one in cells if one.model == model), cell)))
                 print(line_of(cells[-1]), flush=True)
     result = {
         "command": "python benchmarks/communication.py" + "".join(f" {word}" for word in sys.argv[1:]),

@@ -9,7 +9,7 @@ needs (our `tflops_per_device`: real document lengths, LoRA's smaller backward, 
 share of what a large bf16 product reaches on this device, which is measured first. The same FLOPs count for everyone.
 
 Each contender of each cell is a process of its own, and its figures are written before the next one starts: a run that
-is cut off goes on where it was. On the disk, in --folder: 2.5 GB for the weights of 1b, 16 GB for those of 8b.
+is cut off resumes where it was. On the disk, in --folder: 2.5 GB for the weights of 1b, 16 GB for those of 8b.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
                 continue
             left = arguments.budget_s - (time.monotonic() - started)
             if left <= 0:
-                print(f"{name}, {who}: no time left; the same command goes on from here", file=sys.stderr)
+                print(f"{name}, {who}: no time left; the same command resumes from here", file=sys.stderr)
                 continue
             result["cells"].append(measure(name, who, arguments, left))
             write(arguments.json, result)
@@ -129,7 +129,7 @@ def measure(name: str, who: str, arguments: argparse.Namespace, left: float) -> 
     prepare(folder, work)
     cell: Cell = {"cell": name, "shape": shape, "contender": who, "work": asdict(work)}
     try:
-        found = contenders.run(who, folder, work, timeout=None if left == float("inf") else max(60.0, left))
+        measured = contenders.run(who, folder, work, timeout=None if left == float("inf") else max(60.0, left))
     except subprocess.TimeoutExpired:
         return {**cell, "failed": "no time left"}
     except RuntimeError as error:
@@ -138,11 +138,11 @@ def measure(name: str, who: str, arguments: argparse.Namespace, left: float) -> 
     rows = workload.read_steps(folder)
     periods = range(WARM_UP - 1, work.steps - 1)
     cell |= {
-        key: statistics.median(getattr(rows[i + 1], counted) / found["step_s"][i] for i in periods)
+        key: statistics.median(getattr(rows[i + 1], counted) / measured["step_s"][i] for i in periods)
         for key, counted in (("tokens_per_s", "tokens"), ("supervised_tokens_per_s", "supervised"))
     }
     print(f"{name}, {contenders.LABELS[who]}: {cell['tokens_per_s']:,.0f} tokens/s", file=sys.stderr, flush=True)
-    return {**cell, "expected_supervised": [step.supervised for step in rows], **found}
+    return {**cell, "expected_supervised": [step.supervised for step in rows], **measured}
 
 
 def prepare(folder: Path, work: Work) -> None:
@@ -174,8 +174,8 @@ def measured_before(path: Path) -> dict[str, Any] | None:
     """What failed is tried again."""
     if not path.exists():
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return {**found, "cells": [cell for cell in found["cells"] if "failed" not in cell]}
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return {**saved, "cells": [cell for cell in saved["cells"] if "failed" not in cell]}
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
@@ -185,16 +185,16 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 def problems(cells: list[Cell]) -> list[str]:
     """What was not the same work, in words."""
-    found = []
+    differences = []
     for cell in (cell for cell in cells if "failed" not in cell):
         who = f"{cell['cell']}, {contenders.LABELS[cell['contender']]}"
         if cell["supervised"] != cell["expected_supervised"]:
-            found.append(f"{who}: {cell['supervised']} supervised tokens, expected {cell['expected_supervised']}")
+            differences.append(f"{who}: {cell['supervised']} supervised tokens, expected {cell['expected_supervised']}")
         ours = [one for one in cells if (one["cell"], one["contender"]) == (cell["cell"], "ours") and "losses" in one]
         for one in ours:
             if not abs(cell["losses"][0] - one["losses"][0]) <= SAME_FIRST_LOSS * one["losses"][0]:
-                found.append(f"{who}: first loss {cell['losses'][0]}, ours {one['losses'][0]}")
-    return found
+                differences.append(f"{who}: first loss {cell['losses'][0]}, ours {one['losses'][0]}")
+    return differences
 
 
 # --- showing

@@ -79,13 +79,13 @@ def launch(way: str, rows: int, tokens: int, vocabulary: int) -> dict[str, float
 
 def compare(tokens: int, vocabulary: int, rounds: int, contenders: tuple[tuple[str, int], ...]) -> list[dict[str, Any]]:
     """One cell a contender, medians over the rounds."""
-    found: dict[tuple[str, int], list[dict[str, float]]] = {contender: [] for contender in contenders}
+    runs_of: dict[tuple[str, int], list[dict[str, float]]] = {contender: [] for contender in contenders}
     for turn in range(rounds):
         print(f"{tokens:,} tokens, {vocabulary:,} words: {turn + 1} of {rounds}", file=sys.stderr)
         for contender in contenders:
-            found[contender].append(launch(*contender, tokens, vocabulary))
+            runs_of[contender].append(launch(*contender, tokens, vocabulary))
     cells = []
-    for (way, rows), runs in found.items():
+    for (way, rows), runs in runs_of.items():
         medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         each = [round(run["cpu_s"], 4) for run in runs]
         cells.append({"tokens": tokens, "vocabulary": vocabulary, "way": way, "rows": rows, **medians, "each_s": each})

@@ -1,4 +1,4 @@
-"""From a file of rows to packed rows of tokens: ours beside TRL's preparation and plain `datasets.map`.
+"""From a file of rows to packed rows of tokens: ours next to TRL's preparation and plain `datasets.map`.
 
     python benchmarks/prepare_speed.py --rows gsm8k.jsonl --repeat 100 --json benchmarks/results/prepare_speed.json
 
@@ -119,13 +119,13 @@ def compare(folder: Path, name: str, rounds: int, best: bool) -> list[dict[str, 
 
 
 def summary(name: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ours beside the best of TRL in the same round, and its second start beside its first; medians over rounds."""
+    """Ours next to the best of TRL in the same round, and its second start next to its first; medians over rounds."""
     mine = [cell for cell in cells if cell["set"] == name]
     rounds = sorted({cell["round"] for cell in mine})
 
     def seconds(number: int, who: str, which: str = "first") -> float:
-        found = [c[which]["seconds"] for c in mine if c["round"] == number and c["contender"].startswith(who)]
-        return min(found)
+        seconds = [c[which]["seconds"] for c in mine if c["round"] == number and c["contender"].startswith(who)]
+        return min(seconds)
 
     def median(values: list[float]) -> float:
         return round(statistics.median(values), 2)
@@ -152,7 +152,7 @@ def scale(folder: Path, rows: list[dict[str, str]], tokens: int) -> dict[str, An
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
-    """A contender in a process of its own, and the most memory that it and its children held."""
+    """A contender in a process of its own, and the most memory that it and its children had."""
     command = [sys.executable, str(Path(__file__).resolve()), "--contend", json.dumps(task)]
     environment = {
         **os.environ,
@@ -326,9 +326,9 @@ def trl(path: Path, max_length: int, tokenizer: Any, processes: int, cache: Path
     class Timed(SFTTrainer):
         def _prepare_dataset(self, *arguments: Any, **named: Any) -> Any:
             begun = time.perf_counter()
-            made = super()._prepare_dataset(*arguments, **named)
+            prepared = super()._prepare_dataset(*arguments, **named)
             taken.append(time.perf_counter() - begun)
-            return made
+            return prepared
 
     begun = time.perf_counter()
     dataset: Any = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(cache))
@@ -351,20 +351,20 @@ def plain_map(path: Path, max_length: int, tokenizer: Any, processes: int, cache
     import datasets
 
     def chat(row: dict[str, Any]) -> dict[str, Any]:
-        made = tokenizer.apply_chat_template(
+        tokenised = tokenizer.apply_chat_template(
             row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        return {"input_ids": made["input_ids"], "assistant_masks": made["assistant_masks"]}
+        return {"input_ids": tokenised["input_ids"], "assistant_masks": tokenised["assistant_masks"]}
 
     def text(row: dict[str, Any]) -> dict[str, Any]:
         return {"input_ids": tokenizer(row["text"] + tokenizer.eos_token)["input_ids"]}
 
     begun = time.perf_counter()
     dataset: Any = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(cache))
-    found = dataset.map(text if is_text(path) else chat, num_proc=processes, remove_columns=dataset.column_names)
+    prepared = dataset.map(text if is_text(path) else chat, num_proc=processes, remove_columns=dataset.column_names)
     seconds = time.perf_counter() - begun
-    lengths = found.data.column("input_ids").combine_chunks().value_lengths().to_numpy()
-    return {"seconds": seconds, "rows": len(found), "tokens": int(lengths.sum()), "efficiency": None}
+    lengths = prepared.data.column("input_ids").combine_chunks().value_lengths().to_numpy()
+    return {"seconds": seconds, "rows": len(prepared), "tokens": int(lengths.sum()), "efficiency": None}
 
 
 def is_text(path: Path) -> bool:

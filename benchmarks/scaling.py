@@ -8,7 +8,7 @@
     processes    1, 2 and 4 under `ddp`, a thread each, the same global batch of 4 rows
     rows         1e3 to 1e6 rows of data that are prepared already: from the recipe to the first batch
 
-Every point is a process of its own. Time and memory are those of `stopwatch.py`; memory is what is held above the
+Every point is a process of its own. Time and memory are those of `stopwatch.py`; memory is what is in use above the
 loaded model, and for `rows` above the imports. Writes benchmarks/results/scaling.json and .png.
 """
 
@@ -194,11 +194,11 @@ def measured(folder: Path, work: Work, command: list[str] | None = None) -> Poin
     workload.write_recipe(folder, work, "tokens")
     os.environ["FINETUNE_CACHE"] = str(folder / "cache")
     workload.write_steps(folder, work)
-    found = contenders.run("ours", folder, work, command)
+    measured = contenders.run("ours", folder, work, command)
     return {
-        "step_s": statistics.median(found["step_s"]),
-        "step_cpu_s": statistics.median(found["step_cpu_s"]),
-        "memory_bytes": found["peak_rss"] - found["loaded_rss"],
+        "step_s": statistics.median(measured["step_s"]),
+        "step_cpu_s": statistics.median(measured["step_cpu_s"]),
+        "memory_bytes": measured["peak_rss"] - measured["loaded_rss"],
     }
 
 
@@ -208,17 +208,17 @@ def measured(folder: Path, work: Work, command: list[str] | None = None) -> Poin
 def slopes(points: list[Point]) -> dict[str, float]:
     """Least squares of log(cost) over log(size): of all points, and of the larger half, where constants weigh less.
 
-    Processor time besides, where it was taken: other work on the machine moves it less.
+    Processor time in addition, where it was taken: other work on the machine moves it less.
     """
-    found = {}
+    slopes = {}
     for cost, name in (("step_s", "time"), ("step_cpu_s", "processor time"), ("memory_bytes", "memory")):
         if cost not in points[0]:
             continue
         for part, label in ((points, name), (points[len(points) // 2 :], f"{name}, larger half")):
             if len(part) > 1:
                 x, y = (np.log([max(point[key], 1e-9) for point in part]) for key in ("size", cost))
-                found[label] = float(np.polyfit(x, y, 1)[0])
-    return found
+                slopes[label] = float(np.polyfit(x, y, 1)[0])
+    return slopes
 
 
 TITLES = {

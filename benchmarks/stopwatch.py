@@ -1,4 +1,4 @@
-"""One stopwatch for every contender: when its optimizer steps ended, and how much memory it held.
+"""One stopwatch for every contender: when its optimizer steps ended, and how much memory it used.
 
 It hangs on torch's own global hooks, so that no contender is asked to measure itself: a period between the ends of two
 optimizer steps holds all that a step costs, the batch, the logging and the bookkeeping included. On a GPU the ends are
@@ -77,7 +77,7 @@ class Stopwatch:
             self.device_peak = torch.cuda.max_memory_allocated()
 
     def _weigh(self, optimizer: torch.optim.Optimizer) -> None:
-        """What the step needs and nobody can leave out; torch's own state dict names the state alike for all."""
+        """What the step needs and none can leave out; torch's own state dict names the state alike for all."""
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         state = [value for kept in optimizer.state.values() for value in kept.values()]
         self._gradients = bytes_of([p.grad for p in stepped if p.grad is not None])
@@ -89,7 +89,7 @@ class Stopwatch:
         self._before.remove()
         self._after.remove()
         if len(self._ends) != self._steps:
-            raise RuntimeError(f"{len(self._ends)} optimizer steps, {self._steps} were asked for")
+            raise RuntimeError(f"{len(self._ends)} optimizer steps instead of {self._steps}")
         periods, cpu = differences(self._ends), differences(self._cpu)
         if self._cuda:
             torch.cuda.synchronize()
@@ -128,5 +128,5 @@ def peak_resident(pid: int) -> int:
     status = Path(f"/proc/{pid}/status")
     if not status.exists():  # not Linux, or the process has just ended
         return resident(pid) if psutil.pid_exists(pid) else 0
-    found = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
-    return int(found[0].split()[1]) * 1024 if found else 0
+    peaks = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+    return int(peaks[0].split()[1]) * 1024 if peaks else 0

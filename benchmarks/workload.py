@@ -81,8 +81,8 @@ class Work:
 
     @classmethod
     def read(cls, folder: Path) -> Work:
-        found = json.loads((folder / "work.json").read_text(encoding="utf-8"))
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
+        fields = json.loads((folder / "work.json").read_text(encoding="utf-8"))
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
 
     def write(self, folder: Path) -> None:
         (folder / "work.json").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -108,15 +108,15 @@ def synthetic_conversations(count: int, seed: int = SEED) -> list[dict[str, Any]
     rows = []
     for _ in range(count):
         name, thing, total = rng.choice(names), rng.choice(things), rng.randint(2, 90)
-        told, worked = [f"{name} has {total} {thing}."], []
+        sentences, worked = [f"{name} has {total} {thing}."], []
         for _ in range(rng.randint(2, 14)):
             more, other = rng.randint(1, 90), rng.choice(names)
             verb, after, sign = ("gives", total + more, "+") if rng.random() < 0.6 else ("takes", total - more, "-")
-            told.append(f"{other} {verb} {more}.")
+            sentences.append(f"{other} {verb} {more}.")
             worked.append(f"After {other}'s turn {name} has {total} {sign} {more} = {after} {thing}.")
             total = after
-        asked = " ".join([*told, f"How many {thing} does {name} have in the end?"])
-        rows.append(conversation(asked, "\n".join([*worked, f"#### {total}"])))
+        question = " ".join([*sentences, f"How many {thing} does {name} have in the end?"])
+        rows.append(conversation(question, "\n".join([*worked, f"#### {total}"])))
     return rows
 
 
@@ -238,20 +238,20 @@ def write_steps(folder: Path, work: Work) -> None:
     if len(dataset.rows) < work.steps * work.rows_per_step:
         raise SystemExit(f"{len(dataset.rows)} packed rows are too few for {work.steps} steps of {work.rows_per_step}")
     ordered = dataset.in_order(loaded)
-    found: dict[str, list[NDArray[np.int64]]] = {"ids": [], "labels": []}
+    arrays: dict[str, list[NDArray[np.int64]]] = {"ids": [], "labels": []}
     lengths, documents = [], []
     for step in range(work.steps):
         first = step * work.rows_per_step
         examples = [one for i in range(work.rows_per_step) for one in ordered.examples(first + i)]
         (sequences,) = zip(*(one.sequences for one in examples), strict=True)
-        found["ids"] += [one.input_ids.astype(np.int64) for one in sequences]
-        found["labels"] += [labels_of(one.input_ids, one.loss_mask).astype(np.int64) for one in sequences]
+        arrays["ids"] += [one.input_ids.astype(np.int64) for one in sequences]
+        arrays["labels"] += [labels_of(one.input_ids, one.loss_mask).astype(np.int64) for one in sequences]
         lengths += [len(one.input_ids) for one in sequences]
         documents.append(len(examples))
     np.savez(
         folder / "steps.npz",
-        ids=np.concatenate(found["ids"]),
-        labels=np.concatenate(found["labels"]),
+        ids=np.concatenate(arrays["ids"]),
+        labels=np.concatenate(arrays["labels"]),
         lengths=np.array(lengths),
         documents=np.array(documents),
     )

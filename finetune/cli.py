@@ -302,7 +302,7 @@ def checkpoints(
     Example: [bold]python -m finetune checkpoints runs/quickstart-full --verify[/bold]
     """
     quiet_libraries()
-    from finetune.checkpoints.listing import describe_checkpoints, show_checkpoints
+    from finetune.checkpoints.folder import describe_checkpoints, show_checkpoints
 
     entries = describe_checkpoints(run_dir, verify)
     if as_json:

@@ -112,15 +112,15 @@ def _room(module: str) -> str | None:
 
 def imported_modules(tree: ast.Module, module: str, is_package: bool) -> set[str]:
     """Modules that a file imports, at its top or in a function; `from finetune import errors` is one of the room."""
-    found = set()
+    imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             parents = module.split(".")[: None if is_package and node.level == 1 else is_package - node.level]
             base = ".".join([*(parents if node.level else []), *([node.module] if node.module else [])])
-            found |= {f"{base}.{alias.name}" for alias in node.names} if base == PACKAGE else {base}
-    return found
+            imported |= {f"{base}.{alias.name}" for alias in node.names} if base == PACKAGE else {base}
+    return imported
 
 
 def draw(architecture: Architecture) -> str:
@@ -226,16 +226,16 @@ def problems(committed: str, current: Architecture) -> list[str]:
     drawn = Architecture(rooms, tuple(Arrow(**arrow) for arrow in values["arrows"]))
     if draw(drawn) != committed:
         return ["it was not drawn by this version of the script"]
-    found = []
+    differences = []
     shapes = [[(room.name, room.layer, room.packages) for room in one.rooms] for one in (drawn, current)]
     if shapes[0] != shapes[1]:
-        found.append("rooms, their packages or their layers are others")
+        differences.append("rooms, their packages or their layers are others")
     before, after = ({(a.importer, a.imported) for a in one.arrows} for one in (drawn, current))
-    found += [f"{importer} -> {imported} is new" for importer, imported in sorted(after - before)]
-    found += [f"{importer} -> {imported} is gone" for importer, imported in sorted(before - after)]
+    differences += [f"{importer} -> {imported} is new" for importer, imported in sorted(after - before)]
+    differences += [f"{importer} -> {imported} is gone" for importer, imported in sorted(before - after)]
     lines = {room.name: room.lines for room in drawn.rooms}
     moved = (r for r in current.rooms if abs(r.lines - lines.get(r.name, r.lines)) > TOLERANCE * max(r.lines, 100))
-    return found + [f"{room.name} has {room.lines} lines, not {lines[room.name]}" for room in moved]
+    return differences + [f"{room.name} has {room.lines} lines, not {lines[room.name]}" for room in moved]
 
 
 def main() -> int:
@@ -246,10 +246,10 @@ def main() -> int:
     if not arguments.check:
         picture.write_text(draw(current), encoding="utf-8")
         return 0
-    found = problems(picture.read_text(encoding="utf-8"), current)
-    if found:
-        print(f"{PICTURE}: {'; '.join(found)}. Draw it again: python scripts/architecture.py", file=sys.stderr)
-    return 1 if found else 0
+    differences = problems(picture.read_text(encoding="utf-8"), current)
+    if differences:
+        print(f"{PICTURE}: {'; '.join(differences)}. Draw it again: python scripts/architecture.py", file=sys.stderr)
+    return 1 if differences else 0
 
 
 if __name__ == "__main__":

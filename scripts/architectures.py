@@ -40,8 +40,8 @@ from finetune.data.samples import Example, Sequence
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, choose_attention
 from finetune.models.attention.isolation import FAILURES, Computed, Differences, compare, randomize
+from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.loss_model import CausalLMWithLoss
-from finetune.models.rope import rotate_per_document
 from finetune.models.tiny_config import VOCABULARY, tiny_config
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass

@@ -14,7 +14,7 @@ and the lowest and highest.
     of products         the share of what matrix products alone reach on this device (products.py) that its steps make
                         use of, by the FLOPs that ours counts for the same tokens: nothing can be over 100 %
     peak                highest memory of the process up to the last step: resident, or allocated on the GPU
-    above loaded        the same less what it held before its first forward
+    above loaded        the same less what it had before its first forward
     where it goes       the same in parts: libraries and data (resident before the first forward, less the weights),
                         weights, gradients, optimizer state, and the rest: activations, logits, what is made on the way
                         and what the allocator keeps of it
@@ -146,9 +146,9 @@ def prepare(folder: Path, work: Work, rows: Path | None, limit: int) -> int:
     """Model, tokenizer and rows; returns the number of parameters."""
     os.environ["FINETUNE_CACHE"] = str(folder / "cache")  # as in the contenders' processes
     count = 200 + 60 * work.steps * work.rows_per_step * work.row_tokens // 2048
-    found = workload.conversations_of(rows) if rows else workload.synthetic_conversations(count)
-    workload.save_tokenizer(found, folder / "model", min(work.shape["vocab_size"], 32768))
-    workload.write_rows(folder / "rows.jsonl", found[:limit] if rows else found)
+    conversations = workload.conversations_of(rows) if rows else workload.synthetic_conversations(count)
+    workload.save_tokenizer(conversations, folder / "model", min(work.shape["vocab_size"], 32768))
+    workload.write_rows(folder / "rows.jsonl", conversations[:limit] if rows else conversations)
     return workload.save_weights(work.shape, folder / "model", device=work.device)
 
 
@@ -210,12 +210,12 @@ def above_loaded(cell: Cell) -> int:
 
 
 def summary(name: str, cells: list[Cell], tflops: float) -> dict[str, Any]:
-    """Medians over rounds, and ours beside it in the same round, as it comes and recomputing. tflops: of products."""
+    """Medians over rounds, and ours next to it in the same round, as it comes and recomputing. tflops: of products."""
     mine, ours, frugal = (by_round(who, cells) for who in (name, "ours", "ours_frugal"))
 
     def ratio(of: Callable[[Cell], float], one: dict[int, Cell] = ours) -> dict[str, float] | None:
-        found = [of(one[number]) / of(mine[number]) for number in mine if number in one]
-        return spread(found) if found and one != mine else None
+        ratios = [of(one[number]) / of(mine[number]) for number in mine if number in one]
+        return spread(ratios) if ratios and one != mine else None
 
     def middle(of: Callable[[Cell], float]) -> float:
         return statistics.median(map(of, mine.values()))
@@ -224,7 +224,7 @@ def summary(name: str, cells: list[Cell], tflops: float) -> dict[str, Any]:
     return {
         "tokens_per_s": middle(lambda cell: cell["tokens_per_s"]),
         "supervised_tokens_per_s": middle(lambda cell: cell["supervised_tokens_per_s"]),
-        "of_products": spread(found) if (found := list(filter(None, shares))) else None,
+        "of_products": spread(known) if (known := list(filter(None, shares))) else None,
         "peak_gb": middle(lambda cell: peak(cell) / GB),
         "above_loaded_gb": middle(lambda cell: above_loaded(cell) / GB),
         "first_step_s": middle(lambda cell: cell["first_step_s"]),
@@ -262,37 +262,37 @@ PARTS: dict[str, Callable[[Cell], int]] = {
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    found = list(values)
-    return {"median": statistics.median(found), "lowest": min(found), "highest": max(found)}
+    numbers = list(values)
+    return {"median": statistics.median(numbers), "lowest": min(numbers), "highest": max(numbers)}
 
 
 def problems(work: Work, rows: list[workload.StepRows], cells: list[Cell]) -> list[str]:
     """What was not the same work, in words."""
     expected = [step.supervised for step in rows]
     reference = {cell["round"]: cell["losses"] for cell in cells if cell["contender"] == "bare"}
-    found = []
+    differences = []
     for cell in cells:
         who = f"{work.mode}, round {cell['round'] + 1}, {contenders.LABELS[cell['contender']]}"
         if cell["supervised"] != expected[: len(cell["supervised"])]:
-            found.append(f"{who}: {cell['supervised']} supervised tokens, expected {expected}")
+            differences.append(f"{who}: {cell['supervised']} supervised tokens, expected {expected}")
         losses = reference.get(cell["round"], [])
         every = cell["contender"] in EVERY_STEP
         if every and losses and len(cell["losses"]) != len(losses):
-            found.append(f"{who}: {len(cell['losses'])} losses, expected {len(losses)}")
+            differences.append(f"{who}: {len(cell['losses'])} losses, expected {len(losses)}")
         allowed = (SAME_LOSS if every else SAME_FIRST_LOSS)[work.precision]
         for step, (loss, other) in enumerate(zip(cell["losses"], losses, strict=False), 1):
             if not abs(loss - other) <= allowed * other:
-                found.append(f"{who}: loss {loss} at step {step}, the bare loop's is {other}")
-    return found
+                differences.append(f"{who}: loss {loss} at step {step}, the bare loop's is {other}")
+    return differences
 
 
 # --- the machine
 
 
-def which_device(asked: str) -> Any:
+def which_device(requested: str) -> Any:
     import torch
 
-    return asked if asked != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    return requested if requested != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_name(device: str) -> str:
@@ -337,10 +337,10 @@ HEADINGS = (
 
 
 def lines(mode: dict[str, Any]) -> list[list[str]]:
-    found = []
+    lines = []
     for name, one in mode["contenders"].items():
         ratios, recomputing = one["ours_over_it"], one["recomputing_over_it"]
-        found.append(
+        lines.append(
             [
                 contenders.LABELS[name],
                 f"{one['tokens_per_s']:,.0f}",
@@ -353,7 +353,7 @@ def lines(mode: dict[str, Any]) -> list[list[str]]:
                 *(with_spread(recomputing[key]) for key in ("speed", "peak")),
             ]
         )
-    return found
+    return lines
 
 
 def with_spread(ratio: dict[str, float] | None) -> str:

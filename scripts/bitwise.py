@@ -15,20 +15,20 @@ Content = dict[Any, Any]
 
 def differences(reference: Path, other: Path) -> list[str]:
     """Everything in which a run's folder is not the reference's: files, weights, optimizer state, losses, samples."""
-    names, found = _files(reference), _files(other)
-    problems = [f"{name} is {'missing' if name in names else 'left over'}" for name in sorted(names ^ found)]
-    for name in sorted(names & found):
+    names, other_names = _files(reference), _files(other)
+    problems = [f"{name} is {'missing' if name in names else 'left over'}" for name in sorted(names ^ other_names)]
+    for name in sorted(names & other_names):
         problems += _differing(name, _content(reference / name), _content(other / name))
     return problems + _differing("rows trained on, by step", samples(reference), samples(other))
 
 
 def samples(run: Path) -> dict[int, Counter[str]]:
     """By step: how often each row was trained on, over all ranks."""
-    found: dict[int, Counter[str]] = {}
+    rows_of_step: dict[int, Counter[str]] = {}
     for path in sorted((run / "samples").glob("rank-*.jsonl")):
         for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-            found.setdefault(line["step"], Counter()).update(line["rows"])
-    return found
+            rows_of_step.setdefault(line["step"], Counter()).update(line["rows"])
+    return rows_of_step
 
 
 def _files(run: Path) -> set[str]:

@@ -47,10 +47,10 @@ _FULL, _LORA = (next(c.overrides for c in parity.CASES if c.name == name) for na
 _BESIDE = ("checkpoint.every_steps=1", "checkpoint.asynchronous=true")
 _BETWEEN = ("checkpoint.every_steps=2", "checkpoint.asynchronous=false")
 CASES = (
-    ("full, saved beside steps", (*_FULL, *_BESIDE)),
+    ("full, saved during steps", (*_FULL, *_BESIDE)),
     ("lora, saved between steps", (*_LORA, *_BETWEEN)),
     ("full, saved between steps", (*_FULL, *_BETWEEN)),
-    ("lora, saved beside steps", (*_LORA, *_BESIDE)),
+    ("lora, saved during steps", (*_LORA, *_BESIDE)),
 )
 POLL_S = 0.001
 HANGS_S = 300.0
@@ -140,10 +140,10 @@ def _number(checkpoint: Path) -> int:
 def _identity(path: Path) -> tuple[str, tuple[int, int] | None]:
     """Changes whenever the file or folder does; None where it is absent."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return path.name, None
-    return path.name, (found.st_ino, found.st_ctime_ns)
+    return path.name, (status.st_ino, status.st_ctime_ns)
 
 
 @dataclass(frozen=True)
@@ -396,7 +396,7 @@ def run(folder: Path, configs: list[str], kills: int, launched_kills: int, seed:
 
 
 def passed(done: list[Trial], kills: int) -> bool:
-    """Nothing was lost, and there were kills as many as asked for, half of them during a save."""
+    """Nothing was lost, and there were kills as many as requested, half of them during a save."""
     return not any(t.problems for t in done) and _enough(kills_of(done), kills)
 
 

@@ -13,7 +13,7 @@ environment() { # environment EXTRAS: "" or "[dev]"
   export PATH="$VIRTUAL_ENV/bin:$PATH"
   if [ ! -e "$stamp" ]; then
     echo "installing into $VIRTUAL_ENV (once)"
-    # torch first: by itself it is one file; asked for by others it may come in a build for GPUs with gigabytes around it.
+    # torch first: by itself it is one file; required by others it may come in a build for GPUs with gigabytes around it.
     python -m pip install --quiet --constraint "$root/constraints.txt" torch
     python -m pip install --quiet --constraint "$root/constraints.txt" --editable "$root$extras"
     touch "$stamp"

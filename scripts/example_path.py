@@ -64,8 +64,8 @@ def _integers(value: Any) -> np.ndarray | None:
     """The value's entries, where it is an array, tensor or list of integers."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        whole = not value.is_floating_point() and value.dtype != torch.bool and value.device.type != "meta"
-        return value.detach().cpu().numpy().ravel() if whole else None
+        is_integer = not value.is_floating_point() and value.dtype != torch.bool and value.device.type != "meta"
+        return value.detach().cpu().numpy().ravel() if is_integer else None
     if isinstance(value, np.ndarray):
         return np.asarray(value).ravel() if value.dtype.kind in "iu" else None
     if isinstance(value, list | tuple) and value and all(type(entry) is int for entry in value):
@@ -143,8 +143,8 @@ def prepare(folder: Path) -> Path:
     import yaml
 
     model = tiny.save_model(folder, "llama")
-    told = [{"role": "user", "content": f"river {MARKER}"}, {"role": "assistant", "content": f"{MARKER} stone"}]
-    rows = tiny.write_rows(folder / "rows.jsonl", [{"messages": told}])
+    conversation = [{"role": "user", "content": f"river {MARKER}"}, {"role": "assistant", "content": f"{MARKER} stone"}]
+    rows = tiny.write_rows(folder / "rows.jsonl", [{"messages": conversation}])
     recipe = {
         "run": {"name": "run", "dir": str(folder / "runs")},
         "model": {"name": str(model)},
@@ -222,7 +222,7 @@ def main() -> int:
         os.environ["FINETUNE_CACHE"] = str(Path(folder) / "cache")
         recorder = record(Path(folder))
     visits = {"passed": recorder.visits(recorder.passed), "called": recorder.visits(recorder.called)}
-    path = {name: [dataclasses.asdict(visit) for visit in found] for name, found in visits.items()}
+    path = {name: [dataclasses.asdict(visit) for visit in visited] for name, visited in visits.items()}
     show(path, json.loads(arguments.against.read_text(encoding="utf-8")) if arguments.against else None)
     if arguments.json:
         text = json.dumps({"command": "python scripts/example_path.py", **path}, indent=1)

@@ -80,8 +80,8 @@ class Forked:
             self._reap(pid)
 
     def _reap(self, pid: int, flags: int = 0) -> None:
-        found, status = os.waitpid(pid, flags)
-        if found:
+        ended, status = os.waitpid(pid, flags)
+        if ended:
             self._running.remove(pid)
             self._status = self._status or abs(os.waitstatus_to_exitcode(status))
 
@@ -231,7 +231,7 @@ def _free_port() -> int:
 
 
 def launcher_environments(config: str, folder: Path) -> list[Environment]:
-    """What each rank finds in its environment under `accelerate launch`: asked of a real one."""
+    """What each rank finds in its environment under `accelerate launch`: read from a real one."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [*_launch_command(config), str(Path(__file__).resolve()), str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

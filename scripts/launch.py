@@ -8,7 +8,7 @@
 
 `accelerate launch` reports 1 for a run that has saved and asks to be started again, dies of SIGUSR1, and at SIGTERM
 gives its processes thirty seconds. Here it has a session of its own, and its children get the signal instead of it. A
-second signal ends them at once. Only a launcher that would start ended processes anew (`--max_restarts`) gets the
+second signal ends them at once. Only a launcher that would restart ended processes (`--max_restarts`) gets the
 signal itself, as SIGTERM, which it passes on; it is given ten minutes for it. So one machine of an elastic launch can
 be taken away: its ranks and all others save, and the others go on.
 """
@@ -64,7 +64,7 @@ def command(arguments: list[str]) -> list[str]:
 
 
 def restarts(arguments: list[str]) -> bool:
-    """Whether the launcher was told to start processes anew that have ended."""
+    """Whether the launcher restarts processes that have ended."""
     return any(word.replace("-", "_").startswith("__max_restarts") for word in arguments)
 
 
@@ -92,9 +92,11 @@ def main() -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited: schedulers signal the launcher as well, which would die
     launcher = subprocess.Popen(command(arguments), start_new_session=True, env=environment)
     received: list[int] = []
-    anew = restarts(arguments)
+    restarts_processes = restarts(arguments)
     for number in SIGNALS:
-        signal.signal(number, lambda number, _frame: (received.append(number), pass_on(launcher, number, anew)))
+        signal.signal(
+            number, lambda number, _frame: (received.append(number), pass_on(launcher, number, restarts_processes))
+        )
     status = launcher.wait()
     ended = read_status(folder)
     stopped = ended == "stopped" or (received and ended is None)  # none: it had not begun

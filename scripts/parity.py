@@ -330,9 +330,9 @@ def config_file(folder: Path, config: str) -> Path:
     base, sizes = VARIANTS[config]
     values = yaml.safe_load(config_file(folder, base).read_text(encoding="utf-8"))
     values["parallelism_config"] = {f"parallelism_config_{key}": value for key, value in sizes.items()}
-    made = folder / f"{config}.yaml"
-    made.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return made
+    path = folder / f"{config}.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
 
 
 def compare(folder: Path, config: str, processes: int, case: Case) -> Difference:
@@ -376,10 +376,10 @@ def parameter_difference(reference: Path, other: Path) -> float:
 def tensors(folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(file))
-    return found
+        tensors.update(load_file(file))
+    return tensors
 
 
 def selected(only: list[str]) -> list[tuple[str, int, list[Case]]]:

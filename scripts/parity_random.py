@@ -1,9 +1,9 @@
-"""The promise, measured where nobody looked: recipes and accelerate configs drawn at random.
+"""The promise, measured where no list looks: recipes and accelerate configs drawn at random.
 
     python scripts/parity_random.py --cases 100 --seed 1
     python scripts/parity_random.py --cases 10 --only ep tp      # these configs alone
 
-A case is a config, a model and settings that no list put beside each other. What a rule refuses is counted by its
+A case is a config, a model and settings that no list combines. What a rule refuses is counted by its
 message. The rest trains there and on one process, and every step's loss must agree as closely as in `parity.py`. Exit
 status 1 where one fails or differs; the same seed draws the same cases.
 """

@@ -59,7 +59,7 @@ ON_FEW: tuple[parity.Case, ...] = (
 # Experts that are divided, and the same ones where each rank has them all.
 WITH_EXPERTS: tuple[Place, ...] = (("single", 1), ("ddp", 2), ("fsdp2", 4), ("zero3", 4), *DIVIDED)
 OF_EXPERTS = tuple(case for case in parity.CASES if case.name in ("full mixtral balance", "lora mixtral"))
-# Four layers, as two stages, as four, and whole.
+# Four layers, as two stages, as four, and unsplit.
 WITH_STAGES: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("pp", 2), *FOUR_STAGES)
 OF_STAGES = tuple(case for case in parity.CASES if case.name in ("full deep", "lora deep"))
 
@@ -169,11 +169,11 @@ def losses(run: Path) -> list[float]:
 
 def samples(run: Path) -> dict[int, list[str]]:
     """Row ids of every step after the stop, over all ranks."""
-    found: dict[int, list[str]] = {}
+    rows_of_step: dict[int, list[str]] = {}
     for file in sorted((run / "samples").glob("*.jsonl")):
         for line in read_steps(file):
-            found.setdefault(line["step"], []).extend(line["rows"])
-    return {step: sorted(rows) for step, rows in found.items() if step > STOP}
+            rows_of_step.setdefault(line["step"], []).extend(line["rows"])
+    return {step: sorted(rows) for step, rows in rows_of_step.items() if step > STOP}
 
 
 def show(cells: list[dict[str, Any]]) -> None:

@@ -53,11 +53,11 @@ class Function:
 
 def modules(root: Path) -> list[Module]:
     """Modules of the package, by path."""
-    found = []
+    package = []
     for file in sorted((root / PACKAGE).rglob("*.py")):
         text = file.read_text(encoding="utf-8")
-        found.append(Module(file.relative_to(root).as_posix(), ast.parse(text), len(text.splitlines())))
-    return found
+        package.append(Module(file.relative_to(root).as_posix(), ast.parse(text), len(text.splitlines())))
+    return package
 
 
 def functions(module: Module) -> list[Function]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what is missing and passes the tests: linters, types, layers, pytest, whose last line says how it went.
-#   --all            everything that this machine can run: whole matrices, hosts that are lost, a GPU, a browser; hours
+#   --all            everything that this machine can run: full matrices, hosts that are lost, a GPU, a browser; hours
 #   other arguments  go to pytest, which runs two test files at a time (`-n 0`: one, as a debugger wants it)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -48,9 +48,20 @@ def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
-        asked = [rng.choice(_WORDS) for _ in range(rng.randint(1, 9))]
-        told = asked[::-1] if rng.random() < 0.5 else asked[:1]
-        rows.append({"messages": [_said("user", asked), _said("assistant", told)]})
+        question = [rng.choice(_WORDS) for _ in range(rng.randint(1, 9))]
+        answer = question[::-1] if rng.random() < 0.5 else question[:1]
+        rows.append({"messages": [_said("user", question), _said("assistant", answer)]})
+    return rows
+
+
+def preferences(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Pairs of answers to a prompt that are alike in nothing, length least of all."""
+    rng = random.Random(seed)
+    rows = []
+    for row in conversations(count, seed):
+        prompt, chosen = row["messages"]
+        rejected = [f"{rng.choice(_WORDS)}s" for _ in range(rng.randint(1, 9))]
+        rows.append({"prompt": [prompt], "chosen": [chosen], "rejected": [_said("assistant", rejected)]})
     return rows
 
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class Resumed:
     """State of a checkpoint other than tensors."""
 
-    progress: dict[str, Any]  # step, tokens, supervised_tokens, padding_tokens, tokens_by_source
+    progress: dict[str, Any]  # the fields of `training.trainer.State`
     changes: list[str]  # of the recipe since
     trackers: dict[str, str]  # run ids by tracker
 
@@ -76,7 +76,9 @@ def resume(engine: Engine, recipe: Recipe, folder: Path, data: dict[str, Any]) -
     engine.loss_scale.value = state["loss_scale"]["value"]
     engine.loss_scale.good_steps = state["loss_scale"]["good_steps"]
     progress = {name: state[name] for name in ("step", "tokens", "supervised_tokens", "tokens_by_source")}
-    progress["padding_tokens"] = state.get("padding_tokens", 0)  # older checkpoints count none
+    # Older checkpoints lack these.
+    absent = {"padding_tokens": 0, "best": None, "evaluations_since_best": 0}
+    progress |= {name: state.get(name, value) for name, value in absent.items()}
     return Resumed(progress, changes, state["trackers"])
 
 

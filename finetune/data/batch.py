@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -44,13 +44,14 @@ class Batch:
     inputs: dict[str, Tensor]  # of the model's forward: input_ids, position_ids (1, T) int64
     sequence_lengths: tuple[int, ...]  # tokens; they sum to T of the row; the D sequences of examples, then padding
     targets: Targets
-    columns: dict[str, Tensor]  # float32, (E,) one number of each example, or (D,) of each sequence
+    columns: dict[str, Tensor]  # float64, (E,) one number of each example, or (D,) of each sequence
     example_of_sequence: Tensor  # (D,) int64
     counts: dict[str, int]  # of this micro-batch, without padding, by the names of `ExampleSizes.counts`; 0 in a dummy
     origins: tuple[Origin, ...]  # (E,)
     sequence_sources: tuple[int, ...]  # (D,) index of the source of each sequence
     sequence_tokens: tuple[int, ...]  # (D,) tokens; of a part of the row (`token_shard`), those that are in it
     sequence_targets: tuple[int, ...]  # (D,) targets, likewise
+    target_columns: dict[str, Tensor] = field(default_factory=dict)  # (S, ...) each, of the targets in their order
     row_lengths: tuple[int, ...] = ()  # tokens of each row of the recipe in it; none in a dummy
     index: int = 0  # of this micro-batch within its step, over all processes; seeds dropout
 
@@ -66,6 +67,7 @@ class Batch:
             inputs={name: call(tensor) for name, tensor in self.inputs.items()},
             targets=Targets(*map(call, self.targets)),
             columns={name: call(tensor) for name, tensor in self.columns.items()},
+            target_columns={name: call(tensor) for name, tensor in self.target_columns.items()},
             example_of_sequence=call(self.example_of_sequence),
         )
 
@@ -73,6 +75,7 @@ class Batch:
         yield from self.inputs.values()
         yield from self.targets
         yield from self.columns.values()
+        yield from self.target_columns.values()
         yield self.example_of_sequence
 
 
@@ -118,8 +121,12 @@ def collate(examples: ListLike[Example], index: int = 0, padded_to: int | None =
             torch.from_numpy(np.repeat(np.arange(len(lengths)), num_targets)),
         ),
         columns={
-            name: torch.from_numpy(np.hstack([example.columns[name] for example in examples]).astype(np.float32))
+            name: torch.from_numpy(np.hstack([example.columns[name] for example in examples]).astype(np.float64))
             for name in examples[0].columns
+        },
+        target_columns={
+            name: torch.from_numpy(np.concatenate([example.target_columns[name] for example in examples]))
+            for name in examples[0].target_columns
         },
         example_of_sequence=torch.from_numpy(np.repeat(np.arange(len(examples)), per_example)),
         counts=ExampleSizes(offsets, np.array(lengths), np.array(num_targets)).counts(),
@@ -135,10 +142,12 @@ def dummy_batch(example: Example, index: int, padded_to: int | None) -> Batch:
     """A forward over the shortest sequence of an example that trains nothing and counts for nothing: D and E are 0."""
     shortest = min(example.sequences, key=lambda sequence: len(sequence.input_ids))
     masked = replace(shortest, loss_mask=np.zeros_like(shortest.loss_mask))
-    batch = collate([replace(example, sequences=(masked,), columns={})], index, padded_to)
+    untrained = {name: values[:0] for name, values in example.target_columns.items()}
+    alone = replace(example, sequences=(masked,), columns={}, target_columns=untrained)
+    batch = collate([alone], index, padded_to)
     return replace(
         batch,
-        columns={name: torch.zeros(0) for name in example.columns},
+        columns={name: torch.zeros(0, dtype=torch.float64) for name in example.columns},
         example_of_sequence=torch.zeros(0, dtype=torch.int64),
         counts=dict.fromkeys(batch.counts, 0),
         origins=(),
@@ -208,10 +217,10 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
         input_ids   [[ 1, 11, 12,  2,   1, 21,  2,   0 ]]         [[ 1, 11,  2,  0 ]]   [[ 12,  2,  1, 21 ]]
         targets.positions, .ids  [1, 2, 5], [12, 2, 2]             [1], [12]             [0, 3], [2, 2]
 
-    Targets were shifted on the full row: the token that a place predicts may be another rank's. `Targets.sequence`,
-    `columns`, `example_of_sequence`, `origins` and the counts of sequences and examples stay the row's on every rank,
-    so that sums per sequence can be added up over the ranks. `sequence_lengths` stay the row's, too: attention is over
-    full sequences. Raises ValueError where T cannot be cut.
+    Targets were shifted on the full row: the token that a place predicts may be another rank's. `target_columns` go
+    with their targets. `Targets.sequence`, `columns`, `example_of_sequence`, `origins` and the counts of sequences and
+    examples stay the row's on every rank, so that sums per sequence can be added up over the ranks. `sequence_lengths`
+    stay the row's, too: attention is over full sequences. Raises ValueError where T cannot be cut.
     """
     if share.context * share.sequence == 1:
         return batch
@@ -238,6 +247,7 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
         batch,
         inputs={name: values[:, here].contiguous() for name, values in batch.inputs.items()},
         targets=targets,
+        target_columns={name: values[mine] for name, values in batch.target_columns.items()},
         counts={**batch.counts, **counts},
         sequence_tokens=tuple(tokens_here.tolist()),
         sequence_targets=tuple(targets_here.tolist()),

@@ -122,6 +122,7 @@ class Example:
     source: int  # index in the recipe's sources
     sequences: tuple[Sequence, ...]
     columns: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)  # one number, or one per sequence
+    target_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # (num_targets, ...) each, in their order
 
     @property
     def num_tokens(self) -> int:

@@ -135,7 +135,8 @@ def tokenize_chunk(settings: RowSettings, items: Iterable[Item]) -> ChunkResult:
                 if tally.failed:
                     break
                 continue
-            tally.counts["unrolled"] += row.is_unrolled
+            if row.is_unrolled:
+                tally.counts["unrolled"] += 1
             _keep_row(settings, examples, tally)
     except UserError as error:  # a row before the one that could not be drawn
         tally.failed = str(error)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from finetune.data.batch import TokenShare
+from finetune.engine.context_parallel import token_ranks
 from finetune.engine.launch import Launch
 from finetune.engine.optimizer_step import LossScale, NonFinite, StepInBackward, squared_norm
 from finetune.engine.ranks import Ranks
@@ -29,6 +30,7 @@ from finetune.engine.state_shards import Part, Types, make_room
 from finetune.engine.timing import Stopwatch
 from finetune.models.loss_model import CausalLMWithLoss, Outputs
 from finetune.models.weights import Placement
+from finetune.objectives.objective import TokenRanks
 from finetune.recipe.schema import Recipe
 
 T = TypeVar("T")  # a micro-batch; this package does not look into it
@@ -66,6 +68,11 @@ class Engine(abc.ABC):
         self.unwrapped: Any = None  # the transformers or peft model inside
 
     # --- set-up
+
+    @property
+    def token_ranks(self) -> TokenRanks:
+        """The ranks that share this rank's rows. Collective at the first use."""
+        return token_ranks(self.parallelism, self.rank)
 
     @abc.abstractmethod
     def placement(self, recipe: Recipe) -> Placement:
@@ -324,11 +331,6 @@ class StorageCounter:
                 self._counted.add(storage.data_ptr())
                 total += storage.nbytes()
         return total
-
-
-def measure_gradient_bytes(engine: Engine) -> int:
-    """Returns the bytes of gradients, between the last backward of a step and the step."""
-    return StorageCounter(engine.device).add(engine.gradients())
 
 
 def measure_state_bytes(engine: Engine) -> tuple[int, int]:

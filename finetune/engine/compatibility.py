@@ -101,7 +101,10 @@ def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
         yield "Muon needs unsharded matrices, and the optimizer gets shards here: use ddp, or another optimizer"
     if launch.kind == "zero" and precision == "bf16_true":
         yield "DeepSpeed keeps fp32 copies of what it trains, against `bf16_true`: use ddp or fsdp2, or `bf16`"
-    if name.endswith("8bit") and _optimizer_on_nvme(launch.deepspeed):
+    # By accelerate's keys, or by those of a DeepSpeed file.
+    section = (launch.deepspeed.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    devices = (launch.deepspeed.get("offload_optimizer_device"), section.get("device"))
+    if name.endswith("8bit") and "nvme" in devices:
         yield (
             f"DeepSpeed swaps optimizer state to NVMe as fp32, which `{name}` does not survive: "
             "use `adamw`, or another config such as zero3_offload"
@@ -131,9 +134,3 @@ def _not_in_backward(recipe: Recipe, launch: Launch, micro_batches: int) -> Iter
             f"{micro_batches} micro-batches of {rows_per_device} on each of {sharing}: "
             f"set `batch.rows: {rows_per_device * sharing}`{one}"
         )
-
-
-def _optimizer_on_nvme(deepspeed: dict[str, Any]) -> bool:
-    """By accelerate's keys, or by those of a DeepSpeed file."""
-    section = (deepspeed.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    return "nvme" in (deepspeed.get("offload_optimizer_device"), section.get("device"))

@@ -30,8 +30,9 @@ from finetune.data.batch import TokenShare
 from finetune.engine.parallelism import DIMENSIONS, ContextExchange, Parallelism
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
-from finetune.models.attention.masked import WITHIN_DOCUMENTS, in_one_type, register
+from finetune.models.attention.kernels import WITHIN_DOCUMENTS, in_one_type, register
 from finetune.models.attention.pieces import Attended, Piece, attend, attend_backward, nothing_seen, pieces
+from finetune.objectives.objective import ONE_RANK, TokenRanks
 
 SHARED_TOKENS = "finetune_shared_tokens"  # in transformers' table of attention functions
 Arrival = Callable[[], Tensor]  # waits for a tensor
@@ -137,6 +138,42 @@ def _groups(world: Any, dimension: str, parallelism: Parallelism) -> dict[int, A
         ranks = [r for r in range(parallelism.processes) if fixed.items() <= parallelism.coordinates(r).items()]
         groups |= dict.fromkeys(ranks, dist.new_group(ranks))
     return groups
+
+
+# --- sums over the tokens of a row
+
+
+def token_ranks(parallelism: Parallelism, rank: int) -> TokenRanks:
+    """Returns the ranks that share this rank's rows. Collective where it creates groups."""
+    groups = [group for name in ("sequence", "context") if (group := _group(name, parallelism, rank)) is not None]
+    return TokenRanks(parallelism.tokens, partial(_summed, groups)) if groups else ONE_RANK
+
+
+def _summed(groups: list[Any], tensor: Tensor) -> Tensor:
+    """Returns the sum over the ranks of all groups, on each of them; nothing is sent for an empty tensor (of a dummy).
+
+    Each rank goes on with the same sum, and the loss is the sum of what the ranks make of it: so is the gradient.
+    """
+    summed: Any = _SumOverRanks.apply(groups, tensor) if tensor.numel() else tensor
+    return summed
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, groups: list[Any], tensor: Tensor) -> Tensor:
+        ctx.groups = groups
+        return _all_reduced(groups, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, _all_reduced(ctx.groups, gradient)
+
+
+def _all_reduced(groups: list[Any], tensor: Tensor) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total
 
 
 # --- context parallel

@@ -1,4 +1,4 @@
-"""Replicas of the whole model: one process, or several with DDP."""
+"""Replicas of the full model: one process, or several with DDP."""
 
 from __future__ import annotations
 

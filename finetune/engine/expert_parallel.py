@@ -41,16 +41,13 @@ def parallelize_experts(
     modules = list(experts_of(model).values())
     for experts in modules:
         for name, weight in list(experts.named_parameters(recurse=False)):
-            local = nn.Parameter(_local_experts(weight.detach(), mesh), weight.requires_grad)
-            experts.register_parameter(name, local)
+            rows = weight.shape[0] // mesh.size()
+            own = weight.detach().narrow(0, mesh.get_local_rank() * rows, rows).clone()
+            size = {"shape": weight.shape, "stride": weight.stride()}  # (E, ...)
+            sharded = DTensor.from_local(own, mesh, [Shard(0)], run_check=False, **size)
+            experts.register_parameter(name, nn.Parameter(sharded, weight.requires_grad))
         dispatch_tokens(experts, AllToAll(mesh.get_group(), stopwatch))
     return dict.fromkeys(modules, same_experts)
-
-
-def _local_experts(weight: Tensor, mesh: DeviceMesh) -> DTensor:  # (E, ...), of which E / ranks rows are here
-    rows = weight.shape[0] // mesh.size()
-    local = weight.narrow(0, mesh.get_local_rank() * rows, rows).clone()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=weight.shape, stride=weight.stride())
 
 
 class AllToAll:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from finetune.engine.base import (
     BuildOptimizers,
     Engine,
-    NamedTensors,
     detached,
     named_trainables,
     norm_of_steps,
@@ -40,7 +39,7 @@ from finetune.engine.sharding import (
 from finetune.engine.state_shards import Part
 from finetune.engine.tensor_parallel import ParameterShard, ShardedParameters, TensorGroup, all_gathered, parallelize
 from finetune.engine.timing import Stopwatch
-from finetune.models.dtypes import dtypes
+from finetune.models.config import dtypes
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
@@ -83,7 +82,8 @@ class Fsdp2(Engine):
             shard_device = torch.device("cpu") if isinstance(sharding.offload, CPUOffloadPolicy) else self.device
             fill_shards(causal_lm, weights, self._sharded.shards, self.device, shard_device)
         self._waits = ShardWaits(self.model, self.stopwatch)
-        trained = self._local_shards()
+        self._shards = [(name, p, local_tensor(p.detach())) for name, p in named_trainables(causal_lm)]
+        trained = [(name, local) for name, _, local in self._shards if local.numel()]  # share the parameters' memory
         if self.steps_in_backward:
             filled = ((name, p, local) for name, p, local in self._shards if local.numel())
             self.stepper = StepInBackward(filled, build, self.device)
@@ -104,11 +104,6 @@ class Fsdp2(Engine):
         offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if offloads else OffloadPolicy()
         return Sharding(self._meshes, self._policy, offload, plugin.reshard_after_forward)
-
-    def _local_shards(self) -> NamedTensors:
-        """Returns this rank's non-empty shards of trained parameters, which share the parameters' memory."""
-        self._shards = [(name, p, local_tensor(p.detach())) for name, p in named_trainables(self.unwrapped)]
-        return [(name, local) for name, _, local in self._shards if local.numel()]
 
     def backward(self, loss: Tensor) -> None:
         """Every micro-batch is reduced at once: accumulated gradients would be unsharded, on every rank."""

@@ -89,8 +89,14 @@ def measure_links(group: LaunchGroup) -> Links | None:
     large = _LARGE[group.device.type]
     collectives = [_all_reduce(group, large), _all_gather(group, large)]
     nodes = group.gather(group.node)
-    pairs = [_pair(group, pair, nodes, large) for pair in chosen_pairs(nodes)]
-    return Links("nccl" if group.device.type == "cuda" else "gloo", collectives, pairs, _skews(group, nodes))
+    pairs = []
+    for ranks in chosen_pairs(nodes):
+        latency, seconds = (_there_and_back(group, ranks, size) / 2 for size in (_SMALL, large))
+        pairs.append(Pair(ranks, nodes[ranks[0]] != nodes[ranks[1]], latency, large / seconds))
+    # By node, against the first: as NTP does, from the fastest of several round trips (RFC 5905, section 8).
+    leaders = {node: nodes.index(node) for node in sorted(set(nodes)) if node != nodes[0]}
+    skews = {node: _skew(group, rank) for node, rank in leaders.items()}
+    return Links("nccl" if group.device.type == "cuda" else "gloo", collectives, pairs, skews)
 
 
 def chosen_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
@@ -150,11 +156,6 @@ def _synchronise(group: LaunchGroup) -> None:
         torch.cuda.synchronize(group.device)
 
 
-def _pair(group: LaunchGroup, ranks: tuple[int, int], nodes: Sequence[int], size: int) -> Pair:
-    latency, seconds = (_there_and_back(group, ranks, bytes) / 2 for bytes in (_SMALL, size))
-    return Pair(ranks, nodes[ranks[0]] != nodes[ranks[1]], latency, size / seconds)
-
-
 def _there_and_back(group: LaunchGroup, ranks: tuple[int, int], size: int) -> float:
     """Returns median seconds, on every rank; the other ranks wait."""
     first, second = ranks
@@ -170,12 +171,6 @@ def _there_and_back(group: LaunchGroup, ranks: tuple[int, int], size: int) -> fl
 
     seconds = [_seconds(group, run) for _ in range(_TRIES + 1)][1:]
     return group.gather(statistics.median(seconds))[first]
-
-
-def _skews(group: LaunchGroup, nodes: Sequence[int]) -> dict[int, float]:
-    """By node, against the first: as NTP does, from the fastest of several round trips (RFC 5905, section 8)."""
-    leaders = {node: nodes.index(node) for node in sorted(set(nodes)) if node != nodes[0]}
-    return {node: _skew(group, rank) for node, rank in leaders.items()}
 
 
 def _skew(group: LaunchGroup, other: int) -> float:

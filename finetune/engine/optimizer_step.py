@@ -1,4 +1,4 @@
-"""What a step of the optimizer is made of on every backend: precision, loss scale, gradient norm, step in the backward.
+"""Parts of an optimizer step that every backend shares: precision, loss scale, gradient norm, step in the backward.
 
 Precision means the same under every backend. fp32, bf16 and fp16 keep trained weights in fp32 and let torch.autocast
 choose the compute type inside the model's own forward. accelerate always gets `no`, DeepSpeed runs its fp32 path, FSDP2
@@ -69,25 +69,19 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     every element of the update would depend on the sharding.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    on_cpu = [gradient for gradient in gradients if gradient.device.type == "cpu"]
+    on_cpu = [gradient.detach().reshape(-1) for gradient in gradients if gradient.device.type == "cpu"]
     others = [gradient for gradient in gradients if gradient.device.type != "cpu"]
     if others:
         total += torch.stack(torch._foreach_norm(others, 2, torch.float64)).to(device).square().sum()
-    if on_cpu:
-        total += _squared_norm_on_cpu(on_cpu).to(device)
-    return total
-
-
-def _squared_norm_on_cpu(gradients: list[Tensor]) -> Tensor:
-    """`_foreach_norm` makes an fp64 copy of each gradient on one thread: five times slower, and 8 bytes for each
-    element of the largest."""
-    buffer = torch.empty(min(_CHUNK, max(gradient.numel() for gradient in gradients)), dtype=torch.float64)
-    total = torch.zeros((), dtype=torch.float64)
-    for gradient in gradients:
-        for chunk in gradient.detach().reshape(-1).split(_CHUNK):
+    # On the CPU `_foreach_norm` makes an fp64 copy of each gradient on one thread: five times slower, and 8 bytes for
+    # each element of the largest.
+    cpu_total = torch.zeros((), dtype=torch.float64)
+    buffer = torch.empty(min(_CHUNK, max(map(len, on_cpu), default=0)), dtype=torch.float64)
+    for gradient in on_cpu:
+        for chunk in gradient.split(_CHUNK):
             wide = buffer[: len(chunk)].copy_(chunk)
-            total += torch.dot(wide, wide)
-    return total
+            cpu_total += torch.dot(wide, wide)
+    return total + cpu_total.to(device)
 
 
 class StepInBackward:

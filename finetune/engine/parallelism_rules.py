@@ -13,10 +13,9 @@ from typing import Any
 
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism, dimension_key
-from finetune.engine.pipeline_layout import PLAN, SINGLE_STAGE_SCHEDULES, schedulable_micro_batches
+from finetune.engine.stages import PLAN, SINGLE_STAGE_SCHEDULES, schedulable_micro_batches
 from finetune.errors import UserError
-from finetune.models.config import active_dropouts
-from finetune.models.rope import length_dependent_rope
+from finetune.models.config import active_dropouts, length_dependent_rope
 from finetune.recipe.schema import Recipe
 from finetune.utils import divisors
 

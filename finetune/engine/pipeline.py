@@ -40,17 +40,19 @@ from finetune.engine.base import (
 )
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Schedule
-from finetune.engine.pipeline_layout import (
+from finetune.engine.stages import (
     SINGLE_STAGE_SCHEDULES,
     Layout,
+    StageModel,
     bubble_share,
+    check_cuttable,
+    holders,
+    keep_only,
     lay_out,
     schedulable_micro_batches,
 )
-from finetune.engine.stage_model import StageModel, check_cuttable, holders, keep_only
 from finetune.engine.state_shards import Part, replica_parts
-from finetune.models.config import model_config
-from finetune.models.dtypes import dtypes
+from finetune.models.config import dtypes, model_config
 from finetune.models.loss_model import CausalLMWithLoss, Outputs
 from finetune.models.weights import Placement, without_weights
 from finetune.recipe.schema import Recipe

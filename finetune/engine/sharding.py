@@ -136,15 +136,15 @@ class Weights:
     computed: dict[str, Tensor]  # by `module.attribute`: what a state dict lacks, such as rotary frequencies
 
 
-def take_weights(model: Any, has_them: bool) -> Weights:
-    """Move a model to `meta`. Returns its values on the rank that `has_them`, shapes on the others. Collective.
+def take_weights(model: Any, on_this_rank: bool) -> Weights:
+    """Move a model to `meta`. Returns its values on the rank that has them, shapes on the others. Collective.
 
-    Raises UserError on every rank where they do not have the same model.
+    on_this_rank: whether the values are here. Raises UserError on every rank where they do not have the same model.
     """
     state = model.state_dict(keep_vars=True)
     computed = dict(_computed_tensors(model))
-    types = _agree(state, computed)
-    saved = {name: tensor.detach() for name, tensor in state.items()} if has_them else {}
+    types = _adopt_types(state, computed)
+    saved = {name: tensor.detach() for name, tensor in state.items()} if on_this_rank else {}
     computed = {name: tensor.to(types[name]) if tensor.is_meta else tensor for name, tensor in computed.items()}
     model.to("meta")
     model.tie_weights()  # moved one by one, tied weights are separate tensors
@@ -163,41 +163,42 @@ def _computed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 _TensorList = list[tuple[str, tuple[int, ...], torch.dtype]]
 
 
-def _agree(state: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+def _adopt_types(state: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
     """Compare the tensors that ranks will send and receive, before any is sent. Returns the type of each on rank 0.
 
     Only the rank that reads the weights knows which of them their code keeps in fp32: the others adopt its types.
     """
     tensors = [*state.items(), *computed.items()]
     own: _TensorList = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
-    of_rank_0: list[Any] = [own]
-    dist.broadcast_object_list(of_rank_0, src=0)
+    received: list[Any] = [own]
+    dist.broadcast_object_list(received, src=0)
+    rank_0_tensors: _TensorList = received[0]
     differences: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(differences, _difference(own, of_rank_0[0]))
+    dist.all_gather_object(differences, _difference(own, rank_0_tensors))
     for rank, difference in enumerate(differences):
         if difference is not None:
             raise UserError(
-                f"FSDP2: the model that rank {rank} made from the config is not the one that rank 0 has read: "
+                f"FSDP2: the model that rank {rank} created from the config is not the one that rank 0 has read: "
                 f"{difference}. Use ddp or zero3, where every rank reads the weights itself"
             )
-    types = {name: dtype for name, _, dtype in of_rank_0[0]}
+    types = {name: dtype for name, _, dtype in rank_0_tensors}
     for name, tensor in state.items():
         if tensor.is_meta and tensor.dtype != types[name]:
             tensor.data = tensor.data.to(types[name])
     return types
 
 
-def _difference(own: _TensorList, of_rank_0: _TensorList) -> str | None:
+def _difference(own: _TensorList, rank_0_tensors: _TensorList) -> str | None:
     """Returns the first difference in names, their order, or shapes."""
     shapes = {name: shape for name, shape, _ in own}
-    for name, shape, _ in of_rank_0:
+    for name, shape, _ in rank_0_tensors:
         if name not in shapes:
             return f"it lacks `{name}` {list(shape)}"
         if shapes[name] != shape:
             return f"`{name}` is {list(shapes[name])}, not {list(shape)}"
-    if additional := set(shapes) - {name for name, _, _ in of_rank_0}:
+    if additional := set(shapes) - {name for name, _, _ in rank_0_tensors}:
         return f"it has `{min(additional)}` in addition"
-    same_order = [name for name, *_ in own] == [name for name, *_ in of_rank_0]
+    same_order = [name for name, *_ in own] == [name for name, *_ in rank_0_tensors]
     return None if same_order else "its tensors come in another order"
 
 

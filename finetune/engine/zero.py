@@ -18,7 +18,7 @@ from finetune.engine.base import BuildOptimizers, Engine, detached, named_traina
 from finetune.engine.optimizer_step import NonFinite
 from finetune.engine.state_shards import Part, Types
 from finetune.errors import UserError
-from finetune.models.dtypes import dtypes
+from finetune.models.config import dtypes
 from finetune.models.loss_model import CausalLMWithLoss, loss_head
 from finetune.models.weights import Placement
 from finetune.recipe.schema import Recipe
@@ -176,7 +176,8 @@ class Zero(Engine):
         return not (self.plugin.zero_stage == 3 and self.zero.swap_optimizer)
 
     def make_room(self, owner: Optimizer, stepped: Tensor, types: Types) -> None:
-        if not self.copies_state and _is_swapped(self.zero, stepped):
+        # Groups of less than a megabyte stay in memory.
+        if not self.copies_state and self.zero.optimizer_swapper._get_param_swap_info(stepped) is not None:
             _create_swap_files(self.zero, owner, stepped, types)
         else:
             super().make_room(owner, stepped, types)
@@ -224,11 +225,6 @@ def _map_swapped_groups(zero: Any) -> None:
         info = zero.optimizer_swapper._get_param_swap_info(group)
         for swapped in info.tensors if info else ():
             swapped.compute_tensor.data = _mapped(swapped.swap_path, info)
-
-
-def _is_swapped(zero: Any, stepped: Tensor) -> bool:
-    """Groups of less than a megabyte stay in memory."""
-    return zero.swap_optimizer and zero.optimizer_swapper._get_param_swap_info(stepped) is not None
 
 
 def _create_swap_files(zero: Any, owner: Optimizer, stepped: Tensor, fields: Iterable[str]) -> None:

@@ -28,8 +28,16 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure
-from finetune.export.verify import Verification, weight_files
-from finetune.export.weight_files import SHARD_BYTES, DiskLayout, State, WeightsWriter, cast, with_own_class
+from finetune.export.weight_files import (
+    SHARD_BYTES,
+    DiskLayout,
+    State,
+    Verification,
+    WeightsWriter,
+    cast,
+    weight_files,
+    with_own_class,
+)
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.urls import without_credentials
 from finetune.utils import fsync

@@ -1,15 +1,17 @@
-"""A recipe's model without its weights: its Hugging Face config and its tokenizer."""
+"""A recipe's model without its weights: its Hugging Face config, its types in memory and its tokenizer."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.errors import UserError
-from finetune.recipe.schema import Model
+from finetune.recipe.schema import Model, Recipe
 
 
 def model_config(model: Model) -> PretrainedConfig:
@@ -44,6 +46,23 @@ def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
     return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
 
+def length_dependent_rope(config: PretrainedConfig) -> list[str]:
+    """Returns the types of RoPE whose frequencies depend on the length of a document: `dynamic`, `longrope`."""
+    types = rope_types(getattr(config.get_text_config(), "rope_parameters", None))
+    return sorted(name for name in types if depends_on_length(name))
+
+
+def rope_types(parameters: dict[str, Any] | None) -> set[str]:
+    """Returns the types of RoPE in a config's `rope_parameters`, which may be nested by kind of layer."""
+    nested = [inner for inner in (parameters or {}).values() if isinstance(inner, dict)]
+    return {str(one.get("rope_type")) for one in (parameters or {}, *nested)}
+
+
+def depends_on_length(rope_type: str) -> bool:
+    """Whether a type of RoPE has other frequencies for a long document than for a short one."""
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
 def check_token_ids(config: PretrainedConfig, tokenizer_size: int) -> None:
     """Raises UserError where the tokenizer has ids the embedding table does not."""
     rows = config.get_text_config().vocab_size
@@ -74,6 +93,25 @@ def active_dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
             continue
         if "drop" in name or "jitter" in name:
             yield name, value
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Types in memory. `compute` is what the matrix products run in."""
+
+    trained: torch.dtype
+    frozen: torch.dtype
+    compute: torch.dtype
+
+
+def dtypes(recipe: Recipe) -> Dtypes:
+    """Returns the types by `train.precision` and `model.dtype`; see Precision in the README."""
+    compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16_true": torch.bfloat16}[
+        recipe.train.precision
+    ]
+    trained = torch.bfloat16 if recipe.train.precision == "bf16_true" else torch.float32
+    frozen = compute if recipe.model.dtype == "auto" else getattr(torch, recipe.model.dtype)
+    return Dtypes(trained=trained, frozen=frozen, compute=compute)
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +29,10 @@ from finetune.models.head.chunked import (
 from finetune.models.head.token_loss import (
     HeadLosses,
     LogitMap,
-    TokenLoss,
+    TargetLoss,
     UnknownHead,
     at_least_fp32,
     logit_map,
-    token_losses,
 )
 from finetune.models.moe import Routers
 from finetune.utils import unwrap_peft
@@ -47,9 +46,10 @@ class TargetTokens:
 
     positions: Tensor  # (S,) in the row: where a target is predicted
     ids: Tensor  # (S,) the tokens predicted there
-    token_loss: TokenLoss
+    token_loss: TargetLoss
     weights: Tensor | None = None  # (S,) of the tokens in `Outputs.total`; None: 1 each
     differentiable: bool = False  # `Outputs.token_losses` has a graph, for objectives not linear in the tokens' losses
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # (S, ...) each, that the loss reads
 
 
 class Outputs(NamedTuple):
@@ -57,6 +57,7 @@ class Outputs(NamedTuple):
 
     total: Tensor  # (), weighted sum of the token losses, with a graph; fp32, nats
     token_losses: Tensor  # (S,), of the targets in their order; with a graph where requested
+    details: tuple[Tensor, ...] = ()  # (S, ...) each: what the loss of a target gives in addition, without a graph
     router_logits: tuple[Tensor, ...] = ()  # (T, experts) of each layer of a mixture of experts
 
 
@@ -129,12 +130,18 @@ class CausalLMWithLoss(nn.Module):
     def _losses(self, targets: TargetTokens, inputs: dict[str, Any]) -> HeadLosses:
         if self.choice.implementation == "plain":
             logits = at_least_fp32(self._logits(targets.positions, inputs))
-            each = token_losses(logits, targets.ids, targets.token_loss)
+            each, details = targets.token_loss.losses(logits, targets.ids, targets.columns)
             total = each.sum() if targets.weights is None else (each * targets.weights).sum()
-            return HeadLosses(total, each if targets.differentiable else each.detach())
+            return HeadLosses(total, each if targets.differentiable else each.detach(), details)
         hidden = self._base(inputs)[:, targets.positions]
         task = HeadTask(
-            targets.ids, targets.token_loss, self._logit_map, self._rows, targets.weights, targets.differentiable
+            targets.ids,
+            targets.token_loss,
+            self._logit_map,
+            self._rows,
+            targets.weights,
+            targets.differentiable,
+            targets.columns,
         )
         return unwrap_peft(self.causal_lm).get_output_embeddings()(hidden, task=task)
 

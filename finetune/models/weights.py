@@ -6,22 +6,21 @@ Where the weights are in memory is the engine's decision (`Placement`).
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
-from finetune.models.adapters import add_adapters
 from finetune.models.attention import AttentionChoice
+from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.compiled import compile_layers
-from finetune.models.config import first_line
-from finetune.models.dtypes import dtypes, keep_weights_unpacked, quantization_config
-from finetune.models.rope import rotate_per_document
-from finetune.recipe.schema import Recipe
+from finetune.models.config import dtypes, first_line
+from finetune.recipe.schema import Lora, Quantization, Recipe
 from finetune.utils import full_shape
 
 
@@ -105,6 +104,34 @@ def _base_model(
     return model
 
 
+def quantization_config(quantization: Quantization, compute: torch.dtype) -> BitsAndBytesConfig:
+    """Returns bitsandbytes' config. Raises UserError with the install line where the package is missing."""
+    try:
+        import bitsandbytes  # noqa: F401  (only to see whether it is installed)
+    except ImportError:
+        raise UserError("`mode: qlora` needs bitsandbytes: pip install 'bitsandbytes>=0.49'") from None
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization.type,
+        bnb_4bit_use_double_quant=quantization.double_quant,
+        bnb_4bit_compute_dtype=compute,
+        # The packed bytes are stored as floats of the compute type: FSDP2 shards floats only (bytes it would
+        # replicate).
+        bnb_4bit_quant_storage=compute,
+    )
+
+
+def keep_weights_unpacked(model: Any) -> None:
+    """Forbid bitsandbytes to repack 4-bit weights for inference on CPUs with AVX512-BF16.
+
+    One evaluation pass would repack them, `train()` would not undo it, and every later gradient would be wrong
+    (bitsandbytes 0.50, nn/modules.py, `Linear4bit.forward`).
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def without_weights(config: PretrainedConfig, **common: Any) -> Any:
     """Returns a model of shapes alone (device `meta`), not tied; common: arguments of transformers' `from_config`."""
     with torch.device("meta"), no_init_weights():
@@ -137,11 +164,106 @@ def _complete(model: Any, model_class: Any, skeleton: Any) -> None:
 
 def parameter_counts(model: Any) -> tuple[int, int]:
     """Returns (all, trained) parameters of the full model, also where this rank has a shard or 4-bit weights."""
-    counts = [(_full_numel(p), p.requires_grad) for p in model.parameters()]
-    return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)
+    total = trained = 0
+    for parameter in model.parameters():
+        packed = type(parameter).__name__ == "Params4bit"  # two weights a byte
+        numel = full_shape(parameter).numel() * (2 * parameter.element_size() if packed else 1)
+        total += numel
+        trained += numel if parameter.requires_grad else 0
+    return total, trained
 
 
-def _full_numel(parameter: torch.nn.Parameter) -> int:
-    numel = full_shape(parameter).numel()
-    packed = type(parameter).__name__ == "Params4bit"  # two weights a byte
-    return numel * 2 * parameter.element_size() if packed else numel
+# --- LoRA adapters through peft, imported where there are any: it takes a second, for it imports bitsandbytes
+
+
+def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
+    """Returns the model with its weights frozen and adapters in `dtype` that train.
+
+    Raises UserError where `lora.targets` or `lora.modules_to_save` name nothing of the model, and where DoRA would
+    divide by zero.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    _check_names(model, lora)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (peft says int; it only divides)
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,
+        ensure_weight_tying=bool(lora.modules_to_save) and bool(model.config.tie_word_embeddings),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with warnings.catch_warnings():
+            # For patterns that peft 0.21 itself adds for stacked experts, and that do match: it looks for modules only.
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+            adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"lora: {first_line(error)}") from error
+    _rename_tied(adapted.get_base_model())
+    _check_magnitudes(adapted.get_base_model())
+    for parameter in adapted.parameters():
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def keep_input_types(model: Any) -> None:
+    """Let adapters take their inputs as they come, for a forward under autocast.
+
+    peft casts each input to the adapter's fp32, and autocast casts it back for the product: two passes over the hidden
+    states for each adapted module, and a copy of them in the graph. Only where nothing but that product reads the
+    input: dropout and DoRA compute in the type of their input.
+    """
+    if not hasattr(model, "peft_config"):
+        return
+    for module in model.modules():
+        if not getattr(module, "lora_A", None) or module.lora_variant:
+            continue
+        if all(isinstance(dropout, torch.nn.Identity) for dropout in module.lora_dropout.values()):
+            module.cast_input_dtype_enabled = False
+
+
+def _rename_tied(model: Any) -> None:
+    """Tell `tie_weights`, which FSDP2's wrapping calls again, where a tied weight lies that has an adapter now."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def renamed(name: str) -> str:
+        module, _, weight = name.rpartition(".")
+        below = f"{module}.base_layer.{weight}"
+        return below if below in names else name
+
+    tied = model._tied_weights_keys
+    if isinstance(tied, dict):  # a model's own code may have the list of older versions
+        model._tied_weights_keys = {renamed(target): renamed(source) for target, source in tied.items()}
+
+
+def _check_magnitudes(model: Any) -> None:
+    """Raises UserError where DoRA would divide by zero, the norm of an output's weights: with tied weights the head has
+    a padding token's embedding, which is zero, and every loss would be NaN."""
+    for name, module in model.named_modules():
+        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
+            if magnitude.weight.is_meta:  # rank 0 has the values, and reports it
+                continue
+            if zeros := (magnitude.weight.flatten() == 0).nonzero().flatten().tolist():
+                which = ", ".join(map(str, zeros[:5])) + (", ..." if len(zeros) > 5 else "")
+                raise UserError(
+                    f"lora.dora: all weights of {len(zeros):,} outputs of {name} are zero ({which}), and DoRA divides "
+                    f"by their length: leave {name.rpartition('.')[2]!r} out of lora.targets, or set `lora.dora: false`"
+                )
+
+
+def _check_names(model: Any, lora: Lora) -> None:
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    paths = [name for name, _ in model.named_modules()]
+    wanted = [("lora.targets", name) for name in (() if isinstance(lora.targets, str) else lora.targets)]
+    wanted += [("lora.modules_to_save", name) for name in lora.modules_to_save or ()]
+    for key, name in wanted:
+        if not any(path == name or path.endswith(f".{name}") for path in paths):
+            linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if "Linear" in type(m).__name__})
+            raise UserError(
+                f"{key}: the model has no module {name!r}; its linear ones are {', '.join(linear or names)}"
+            )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.models.head import TokenLoss
+from finetune.models.head import TargetLoss, TokenLoss
 from finetune.models.loss_model import Outputs, TargetTokens
 
 Counts = Mapping[str, float]  # of a step over all ranks, by unit
@@ -93,10 +93,15 @@ class TokenRanks:
 ONE_RANK = TokenRanks()  # has all tokens of its rows
 
 
-def sequence_log_probs(outputs: Outputs, batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (D,)
-    """Returns the log-probability of the targets of each sequence."""
-    local = outputs.token_losses.new_zeros(len(batch.sequence_tokens))
-    return token_ranks.sum(local.index_add(0, batch.targets.sequence, -outputs.token_losses))
+def sequence_log_probs(outputs: Outputs, batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (D,) fp64
+    """Returns the log-probability of the targets of each sequence.
+
+    Added up in fp64, so that differences of long answers keep their digits, and one sequence after the other: adding by
+    index has no fixed order on CUDA.
+    """
+    log_probs = -outputs.token_losses.double()
+    parts = log_probs.split(list(batch.sequence_targets)) if batch.sequence_targets else ()
+    return token_ranks.sum(torch.stack([part.sum() for part in parts]) if parts else log_probs)
 
 
 @dataclass(frozen=True)
@@ -105,26 +110,32 @@ class Objective:
 
     terms: Callable[[Outputs, Batch], Terms]  # of one micro-batch, the same names in each; loss terms have a weight
     metrics: Callable[[Sums], dict[str, float]] = means  # by key of metrics.jsonl; the loss itself is not among them
-    token_loss: TokenLoss = NLL  # of each target; -log p(target) unless an objective adds to it
+    token_loss: TargetLoss = NLL  # of each target; -log p(target) unless an objective adds to it
     token_weights: Callable[[Batch], Tensor] | None = None  # (S,) in `Outputs.total`; None: 1 each
     differentiable: bool = False  # `Outputs.token_losses` needs a graph: the loss is not linear in them
     columns: tuple[str, ...] = ()  # of a batch, that the terms read
+    num_details: int = 0  # `Outputs.details` that the token loss gives
 
     def no_terms(self, batch: Batch) -> Terms:
         """Returns the terms, all zero, for a rank that has no outputs (the early stages of a pipeline)."""
         device, targets = batch.targets.ids.device, len(batch.targets.ids)
-        nothing = Outputs(torch.zeros((), device=device), torch.zeros(targets, device=device))
+        each = torch.zeros(targets, device=device)
+        nothing = Outputs(torch.zeros((), device=device), each, (each,) * self.num_details)
         return {name: t._replace(total=torch.zeros_like(t.total)) for name, t in self.terms(nothing, batch).items()}
 
     @property
     def only_sums(self) -> bool:
-        """Whether only the plain sum of the token losses needs a graph."""
-        return self.token_weights is None and not self.differentiable
+        """Whether it reads the plain sum of the token losses only, and each follows from logits and target alone."""
+        plain = isinstance(self.token_loss, TokenLoss)
+        return plain and self.token_weights is None and not self.differentiable
 
     def targets(self, batch: Batch) -> TargetTokens:
         """Returns the targets of a batch and what the forward has to compute for them."""
         weights = None if self.token_weights is None else self.token_weights(batch)
-        return TargetTokens(batch.targets.positions, batch.targets.ids, self.token_loss, weights, self.differentiable)
+        return TargetTokens(
+            *(batch.targets.positions, batch.targets.ids, self.token_loss, weights, self.differentiable),
+            batch.target_columns,
+        )
 
     def loss(self, terms: Terms, counts: Counts) -> Tensor:  # ()
         """Returns a micro-batch's part of the step's loss."""

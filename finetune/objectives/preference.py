@@ -32,8 +32,9 @@ def dpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Object
             "rewards/margin": chosen - rejected,
             "rewards/accuracy": (chosen > rejected).to(chosen.dtype),
         }
+        total = token_ranks.share(losses.sum()).to(outputs.token_losses.dtype)
         return {
-            "dpo": Term(token_ranks.share(losses.sum()), "examples", 1.0),
+            "dpo": Term(total, "examples", 1.0),
             **{name: Term(token_ranks.share(each.detach().sum()), "examples") for name, each in means.items()},
         }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.models.moe import Routers
 from finetune.objectives.by_source import by_source
+from finetune.objectives.distill import distill
 from finetune.objectives.objective import ONE_RANK, Objective, TokenRanks, combined
 from finetune.objectives.preference import dpo
 from finetune.objectives.router_balance import balance_coefficient, balance_of_experts
@@ -14,7 +15,12 @@ from finetune.objectives.sft import focal, sft
 from finetune.recipe.schema import Objective as Settings
 
 # name -> (settings, evaluating, token ranks) -> objective; evaluating: for held-out data
-OBJECTIVES: dict[str, Callable[[Settings, bool, TokenRanks], Objective]] = {"sft": sft, "focal": focal, "dpo": dpo}
+OBJECTIVES: dict[str, Callable[[Settings, bool, TokenRanks], Objective]] = {
+    "sft": sft,
+    "focal": focal,
+    "dpo": dpo,
+    "distill": distill,
+}
 
 
 def make_objective(

@@ -95,6 +95,11 @@ def evaluation_has_data(recipe: Recipe) -> Iterator[Finding]:
             yield f"evaluate.{key}", "needs evaluation data: add `data.eval`, or remove this"
 
 
+def early_stop_has_evaluations(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.train.stop_when is not None and not (recipe.data.eval and recipe.evaluate.every_steps):
+        yield "train.stop_when", "needs evaluations during the run: set `data.eval` and `evaluate.every_steps`"
+
+
 def generation_has_prompts(recipe: Recipe) -> Iterator[Finding]:
     wants = recipe.evaluate.generate or recipe.evaluate.exact_match
     if wants and recipe.data.eval and all(source.format == "text" for source in recipe.data.eval):
@@ -175,6 +180,28 @@ def objective_reads_its_keys(recipe: Recipe) -> Iterator[Finding]:
         if getattr(objective, key) != Objective.model_fields[key].default:
             readers = " and ".join(name for name, keys in OBJECTIVE_KEYS.items() if key in keys)
             yield f"objective.{key}", f"has no effect under `name: {objective.name}`, only under {readers}: remove it"
+
+
+def distillation(recipe: Recipe) -> Iterator[Finding]:
+    objective = recipe.objective
+    if objective.name != "distill":
+        return
+    if objective.teacher is None:
+        yield (
+            "objective.teacher",
+            "`name: distill` needs a teacher: a model with the same vocabulary, or a .parquet file of its predictions",
+        )
+    if objective.samples is not None and objective.top_k is not None:
+        yield "objective.samples", "replaces `top_k`: remove one of the two"
+    if objective.samples is not None and objective.value("divergence") != "forward_kl":
+        yield (
+            "objective.samples",
+            f"draws from the teacher estimate forward_kl only, not {objective.divergence}: use `top_k`",
+        )
+    if objective.jsd_beta is not None and objective.value("divergence") != "jsd":
+        yield "objective.jsd_beta", "has an effect under `divergence: jsd` only: remove it"
+    if recipe.data.streaming:
+        yield "data.streaming", "a teacher's distributions are looked up by example before the run: set it to false"
 
 
 def objective_takes_formats(recipe: Recipe) -> Iterator[Finding]:
@@ -294,6 +321,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     automatic_rows,
     frozen_dtype,
     evaluation_has_data,
+    early_stop_has_evaluations,
     generation_has_prompts,
     answer_pattern,
     warmup_within_run,
@@ -302,6 +330,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     mixture_has_parts,
     profile_within_run,
     objective_reads_its_keys,
+    distillation,
     objective_takes_formats,
     pairs_are_ranked,
     answers_are_whole,

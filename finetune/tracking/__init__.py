@@ -1,4 +1,4 @@
-"""metrics.jsonl, trackers, progress, meters.
+"""metrics.jsonl, trackers, meters.
 
 `meters.py` is imported from its file: it needs the engine, which commands that do not train do without.
 """
@@ -13,7 +13,6 @@ from finetune.tracking.metrics import (
     sample_file,
     write_status,
 )
-from finetune.tracking.progress import TrainingProgress
 from finetune.tracking.trackers import Trackers, check_trackers
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "StepLog",
     "Totals",
     "Trackers",
-    "TrainingProgress",
     "check_trackers",
     "prepare_samples",
     "read_status",

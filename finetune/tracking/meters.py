@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from finetune.data.batch import Batch
-from finetune.engine.base import Engine, measure_gradient_bytes, measure_state_bytes
+from finetune.engine.base import Engine, StorageCounter, measure_state_bytes
 from finetune.engine.timing import COMMUNICATION, PHASES, STALLS
 from finetune.tracking.metrics import Line
 from finetune.utils import peak_resident_bytes
@@ -78,7 +78,7 @@ class Meters:
     def measure_gradients(self) -> None:
         """Count gradient bytes, once, while all gradients exist."""
         if self._gradients is None:
-            self._gradients = measure_gradient_bytes(self._engine)
+            self._gradients = StorageCounter(self._engine.device).add(self._engine.gradients())
 
     def step(self, batches: Sequence[Batch], tokens: float, supervised: float) -> Measured:
         """tokens, supervised: of the step, over all ranks. Collective."""
@@ -90,7 +90,8 @@ class Meters:
         line = _speed(tokens, supervised, seconds, len(ranks))
         line |= self._use(ranks, seconds) | _memory(ranks) | _times(ranks, self._engine.stopwatch.knows_waits)
         if len(ranks) > 1 and self._engine.stopwatch.knows_waits:
-            line |= _straggler(ranks)
+            busy = [rank["step"] - rank[COMMUNICATION] for rank in ranks]  # the one that waits least keeps the others
+            line |= {"straggler": busy.index(max(busy)), "rank_spread": max(busy) / statistics.median(busy)}
         line |= _device(ranks, self._tokens)
         known = {key: value for key, value in line.items() if math.isfinite(value)}
         return Measured(seconds, known)
@@ -170,12 +171,6 @@ def _times(ranks: list[_Rank], knows_waits: bool) -> Line:
     total = step + sum(stalls.values())
     line = {f"time/{name}": seconds for name, seconds in times.items()}
     return line | {f"share/{name}": min(1.0, seconds / total) for name, seconds in times.items()}
-
-
-def _straggler(ranks: list[_Rank]) -> Line:
-    """Returns the rank that waited least: the others waited for it."""
-    busy = [rank["step"] - rank[COMMUNICATION] for rank in ranks]
-    return {"straggler": busy.index(max(busy)), "rank_spread": max(busy) / statistics.median(busy)}
 
 
 def _device(ranks: list[_Rank], tokens: float) -> Line:

@@ -1,11 +1,14 @@
-"""Tables on the console: the plan before step 1, each evaluation, and the totals at the end."""
+"""On the console: the plan before step 1, progress, each evaluation, and the totals at the end."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from finetune.planning.plan import Plan
@@ -70,7 +73,8 @@ def show_evaluation(console: Console, step: int, metrics: dict[str, float], gene
     table = Table("prompt", "output", "reference", "")  # the last: "=" where output and reference agree
     for generation in generations:
         texts = (generation.prompt, generation.output, generation.reference)
-        table.add_row(*map(_shortened, texts), "=" if generation.matches else "x")
+        cells = (text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…" for text in texts)
+        table.add_row(*map(escape, cells), "=" if generation.matches else "x")
     console.print(table)
 
 
@@ -103,5 +107,54 @@ def _totals(totals: Totals) -> Iterator[tuple[str, str]]:
         yield "energy", f"{totals.last['energy_j'] / 3.6e6:,.3g} kWh, {totals.last['tokens_per_j']:,.1f} tokens/J"
 
 
-def _shortened(text: str) -> str:
-    return escape(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…")
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class TrainingProgress:
+    """A bar in a terminal, sparse lines in a log file, nothing on other ranks. `update` it once per step."""
+
+    def __init__(self, console: Console, steps: int, done: int, shown: bool):
+        self._console, self._steps, self._shown = console, steps, shown
+        self._first = done
+        self._started = self._last_line = time.monotonic()
+        self._bar = None
+        if shown and console.is_terminal:
+            self._bar = Progress(
+                TextColumn("train"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
+                TextColumn("eta"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task("train", total=steps, completed=done, loss="-", speed="-")
+
+    def __enter__(self) -> TrainingProgress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, step: int, loss: float, tokens_per_s: float, mfu: float | None = None) -> None:
+        """step: optimizer steps done; mfu: None if unknown."""
+        speed = f"{tokens_per_s:,.0f} tok/s" + (f"  MFU {mfu:.1%}" if mfu is not None else "")
+        if self._bar:
+            self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", speed=speed)
+        elif self._shown:
+            self._print_line(step, loss, speed)
+
+    def _print_line(self, step: int, loss: float, speed: str) -> None:
+        now = time.monotonic()
+        if step > self._first + 1 and step < self._steps and now - self._last_line < _SECONDS_BETWEEN_LINES:
+            return
+        self._last_line = now
+        remaining = (now - self._started) / max(1, step - self._first) * (self._steps - step)
+        self._console.print(
+            f"step {step}/{self._steps}  loss {loss:.4f}  {speed}  eta {remaining:.0f} s",
+            highlight=False,
+        )
+        sys.stdout.flush()

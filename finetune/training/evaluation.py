@@ -1,23 +1,37 @@
-"""Held-out loss, exact match and sample generations; the same numbers at any number of processes."""
+"""Held-out loss, exact match and sample generations; the same numbers at any number of processes.
+
+Generation is greedy, through the wrapped model: `generate` of transformers calls the inner module and so bypasses the
+hooks with which FSDP2 and ZeRO-3 gather sharded weights. `greedy` calls the wrapper, as training does, and runs on all
+ranks until every one has finished. It ends at the tokens of `end_ids`, which the result's generation config has, too.
+
+Letters: B prompts, P longest prompt, N new tokens so far.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
 
-from finetune.data.dataset import Question, answer, questions
+from finetune.data.chat.template import resolve_template
+from finetune.data.chat.template_check import turn_end_ids
+from finetune.data.dataset import Dataset, Question, Stream, answer, questions, until_end
 from finetune.data.examples import Examples
 from finetune.data.loader import Loader
 from finetune.data.prefetch import fed_batches
+from finetune.data.samples import Example
+from finetune.data.token_text import special_ids
 from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, TermSums
-from finetune.recipe.schema import Evaluate
-from finetune.training.generation import greedy
+from finetune.recipe import Recipe
+from finetune.recipe.schema import Evaluate, Model
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
 
@@ -92,3 +106,89 @@ class Evaluator:
         expected = answer(reference, self.recipe.answer)
         matches = expected is not None and answer(output, self.recipe.answer) == expected
         return Generation(str(self.tokenizer.decode(question.prompt)), output, reference, matches)
+
+
+@torch.no_grad()
+def greedy(
+    engine: Engine, prompts: list[list[int]], end_ids: set[int], pad_id: int, max_new_tokens: int
+) -> list[list[int]]:
+    """Returns the new tokens of each prompt, without its end token. Collective; prompts may differ between ranks.
+
+    A rank without prompts takes part with a dummy one and returns an empty list.
+    """
+    num_prompts = len(prompts)
+    input_ids, mask = _left_padded(prompts or [[pad_id]], pad_id, engine.device)  # (B, P), (B, P)
+    finished = torch.tensor([i >= num_prompts for i in range(len(input_ids))], device=engine.device)
+    ends = torch.tensor(sorted(end_ids), device=engine.device)
+    cache = DynamicCache(config=engine.unwrapped.config) if engine.caches else None
+    new_tokens: list[Tensor] = []  # (B,) each
+    for _ in range(max_new_tokens):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        output = engine.model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            logits_to_keep=1,
+        )
+        next_token = output.logits[:, -1].argmax(-1)  # (B,)
+        new_tokens.append(torch.where(finished, pad_id, next_token))
+        finished = finished | torch.isin(next_token, ends)
+        if engine.ranks.sum((~finished).sum())[0] == 0:
+            break
+        input_ids = next_token[:, None] if cache is not None else torch.cat([input_ids, next_token[:, None]], dim=1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    rows = torch.stack(new_tokens, dim=1).tolist() if new_tokens else [[] for _ in range(num_prompts)]
+    return [until_end(row, end_ids) for row in rows[:num_prompts]]
+
+
+def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    longest = max(len(prompt) for prompt in prompts)
+    ids = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+_EXAMPLES_READ = 1000  # of each source of ids
+_MIN_SHARE = 0.1  # of rows: a truncated one ends with any token
+
+
+def end_ids(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, datasets: Sequence[Dataset | Stream | None]
+) -> set[int]:
+    """Returns the ids that end a generation, the same on every rank.
+
+    These are the tokenizer's end token, those in the base model's generation config, the end of turn if rows are
+    rendered by the chat template, and the last token of rows that are given as ids.
+    """
+    assert isinstance(tokenizer.eos_token_id, int)  # load_tokenizer sees to it
+    ends = {tokenizer.eos_token_id, *_ends_of_base(recipe.model, tokenizer)}
+    formats = {format for data in datasets if data for format in data.formats}
+    template = resolve_template(recipe.model.chat_template, tokenizer, recipe.model.chat_template_arguments)
+    if template is not None and formats - {"text", "tokens"}:
+        ends |= turn_end_ids(tokenizer, template)
+    for data in datasets:
+        for source, format in enumerate(data.formats if data else ()):
+            if data and format == "tokens":
+                ends |= _ends_of_rows(data.first_examples(source, _EXAMPLES_READ), tokenizer)
+    return ends
+
+
+def _ends_of_base(model: Model, tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """Returns those in a published model's generation config (Llama 3.1 has three); none with another tokenizer."""
+    if model.name is None or model.config is not None or model.tokenizer is not None:
+        return set()
+    try:
+        ids = GenerationConfig.from_pretrained(model.name, revision=model.revision or "main").eos_token_id
+    except OSError:  # it has no such file
+        return set()
+    named = set(ids) if isinstance(ids, list) else {ids}
+    return {i for i in named if i in special_ids(tokenizer)}
+
+
+def _ends_of_rows(examples: Iterable[Example], tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """Returns the special tokens that are the last target of at least `_MIN_SHARE` of the rows."""
+    last = Counter(int(one.input_ids[one.loss_mask][-1]) for example in examples for one in example.sequences[:1])
+    enough, added = _MIN_SHARE * sum(last.values()), special_ids(tokenizer)
+    return {i for i, count in last.items() if i in added and count >= enough}

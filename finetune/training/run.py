@@ -28,26 +28,21 @@ from finetune.engine.launch import collective_timeout, read_launch
 from finetune.engine.start import set_group_timeouts, start_engine
 from finetune.errors import Stopped
 from finetune.models.activations import ActivationOffload
-from finetune.models.adapters import keep_input_types
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
-from finetune.models.config import check_no_dropout, check_token_ids, load_tokenizer, model_config
-from finetune.models.dtypes import dtypes
+from finetune.models.config import check_no_dropout, check_token_ids, dtypes, load_tokenizer, model_config
 from finetune.models.loss_model import CausalLMWithLoss, CrossEntropyChoice
 from finetune.models.moe import compute_experts_in, find_routers
-from finetune.models.weights import load_model, parameter_counts
+from finetune.models.weights import keep_input_types, load_model, parameter_counts
 from finetune.objectives import Objective, make_objective
 from finetune.objectives.forward import ForwardPass
-from finetune.planning.flops import model_flops
-from finetune.planning.hardware import peak_tflops
+from finetune.planning.flops import model_flops, peak_tflops
 from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe
 from finetune.tracking import check_trackers
 from finetune.tracking.meters import Meters
-from finetune.training.auto_batch import RowsPerDevice, find_rows
-from finetune.training.ends import end_ids
-from finetune.training.evaluation import Evaluator
+from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
+from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.optim import build_optimizers
-from finetune.training.process_memory import memory_of
 from finetune.training.profile import Profiler
 from finetune.training.run_dir import in_use, make_run_folder, run_folder
 from finetune.training.signals import StopRequest
@@ -167,7 +162,8 @@ def _load(
     divided = parallelism.summary() if parallelism.tokens * parallelism.pipeline > 1 else None
     routers = find_routers(model)
     text_config = model.config.get_text_config()
-    objective = make_objective(recipe.objective, source_names, False, text_config, routers, divided)
+    token_ranks = engine.token_ranks
+    objective = make_objective(recipe.objective, source_names, False, text_config, routers, divided, token_ranks)
     casts = types.compute != types.trained
     if casts:
         compute_experts_in(model, types.compute)
@@ -247,7 +243,7 @@ def _peak(recipe: Recipe, engine: Engine, plan: Plan, say: Callable[[str], None]
         return None
     peak = peak_tflops(plan.device, dtypes(recipe).compute)
     if peak is None:
-        say(f"note: no MFU: planning/hardware.py has no peak for {plan.device}")
+        say(f"note: no MFU: planning/flops.py has no peak for {plan.device}")
     return peak
 
 
@@ -278,7 +274,7 @@ def _evaluator(
     ends: set[int],
 ) -> Evaluator:
     loader = _loader(recipe, engine, rows_per_device, OrderedRows(held_out.examples, held_out.rows), len(held_out.rows))
-    objective = make_objective(recipe.objective, held_out.source_names, evaluating=True)
+    objective = make_objective(recipe.objective, held_out.source_names, True, token_ranks=engine.token_ranks)
     return Evaluator(
         engine, loader, held_out.examples, ForwardPass(attention, objective), tokenizer, ends, recipe.evaluate
     )

@@ -31,15 +31,16 @@ from finetune.engine.optimizer_step import NonFinite
 from finetune.errors import RunFailure, Stopped, UserError
 from finetune.export.result import model_card, save_result
 from finetune.models.compiled import CompilationWatch, compilations
-from finetune.models.dtypes import dtypes
+from finetune.models.config import dtypes
 from finetune.models.loss_model import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import UNSCALED, Sums, TermSums
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe, dump_recipe
-from finetune.tracking import Status, Totals, TrainingProgress, read_steps, write_status
+from finetune.recipe.schema import metric_direction
+from finetune.tracking import Status, Totals, read_steps, write_status
 from finetune.tracking.meters import Meters
-from finetune.training.display import show_evaluation, show_plan, show_totals
+from finetune.training.display import TrainingProgress, show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import Evaluator
 from finetune.training.optim import lr_factor
 from finetune.training.profile import Profiler, show_profile
@@ -58,6 +59,8 @@ class State:
     supervised_tokens: int = 0
     padding_tokens: int = 0  # computed in addition, on as many processes as there were
     tokens_by_source: dict[str, int] = field(default_factory=dict)  # where there are several
+    best: float | None = None  # of `train.stop_when.metric`, in all evaluations so far
+    evaluations_since_best: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,13 +149,18 @@ class Trainer:
                 progress.update(line["step"], line["loss"], line["tokens_per_s"], line.get("mfu"))
                 self._profile(line)
                 self._between_steps(flags)
+        if (stop_when := self.recipe.train.stop_when) is not None and self.state.step < self.plan.steps:
+            self.say(
+                f"stopped early after step {self.state.step} of {self.plan.steps}: no {stop_when.metric} better than "
+                f"{self.state.best:.4g} in {stop_when.patience} evaluations in a row"
+            )
 
     def steps(self, feed: Feed[StepBatches]) -> Iterator[StepBatches]:
         """Yields the batches of each remaining step, and meters the wait for them."""
-        if self.state.step < self.plan.steps:
+        if not self._is_over:
             self._warm_up(feed.peek().batches[0])
         self.engine.stopwatch.restart()
-        while self.state.step < self.plan.steps:
+        while not self._is_over:
             with self.engine.stopwatch.phase("data"):
                 step_batches = next(feed)
             yield step_batches
@@ -259,10 +267,14 @@ class Trainer:
         """Evaluates on held-out data, logs and prints the results; returns the metrics. Collective."""
         assert self.evaluator is not None  # only called with evaluation data
         self.evaluation, generations = self.evaluator.run()
-        best = self.recipe.checkpoint.best
-        if best is not None and best not in self.evaluation:
-            measured = ", ".join(self.evaluation)
-            raise UserError(f"checkpoint.best: this run's evaluations do not measure {best!r}: use one of {measured}")
+        stop_when = self.recipe.train.stop_when
+        wanted = {"checkpoint.best": self.recipe.checkpoint.best, "train.stop_when": stop_when and stop_when.metric}
+        for key, metric in wanted.items():
+            if metric is not None and metric not in self.evaluation:
+                measured = ", ".join(self.evaluation)
+                raise UserError(f"{key}: this run's evaluations do not measure {metric!r}: use one of {measured}")
+        if stop_when is not None:
+            self._note_improvement(self.evaluation[stop_when.metric], metric_direction(stop_when.metric))
         self.compilations.evaluated()
         self._write_expert_load()
         self.log.write({"step": self.state.step, **self.evaluation}, self.state.step)
@@ -272,6 +284,21 @@ class Trainer:
             rows = [[g.prompt, g.output, g.reference] for g in generations]
             self.log.table("generations", ["prompt", "output", "reference"], rows, self.state.step)
         return self.evaluation
+
+    def _note_improvement(self, value: float, direction: str) -> None:
+        """Counts the evaluations since the best one, for `train.stop_when`; one that is not a number is no better."""
+        state = self.state
+        if state.best is None or (value < state.best if direction == "lower" else value > state.best):
+            state.best, state.evaluations_since_best = value, 0
+        else:
+            state.evaluations_since_best += 1
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all steps are done, or evaluations no longer improve."""
+        stop_when = self.recipe.train.stop_when
+        stopped_early = stop_when is not None and self.state.evaluations_since_best >= stop_when.patience
+        return stopped_early or self.state.step >= self.plan.steps
 
     def _evaluation_due(self) -> bool:
         step, every = self.state.step, self.recipe.evaluate.every_steps
@@ -292,7 +319,7 @@ class Trainer:
         settings, step = self.recipe.checkpoint, self.state.step
         if settings.every_steps and step % settings.every_steps == 0:
             return True
-        at_the_end = (settings.every_steps or settings.every_minutes or settings.best) and step == self.plan.steps
+        at_the_end = (settings.every_steps or settings.every_minutes or settings.best) and self._is_over
         return bool(flags.save or at_the_end or self.saver.improves(measured))
 
     def _save_checkpoint(self, measured: dict[str, float]) -> None:

@@ -54,6 +54,26 @@ def exchanges(rank: int, sizes: Any) -> None:
         compared(rank, sizes, (3, 8, 1, 4), 2, torch.float64, 1e-12, softcap=0.5)
 
 
+def sums(rank: int, sizes: Any) -> None:
+    """Of a loss that is not linear in a sum over the row's tokens: its value on each rank, and tokens' gradients."""
+    from finetune.data.batch import TokenShare
+    from finetune.engine.context_parallel import token_ranks
+
+    place, ranks = sizes.coordinates(rank), token_ranks(sizes, rank)
+    here = TokenShare(sizes.context, sizes.sequence, place["context"], place["sequence"]).places(16)
+    whole = torch.randn(16, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    loss = torch.stack([part.sum() for part in whole.split(8)]).exp().sum()
+    (expected,) = torch.autograd.grad(loss, whole)
+    mine = whole.detach()[here].requires_grad_()
+    parts = torch.stack([mine[here < 8].sum(), mine[here >= 8].sum()])  # some ranks have nothing of one
+    share = ranks.share(ranks.sum(parts).exp().sum())
+    assert_close(share.detach() * sizes.tokens, loss.detach())
+    share.backward()
+    assert_close(mine.grad, expected[here])
+    assert ranks.count == sizes.tokens
+    assert ranks.sum(torch.zeros(0)).shape == (0,)
+
+
 def compared(
     rank: int,
     sizes: Any,
@@ -147,6 +167,7 @@ def generating(rank: int, sizes: Any) -> None:
 
 
 def everything(rank: int, sizes: Any) -> None:
+    sums(rank, sizes)
     exchanges(rank, sizes)
     documents(rank, sizes)
     generating(rank, sizes)

@@ -32,8 +32,7 @@ def run_case(
     from finetune.engine.start import start_engine
     from finetune.errors import RunFailure
     from finetune.export.result import save_result
-    from finetune.models.config import load_tokenizer
-    from finetune.models.dtypes import dtypes
+    from finetune.models.config import dtypes, load_tokenizer
     from finetune.recipe import load_recipe
 
     recipe, launch = load_recipe(recipe_file, [*overrides, f"run.name={name}"]), read_launch()

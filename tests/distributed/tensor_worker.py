@@ -35,8 +35,8 @@ from finetune.engine.sharding import (
     take_weights,
 )
 from finetune.engine.tensor_parallel import ShardedParameters, TensorGroup, parallelize
-from finetune.models.adapters import add_adapters
 from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Lora
 
 PHI3 = {**tiny.MODELS["llama"], "model_type": "phi3"}

@@ -48,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("pair", [(ALONE, SHARING), (SHARING, ALONE)], ids=["single to cp", "cp to single"])
-def test_goes_on_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[Place, Place]) -> None:
+def test_resumes_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[Place, Place]) -> None:
     """Losses and weights are those of one process, so the run under context parallel that was saved is, too."""
     monkeypatch.setenv("FINETUNE_CACHE", str(saved / "cache"))
     cell = Pair(*pair, FULL)

@@ -22,7 +22,7 @@ from forks import start_forkserver
         (4, "mixtral", "eager", "one rank"),
     ],
 )
-def test_same_as_the_whole_layer(tmp_path: Path, size: int, kind: str, implementation: str, choices: str) -> None:
+def test_same_as_the_full_layer(tmp_path: Path, size: int, kind: str, implementation: str, choices: str) -> None:
     start_forkserver()
     context = multiprocessing.get_context("forkserver")  # one import for all ranks, and no threads that are forked
     ranks = partial(

@@ -137,7 +137,7 @@ COMPARED = [
 ]
 
 
-def test_what_zero_3_cannot_rehearse_is_said_before_the_model_is_loaded(launched: Launched) -> None:
+def test_what_zero_3_cannot_rehearse_is_reported_before_the_model_is_loaded(launched: Launched) -> None:
     for rank in became(launched("zero3", 2), "qlora_dora"):
         assert rank["error"] == "UserError"
         assert "use fsdp2, or set `lora.dora: false`" in rank["message"]
@@ -315,7 +315,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     assert not (run / "model").exists()
 
 
-def test_a_launch_smaller_than_asked_is_an_error(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
+def test_a_launch_smaller_than_requested_is_an_error(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
     """accelerate 1.15 starts one process for this config, without a word: a real launch."""
     config = tmp_path / "cpu.yaml"
     config.write_text(

@@ -64,7 +64,7 @@ def launched(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
 
 
 @pytest.mark.parametrize(("config", "processes"), LAUNCHES)
-def test_frozen_weights_are_held_once_in_their_type(launched: Launched, config: str, processes: int) -> None:
+def test_frozen_weights_are_in_memory_once_in_their_type(launched: Launched, config: str, processes: int) -> None:
     """Under ZeRO-3 they would be made in fp32 where its config does not say otherwise (Zero.loading)."""
     whole = 2 * wide_parameters()
     share = whole // processes if config in SHARDS_FROZEN else whole
@@ -83,7 +83,7 @@ def test_deepspeed_makes_room_for_the_gradients_that_there_are(launched: Launche
         assert rank["bucket"] == rank["trained"]
 
 
-def test_every_process_group_waits_as_long_as_was_asked(launched: Launched) -> None:
+def test_every_process_group_has_the_requested_timeout(launched: Launched) -> None:
     """DeepSpeed makes one for itself, with half an hour; FSDP2 on one mesh has the launch's own."""
     for rank in became(launched("zero3", 2), "frozen"):
         assert set(rank["waits"]) == {WAIT_S}
@@ -99,7 +99,7 @@ def wide_parameters() -> int:
 
 
 @pytest.mark.parametrize(("config", "processes"), LAUNCHES)
-def test_rows_found_are_as_good_as_rows_said(launched: Launched, config: str, processes: int) -> None:
+def test_measured_rows_are_as_good_as_given_rows(launched: Launched, config: str, processes: int) -> None:
     """Two rows fit: a step takes several forwards, and the trials leave nothing in its sums."""
     out = launched(config, processes)
     ranks, plan = became(out, "auto"), json.loads((out / "runs" / "auto" / "plan.json").read_text(encoding="utf-8"))

@@ -25,7 +25,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("place", RESUMED, ids=[f"{config} x{size}" for config, size in RESUMED])
-def test_goes_on_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
+def test_resumes_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(saved / "cache"))
     pairs = [Pair(source, place, case) for source in SAVED for case in resume_matrix.cases(source, place)]
     resume_matrix.resume(saved, pairs)

@@ -18,7 +18,7 @@ VOCABULARY = 8192  # groups of less than a megabyte are not swapped
 
 @pytest.mark.long  # DeepSpeed first compiles for minutes
 @pytest.mark.skipif(not Path("/usr/include/libaio.h").exists(), reason="DeepSpeed compiles against libaio-dev")
-def test_state_on_nvme_goes_on_bitwise(
+def test_state_on_nvme_resumes_bitwise(
     recipe: dict[str, Any], write_recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -22,7 +22,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_the_whole_model(ranks: list[dict[str, Any]], case: str) -> None:
+def test_loss_and_gradients_are_those_of_the_full_model(ranks: list[dict[str, Any]], case: str) -> None:
     for rank in ranks:
         assert rank[case]["loss"] < 1e-6
         assert rank[case]["gradient"] < 1e-5  # of the parameter's largest

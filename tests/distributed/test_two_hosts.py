@@ -30,7 +30,7 @@ def job(folder: Path, name: str, config: str) -> Job:
 
 
 @pytest.mark.long
-def test_a_host_is_killed_the_other_goes_on_alone_and_it_comes_back(folder: Path) -> None:
+def test_a_host_is_killed_the_other_resumes_alone_and_it_comes_back(folder: Path) -> None:
     """fsdp2 on two hosts, one, and two, against one process that nobody disturbs: the recipe fixes the maths."""
     reference = job(folder, "reference", "single")
     train_here(folder / "recipe.yaml", *OVERRIDES, "run.name=reference")

@@ -321,7 +321,7 @@ def test_check_of_all_recipes() -> None:
     assert out.count(": ok\n") == count > 15
 
 
-def test_check_of_a_folder_goes_on_after_a_bad_recipe(
+def test_check_of_a_folder_continues_after_a_bad_recipe(
     here: Callable[..., Outcome], recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = tmp_path / "many"
@@ -347,7 +347,7 @@ def test_check_of_an_empty_folder(here: Callable[..., Outcome], tmp_path: Path) 
     assert f"error: {tmp_path}: no recipes" in err
 
 
-def test_check_of_rows_to_be_found(here: Callable[..., Outcome], recipe: dict[str, Any], write_recipe: Any) -> None:
+def test_check_of_rows_per_device_auto(here: Callable[..., Outcome], recipe: dict[str, Any], write_recipe: Any) -> None:
     recipe["batch"] = {"rows": 8, "rows_per_device": "auto"}
     config = ROOT / "accelerate_configs" / "zero3.yaml"
     code, out, err = here("check", write_recipe(recipe), "--config-file", config, "--num-processes", 2, "--json")
@@ -569,7 +569,7 @@ def test_schema_is_the_shipped_one(here: Callable[..., Outcome]) -> None:
     assert json.loads(out) == json.loads((ROOT / "recipes" / "recipe.schema.json").read_text(encoding="utf-8"))
 
 
-def test_a_mistake_is_told_once_however_slow_rank_0_is(tmp_path: Path) -> None:
+def test_a_mistake_is_reported_once_however_slow_rank_0_is(tmp_path: Path) -> None:
     """A launcher ends all ranks as soon as one has left."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = [str(Path(__file__).with_name("late_rank.py")), "train", "nowhere.yaml"]

@@ -98,7 +98,7 @@ def test_a_stream_says_what_it_is_and_needs_an_end(recipe, write_recipe, tmp_pat
         train_here(path, "train.max_steps=null", "train.epochs=1")
 
 
-def test_a_stream_read_ahead_goes_on_bitwise_from_what_was_trained(recipe, write_recipe, tmp_path, monkeypatch):
+def test_a_stream_read_ahead_resumes_bitwise_from_what_was_trained(recipe, write_recipe, tmp_path, monkeypatch):
     """Windows of about two steps: at a checkpoint the next one has been read already. The cache is lost in between."""
     recipe["data"] |= {"streaming": True, "window": 20}
     recipe["checkpoint"] = {"every_steps": 2, "keep": 3}

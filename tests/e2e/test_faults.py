@@ -56,7 +56,7 @@ def test_a_full_disk_stops_the_run_and_leaves_nothing_half_written(
     assert names(run / "checkpoints") == []
 
 
-def test_a_full_disk_is_said_and_the_run_goes_on_where_the_recipe_says_so(
+def test_a_full_disk_is_reported_and_the_run_continues_where_the_recipe_says_so(
     saving: dict[str, Any], write_recipe: Any, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with full_disk():
@@ -115,7 +115,7 @@ def test_the_newest_that_verifies_is_taken_and_the_others_are_set_aside(
     assert names(root) == kept
 
 
-def test_where_none_verifies_starting_anew_is_for_the_user_to_say(
+def test_where_none_verifies_starting_over_is_the_user_s_decision(
     saving: dict[str, Any], write_recipe: Any, run: Path
 ) -> None:
     path, root = write_recipe(saving), run / "checkpoints"
@@ -132,7 +132,7 @@ def test_where_none_verifies_starting_anew_is_for_the_user_to_say(
     assert names(root) == [*(f"aside-{name}" for name in before), *before]
 
 
-def test_a_save_beside_the_steps_writes_the_same_bytes(saving: dict[str, Any], write_recipe: Any, run: Path) -> None:
+def test_an_asynchronous_save_writes_the_same_bytes(saving: dict[str, Any], write_recipe: Any, run: Path) -> None:
     path = write_recipe(saving)
     train_here(path)
     train_here(path, "run.name=other", "checkpoint.asynchronous=false")
@@ -172,7 +172,7 @@ def test_a_best_that_no_evaluation_measures_is_an_error(saving: dict[str, Any], 
         train_here(write_recipe(saving))
 
 
-def test_an_evaluation_that_a_stop_left_out_is_made_when_the_run_goes_on(
+def test_an_evaluation_that_a_stop_left_out_runs_after_the_resume(
     saving: dict[str, Any], write_recipe: Any, run: Path
 ) -> None:
     saving["evaluate"]["every_steps"] = 2

@@ -79,7 +79,7 @@ def test_stopped_and_gone_on_is_bitwise_the_run_never_stopped(long_recipe: dict[
     assert weights[0] == weights[1]
 
 
-def test_a_signal_to_one_rank_stops_all_and_another_backend_goes_on(
+def test_a_signal_to_one_rank_stops_all_and_another_backend_resumes(
     long_recipe: dict[str, Any], write_recipe: Any
 ) -> None:
     """Through scripts/launch.py, which gives schedulers the exit status that accelerate launch loses."""

@@ -69,7 +69,7 @@ def test_what_may_not_change_on_resume(checkpointed: dict[str, Any], write_recip
     assert "Traceback" not in done.stderr
 
 
-def test_a_longer_run_goes_on_and_never_starts_anew(checkpointed: dict[str, Any], write_recipe: Any) -> None:
+def test_a_longer_run_resumes_and_never_starts_over(checkpointed: dict[str, Any], write_recipe: Any) -> None:
     path, run = write_recipe(checkpointed), run_folder(checkpointed)
     train_here(path)
     train_here(path, "train.max_steps=8")

@@ -34,7 +34,7 @@ def loader(loaded: Any) -> Loader:
     return Loader(data.in_order(loaded), 4, 2, 0, 1, 10**6)
 
 
-def test_batches_reach_the_device_whole_while_it_is_busy(loaded: Any) -> None:
+def test_batches_reach_the_device_unchanged_while_it_is_busy(loaded: Any) -> None:
     """Memory of a step that was let go may be given out for the next copies only when nothing reads it any more."""
     rows, busy = loader(loaded), torch.randn(2048, 2048, device=DEVICE)
     sums, expected = [], []

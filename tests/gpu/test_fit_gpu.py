@@ -13,8 +13,7 @@ import tiny
 import torch
 from conftest import metrics, train_here
 
-from finetune.training.auto_batch import largest_that_fits
-from finetune.training.process_memory import CudaMemory
+from finetune.training.auto_batch import CudaMemory, largest_that_fits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -55,7 +54,7 @@ def test_a_device_that_runs_out_is_stepped_back_from() -> None:
     assert torch.ones(MIB, device=device).sum().item() == MIB  # the device goes on
 
 
-def test_a_run_with_rows_that_were_found(
+def test_a_run_with_measured_rows(
     recipe: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))

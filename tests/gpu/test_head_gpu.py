@@ -9,7 +9,7 @@ import torch
 
 from finetune.models.head import TokenLoss
 from finetune.models.head.chunked import HeadTask, liger_losses, matrix_losses, torch_losses
-from finetune.models.head.token_loss import LogitMap, token_losses
+from finetune.models.head.token_loss import LogitMap
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")
@@ -35,7 +35,8 @@ def test_equal_to_the_formula(way, token_loss, logit_map, compute) -> None:  # t
 
     def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         logits = torch.nn.functional.linear(x, w)
-        return token_losses(logit_map(logits if logits.dtype == torch.float64 else logits.float()), targets, token_loss)
+        upcast = logits if logits.dtype == torch.float64 else logits.float()
+        return token_loss.losses(logit_map(upcast), targets, {}).each
 
     def result(losses, dtype):  # type: ignore[no-untyped-def]
         x, w = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weight))

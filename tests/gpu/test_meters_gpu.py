@@ -11,7 +11,7 @@ import torch
 from conftest import train_here
 
 from finetune.engine.timing import Stopwatch
-from finetune.planning.hardware import find_device
+from finetune.planning.flops import find_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

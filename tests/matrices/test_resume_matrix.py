@@ -24,7 +24,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("place", PLACES, ids=[f"on {config} x{size}" for config, size in PLACES])
-def test_goes_on_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
+def test_resumes_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(saved / "cache"))
     monkeypatch.setattr(parity, "start_ranks", parity.accelerate_launch)
     pairs = [Pair(source, place, case) for source in PLACES for case in resume_matrix.cases(source, place)]

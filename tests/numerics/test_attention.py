@@ -30,9 +30,8 @@ from finetune.models.attention import (
     VARLEN,
     Kernels,
     choose_attention,
-    flex,
+    kernels,
     per_document,
-    varlen,
 )
 
 LENGTHS = (7, 21, 3, 12)
@@ -218,10 +217,10 @@ def by_the_documentation(
 def test_varlen_says_to_the_kernel_what_it_means(
     folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", by_the_documentation)
+    monkeypatch.setattr(kernels, "varlen_attn", by_the_documentation)
     ours, theirs = load(folders[name], VARLEN), load(folders[name], DOCUMENTS)
     ids, positions = row()
-    made = varlen.prepare(LENGTHS, "cpu")
+    made = kernels.prepare_varlen(LENGTHS, "cpu")
     a = ours(input_ids=ids, position_ids=positions, use_cache=False, **made).logits[0]
     b = logits(theirs, ids, positions, DOCUMENTS)
     torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
@@ -237,11 +236,11 @@ def test_flex_forward_equals_the_documents(
 ) -> None:
     """Its mask and soft cap, computed plainly: the kernel that inductor writes takes half a minute here."""
     torch.compiler.reset()
-    monkeypatch.setattr(flex, "_compiled", lambda: torch.compile(flex_attention, backend="eager"))
+    monkeypatch.setattr(kernels, "_compiled", lambda: torch.compile(flex_attention, backend="eager"))
     ours, theirs = load(folders[name], FLEX), load(folders[name], DOCUMENTS)
     ids, positions = row()
     with torch.no_grad():
-        made = flex.prepare(LENGTHS, "cpu", windows=(None, 8))
+        made = kernels.prepare_flex(LENGTHS, "cpu", windows=(None, 8))
         a = ours(input_ids=ids, position_ids=positions, use_cache=False, **made).logits[0]
         torch.testing.assert_close(a, logits(theirs, ids, positions, DOCUMENTS), rtol=0, atol=2e-6)
 
@@ -254,7 +253,7 @@ def test_flex_forward_equals_the_documents(
 def test_the_blocks_of_a_mask_are_those_that_torch_finds_by_trying_every_pair(
     lengths: tuple[int, ...], window: int | None
 ) -> None:
-    ours = flex.block_mask(lengths, window, "cpu")
+    ours = kernels.block_mask(lengths, window, "cpu")
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
     def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -271,11 +270,11 @@ def test_the_blocks_of_a_mask_are_those_that_torch_finds_by_trying_every_pair(
 
 
 def test_boundaries_of_documents() -> None:
-    made = varlen.prepare(LENGTHS, "cpu")["documents"]
+    made = kernels.prepare_varlen(LENGTHS, "cpu")["documents"]
     assert made.ends.tolist() == [0, 7, 28, 31, 43]
     assert made.ends.dtype == torch.int32
     assert made.longest == 21
-    assert varlen.prepare(LENGTHS, "cpu", longest=64)["documents"].longest == 64
+    assert kernels.prepare_varlen(LENGTHS, "cpu", longest=64)["documents"].longest == 64
 
 
 # --- the choice
@@ -352,7 +351,7 @@ def test_what_cannot_be_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("asked", ["documents", "varlen", "flex", "sdpa", "eager", "flash_attention_2"])
-def test_what_is_asked_for_is_taken(asked: str) -> None:
+def test_the_requested_implementation_is_taken(asked: str) -> None:
     everything = Kernels(capability=(9, 0), flash_kernels=True, flash_attn=True, triton=True)
     choice = choose(asked, LLAMA, "cuda", True, everything)
     assert choice.implementation in (asked, f"finetune_{asked}")

@@ -55,7 +55,7 @@ def test_compiled_layers_give_the_same_losses_and_are_compiled_once(
     assert "train.compile" not in said
 
 
-def test_a_recompilation_after_the_second_step_is_said_once_with_its_reason() -> None:
+def test_a_recompilation_after_the_second_step_is_reported_once_with_its_reason() -> None:
     torch.compiler.reset()
     watch = CompilationWatch()
     double = torch.compile(lambda x: x * 2, dynamic=False, backend="eager")

@@ -55,7 +55,7 @@ def reference(made: Path, batches: list[Batch]) -> tuple[torch.Tensor, dict[str,
 
 @pytest.mark.parametrize("attention", ["documents", "sdpa", "eager"])
 @pytest.mark.parametrize("rows_per_device", [1, 2, 4])
-def test_accumulated_gradient_is_the_whole_batch_s(
+def test_accumulated_gradient_is_the_full_batch_s(
     made: Path, recipe: dict[str, Any], write_recipe: Any, attention: str, rows_per_device: int
 ) -> None:
     recipe["batch"]["rows_per_device"] = rows_per_device

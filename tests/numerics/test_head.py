@@ -16,14 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import UserError
-from finetune.models.adapters import add_adapters
 from finetune.models.attention import choose_attention
 from finetune.models.config import model_config
 from finetune.models.head import TokenLoss, chunked
 from finetune.models.head.chunked import HeadTask, matrix_losses, rows_at_once, torch_losses
 from finetune.models.head.token_loss import LogitMap, UnknownHead, logit_map
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens, choose_cross_entropy, loss_head
-from finetune.models.weights import Placement, load_model
+from finetune.models.weights import Placement, add_adapters, load_model
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora
 
@@ -92,7 +91,7 @@ def by_head(
     loss_model = CausalLMWithLoss(model, asked, autocast=autocast)
     assert loss_model.choice.implementation == asked
     arguments, ids = batch(model)
-    total, each, _ = loss_model(targets=TargetTokens(POSITIONS, ids, token_loss), **arguments)
+    total, each, *_ = loss_model(targets=TargetTokens(POSITIONS, ids, token_loss), **arguments)
     assert total.dtype == each.dtype == torch.float32
     assert not each.requires_grad
     torch.testing.assert_close(total.detach(), each.sum())
@@ -343,7 +342,7 @@ def test_without_targets_there_is_a_graph_and_no_gradient(adapters: str | None, 
     model = adapted("llama", ADAPTERS[adapters]) if adapters else model_of("llama")
     none = torch.zeros(0, dtype=torch.long)
     targets = TargetTokens(none, none, TOKEN_LOSSES[3], differentiable=differentiable)
-    total, each, _ = CausalLMWithLoss(model, "chunked")(targets=targets, **batch(model)[0])
+    total, each, *_ = CausalLMWithLoss(model, "chunked")(targets=targets, **batch(model)[0])
     total.backward()
     assert (total.item(), each.shape) == (0.0, (0,))
     trained = [p for p in model.parameters() if p.requires_grad]

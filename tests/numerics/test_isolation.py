@@ -62,7 +62,7 @@ def test_isolation_is_seen_not_believed(
     assert reason in choice.reason
 
 
-def test_documents_asked_for_by_name_are_refused_where_they_would_leave_a_mask_out() -> None:
+def test_documents_requested_by_name_are_refused_where_they_would_leave_a_mask_out() -> None:
     with pytest.raises(UserError, match=r"`documents` does not fit DogeForCausalLM here: .*a mask of its own.*`auto`"):
         choose("documents", DogeConfig())
 

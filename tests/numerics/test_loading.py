@@ -93,7 +93,7 @@ def test_dora_on_a_head_with_a_row_of_zeros_is_refused(recipe: dict[str, Any], w
         load(recipe | {"lora": {"rank": 4, "dora": True, "targets": ["lm_head", "q_proj"]}}, write_recipe)
 
 
-def test_parameters_are_counted_whole_also_in_4_bit(recipe: dict[str, Any], write_recipe: Any) -> None:
+def test_parameters_are_counted_in_full_also_in_4_bit(recipe: dict[str, Any], write_recipe: Any) -> None:
     whole, trained = parameter_counts(load(recipe, write_recipe))
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64  # q and o, k and v, the MLP, two norms
     assert whole == trained == 2 * 384 * 64 + 2 * layer + 64

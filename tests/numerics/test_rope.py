@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 from finetune.models.attention import DOCUMENTS, per_document
-from finetune.models.rope import length_dependent_rope, rotate_per_document
+from finetune.models.attention.per_document import rotate_per_document
+from finetune.models.config import length_dependent_rope
 
 LENGTHS = (40, 9, 23, 17)  # the model was trained for 16 tokens; not in order, since `dynamic` remembers the longest
 SHAPE: dict[str, Any] = {

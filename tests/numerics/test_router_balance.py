@@ -47,7 +47,7 @@ def test_it_is_the_mean_over_layers_of_every_row_by_its_tokens(layers: list[Tens
     assert chosen.sum(1).tolist() == [16 * 2] * 3
 
 
-def test_it_does_not_depend_on_how_rows_are_dealt(layers: list[Tensor]) -> None:
+def test_it_does_not_depend_on_how_rows_are_distributed(layers: list[Tensor]) -> None:
     together = router_balance(layers, (7, 9), 2)
     apart = [router_balance([layer[:7] for layer in layers], (7,), 2)]
     apart.append(router_balance([layer[7:] for layer in layers], (9,), 2))
@@ -103,7 +103,7 @@ def test_null_means_what_the_model_s_config_says() -> None:
         coefficient(half, "llama")
 
 
-def test_rows_that_no_rank_sees_whole_are_not_balanced() -> None:
+def test_rows_that_no_rank_has_in_full_are_not_balanced() -> None:
     assert coefficient(Objective(), "mixtral", "context 2") == 0.0
     with pytest.raises(UserError, match=r"`output_router_logits` in the model's config.*under context 2.*_coef: 0"):
         coefficient(Objective(), "mixtral", "context 2", output_router_logits=True)

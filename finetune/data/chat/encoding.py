@@ -86,16 +86,14 @@ class Encoder:
         ids = encoding.ids  # a new list each time
         offsets = Offsets(len(ids), encoding.token_to_chars, encoding.char_to_token)
         if self.can_cut:
-            spans = [(begin, self._after_added(end, ids, offsets)) for begin, end in spans]
+            for i, (begin, end) in enumerate(spans := list(spans)):
+                last = offsets.first_from(end) - 1
+                if last >= 0 and ids[last] in self.added:  # it may swallow white space after it (Phi-3's <|end|>)
+                    spans[i] = (begin, max(end, offsets.at(last)[1]))
             borders = sorted({border for span in spans for border in span if 0 < border < len(text)})
             if any(not is_clean(border, offsets) for border in borders):
                 return self._in_pieces(text, spans, [0, *borders, len(text)])
         return np.array(ids, np.int32), tokens_in_spans(offsets, spans)
-
-    def _after_added(self, end: int, ids: Sequence[int], offsets: Offsets) -> int:
-        """The end of a span, moved after the white space that the added token there swallows (Phi-3's <|end|>)."""
-        last = offsets.first_from(end) - 1
-        return max(end, offsets.at(last)[1]) if last >= 0 and ids[last] in self.added else end
 
     def _in_pieces(self, text: str, spans: Sequence[Span], cuts: Sequence[int]) -> Tokens:
         pieces = list(pairwise(cuts))
@@ -199,7 +197,15 @@ class ByteLevel:
         size = np.array([len(text.encode()) for text in texts], np.int64)
         proved = np.diff(begins[rows]) == size
         row = np.repeat(np.arange(len(texts)), [2 * len(one) for one in spans])  # (B,) of each border
-        borders = np.fromiter(chain.from_iterable(map(_in_bytes, texts, spans)), np.int64, len(row))
+        borders = np.fromiter(  # in bytes; spans are characters
+            (
+                border if text.isascii() else len(text[:border].encode())
+                for text, of_text in zip(texts, spans, strict=True)
+                for border in chain.from_iterable(of_text)
+            ),
+            np.int64,
+            len(row),
+        )
         wanted = begins[rows[row]] + borders
         at = np.clip(np.searchsorted(begins, wanted), rows[row], rows[row + 1])  # the first token from there
         proved[row[begins[at] != wanted]] = False
@@ -269,9 +275,3 @@ def _added_bytes(backend: Any, text: str) -> int:
     """0, which proves nothing, where a text would have to be changed to hold this token."""
     normalizer = backend.normalizer
     return len(text.encode()) if normalizer is None or normalizer.normalize_str(text) == text else 0
-
-
-def _in_bytes(text: str, spans: Sequence[Span]) -> Iterator[int]:
-    """The borders of spans, which are characters."""
-    borders = chain.from_iterable(spans)
-    return borders if text.isascii() else (len(text[:border].encode()) for border in borders)

@@ -292,8 +292,14 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
     waiting: list[str] = []  # ids of calls without an answer so far
     for i, message in enumerate(messages):
         if message.tool_calls:
+            # Without an id: nine letters and digits, as Mistral's are.
+            texts = [
+                json.dumps([i, j, call["function"]], sort_keys=True, ensure_ascii=False)
+                for j, call in enumerate(message.tool_calls)
+            ]
+            hashes = [hashlib.blake2b(text.encode(), digest_size=5).hexdigest()[:9] for text in texts]
             calls = tuple(
-                {**call, "id": call.get("id") or _call_id(call, i, j)} for j, call in enumerate(message.tool_calls)
+                {**call, "id": call.get("id") or own} for call, own in zip(message.tool_calls, hashes, strict=True)
             )
             message, waiting = replace(message, tool_calls=calls), [call["id"] for call in calls]
         elif message.role == "tool" and waiting:
@@ -302,12 +308,6 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
             waiting = [id_ for id_ in waiting if id_ != answered]
         with_ids.append(message)
     return with_ids
-
-
-def _call_id(call: Mapping[str, Any], message: int, place: int) -> str:
-    """Nine letters and digits, as Mistral's are."""
-    said = json.dumps([message, place, call["function"]], sort_keys=True, ensure_ascii=False)
-    return hashlib.blake2b(said.encode(), digest_size=5).hexdigest()[:9]
 
 
 def _as_dict(message: Message, form: CallForm) -> dict[str, Any]:

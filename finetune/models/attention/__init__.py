@@ -10,10 +10,8 @@ from finetune.models.attention.choice import (
     check_rows_per_forward,
     choose_attention,
 )
-from finetune.models.attention.flex import FLEX
-from finetune.models.attention.masked import with_unread_mask
+from finetune.models.attention.kernels import FLEX, VARLEN, with_unread_mask
 from finetune.models.attention.per_document import DOCUMENTS
-from finetune.models.attention.varlen import VARLEN
 
 __all__ = [
     "DOCUMENTS",

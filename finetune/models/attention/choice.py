@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from finetune.errors import UserError
-from finetune.models.attention import flex, per_document, varlen
+from finetune.models.attention import kernels, per_document
 from finetune.models.attention.isolation import Prepare, Verdict, verdict
-from finetune.models.config import layer_configs
-from finetune.models.dtypes import dtypes
+from finetune.models.config import dtypes, layer_configs
 from finetune.recipe.schema import Recipe
 
 
@@ -181,11 +180,11 @@ def _chosen(way: str, case: _Case, reason: str) -> AttentionChoice:
         prepare = partial(per_document.prepare, compiled=case.longest is not None)
         return AttentionChoice(per_document.DOCUMENTS, reason, True, prepare)
     if way == "varlen":
-        prepare = partial(varlen.prepare, device=case.device, longest=case.longest)
-        return AttentionChoice(varlen.VARLEN, reason, True, prepare)
+        prepare = partial(kernels.prepare_varlen, device=case.device, longest=case.longest)
+        return AttentionChoice(kernels.VARLEN, reason, True, prepare)
     if way == "flex":
-        prepare = partial(flex.prepare, device=case.device, windows=_windows(case.config))
-        return AttentionChoice(flex.FLEX, reason, True, prepare)
+        prepare = partial(kernels.prepare_flex, device=case.device, windows=_windows(case.config))
+        return AttentionChoice(kernels.FLEX, reason, True, prepare)
     if way == "flash_attention_2":
         return AttentionChoice(way, reason, True, partial(_flash_arguments, device=case.device, longest=case.longest))
     return AttentionChoice(way, reason, True)
@@ -194,7 +193,7 @@ def _chosen(way: str, case: _Case, reason: str) -> AttentionChoice:
 def _flash_arguments(document_lengths: tuple[int, ...], device: str, longest: int | None) -> dict[str, Any]:
     """Returns the boundaries of documents. Without them transformers reads the position_ids back from the device, in
     every layer."""
-    documents = varlen.prepare(document_lengths, device, longest)["documents"]
+    documents = kernels.prepare_varlen(document_lengths, device, longest)["documents"]
     ends, most = documents.ends, documents.longest
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": most, "max_length_k": most}
 
@@ -244,7 +243,7 @@ def _no_varlen(case: _Case) -> str | None:
     if len(set(sizes)) > 1 or max(sizes) > 256 or max(sizes) % 8:
         return f"the kernel takes one head size, a multiple of 8 up to 256, not {' and '.join(map(str, sizes))}"
     heads = config.num_attention_heads
-    if (why := varlen.missing(getattr(config, "num_key_value_heads", heads) != heads)) is not None:
+    if (why := kernels.varlen_missing(getattr(config, "num_key_value_heads", heads) != heads)) is not None:
         return why
     if case.kernels.capability is None or case.kernels.capability < (8, 0) or not case.kernels.flash_kernels:
         return "torch's flash-attention kernels need an NVIDIA GPU of compute capability 8.0 or newer"

@@ -31,8 +31,8 @@ from transformers.integrations import deepspeed
 from transformers.utils import logging
 
 from finetune.data.sources.files import cache_root
-from finetune.models.attention.masked import with_unread_mask
-from finetune.models.rope import rotate_per_document
+from finetune.models.attention.kernels import with_unread_mask
+from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config
 
 # Shorter and longer than windows and chunks, and than where RoPE begins to grow. In ascending order: `dynamic` RoPE
@@ -104,7 +104,7 @@ _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures", "dt
 @cache
 def _own_code() -> str:
     folder = Path(__file__).parent
-    files = sorted((*folder.glob("*.py"), folder.parent / "rope.py", folder.parent / "tiny_config.py"))
+    files = sorted((*folder.glob("*.py"), folder.parent / "tiny_config.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -5,18 +5,21 @@ Letters: T tokens of the row, t of one document, N documents, H query heads, K k
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from finetune.models.attention.masked import (
+from finetune.models.attention.kernels import (
     boundaries,
     in_one_type,
     register,
     soft_capped,
 )
+from finetune.models.config import depends_on_length
 
 DOCUMENTS = "finetune_documents"  # in transformers' table of attention functions
 
@@ -179,3 +182,64 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 per_document.register_autograd(_backward, setup_context=_setup_context)
 
 register(DOCUMENTS, per_document_attention)
+
+
+# --- rotary positions where the frequencies depend on how long a sequence is
+#
+# transformers takes the longest position of a forward for it: with `dynamic` RoPE the frequencies of every document
+# would follow the longest one of its row, and of rows before it; with `longrope` a short document next to a long one
+# would get the long one's. Here each document has the angles that it would have alone.
+
+
+def rotate_per_document(model: Any) -> None:
+    """Let the rotary modules of a model, in place, compute each document's angles as if it were alone."""
+    for module in model.modules():
+        if any(depends_on_length(name) for _, name in _rotary_types(module)):
+            # Replaced: it is called several times, once for each document, which hooks cannot do.
+            module.forward = _per_document(module, module.forward)
+
+
+def _rotary_types(module: Any) -> Iterator[tuple[str, str]]:
+    """Yields (prefix of its attributes, type of RoPE) of a rotary module, for each kind of layer that it serves."""
+    rope_type = getattr(module, "rope_type", None)
+    if isinstance(rope_type, str):
+        yield "", rope_type
+    elif isinstance(rope_type, dict):
+        yield from ((f"{kind}_", name) for kind, name in rope_type.items())
+
+
+def _per_document(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(
+        x: Tensor,
+        position_ids: Tensor,  # (1, T), or (axes, 1, T)
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # (1, T, rotary size), or several of these
+        if position_ids.shape[-2] > 1 or bool((position_ids[..., 0] != 0).any()):  # generation
+            return original(x, position_ids, *args, **kwargs)
+        angles = []
+        for document in position_ids.split(_lengths(position_ids), dim=-1):
+            _forget_lengths(module)
+            angles.append(original(x, document, *args, **kwargs))
+        if isinstance(angles[0], Tensor):
+            return torch.cat(angles, dim=1)
+        return tuple(torch.cat(parts, dim=1) for parts in zip(*angles, strict=True))
+
+    return forward
+
+
+def _lengths(position_ids: Tensor) -> list[int]:
+    """Returns the tokens of each document, from where positions restart. Waits for the device, as transformers' own
+    test of the longest position does."""
+    positions = position_ids.reshape(-1, position_ids.shape[-1])[0]
+    starts = (positions == 0).nonzero()[:, 0].tolist()
+    return [end - start for start, end in zip(starts, [*starts[1:], len(positions)], strict=True)]
+
+
+def _forget_lengths(module: Any) -> None:
+    """Restore the frequencies of a new module: `dynamic` RoPE keeps those of the longest sequence so far."""
+    for prefix, rope_type in _rotary_types(module):
+        if "dynamic" in rope_type:
+            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+            setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"))

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from finetune.models.head.token_loss import (
+    ChunkLosses,
     HeadLosses,
     LogitMap,
+    TargetLoss,
     TokenLoss,
     at_least_fp32,
-    losses_and_gradient,
-    token_losses,
 )
 
 # Size of one chunk's logits in fp32. CPU: benchmarks/head.py. Accelerators: by arithmetic, not measured: 1,024 rows at
@@ -48,11 +48,12 @@ class HeadTask:
     """The losses that a head computes from the hidden states of S targets."""
 
     target_ids: Tensor  # (S,)
-    token_loss: TokenLoss
+    token_loss: TargetLoss
     logit_map: LogitMap
     rows: int  # C
     weights: Tensor | None = None  # (S,) of the tokens in the sum; None: 1 each
     differentiable: bool = False  # each token's loss has a graph, for objectives that are not linear in them
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # (S, ...) each, that the loss reads
 
     def chunks(self) -> Iterator[slice]:
         """Yields slices of like size; at least one, so that a forward without targets has a graph as well."""
@@ -61,9 +62,21 @@ class HeadTask:
         for i in range(count):
             yield slice(i * tokens // count, (i + 1) * tokens // count)
 
-    def losses(self, rows: slice, raw: Tensor) -> Tensor:  # (C, V) -> (C,)
-        """Returns the losses of a chunk, from the head's output."""
-        return token_losses(self.logit_map(at_least_fp32(raw)), self.target_ids[rows], self.token_loss)
+    def losses(self, rows: slice, raw: Tensor) -> ChunkLosses:
+        """Returns the losses of a chunk, from the head's output (C, V)."""
+        return self.token_loss.losses(self.logit_map(at_least_fp32(raw)), self.target_ids[rows], self._columns(rows))
+
+    def losses_and_gradient(self, rows: slice, raw: Tensor, out: Tensor) -> tuple[ChunkLosses, Tensor]:
+        """Returns the losses of a chunk, and the gradient (C, V) of their sum by the head's output, in `out`.
+
+        raw: (C, V), fp32 or fp64: the head's output; overwritten.
+        """
+        logits = self.logit_map.apply_(raw)
+        losses, gradient = self.token_loss.losses_and_gradient(logits, self.target_ids[rows], self._columns(rows), out)
+        return losses, self.logit_map.chain_(gradient, logits)
+
+    def _columns(self, rows: slice) -> dict[str, Tensor]:
+        return {name: values[rows] for name, values in self.columns.items()}
 
 
 class Head(Protocol):
@@ -71,14 +84,15 @@ class Head(Protocol):
 
     parameters: tuple[Tensor, ...]
 
-    def losses(self, hidden: Tensor, task: HeadTask) -> Tensor:
-        """Returns the losses, (S, D) -> (S,), without a graph."""
+    def losses(self, hidden: Tensor, task: HeadTask) -> ChunkLosses:
+        """Returns the losses of all S targets, without a graph. hidden: (S, D)."""
         ...
 
     def gradients(
         self, hidden: Tensor, task: HeadTask, token_gradients: Tensor | None, needs: Sequence[bool]
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Returns losses (S,), and the gradients of hidden and parameters where needed, those of parameters in fp32.
+    ) -> tuple[ChunkLosses, list[Tensor | None]]:
+        """Returns the losses of all S targets, and the gradients of hidden and parameters where needed, those of
+        parameters in fp32.
 
         token_gradients: (S,) of the losses; None: 1 each.
         """
@@ -100,12 +114,13 @@ def module_losses(
 
 def _losses(hidden: Tensor, head: Head, task: HeadTask) -> HeadLosses:
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (hidden, *head.parameters)):
-        each = head.losses(hidden, task)
-        return HeadLosses(_weighted_sum(each, task.weights), each)
+        each, details = head.losses(hidden, task)
+        return HeadLosses(_weighted_sum(each, task.weights), each, details)
     if task.differentiable:
-        each = _EachLoss.apply(hidden, head, task, *head.parameters)
-        return HeadLosses(_weighted_sum(each, task.weights), each)
-    return HeadLosses(*_SumOfLosses.apply(hidden, head, task, *head.parameters))
+        each, *details = _EachLoss.apply(hidden, head, task, *head.parameters)
+        return HeadLosses(_weighted_sum(each, task.weights), each, tuple(details))
+    total, each, *details = _SumOfLosses.apply(hidden, head, task, *head.parameters)
+    return HeadLosses(total, each, tuple(details))
 
 
 def _weighted_sum(each: Tensor, weights: Tensor | None) -> Tensor:  # ()
@@ -116,17 +131,17 @@ class _SumOfLosses(torch.autograd.Function):
     """The gradient is computed in the forward, for the sum with the task's weights, and scaled in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Head, task: HeadTask, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, head: Head, task: HeadTask, *parameters: Tensor) -> tuple[Tensor, ...]:
         needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
-        each, ctx.gradients = head.gradients(hidden, task, task.weights, needs)
+        (each, details), ctx.gradients = head.gradients(hidden, task, task.weights, needs)
         ctx.types = [x.dtype for x in (hidden, *parameters)]
-        ctx.mark_non_differentiable(each)
+        ctx.mark_non_differentiable(each, *details)
         ctx.set_materialize_grads(False)
-        return _weighted_sum(each, task.weights), each
+        return _weighted_sum(each, task.weights), each, *details
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """Gradients are handed over, not kept: the weight's is as large as the weight."""
         if ctx.gradients is None:
             raise RuntimeError("the LM head's gradients are gone after one backward: run the forward again")
@@ -141,20 +156,23 @@ class _EachLoss(torch.autograd.Function):
     """Every token's loss with its own gradient: of a frozen head kept from the forward, else computed again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Head, task: HeadTask, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Head, task: HeadTask, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.head, ctx.task = head, task
         if any(ctx.needs_input_grad[3:]):
             ctx.context = _Context(hidden.device.type)
             ctx.save_for_backward(hidden)
-            return head.losses(hidden, task)
-        ctx.context = None
-        each, (grad_hidden, *_) = head.gradients(hidden, task, None, [True, *[False] * len(parameters)])
-        ctx.save_for_backward(grad_hidden)
-        return each
+            each, details = head.losses(hidden, task)
+        else:
+            ctx.context = None
+            needs = [True, *[False] * len(parameters)]
+            (each, details), (grad_hidden, *_) = head.gradients(hidden, task, None, needs)
+            ctx.save_for_backward(grad_hidden)
+        ctx.mark_non_differentiable(*details)
+        return each, *details
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, token_gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, token_gradients: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (saved,) = ctx.saved_tensors
         if ctx.context is None:  # (S, D) rows of the hidden gradient, each for a loss whose gradient is 1
             return (saved * token_gradients[:, None]).to(saved.dtype), None, None, *[None] * len(ctx.head.parameters)
@@ -194,7 +212,7 @@ class MatrixHead:
         self.weight, self.bias = weight, bias
         self.parameters = (weight,) if bias is None else (weight, bias)
 
-    def losses(self, hidden: Tensor, task: HeadTask) -> Tensor:
+    def losses(self, hidden: Tensor, task: HeadTask) -> ChunkLosses:
         compute = _compute_type(self.weight)
         matrix, offset = self._in(compute)  # once, not for every chunk
         with torch.no_grad():
@@ -202,11 +220,11 @@ class MatrixHead:
                 task.losses(rows, torch.nn.functional.linear(hidden[rows].to(compute), matrix, offset))
                 for rows in task.chunks()
             ]
-        return torch.cat(chunks)
+        return _joined(chunks)
 
     def gradients(
         self, hidden: Tensor, task: HeadTask, token_gradients: Tensor | None, needs: Sequence[bool]
-    ) -> tuple[Tensor, list[Tensor | None]]:
+    ) -> tuple[ChunkLosses, list[Tensor | None]]:
         compute = _compute_type(self.weight)
         with torch.autocast(hidden.device.type, enabled=False):  # the types are explicit here, out= knows no autocast
             return self._chunks(hidden, task, token_gradients, needs, compute)
@@ -221,13 +239,13 @@ class MatrixHead:
         token_gradients: Tensor | None,
         needs: Sequence[bool],
         compute: torch.dtype,
-    ) -> tuple[Tensor, list[Tensor | None]]:
+    ) -> tuple[ChunkLosses, list[Tensor | None]]:
         sum_dtype = torch.promote_types(compute, torch.float32)
         matrix, offset = self._in(compute)
         grad_hidden = torch.empty_like(hidden) if needs[0] else None
         grad_weight = torch.zeros_like(self.weight, dtype=sum_dtype) if needs[1] else None
         grad_bias = torch.zeros_like(self.bias, dtype=sum_dtype) if self.bias is not None and needs[2] else None
-        each = hidden.new_empty(len(hidden), dtype=sum_dtype)
+        chunks = []
         shape = (min(task.rows, len(hidden)), len(self.weight))
         # Allocated once: fresh memory for every chunk costs the CPU as much as the softmax.
         product, gradient = hidden.new_empty(shape, dtype=compute), hidden.new_empty(shape, dtype=sum_dtype)
@@ -239,7 +257,8 @@ class MatrixHead:
             if offset is not None:
                 raw.add_(offset)
             upcast = raw if sum_dtype == compute else logits[: len(x)].copy_(raw)
-            each[rows], back = losses_and_gradient(upcast, task.target_ids[rows], task.token_loss, task.logit_map, out)
+            losses, back = task.losses_and_gradient(rows, upcast, out)
+            chunks.append(losses)
             if token_gradients is not None:
                 back.mul_(token_gradients[rows, None])
             if grad_bias is not None:
@@ -249,28 +268,28 @@ class MatrixHead:
                 grad_hidden[rows] = back @ matrix
             if grad_weight is not None:
                 _add_product(grad_weight, back.t(), x)
-        return each, [grad_hidden, grad_weight, *([] if self.bias is None else [grad_bias])]
+        return _joined(chunks), [grad_hidden, grad_weight, *([] if self.bias is None else [grad_bias])]
 
 
 class ModuleHead:
     def __init__(self, call: Callable[[Tensor], Tensor], trained: tuple[Tensor, ...]):
         self.call, self.parameters = call, trained
 
-    def losses(self, hidden: Tensor, task: HeadTask) -> Tensor:
+    def losses(self, hidden: Tensor, task: HeadTask) -> ChunkLosses:
         with torch.no_grad():
-            return torch.cat([task.losses(rows, self.call(hidden[rows])) for rows in task.chunks()])
+            return _joined([task.losses(rows, self.call(hidden[rows])) for rows in task.chunks()])
 
     def gradients(
         self, hidden: Tensor, task: HeadTask, token_gradients: Tensor | None, needs: Sequence[bool]
-    ) -> tuple[Tensor, list[Tensor | None]]:
+    ) -> tuple[ChunkLosses, list[Tensor | None]]:
         grad_hidden = torch.empty_like(hidden) if needs[0] else None
         wanted = [p for p, needed in zip(self.parameters, needs[1:], strict=True) if needed]
         sums = [torch.zeros_like(at_least_fp32(p)) for p in wanted]
-        pieces = []
+        chunks = []
         for rows in task.chunks():
             with torch.enable_grad():
                 x = hidden[rows].detach().requires_grad_(needs[0])
-                losses = task.losses(rows, self.call(x))
+                losses, details = task.losses(rows, self.call(x))
                 total = losses.sum() if token_gradients is None else (losses * token_gradients[rows]).sum()
                 inputs = [x, *wanted] if needs[0] else wanted
                 gradients = list(torch.autograd.grad(total, inputs, allow_unused=True))
@@ -279,9 +298,14 @@ class ModuleHead:
             for so_far, part in zip(sums, gradients, strict=True):
                 if part is not None:
                     so_far.add_(part)
-            pieces.append(losses.detach())
+            chunks.append(ChunkLosses(losses.detach(), details))
         in_order = iter(sums)
-        return torch.cat(pieces), [grad_hidden, *(next(in_order) if needed else None for needed in needs[1:])]
+        return _joined(chunks), [grad_hidden, *(next(in_order) if needed else None for needed in needs[1:])]
+
+
+def _joined(chunks: Sequence[ChunkLosses]) -> ChunkLosses:
+    each, details = zip(*chunks, strict=True)
+    return ChunkLosses(torch.cat(each), tuple(torch.cat(parts) for parts in zip(*details, strict=True)))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -330,6 +354,7 @@ def liger_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Head
 
     if task.logit_map.scale != 1.0:
         hidden = hidden * task.logit_map.scale
+    assert isinstance(task.token_loss, TokenLoss)  # see `Objective.only_sums`
     loss = LigerFusedLinearCrossEntropyLoss(
         lse_square_scale=task.token_loss.z_loss,
         label_smoothing=task.token_loss.label_smoothing,

@@ -1,5 +1,5 @@
 """From the head's output to logits, as the architecture has it; the loss of a token from its logits, and the gradient
-of that loss, in one pass over a chunk.
+of that loss, in one pass over a chunk. (That with a teacher is in finetune/models/head/divergence.py.)
 
 Letters: S supervised tokens, C of them at once, V vocabulary.
 
@@ -12,8 +12,9 @@ With p = softmax(logits), lse = log(sum(exp(logits))), t the target, e = label_s
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,37 @@ class HeadLosses(NamedTuple):
 
     total: Tensor  # (), fp32
     each: Tensor  # (S,), fp32, not weighted
+    details: tuple[Tensor, ...] = ()  # (S, ...) each: what the loss gives in addition, without a graph
+
+
+class ChunkLosses(NamedTuple):
+    """Of the targets of a chunk."""
+
+    each: Tensor  # (C,)
+    details: tuple[Tensor, ...] = ()  # (C, ...) each, without a graph
+
+
+class TargetLoss(Protocol):
+    """The loss of a target as a function of its logits. columns: (C, ...) each, more that is known of every target."""
+
+    def losses(
+        self,
+        logits: Tensor,  # (C, V), fp32 or fp64
+        ids: Tensor,  # (C,)
+        columns: Mapping[str, Tensor],
+    ) -> ChunkLosses:
+        """Returns the losses, with a graph where the logits have one."""
+        ...
+
+    def losses_and_gradient(
+        self,
+        logits: Tensor,  # (C, V), fp32 or fp64; not to be changed
+        ids: Tensor,  # (C,)
+        columns: Mapping[str, Tensor],
+        out: Tensor,  # (C, V): for the gradient
+    ) -> tuple[ChunkLosses, Tensor]:
+        """Returns the losses, and the gradient (C, V) of their sum by the logits."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -38,10 +70,28 @@ class TokenLoss:
     z_loss: float = 0.0
     label_smoothing: float = 0.0
 
-    @property
-    def is_log_prob(self) -> bool:
-        """Whether the loss is -log p(target) and nothing else."""
-        return self.z_loss == 0.0 and self.label_smoothing == 0.0
+    def losses(self, logits: Tensor, ids: Tensor, columns: Mapping[str, Tensor]) -> ChunkLosses:
+        losses = cross_entropy(logits, ids, reduction="none", label_smoothing=self.label_smoothing)
+        return ChunkLosses(losses + self.z_loss * logits.logsumexp(1).square() if self.z_loss else losses)
+
+    def losses_and_gradient(
+        self, logits: Tensor, ids: Tensor, columns: Mapping[str, Tensor], out: Tensor
+    ) -> tuple[ChunkLosses, Tensor]:
+        index, smoothing = ids[:, None], self.label_smoothing
+        log_p = torch.log_softmax(logits, 1, out=out)
+        nll = -log_p.gather(1, index)
+        losses = nll
+        if smoothing:
+            losses = (1 - smoothing) * nll - smoothing * log_p.mean(1, keepdim=True)
+        gradient = log_p.exp_()
+        if self.z_loss:
+            lse = logits.gather(1, index) + nll
+            losses = losses + self.z_loss * lse.square()
+            gradient.mul_(1 + 2 * self.z_loss * lse)
+        gradient.scatter_add_(1, index, torch.full_like(nll, smoothing - 1))
+        if smoothing:
+            gradient.sub_(smoothing / logits.shape[1])
+        return ChunkLosses(losses[:, 0]), gradient
 
 
 @dataclass(frozen=True)
@@ -71,39 +121,6 @@ class LogitMap:
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def token_losses(
-    logits: Tensor,  # (C, V), fp32 or fp64
-    targets: Tensor,  # (C,)
-    token_loss: TokenLoss,
-) -> Tensor:  # (C,)
-    losses = cross_entropy(logits, targets, reduction="none", label_smoothing=token_loss.label_smoothing)
-    return losses + token_loss.z_loss * logits.logsumexp(1).square() if token_loss.z_loss else losses
-
-
-def losses_and_gradient(
-    raw: Tensor,  # (C, V), fp32 or fp64: the head's output; overwritten
-    targets: Tensor,  # (C,)
-    token_loss: TokenLoss,
-    logit_map: LogitMap,
-    out: Tensor,  # (C, V): for the gradient
-) -> tuple[Tensor, Tensor]:  # (C,); (C, V) of the losses' sum by `raw`
-    logits, index, smoothing = logit_map.apply_(raw), targets[:, None], token_loss.label_smoothing
-    log_p = torch.log_softmax(logits, 1, out=out)
-    nll = -log_p.gather(1, index)
-    losses = nll
-    if smoothing:
-        losses = (1 - smoothing) * nll - smoothing * log_p.mean(1, keepdim=True)
-    gradient = log_p.exp_()
-    if token_loss.z_loss:
-        lse = logits.gather(1, index) + nll
-        losses = losses + token_loss.z_loss * lse.square()
-        gradient.mul_(1 + 2 * token_loss.z_loss * lse)
-    gradient.scatter_add_(1, index, torch.full_like(nll, smoothing - 1))
-    if smoothing:
-        gradient.sub_(smoothing / raw.shape[1])
-    return losses[:, 0], logit_map.chain_(gradient, logits)
 
 
 # --- the logit map of an architecture

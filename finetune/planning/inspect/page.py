@@ -15,7 +15,7 @@ import base64
 import hashlib
 import html
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -280,33 +280,25 @@ def _packed_row(view: DatasetView, number: int, full: bool) -> dict[str, Any]:
 def tokens_html(tokens: Sequence[Token], first: int = 0) -> Markup:
     """Returns runs of tokens, see the module; first: position of tokens[0]."""
     parts, position = [], first
-    for run in _runs(tokens):
+    # Similar tokens together; a special one is alone.
+    alike = groupby(enumerate(tokens), key=lambda one: (one[1].trained, one[0] if one[1].special else -1))
+    for run in ([token for _, token in group] for _, group in alike):
         parts.append(_run_html(run, position))
         position += len(run)
     return Markup("").join(parts)
-
-
-def _runs(tokens: Sequence[Token]) -> Iterator[list[Token]]:
-    """Groups similar tokens; a special one is alone."""
-    alike = groupby(enumerate(tokens), key=lambda one: (one[1].trained, one[0] if one[1].special else -1))
-    return ([token for _, token in run] for _, run in alike)
 
 
 def _run_html(run: Sequence[Token], at: int) -> Markup:
     name = "mark" if run[0].trained else "span"
     attributes = f' data-p="{at}" data-i="{" ".join(str(token.id) for token in run)}"'
     if len(run) > 1:
-        attributes += f' data-n="{" ".join(str(_utf16(token.text)) for token in run)}"'
+        lengths = (len(token.text.encode("utf-16-le", "surrogatepass")) // 2 for token in run)  # in JavaScript
+        attributes += f' data-n="{" ".join(map(str, lengths))}"'
     if parts := "|".join(f"{n} {visible(token.part)}" for n, token in enumerate(run) if token.part):
         attributes += f' data-b="{html.escape(parts)}"'
     if run[0].special:
         attributes += ' class="x"'
     return Markup(f"<{name}{attributes}>{_text_html(''.join(token.text for token in run))}</{name}>")
-
-
-def _utf16(text: str) -> int:
-    """Returns the length of a text in JavaScript."""
-    return len(text) + sum(letter > "\uffff" for letter in text)
 
 
 _MARKED = re.compile(rf"(\n|\t| +(?=\n|\Z)|{INVISIBLE.pattern})")

@@ -171,7 +171,9 @@ def _bars(histogram: Histogram, title: str, labels: Sequence[str], totals: Datas
             table.add_row("...", "0", Text(f"{len(lines)} empty bins", style="dim"))
             continue
         for label, count in lines:
-            table.add_row(label, f"{count:,}", Text(_bar(count / highest), style="green"))
+            eighths = max(round(count / highest * BAR_WIDTH * 8), 1 if count else 0)  # of a cell
+            bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+            table.add_row(label, f"{count:,}", Text(bar, style="green"))
     if totals:
         count, what = overlong(totals)
         table.add_row(f"over {totals.max_length:,}", f"{count:,}", Text("max_length" + (f"; {what}" if count else "")))
@@ -183,12 +185,6 @@ def overlong(totals: DatasetStatistics) -> tuple[int, str]:
     key = {"drop": "dropped_overlong", "truncate": "truncated", "split": "split"}.get(totals.overlong, "")
     words = {"dropped_overlong": "dropped", "truncated": "truncated", "split": "split into pieces"}
     return totals.report.totals().get(key, 0), words.get(key, "")
-
-
-def _bar(share: float) -> str:
-    """Draws a share in eighths of a cell; at least one if it is not 0."""
-    eighths = max(round(share * BAR_WIDTH * 8), 1 if share else 0)
-    return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
 
 
 def _print_bad_rows(console: Console, source: SourceReport) -> None:

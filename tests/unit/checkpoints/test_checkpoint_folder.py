@@ -74,7 +74,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE, ids=[reason for _, reason in DAMAGE])
-def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], object], reason: str) -> None:
+def test_damage_is_detected_and_named(tmp_path: Path, damage: Callable[[Path], object], reason: str) -> None:
     folder = sealed(tmp_path, 1)
     damage(folder)
     assert reason in (find_problem(folder) or "")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from data_helpers import document, labelled, prepare, recipe, text_tokenizer, write_jsonl
 
-from finetune.data.batch import Batch, collate
+from finetune.data.batch import Batch, TokenShare, collate, dummy_batch, token_shard
 from finetune.data.dataset import build_dataset
 from finetune.data.loader import Loader, OrderedRows, assign_micro_batches
 from finetune.data.packing import RowOrder, group_rows, one_per_row, pack, row_work
@@ -214,6 +214,23 @@ def test_a_pair_keeps_its_order_its_columns_and_its_counts():
     assert batch.counts["first_target_tokens"] == 3 + 2
 
 
+def test_columns_of_targets_go_with_their_targets():
+    """Through a micro-batch, onto the ranks that share its row, and none of them into a dummy."""
+    examples = [
+        replace(one, target_columns={"top": np.array([[10 * n + i, -i] for i in range(one.num_targets)])})
+        for n, one in enumerate(literal())
+    ]
+    batch = collate(examples, padded_to=8)
+    assert batch.target_columns["top"].tolist() == [[0, 0], [1, -1], [10, 0]]
+    parts = [token_shard(batch, TokenShare(context=2, context_rank=rank)) for rank in (0, 1)]
+    assert [part.target_columns["top"].tolist() for part in parts] == [[[0, 0]], [[1, -1], [10, 0]]]
+    assert [targets(part)[1] for part in parts] == [[12], [2, 2]]
+    assert dummy_batch(examples[0], 0, None).target_columns["top"].shape == (0, 2)
+    moved = batch.map_tensors(lambda tensor: tensor + 1)
+    assert moved.target_columns["top"].tolist() == [[1, 1], [2, 0], [11, 1]]
+    assert any(tensor is batch.target_columns["top"] for tensor in batch.tensors())
+
+
 def test_a_trained_first_token_is_refused():
     bad = labelled(3, [1, 2])
     with pytest.raises(ValueError, match="f:3: the first token"):
@@ -387,7 +404,7 @@ def test_rows_longer_than_all_documents_together(tmp_path):
     assert batch.counts["tokens"] == examples.lengths.sum()
 
 
-def test_rows_that_cannot_be_dealt(tmp_path):
+def test_rows_that_cannot_be_distributed(tmp_path):
     with pytest.raises(
         UserError, match=r"batch.rows: 24 must be divisible by rows_per_device x processes \(2 x 5 = 10\)"
     ):
@@ -416,7 +433,7 @@ def test_a_budget_of_tokens_at_any_world_size(tmp_path, world_size):
         assert step_of_all(many, step) == step_of_all(one, step)
 
 
-def test_the_recipe_s_order_does_not_depend_on_forwards(tmp_path):
+def test_the_recipe_s_order_does_not_depend_on_micro_batches(tmp_path):
     """A run may go on with other `rows_per_device`, or with a budget of tokens: on the same rows."""
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "hello world " * (1 + i % 5)} for i in range(30)])
     orders = []

@@ -102,7 +102,7 @@ def test_an_entry_is_bitwise_the_same_with_two_processes(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_first_error_in_the_file_is_the_one_that_is_said(tmp_path, workers):
+def test_the_first_error_in_the_file_is_the_one_that_is_reported(tmp_path, workers):
     lines = [json.dumps({"text": "hello"})] * (3 * CHUNK_ROWS)
     lines[CHUNK_ROWS + 20] = json.dumps({"text": "hello " * 100})  # too long: found after the next was drawn
     lines[CHUNK_ROWS + 30] = json.dumps({"text": None})
@@ -119,7 +119,7 @@ def test_the_first_error_in_the_file_is_the_one_that_is_said(tmp_path, workers):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_bad_row_before_an_error_of_the_file_itself_is_said_first(tmp_path, workers):
+def test_a_bad_row_before_an_error_of_the_file_itself_is_reported_first(tmp_path, workers):
     path = tmp_path / "rows.csv"
     path.write_text("text\n" + "hello\n" * 300 + '" "\nhello\n' + 'a stray " quote"\n')
     with pytest.raises(UserError, match=r"rows\.csv:302: .*`text` is empty"):
@@ -282,7 +282,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGE)
-def test_a_damaged_entry_is_made_again(tmp_path, cache_folder, name, damage):
+def test_a_damaged_entry_is_built_again(tmp_path, cache_folder, name, damage):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"hello {WORDS[i % 13]}"} for i in range(20)])
     before = [labels(example) for example in prepare(path)]
     (report,) = cache_folder.rglob("report.json")
@@ -293,7 +293,7 @@ def test_a_damaged_entry_is_made_again(tmp_path, cache_folder, name, damage):
     assert len(list(cache_folder.rglob("*.npy"))) == len(ARRAYS)
 
 
-def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, cache_folder):
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path, cache_folder):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": " ".join(WORDS)}] * 3000)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # no file may grow beyond it, as if the disk were full
@@ -343,7 +343,7 @@ def test_the_same_tokens_again_are_counted_and_kept(tmp_path):
     assert examples.report.sources[0].duplicates == 3
 
 
-def test_a_format_that_was_found_shares_the_entry_of_one_that_was_said(tmp_path, cache_folder, caplog):
+def test_a_detected_format_shares_the_entry_of_a_given_one(tmp_path, cache_folder, caplog):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "hello"}] * 3)
     assert prepare(path, "auto").report.sources[0].format == "text"
     assert f"{path}: format text" in caplog.text
@@ -378,7 +378,7 @@ SHORT = "hello"  # 3
 
 def test_a_preference_is_one_example_and_is_kept_or_dropped_as_one():
     """Both answers together have at most max_length tokens, as a packed row has."""
-    found = in_parts(True, "drop", f"{SHORT}|world", f"{SHORT}|{LONG}", f"{LONG}|{LONG}", f"world|{SHORT}")
+    found = in_parts(True, "drop", f"{SHORT}|world", f"{SHORT}|{LONG}", f"{LONG}|world {LONG}", f"world|{SHORT}")
     assert found.arrays.rows.tolist() == [1, 4]
     assert found.arrays.sizes.tolist() == [2, 2]
     assert found.arrays.lengths.sum() == len(found.arrays.input_ids)

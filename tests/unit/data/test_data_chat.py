@@ -197,7 +197,7 @@ def test_header_is_not_trained_where_a_template_has_no_generation_prompt():
     assert labels[labels != UNTRAINED].tolist() == expected_ids(tokenizer, STYLES["chatml"], ["t", "assistant"])
 
 
-def test_a_closing_token_of_the_whole_conversation_is_not_trained():
+def test_a_closing_token_of_the_full_conversation_is_not_trained():
     """Phi-3 writes <|endoftext|> behind the last <|end|>, which a longer conversation does not have."""
     template = (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
@@ -210,7 +210,7 @@ def test_a_closing_token_of_the_whole_conversation_is_not_trained():
     assert check_template(tokenizer) == []
 
 
-def test_content_that_the_template_trims_is_found():
+def test_content_that_the_template_trims_is_accepted():
     tokenizer = STYLES["llama3"].tokenizer(shaped("llama3", "none"))
     _, labels = render(as_conversation(conversation("hello", "  fine \n")), tokenizer)
     assert labels[labels != UNTRAINED].tolist() == expected_ids(tokenizer, STYLES["llama3"], ["fine"])
@@ -324,7 +324,7 @@ def owned(*spans: tuple[int, int]) -> Offsets:
 
 @settings(derandomize=True, deadline=None, database=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 2)), max_size=8))
-def test_the_first_token_behind_a_character_is_the_same_with_its_owner(steps):
+def test_the_first_token_after_a_character_is_the_same_with_its_owner(steps):
     """Gaps, empty tokens, several tokens of one character, and tokens that reach into the next."""
     spans, begin = [], 0
     for gap, length, step in steps:

@@ -264,7 +264,7 @@ def test_everything_that_matters_makes_a_new_entry(texts, cache_folder):
     assert count() == len(options) + 1
 
 
-def test_an_entry_that_someone_deleted_in_part_is_made_again(texts, cache_folder):
+def test_an_entry_that_someone_deleted_in_part_is_built_again(texts, cache_folder):
     prepare(texts)
     for path in cache_folder.rglob("loss_mask.npy"):
         path.unlink()

@@ -24,7 +24,7 @@ def test_without_a_mixture_a_weight_is_the_passes():
     assert passes_per_epoch([10, 20], sources(0.5, 2.0), None, 1.0) == [0.5, 2.0]
 
 
-def test_a_cap_bounds_the_passes_of_the_whole_run():
+def test_a_cap_bounds_the_passes_of_the_run():
     assert passes_per_epoch([10, 20], sources(0.5, 2.0, b=3.0), None, 2.0) == [0.5, 1.5]
 
 
@@ -90,7 +90,7 @@ def test_a_choice_is_the_same_every_time_and_not_that_of_another_source():
     assert choose_by_tokens(lengths, 0.3, 1, 0).tolist() == choose(100, 0.3, 1, 0).tolist()
 
 
-def test_names_are_told_apart():
+def test_names_are_distinct():
     named = [
         Source(path="data/code.jsonl.gz"),
         Source(path="HuggingFaceH4/no_robots"),

@@ -40,7 +40,7 @@ def test_made_by_another_thread_a_few_ahead():
     assert not maker.is_alive()
 
 
-def test_what_fails_is_raised_behind_what_was_made_before_with_its_place():
+def test_a_failure_is_raised_after_the_items_before_it_with_its_place():
     def breaks_here() -> Iterator[int]:
         yield 1
         yield 2

@@ -25,7 +25,7 @@ def messages(*contents: str) -> dict[str, object]:
     return {"messages": conversation(*contents)}
 
 
-def test_the_last_answer_is_asked_for(tmp_path: Path) -> None:
+def test_the_last_answer_is_the_question_s(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [messages("hello", "fine", "and you?", "so am I")])
     (question,) = questions(prepare(path, "messages", tokenizer=TOKENIZER), {END})
     asked = "fine<|im_end|>\n<|im_start|>user\nand you?<|im_end|>\n<|im_start|>assistant\n"
@@ -46,7 +46,7 @@ def test_a_reference_loses_its_end_token_and_no_other(tmp_path: Path, trained: l
     assert until_end(trained, {END, 9}) == reference
 
 
-def test_rows_without_a_prompt_are_not_asked(tmp_path: Path) -> None:
+def test_rows_without_a_prompt_give_no_question(tmp_path: Path) -> None:
     """Rows of text come first: the questions are of those that follow."""
     text = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello world how are you"}] * 3)
     chats = write_jsonl(tmp_path / "b.jsonl", [messages("hello", "fine")])

@@ -576,7 +576,7 @@ def test_a_web_file_is_streamed(server, cache, kind, compression):
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
-def test_a_stream_from_a_server_that_sends_whole_files_only(server, kind):
+def test_a_stream_from_a_server_that_sends_full_files_only(server, kind):
     folder, address, handler = server
     handler.parts = False
     written(folder / f"a{kind}", KINDS[kind][1])
@@ -614,7 +614,7 @@ def test_web_errors(server):
     ("url", "line"),
     [("s3://b/a.jsonl", "pip install s3fs"), ("gs://b/a.jsonl", "pip install gcsfs")],
 )
-def test_what_is_not_installed_is_said(monkeypatch, url, line):
+def test_what_is_not_installed_is_reported(monkeypatch, url, line):
     package = {"s3": "s3fs", "gs": "gcsfs"}[url[:2]]
     monkeypatch.setitem(sys.modules, package, None)  # also where it is installed
     refused(url, f"reading {url[:2]}:// needs a package that is not installed: {line}", package)

@@ -84,7 +84,7 @@ def test_any_position_is_the_same_from_anywhere_and_tokenises_nothing_twice(text
     assert {path: path.stat().st_mtime_ns for path in made} == made
 
 
-def test_without_its_cache_a_position_is_found_again_all_the_same(texts, cache_folder, tmp_path, monkeypatch):
+def test_without_its_cache_a_position_is_the_same(texts, cache_folder, tmp_path, monkeypatch):
     recipe = streaming({"path": str(texts), "format": "text"})
     walked = seen(rows_of(recipe), range(30))
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "another"))

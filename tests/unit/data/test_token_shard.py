@@ -58,7 +58,7 @@ def test_the_example_of_the_docstring() -> None:
     cut=st.sampled_from(CUTS),
     seed=st.integers(0, 2**16),
 )
-def test_the_parts_are_the_whole(lengths: list[int], cut: tuple[int, int], seed: int) -> None:
+def test_the_parts_are_the_full_row(lengths: list[int], cut: tuple[int, int], seed: int) -> None:
     ranks = shares(*cut)
     whole = batch_of(lengths, ranks[0], seed)
     parts = [token_shard(whole, share) for share in ranks]
@@ -93,7 +93,7 @@ def test_context_ranks_see_as_many_pairs() -> None:
     assert len(set(work)) == 1
 
 
-def test_a_row_that_cannot_be_cut_is_said() -> None:
+def test_a_row_that_cannot_be_cut_is_an_error() -> None:
     with pytest.raises(ValueError, match="7 tokens cannot be cut"):
         token_shard(collate([example(0, [-100, *[1] * 6])]), TokenShare(context=2))
 

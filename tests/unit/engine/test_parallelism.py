@@ -53,11 +53,11 @@ def test_ranks_of_the_same_rows_have_one_data_rank() -> None:
         (block(sp_seq_length=4096), 2, "`parallelism_config_sp_seq_length` has no effect here: remove it"),
     ],
 )
-def test_what_cannot_be_is_said(config: dict[str, object], processes: int, says: str) -> None:
+def test_what_cannot_be_is_an_error(config: dict[str, object], processes: int, says: str) -> None:
     with pytest.raises(UserError, match=f"(?s)it.yaml: parallelism_config.*{says}"):
         read_parallelism(config, True, processes, "it.yaml")
 
 
-def test_all_wrong_keys_are_said_at_once() -> None:
+def test_all_wrong_keys_are_reported_at_once() -> None:
     with pytest.raises(UserError, match=r"(?s)tp_siz.*pp_schedule"):
         read_parallelism(block(tp_siz=2, pp_schedule="fast"), True, 2, "it.yaml")

@@ -23,9 +23,9 @@ from finetune.engine.launch import Kind, Launch
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.parallelism_rules import Architecture, check_combination
 from finetune.errors import UserError
-from finetune.models.adapters import add_adapters
 from finetune.models.attention import AttentionChoice
 from finetune.models.moe import experts_of
+from finetune.models.weights import add_adapters
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora
 

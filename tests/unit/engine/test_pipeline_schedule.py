@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.engine.parallelism import Schedule
 from finetune.engine.pipeline import make_schedule, make_stage
-from finetune.engine.pipeline_layout import SINGLE_STAGE_SCHEDULES, bubble_share, schedulable_micro_batches
+from finetune.engine.stages import SINGLE_STAGE_SCHEDULES, bubble_share, schedulable_micro_batches
 
 SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1}  # a backward is as long as two forwards; I and W are its halves
 
@@ -95,7 +95,7 @@ def test_bubble_is_what_torchs_order_leaves(ranks: int, schedule: Schedule, stag
 
 @pytest.mark.parametrize("ranks", [2, 3, 4], indirect=True)
 @pytest.mark.parametrize("schedule", get_args(Schedule))
-def test_torch_takes_as_many_micro_batches_as_are_said_to_fit(ranks: int, schedule: Schedule) -> None:
+def test_torch_takes_as_many_micro_batches_as_are_computed_to_fit(ranks: int, schedule: Schedule) -> None:
     stages_per_rank = 1 if schedule in SINGLE_STAGE_SCHEDULES else 2
     for count in range(1, 12):
         fits = schedulable_micro_batches(schedule, ranks, count)

@@ -15,8 +15,7 @@ from transformers import AutoConfig
 
 from finetune.engine.compatibility import check_launch
 from finetune.engine.launch import Launch
-from finetune.engine.pipeline_layout import Layout, lay_out, stage_bounds
-from finetune.engine.stage_model import StageModel, check_cuttable, holders, keep_only
+from finetune.engine.stages import Layout, StageModel, check_cuttable, holders, keep_only, lay_out, stage_bounds
 from finetune.errors import UserError
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import without_weights

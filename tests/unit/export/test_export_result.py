@@ -14,8 +14,7 @@ from torch import Tensor
 
 from finetune.errors import RunFailure
 from finetune.export.result import finish_replace, partial_path, start_replace
-from finetune.export.verify import Verification, weight_files
-from finetune.export.weight_files import INDEX, WeightsWriter
+from finetune.export.weight_files import INDEX, Verification, WeightsWriter, weight_files
 
 STATE = {"embed.weight": torch.ones(6, 4), "layer.weight": torch.ones(4, 4), "norm.weight": torch.ones(4)}
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
@@ -126,7 +125,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "said"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
-def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_damage_is_detected(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
     folder = write(tmp_path, 160)
     assert [file.name for file in weight_files(folder)] == [FIRST, SECOND]
     damage(folder)

@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from finetune.engine.launch import read_config_file
-from finetune.engine.parallelism import Parallelism
-from finetune.planning.costs import (
+from costs import (
     ParameterCounts,
     StateBytes,
     StepSizes,
@@ -25,6 +21,10 @@ from finetune.planning.costs import (
     step_sizes,
     traffic,
 )
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.engine.launch import read_config_file
+from finetune.engine.parallelism import Parallelism
 
 MEASURED = json.loads((ROOT / "benchmarks" / "results" / "communication.json").read_text(encoding="utf-8"))
 CELLS = [cell for cell in MEASURED["cells"] if cell["processes"] > 1]

@@ -23,8 +23,7 @@ from finetune.models.head import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
 from finetune.models.tiny_config import tiny_config
 from finetune.models.weights import without_weights
-from finetune.planning.flops import ModelFlops, causal_pairs, model_flops
-from finetune.planning.hardware import DEVICES, find_device, peak_tflops
+from finetune.planning.flops import DEVICES, ModelFlops, causal_pairs, find_device, model_flops, peak_tflops
 
 LENGTHS = (7, 16, 3)
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -162,7 +161,7 @@ def test_checkpointing_and_padding_are_hardware_flops_alone() -> None:
     assert padded.hardware > plain.of(LENGTHS, LENGTHS, 9).hardware
 
 
-def test_adapters_that_make_whole_weights_have_no_known_hardware_flops() -> None:
+def test_adapters_that_compute_full_weights_have_no_known_hardware_flops() -> None:
     model = peft.get_peft_model(made({}, DOCUMENTS, None), peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
     found = model_flops(model, DOCUMENTS, False).of(LENGTHS, LENGTHS, 9)
     assert found.model > 0

@@ -303,6 +303,11 @@ CASES = [
         {2: "model: {name: a, chat_template_arguments: {depth: .inf}}"},
     ),
     Bad(
+        "an early stop without evaluations",
+        [":7: train.stop_when: needs evaluations during the run: set `data.eval` and `evaluate.every_steps`"],
+        {4: EVAL, 7: "train: {max_steps: 9, stop_when: {patience: 2}}"},
+    ),
+    Bad(
         "generation where prompts are trained",
         [
             ":8: evaluate.generate: under `objective.train_on: all` the prompt is trained as well and cannot be "
@@ -374,6 +379,43 @@ CASES = [
         "gamma without focal loss",
         [":8: objective.gamma: has no effect under `name: sft`, only under focal: remove it"],
         {8: "objective: {gamma: 1.0}"},
+    ),
+    Bad(
+        "distillation without a teacher",
+        [
+            ":8: objective.teacher: `name: distill` needs a teacher: a model with the same vocabulary, or a .parquet "
+            "file of its predictions"
+        ],
+        {8: "objective: {name: distill}"},
+    ),
+    Bad(
+        "draws and top k, of another divergence",
+        [
+            ":8: objective.samples: replaces `top_k`: remove one of the two",
+            ":8: objective.samples: draws from the teacher estimate forward_kl only, not reverse_kl: use `top_k`",
+        ],
+        {8: "objective: {name: distill, teacher: m, samples: 12, top_k: 8, divergence: reverse_kl}"},
+    ),
+    Bad(
+        "jsd_beta of another divergence",
+        [":8: objective.jsd_beta: has an effect under `divergence: jsd` only: remove it"],
+        {8: "objective: {name: distill, teacher: m, jsd_beta: 0.5}"},
+    ),
+    Bad(
+        "jsd_beta at an end",
+        [":8: objective.jsd_beta: expected a number < 1, got 1.0"],
+        {8: "objective: {name: distill, teacher: m, divergence: jsd, jsd_beta: 1.0}"},
+    ),
+    Bad(
+        "a stream under distillation",
+        [
+            ":4: data.streaming: a teacher's distributions are looked up by example before the run: set it to false",
+        ],
+        {
+            4: "data: {train: [{path: a.jsonl, format: messages}], max_length: 64, streaming: true}",
+            7: "train: {max_steps: 10}",
+            8: "objective: {name: distill, teacher: m}",
+        },
     ),
     Bad(
         "a token budget for packed rows",

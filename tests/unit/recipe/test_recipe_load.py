@@ -91,7 +91,7 @@ def test_null_removes_a_section(recipe: Path):
     assert load_recipe(top).lora is None
 
 
-def test_a_model_config_is_replaced_whole(recipe: Path):
+def test_a_model_config_is_replaced_as_one(recipe: Path):
     config = "{config: {model_type: llama, hidden_size: 8}, tokenizer: t}"
     write(recipe, GOOD.replace("{name: org/model}", config).replace("mode: lora\nlora", "mode: full\n#"))
     top = write(recipe.parent / "top.yaml", "extends: recipe.yaml\nmodel: {config: {model_type: mistral}}\n")

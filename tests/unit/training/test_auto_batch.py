@@ -31,7 +31,9 @@ from finetune.objectives.forward import ForwardPass
 from finetune.recipe import Recipe, load_recipe
 from finetune.training.auto_batch import (
     HALF,
+    MARGIN,
     HeaviestRow,
+    HostMemory,
     RowsPerDevice,
     Trials,
     dependencies,
@@ -41,7 +43,6 @@ from finetune.training.auto_batch import (
     optimizer_bytes,
 )
 from finetune.training.optim import BUILDERS, build_optimizers
-from finetune.training.process_memory import MARGIN, HostMemory
 from finetune.utils import divisors
 
 MIB = 2**20
@@ -329,7 +330,7 @@ def losses(run: Path) -> list[float]:
     return [line.get("loss", line.get("eval_loss")) for line in metrics(run)]
 
 
-def test_a_run_goes_on_under_auto(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
+def test_a_run_resumes_under_auto(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
     recipe["checkpoint"] = {"every_steps": 2}
     train_here(write_recipe(recipe), "train.max_steps=2", "schedule.name=constant")
     shown = train_here(write_recipe(recipe), "batch.rows_per_device=auto", "schedule.name=constant")

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from finetune.data.dataset import build_training
 from finetune.recipe import Recipe
-from finetune.training.ends import end_ids
+from finetune.training.evaluation import end_ids
 
 BASE = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
 TOKENIZER = byte_level(BASE, bos_token=BASE[0], eos_token=BASE[1], pad_token=BASE[1])  # as Llama 3's base has it

@@ -1,0 +1,282 @@
+"""Stages of a pipeline: which layers each has, which rank runs it, in which order micro-batches run, and its model.
+
+A stage is a run of consecutive decoder layers; the first also has the embedding, the last the final norm and the head.
+Bounds make the largest stage as small as possible, by parameters: those are a stage's memory (16 bytes each where they
+train in fp32 with AdamW) and, except for the embedding, its time (6 FLOPs a token). The embedding costs no time, but
+where schedules start backwards early the first stage holds the most activations.
+
+Schedules                                                     source
+
+gpipe         every forward, then every backward              Huang et al. 2018, https://arxiv.org/abs/1811.06965
+1f1b          a backward as soon as one can run               Narayanan et al. 2021, https://arxiv.org/abs/2104.04473
+interleaved   the same, with several stages on each rank      the same, section 2.2
+zero_bubble   gradients of weights where a rank would wait    Qi et al. 2023, https://arxiv.org/abs/2401.10241 (ZB-H1)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.engine.parallelism import Schedule
+from finetune.errors import UserError
+from finetune.models.loss_model import CausalLMWithLoss
+from finetune.utils import unwrap_peft
+
+SINGLE_STAGE_SCHEDULES = ("gpipe", "1f1b")  # one stage on each rank
+PLAN = frozenset({"embed_tokens", "layers", "norm"})  # the modules of a base model that can be split, in transformers
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Stage s has layers [bounds[s], bounds[s + 1]) and is run by pipeline rank s modulo `ranks`."""
+
+    bounds: tuple[int, ...]
+    ranks: int
+
+    @property
+    def stages(self) -> int:
+        return len(self.bounds) - 1
+
+    def layers(self, stage: int) -> range:
+        return range(self.bounds[stage], self.bounds[stage + 1])
+
+    def rank_of(self, stage: int) -> int:
+        return stage % self.ranks
+
+    def stages_of(self, rank: int) -> range:
+        return range(rank, self.stages, self.ranks)
+
+    def layers_of(self, rank: int) -> frozenset[int]:
+        return frozenset(layer for stage in self.stages_of(rank) for layer in self.layers(stage))
+
+
+def lay_out(model: Any, stages: int, ranks: int) -> Layout:
+    """model: a transformers causal model whose base model has the modules of PLAN; its weights may be `meta`."""
+    base = model.base_model
+    layers = [_numel(layer) for layer in base.layers]
+    first, last = _numel(model.get_input_embeddings()), _numel(base.norm) + _numel(model.get_output_embeddings())
+    return Layout(stage_bounds(layers, stages, first, last), ranks)
+
+
+def _numel(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def stage_bounds(layers: Sequence[int], stages: int, first: int, last: int) -> tuple[int, ...]:
+    """Returns bounds with the smallest possible maximum cost of a stage, then the smallest sum of squared costs.
+
+    layers: the cost of each; first, last: what the first and the last stage have in addition. No stage is empty.
+
+    >>> stage_bounds([1] * 32, 4, 2, 3)
+    (0, 7, 16, 25, 32)
+    """
+    sums = [0]
+    for layer in layers:
+        sums.append(sums[-1] + layer)
+
+    def cost(stage: int, begin: int, end: int) -> int:
+        return sums[end] - sums[begin] + (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
+
+    @cache
+    def smallest_maximum(stage: int, begin: int) -> float:
+        """Of the stages from this one on."""
+        if stage == stages - 1:
+            return cost(stage, begin, len(layers))
+        ends = range(begin + 1, len(layers) - (stages - 2 - stage))
+        return min((max(cost(stage, begin, end), smallest_maximum(stage + 1, end)) for end in ends), default=math.inf)
+
+    limit = smallest_maximum(0, 0)
+
+    @cache
+    def most_even(stage: int, begin: int) -> tuple[float, tuple[int, ...]]:
+        """Returns (sum of squared costs, ends) of the stages from this one on, none of which exceeds `limit`."""
+        if stage == stages - 1:
+            own = cost(stage, begin, len(layers))
+            return (own**2 if own <= limit else math.inf), (len(layers),)
+        best: tuple[float, tuple[int, ...]] = (math.inf, ())
+        for end in range(begin + 1, len(layers) - (stages - 2 - stage)):
+            own = cost(stage, begin, end)
+            if own > limit:
+                break
+            rest, ends = most_even(stage + 1, end)
+            best = min(best, (own**2 + rest, (end, *ends)))
+        return best
+
+    return (0, *most_even(0, 0)[1])
+
+
+def bubble_share(schedule: Schedule, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
+    """Returns the share of a step in which a rank is idle, if stages are equal and backwards take twice a forward.
+
+    With p ranks, m micro-batches and v stages on a rank, in units of one stage's forward and backward of one
+    micro-batch: it works for v m and waits for p - 1 (Narayanan et al. 2021, section 2.2). Under ZB-H1 it waits for a
+    third of that: forward, gradient of the input and gradient of the weights take a third each, and the wait is for
+    the first two less the third (Qi et al. 2023, table 2).
+    """
+    waits = (ranks - 1) / (3 if schedule == "zero_bubble" else 1)
+    return waits / (stages_per_rank * micro_batches + waits)
+
+
+def schedulable_micro_batches(schedule: Schedule, ranks: int, micro_batches: int) -> int:
+    """Returns the smallest number of micro-batches, at least `micro_batches`, that a schedule can run.
+
+    1F1B needs one for each stage. Those with several stages on a rank run rounds of about `ranks` micro-batches, all of
+    the same size.
+
+    >>> [schedulable_micro_batches("1f1b", 4, n) for n in (1, 4, 5)]
+    [4, 4, 5]
+    >>> [schedulable_micro_batches("interleaved", 4, n) for n in (3, 7, 9)]
+    [3, 7, 10]
+    """
+    if schedule == "gpipe":
+        return micro_batches
+    if schedule == "1f1b":
+        return max(micro_batches, ranks)
+    while micro_batches % max(1, micro_batches // ranks):
+        micro_batches += 1
+    return micro_batches
+
+
+# --- one stage of a model
+#
+# The modules of other stages are on `meta`, without memory, so parameters have the names that they have on every other
+# backend. While a stage runs, the base model has that stage's layers, and in the place of the others modules that
+# return the hidden states unchanged; embeddings, masks and rotations are what transformers computes from
+# `inputs_embeds` and `position_ids`.
+
+_HEAD_ARGUMENTS = ("logits_to_keep", "targets")  # that a stage without the head has no use for
+
+
+class _PassOn(nn.Module):
+    def forward(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return hidden
+
+
+class StageModel(nn.Module):
+    """Its parameters are the stage's own; called with the hidden states of the stage before it."""
+
+    def __init__(self, model: CausalLMWithLoss, layout: Layout, index: int, compute: torch.dtype):
+        """compute: the type of the hidden states that stages pass on."""
+        super().__init__()
+        self.index, self.is_last = index, index == layout.stages - 1
+        self._model = [model]  # in a list: no submodule of ours
+        self._compute = compute
+        base = unwrap_peft(model.causal_lm).base_model
+        mine = layout.layers(index)
+        self._shown = {
+            "layers": nn.ModuleList(layer if i in mine else _PassOn() for i, layer in enumerate(base.layers)),
+            "norm": base.norm if self.is_last else _PassOn(),
+        }
+        self.own_modules = nn.ModuleList(parts_of(model.causal_lm, layout, index))
+
+    def run(self, arguments: dict[str, Any], received: Tensor | None) -> Any:
+        """Returns the model's output, in the last stage; in the others hidden states (B, T, D).
+
+        arguments: of the full model's forward. received: (B, T, D), None in the first stage.
+        """
+        (model,) = self._model
+        if received is not None:
+            arguments = {**arguments, "inputs_embeds": received}
+            del arguments["input_ids"]
+        with _showing(unwrap_peft(model.causal_lm).base_model, self._shown):
+            if self.is_last:
+                return model(**arguments)
+            inputs = {name: value for name, value in arguments.items() if name not in _HEAD_ARGUMENTS}
+            return self._checked(model.hidden_states(**inputs))
+
+    def _checked(self, hidden: Tensor) -> Tensor:
+        if hidden.dtype != self._compute:
+            name = type(unwrap_peft(self._model[0].causal_lm)).__name__
+            raise UserError(
+                f"pipeline: hidden states between the layers of {name} are "
+                f"{hidden.dtype}, not {self._compute}: use train.precision: fp32, or another accelerate config"
+            )
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()  # nothing up to here trains; the schedule sends a gradient anyway
+        return hidden
+
+
+@contextlib.contextmanager
+def _showing(base: Any, modules: dict[str, nn.Module]) -> Iterator[None]:
+    before = {name: base._modules[name] for name in modules}
+    base._modules.update(modules)
+    try:
+        yield
+    finally:
+        base._modules.update(before)
+
+
+def parts_of(model: Any, layout: Layout, stage: int) -> list[nn.Module]:
+    """Returns the modules of a stage."""
+    causal = unwrap_peft(model)
+    base = causal.base_model
+    parts = [base.layers[i] for i in layout.layers(stage)]
+    if stage == 0:
+        parts.append(causal.get_input_embeddings())
+    if stage == layout.stages - 1:
+        parts += [base.norm, causal.get_output_embeddings()]
+    return parts
+
+
+def holders(model: Any, layout: Layout) -> dict[str, list[int]]:
+    """Returns the pipeline ranks that have each parameter, by all of its names; a matrix that is embedding and head has
+    two."""
+    ranks: dict[int, set[int]] = {}
+    for stage in range(layout.stages):
+        for part in parts_of(model, layout, stage):
+            for parameter in part.parameters():
+                ranks.setdefault(id(parameter), set()).add(layout.rank_of(stage))
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: sorted(ranks[id(parameter)]) for name, parameter in named}
+
+
+def keep_only(model: nn.Module, keeps: Callable[[str], bool], device: torch.device) -> None:
+    """Move parameters to the device where `keeps` says so of their names, else to `meta`; one tensor with two names
+    stays one."""
+    named = list(model.named_parameters(remove_duplicate=False))  # and alive, so that no two have one id
+    elsewhere: dict[int, nn.Parameter] = {}
+    for name, parameter in named:
+        if keeps(name):
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
+            continue
+        if id(parameter) not in elsewhere:
+            without = torch.empty_like(parameter.data, device="meta")
+            elsewhere[id(parameter)] = nn.Parameter(without, parameter.requires_grad)
+        module, _, own = name.rpartition(".")
+        model.get_submodule(module)._parameters[own] = elsewhere[id(parameter)]
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def check_cuttable(model: Any) -> None:
+    """Raises UserError where a base model does more between embedding, layers and norm than to run them in turn.
+
+    That is tried by running it with every layer and the norm returning their inputs.
+    """
+    causal = unwrap_peft(model)
+    base, name = causal.base_model, type(causal).__name__
+    others = [
+        key for key, part in base.named_children() if key not in PLAN and next(part.parameters(), None) is not None
+    ]
+    if others:
+        raise UserError(f"pipeline: {name} has weights outside its layers ({', '.join(others)}): use another config")
+    device = next(base.buffers(), torch.empty(0)).device  # of the rotary frequencies
+    hidden = torch.linspace(-1, 1, 2 * base.config.hidden_size, device=device).reshape(1, 2, -1)
+    shown = {"layers": nn.ModuleList(_PassOn() for _ in base.layers), "norm": _PassOn()}
+    with torch.no_grad(), _showing(base, shown):
+        passed = base(inputs_embeds=hidden, position_ids=torch.arange(2, device=device)[None], use_cache=False)[0]
+    if not torch.equal(passed, hidden):
+        raise UserError(
+            f"pipeline: {name} changes hidden states outside its layers, once for each stage: use another config"
+        )

@@ -1,0 +1,303 @@
+"""Attention within documents by one kernel for the row: torch's flash attention of many lengths, or FlexAttention.
+
+And what all implementations share: registration, boundaries, and attention under a mask, which generation with padding
+needs.
+
+Letters: B rows, T query tokens, L key tokens, N documents, R blocks of 128 tokens, H query heads, K key/value heads,
+D head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import dropout as drop
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+
+def masked_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # (B, H, T, D)
+    key: Tensor,  # (B, K, L, D)
+    value: Tensor,  # (B, K, L, D)
+    attention_mask: Tensor | None,  # (B, 1, T, L), True where attended to
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, None]:  # (B, T, H, D)
+    """Attention of a forward without document boundaries: generation, with a mask for its padding.
+
+    Raises ValueError without a mask: packed documents could see each other.
+    """
+    if attention_mask is None:
+        raise ValueError("neither documents nor an attention mask: documents could see each other")
+    if softcap is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal=False)
+    return soft_capped(query, key, value, attention_mask, dropout, scaling, softcap).transpose(1, 2).contiguous(), None
+
+
+def soft_capped(
+    query: Tensor,  # (B, H, T, D)
+    key: Tensor,  # (B, K, L, D)
+    value: Tensor,  # (B, K, L, D)
+    seen: Tensor,  # broadcasts to (B, 1, T, L), True where attended to
+    dropout: float,
+    scaling: float | None,
+    softcap: float,
+) -> Tensor:  # (B, H, T, D)
+    """Attention whose scores are squashed into +-softcap (Gemma 2, https://arxiv.org/abs/2408.00118, section 2), with
+    the roundings of transformers' eager attention. Heads that share keys are products with one and the same matrix."""
+    batch, heads, tokens, size = query.shape
+    shared = (batch, key.shape[1], heads // key.shape[1] * tokens, size)
+    scores = torch.matmul(query.reshape(shared), key.transpose(2, 3)).view(batch, heads, tokens, key.shape[2])
+    scores = softcap * torch.tanh(scores * (size**-0.5 if scaling is None else scaling) / softcap)
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    weights = drop(torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), dropout)
+    return torch.matmul(weights.view(*shared[:3], -1), value).view(query.shape)
+
+
+def boundaries(document_lengths: tuple[int, ...], device: str, compiled: bool) -> Tensor:
+    """Returns (N + 1,) int32: 0, then where each of N documents ends (`cu_seqlens`). Copied without waiting for the
+    device.
+
+    compiled: one graph for all numbers of documents.
+    """
+    ends = torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32)
+    ends = ends.pin_memory().to(device, non_blocking=True) if device == "cuda" else ends.to(device)
+    if compiled:
+        torch._dynamo.mark_dynamic(ends, 0)
+    return ends
+
+
+def in_one_type(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors in autocast's type: queries and keys that were normalised with fp32 weights are not in it,
+    and autocast does not cast for these kernels."""
+    device = tensors[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[-1].dtype
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def with_unread_mask(
+    arguments: dict[str, Any],  # of a forward, from `AttentionChoice.forward_arguments`
+    device: torch.device,
+) -> dict[str, Any]:
+    """Returns the arguments, where they have documents, with a mask that our implementations do not read.
+
+    Without a mask transformers looks for packed documents in the positions, and waits for the device to know whether
+    there are any; a mask of four dimensions it hands through (masking_utils.py, `_preprocess_mask_arguments`). This one
+    has no elements: a model that reads it all the same fails by its shape, where a mask that allows everything would
+    let documents see each other.
+    """
+    if "documents" not in arguments:
+        return arguments
+    return {**arguments, "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)}
+
+
+WITHIN_DOCUMENTS: dict[str, Callable[..., Tensor]] = {}  # our own implementations, by name
+
+
+def register(name: str, within_documents: Callable[..., Tensor]) -> None:
+    """Let models be loaded with an implementation by this name (`attn_implementation`).
+
+    within_documents: causal attention within each document of the row, given the result of its `prepare`.
+    """
+
+    def attention(
+        module: torch.nn.Module,
+        query: Tensor,  # (1, H, T, D)
+        key: Tensor,  # (1, K, T, D)
+        value: Tensor,  # (1, K, T, D)
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        documents: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # (1, T, H, D)
+        for name in ("s_aux", "position_bias"):  # would be left out in silence
+            if kwargs.get(name) is not None:
+                raise ValueError(f"this model's attention takes `{name}`: set model.attention: eager")
+        if documents is None:
+            return masked_attention(module, query, key, value, attention_mask, dropout, scaling, softcap)
+        if attention_mask is not None and attention_mask.numel():
+            raise ValueError("this model brings a mask of its own, which attention by documents would leave out")
+        return within_documents(query, key, value, dropout, scaling, sliding_window, softcap, documents), None
+
+    WITHIN_DOCUMENTS[name] = within_documents
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, _padding_mask)
+
+
+def _padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """No mask in training (the documents say it all); with padding, when generating, sdpa's own."""
+    if attention_mask is None:
+        return None
+    kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+
+
+# --- varlen: all documents of the row in one call of torch.nn.attention.varlen. CUDA, 16 bit
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
+VARLEN = "finetune_varlen"  # in transformers' table of attention functions
+
+
+class Boundaries:
+    """Those of one micro-batch's documents, on the device; created once for all layers."""
+
+    def __init__(self, ends: Tensor, longest: int):
+        self.ends = ends  # (N + 1,) int32: 0, then where each document ends (`cu_seqlens`)
+        self.longest = longest  # tokens; may be more than any document has
+
+
+def prepare_varlen(document_lengths: tuple[int, ...], device: str, longest: int | None = None) -> dict[str, Any]:
+    """longest: a bound on every document's tokens, for torch.compile, which recompiles for another number."""
+    ends = boundaries(document_lengths, device, compiled=longest is not None)
+    return {"documents": Boundaries(ends, max(document_lengths) if longest is None else longest)}
+
+
+def varlen_attention(
+    query: Tensor,  # (1, H, T, D)
+    key: Tensor,  # (1, K, T, D)
+    value: Tensor,  # (1, K, T, D)
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    documents: Boundaries,
+) -> Tensor:  # (1, T, H, D)
+    if dropout or softcap is not None or varlen_attn is None:
+        raise ValueError("varlen attention has neither dropout nor soft-capping: set model.attention: auto")
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in in_one_type(query, key, value))  # (T, H or K, D)
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    # (-1, 0) is the kernel's word for causal; (w - 1, 0) for the token itself and w - 1 before it.
+    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    ends, longest = documents.ends, documents.longest
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window, **grouped)
+    assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for
+    return out[None]
+
+
+def varlen_missing(grouped: bool) -> str | None:
+    """Returns why this torch cannot, whatever the device; None where it can. grouped: several query heads share
+    keys."""
+    if varlen_attn is None:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+    takes = inspect.signature(varlen_attn).parameters
+    wanted = ("scale", "window_size", *(("enable_gqa",) if grouped else ()))
+    lacking = [name for name in wanted if name not in takes]
+    return f"varlen_attn of torch {torch.__version__} does not take {', '.join(lacking)}" if lacking else None
+
+
+register(VARLEN, varlen_attention)
+
+
+# --- flex: a kernel that torch.compile writes for the documents' mask, and that skips what no token may see
+
+FLEX = "finetune_flex"  # in transformers' table of attention functions
+BLOCK = 128  # tokens; flex_attention's own default
+
+
+class BlockMasks:
+    """Those of one micro-batch, for each window that a layer of the model has; created once for all layers."""
+
+    def __init__(self, masks: dict[int | None, BlockMask]):
+        self.masks = masks
+
+
+def prepare_flex(document_lengths: tuple[int, ...], device: str, windows: Iterable[int | None]) -> dict[str, Any]:
+    return {"documents": BlockMasks({window: block_mask(document_lengths, window, device) for window in windows})}
+
+
+def block_mask(document_lengths: tuple[int, ...], window: int | None, device: str) -> BlockMask:
+    """Returns the mask in which token i sees token j of the same document with i - window < j <= i.
+
+    Built from the lengths in R x R steps; `create_block_mask` would evaluate T x T pairs.
+    """
+    document = np.repeat(np.arange(len(document_lengths)), document_lengths)  # (T,)
+    tokens = len(document)
+    first = np.arange(0, tokens, BLOCK)  # (R,)
+    last = np.minimum(first + BLOCK, tokens) - 1
+    # Documents lie end to end: where the nearest pair of two blocks is of one document some pair is, and where the
+    # farthest pair is all are. Rows are queries, columns keys.
+    before = first[:, None] > first[None, :]
+    some = before & (document[first][:, None] == document[last][None, :])
+    every = before & (document[last][:, None] == document[first][None, :]) & ((last - first) == BLOCK - 1)[:, None]
+    if window is not None:
+        some &= first[:, None] - last[None, :] < window
+        every &= last[:, None] - first[None, :] < window
+    some |= np.eye(len(first), dtype=bool)
+    document_of_token = torch.from_numpy(document.astype(np.int32)).to(device)
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        mine = (document_of_token[query] == document_of_token[key]) & (key <= query)
+        return mine if window is None else mine & (query - key < window)
+
+    return BlockMask.from_kv_blocks(
+        *_in_order(some & ~every, device), *_in_order(every, device), BLOCK, seen, (tokens, tokens)
+    )
+
+
+def _in_order(blocks: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
+    """Returns (1, 1, R) how many blocks of keys each block of queries has, and (1, 1, R, R) their indices, those
+    first."""
+    counts = torch.from_numpy(blocks.sum(1, dtype=np.int32))
+    indices = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))
+    return counts[None, None].to(device), indices[None, None].to(device)
+
+
+def flex_documents_attention(
+    query: Tensor,  # (1, H, T, D)
+    key: Tensor,  # (1, K, T, D)
+    value: Tensor,  # (1, K, T, D)
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    documents: BlockMasks,
+) -> Tensor:  # (1, T, H, D)
+    if dropout:
+        raise ValueError("FlexAttention has no dropout: set model.attention: auto")
+    query, key, value = in_one_type(query, key, value)
+    attend = flex_attention if torch.compiler.is_compiling() else _compiled()
+    out = attend(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else _capped(softcap),
+        block_mask=documents.masks[sliding_window],
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
+
+
+@cache
+def _compiled() -> Any:
+    """Returns the compiled kernel, at first use: torch.compile takes seconds to import."""
+    return torch.compile(flex_attention)
+
+
+register(FLEX, flex_documents_attention)

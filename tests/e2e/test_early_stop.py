@@ -1,0 +1,74 @@
+"""`train.stop_when`: a run ends where evaluations no longer improve, at the same step however often it was stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import metrics, train_here
+
+from finetune.errors import UserError
+from finetune.tracking import read_status
+
+STEPS = 12
+RUINOUS = 0.3  # a rate with which the loss gets worse after a step or two
+
+
+@pytest.fixture
+def stopping(recipe: dict[str, Any]) -> dict[str, Any]:
+    recipe["evaluate"]["every_steps"] = 1
+    recipe["schedule"] = {"name": "constant"}
+    recipe["optimizer"]["lr"] = RUINOUS
+    recipe["train"] |= {"max_steps": STEPS, "stop_when": {"metric": "eval_loss", "patience": 3}}
+    recipe["train"].pop("epochs", None)
+    recipe["checkpoint"] = {"every_steps": 1, "keep": 2}
+    return recipe
+
+
+def last_step(losses: dict[int, float], patience: int) -> int:
+    """Returns the first step after which the best evaluation is `patience` evaluations ago."""
+    for step in losses:
+        until = [losses[s] for s in losses if s <= step]
+        if len(until) - 1 - until.index(min(until)) == patience:
+            return step
+    return STEPS
+
+
+def evaluations(run: Path) -> dict[int, float]:
+    return {line["step"]: line["eval_loss"] for line in metrics(run) if "eval_loss" in line}
+
+
+def test_a_run_ends_early_and_is_finished(stopping: dict[str, Any], write_recipe: Any) -> None:
+    path, run = write_recipe(stopping), Path(stopping["run"]["dir"]) / "run"
+    train_here(path, "train.stop_when=null")
+    everything = evaluations(run)
+    expected = last_step(everything, patience=3)
+    assert expected < STEPS, everything
+
+    output = train_here(path, "run.name=early")
+    early = run.parent / "early"
+    assert evaluations(early) == {step: loss for step, loss in everything.items() if step <= expected}
+    assert read_status(early) == "finished"
+    assert (early / "model" / "model.safetensors").exists()
+    assert sorted(p.name for p in (early / "checkpoints").iterdir())[-1] == f"step-{expected:08d}"
+    assert f"stopped early after step {expected} of {STEPS}: no eval_loss better than" in output
+
+    lines = metrics(early)
+    train_here(path, "run.name=early")  # the same command again trains nothing
+    assert metrics(early) == lines
+
+
+def test_patience_is_counted_across_a_resume(stopping: dict[str, Any], write_recipe: Any) -> None:
+    path, run = write_recipe(stopping), Path(stopping["run"]["dir"]) / "run"
+    train_here(path)
+    at_once = metrics(run)
+    train_here(path, "run.name=parts", "train.max_steps=2")
+    train_here(path, "run.name=parts")
+    assert [line["step"] for line in metrics(run.parent / "parts")] == [line["step"] for line in at_once]
+
+
+def test_a_metric_that_no_evaluation_measures(stopping: dict[str, Any], write_recipe: Any) -> None:
+    path = write_recipe(stopping)
+    with pytest.raises(UserError, match=r"train\.stop_when: this run's evaluations do not measure 'exact_match'"):
+        train_here(path, "train.stop_when.metric=exact_match")
