@@ -29,6 +29,13 @@ class Targets(NamedTuple):
     sequence: Tensor  # (S,) int64: index of the sequence that each is from
 
 
+class Ends(NamedTuple):
+    """The last token of each sequence."""
+
+    positions: Tensor  # (D,) int64: places in the flat row; of a part of the row, those that are in it
+    sequence: Tensor  # (D,) int64: index of the sequence that each is from
+
+
 class Origin(NamedTuple):
     """Where an example is from."""
 
@@ -44,6 +51,7 @@ class Batch:
     inputs: dict[str, Tensor]  # of the model's forward: input_ids, position_ids (1, T) int64
     sequence_lengths: tuple[int, ...]  # tokens; they sum to T of the row; the D sequences of examples, then padding
     targets: Targets
+    ends: Ends
     columns: dict[str, Tensor]  # float64, (E,) one number of each example, or (D,) of each sequence
     example_of_sequence: Tensor  # (D,) int64
     counts: dict[str, int]  # of this micro-batch, without padding, by the names of `ExampleSizes.counts`; 0 in a dummy
@@ -66,6 +74,7 @@ class Batch:
             self,
             inputs={name: call(tensor) for name, tensor in self.inputs.items()},
             targets=Targets(*map(call, self.targets)),
+            ends=Ends(*map(call, self.ends)),
             columns={name: call(tensor) for name, tensor in self.columns.items()},
             target_columns={name: call(tensor) for name, tensor in self.target_columns.items()},
             example_of_sequence=call(self.example_of_sequence),
@@ -74,6 +83,7 @@ class Batch:
     def tensors(self) -> Iterator[Tensor]:
         yield from self.inputs.values()
         yield from self.targets
+        yield from self.ends
         yield from self.columns.values()
         yield from self.target_columns.values()
         yield self.example_of_sequence
@@ -120,6 +130,7 @@ def collate(examples: ListLike[Example], index: int = 0, padded_to: int | None =
             torch.from_numpy(input_ids[positions + 1].astype(np.int64)),
             torch.from_numpy(np.repeat(np.arange(len(lengths)), num_targets)),
         ),
+        ends=Ends(torch.from_numpy(np.cumsum(lengths) - 1), torch.arange(len(lengths))),
         columns={
             name: torch.from_numpy(np.hstack([example.columns[name] for example in examples]).astype(np.float64))
             for name in examples[0].columns
@@ -147,6 +158,7 @@ def dummy_batch(example: Example, index: int, padded_to: int | None) -> Batch:
     batch = collate([alone], index, padded_to)
     return replace(
         batch,
+        ends=Ends(*(torch.zeros(0, dtype=torch.int64) for _ in Ends._fields)),
         columns={name: torch.zeros(0, dtype=torch.float64) for name in example.columns},
         example_of_sequence=torch.zeros(0, dtype=torch.int64),
         counts=dict.fromkeys(batch.counts, 0),
@@ -232,6 +244,8 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
     local_place[places] = np.arange(len(places))
     local = torch.from_numpy(local_place)[batch.targets.positions]
     mine, here = local >= 0, torch.from_numpy(places)
+    local_ends = torch.from_numpy(local_place)[batch.ends.positions]
+    ends = Ends(local_ends[local_ends >= 0], batch.ends.sequence[local_ends >= 0])
     targets = Targets(local[mine], batch.targets.ids[mine], batch.targets.sequence[mine])
     sequence_of_place = np.repeat(np.arange(len(batch.sequence_lengths)), batch.sequence_lengths)
     num_sequences = len(batch.sequence_tokens)  # none in a dummy
@@ -247,6 +261,7 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
         batch,
         inputs={name: values[:, here].contiguous() for name, values in batch.inputs.items()},
         targets=targets,
+        ends=ends,
         target_columns={name: values[mine] for name, values in batch.target_columns.items()},
         counts={**batch.counts, **counts},
         sequence_tokens=tuple(tokens_here.tolist()),

@@ -28,8 +28,8 @@ from finetune.engine.optimizer_step import LossScale, NonFinite, StepInBackward,
 from finetune.engine.ranks import Ranks
 from finetune.engine.state_shards import Part, Types, make_room
 from finetune.engine.timing import Stopwatch
-from finetune.models.loss_model import CausalLMWithLoss, Outputs
 from finetune.models.weights import Placement
+from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.objectives.objective import TokenRanks
 from finetune.recipe.schema import Recipe
 
@@ -64,7 +64,7 @@ class Engine(abc.ABC):
         self.stopwatch = Stopwatch(self.device, self.world_size == 1 or self.knows_waits(recipe))
         self.ranks = Ranks(accelerator, self.parallelism, self.stopwatch)
         self.optimizers: list[Optimizer] = []
-        self.model: Any = None  # what a forward goes through: `CausalLMWithLoss` in the backend's wrapper
+        self.model: Any = None  # what a forward goes through: `WrappedModel` in the backend's wrapper
         self.unwrapped: Any = None  # the transformers or peft model inside
 
     # --- set-up
@@ -84,7 +84,7 @@ class Engine(abc.ABC):
         yield
 
     @abc.abstractmethod
-    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+    def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         """Shard or replicate the model, then build the optimizers over what this rank steps."""
 
     # --- the loop
@@ -110,6 +110,16 @@ class Engine(abc.ABC):
         """Yields the outputs of each micro-batch, on the ranks that are to count them. Collective."""
         for batch in batches:
             yield batch, forward(self.model, batch)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around forwards without dropout and without gradients."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train()
 
     @property
     def forwards_alike(self) -> bool:

@@ -22,8 +22,8 @@ from finetune.engine.base import (
 )
 from finetune.engine.optimizer_step import StepInBackward
 from finetune.engine.state_shards import Part, replica_parts
-from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import Placement
+from finetune.models.wrapped import WrappedModel
 from finetune.recipe.schema import Recipe
 
 
@@ -38,7 +38,7 @@ class Ddp(Engine):
     def placement(self, recipe: Recipe) -> Placement:
         return Placement("load", self.device, direct=recipe.mode == "full" and self.device.type != "cpu")
 
-    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+    def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         self.unwrapped = model.causal_lm
         self.model = self.accelerator.prepare_model(model)
         self.accumulates = micro_batches > 1

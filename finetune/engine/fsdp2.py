@@ -40,8 +40,8 @@ from finetune.engine.state_shards import Part
 from finetune.engine.tensor_parallel import ParameterShard, ShardedParameters, TensorGroup, all_gathered, parallelize
 from finetune.engine.timing import Stopwatch
 from finetune.models.config import dtypes
-from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import Placement
+from finetune.models.wrapped import WrappedModel
 from finetune.recipe.schema import Recipe
 
 
@@ -65,7 +65,7 @@ class Fsdp2(Engine):
         from_meta = recipe.mode != "qlora" and self.rank > 0
         return Placement("meta" if from_meta else "load", self.device)
 
-    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+    def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         self.model, self.unwrapped = model, model.causal_lm
         self._meshes = device_meshes(self.parallelism, self.device.type)
         causal_lm = self.unwrapped

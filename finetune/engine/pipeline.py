@@ -53,8 +53,8 @@ from finetune.engine.stages import (
 )
 from finetune.engine.state_shards import Part, replica_parts
 from finetune.models.config import dtypes, model_config
-from finetune.models.loss_model import CausalLMWithLoss, Outputs
 from finetune.models.weights import Placement, without_weights
+from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.recipe.schema import Recipe
 
 BUCKET_BYTES = 25 * 2**20  # of gradients in one all-reduce, as DDP's buckets
@@ -91,7 +91,7 @@ class Pipeline(Engine):
     def placement(self, recipe: Recipe) -> Placement:
         return Placement("load", self.device, self._layout.layers_of(self.place))
 
-    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+    def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         check_cuttable(model.causal_lm)
         self.unwrapped, self.model = model.causal_lm, _FullPipeline(self, model)
         self._holders = holders(self.unwrapped, self._layout)
@@ -321,7 +321,7 @@ class _InSchedule(nn.Module):
 class _FullPipeline:
     """The pipeline as one model, forwards only: what generation calls."""
 
-    def __init__(self, engine: Pipeline, model: CausalLMWithLoss):
+    def __init__(self, engine: Pipeline, model: WrappedModel):
         self._engine, self._model = engine, model
 
     def __call__(self, **arguments: Any) -> Any:

@@ -27,7 +27,7 @@ from finetune.engine.parallelism import Parallelism
 from finetune.engine.state_shards import Part
 from finetune.engine.tensor_parallel import ParameterShard
 from finetune.errors import UserError
-from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.wrapped import WrappedModel, output_head
 from finetune.utils import unwrap_peft
 
 
@@ -77,7 +77,7 @@ class Sharding:
 
 
 def shard_model(
-    model: CausalLMWithLoss,
+    model: WrappedModel,
     units: list[nn.Module],
     sharding: Sharding,
     expert_meshes: Mapping[nn.Module, DeviceMesh] | None = None,
@@ -93,7 +93,7 @@ def shard_model(
     for module in units:
         fully_shard(module, **layers, reshard_after_forward=sharding.reshard)
     causal_lm = model.causal_lm
-    embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    embedding, head = causal_lm.get_input_embeddings(), output_head(causal_lm)
     tail = [final_norm(causal_lm), head]
     embedding_parameters = {id(parameter) for parameter in embedding.parameters()}
     if any(id(parameter) in embedding_parameters for parameter in head.parameters()):  # tied

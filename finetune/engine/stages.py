@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from finetune.engine.parallelism import Schedule
 from finetune.errors import UserError
-from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.wrapped import WrappedModel
 from finetune.utils import unwrap_peft
 
 SINGLE_STAGE_SCHEDULES = ("gpipe", "1f1b")  # one stage on each rank
@@ -163,7 +163,7 @@ class _PassOn(nn.Module):
 class StageModel(nn.Module):
     """Its parameters are the stage's own; called with the hidden states of the stage before it."""
 
-    def __init__(self, model: CausalLMWithLoss, layout: Layout, index: int, compute: torch.dtype):
+    def __init__(self, model: WrappedModel, layout: Layout, index: int, compute: torch.dtype):
         """compute: the type of the hidden states that stages pass on."""
         super().__init__()
         self.index, self.is_last = index, index == layout.stages - 1

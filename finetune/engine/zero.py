@@ -19,8 +19,8 @@ from finetune.engine.optimizer_step import NonFinite
 from finetune.engine.state_shards import Part, Types
 from finetune.errors import UserError
 from finetune.models.config import dtypes
-from finetune.models.loss_model import CausalLMWithLoss, loss_head
 from finetune.models.weights import Placement
+from finetune.models.wrapped import WrappedModel, trained_head
 from finetune.recipe.schema import Recipe
 from finetune.utils import full_shape
 
@@ -71,7 +71,7 @@ class Zero(Engine):
                 self.plugin.deepspeed_config[kind] = {"enabled": False}
             self.plugin.set_deepspeed_weakref()
 
-    def wrap(self, model: CausalLMWithLoss, build: BuildOptimizers, micro_batches: int) -> None:
+    def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         self.unwrapped = model.causal_lm
         self._make_head_a_leaf(self.unwrapped)
         config = self.plugin.deepspeed_config
@@ -96,7 +96,7 @@ class Zero(Engine):
         once for all of them."""
         from deepspeed.utils import set_z3_leaf_module
 
-        head = loss_head(model)
+        head = trained_head(model)
         if next(head.children(), None) is not None:
             set_z3_leaf_module(head, True)
 

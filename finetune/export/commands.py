@@ -10,9 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    TextStreamer,
+)
 
 from finetune.errors import UserError
+from finetune.export.scoring import is_scoring, read_labels
+from finetune.models.score_model import labelled
+from finetune.models.wrapped import has_scores
 
 
 def answer_prompts(run_dir: Path, prompts: list[str], max_new_tokens: int, temperature: float, as_json: bool) -> None:
@@ -38,6 +48,8 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
         raise UserError(
             f"{run_dir}: no result here (no model/config.json or model/adapter_config.json); has the run finished?"
         )
+    if is_scoring(folder):
+        raise UserError(f"{run_dir}: a model of scores generates nothing: `finetune score` is what it does")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     if (folder / "generation_config.json").is_file():  # an adapter's model has its base's, which ends elsewhere
@@ -88,17 +100,28 @@ def merge_adapter(run_dir: Path, out: Path) -> Path:
         raise UserError(f"{run_dir}: no adapter here (no model/adapter_config.json); a full run needs no merging")
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or choose another --out")
-    name = json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    try:
-        base: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-    except OSError as error:
-        raise UserError(f"the adapter's base {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    base = load_base(adapter)
     dtype = base.dtype
     merged: Any = PeftModel.from_pretrained(base.to(torch.float32), str(adapter)).merge_and_unload()
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     merged.to(dtype).save_pretrained(partial)
-    GenerationConfig.from_pretrained(adapter).save_pretrained(partial)
+    if not has_scores(merged):
+        GenerationConfig.from_pretrained(adapter).save_pretrained(partial)
     AutoTokenizer.from_pretrained(adapter).save_pretrained(partial)
     partial.rename(out)
     return out
+
+
+def load_base(adapter: Path) -> Any:
+    """Returns the base of an adapter, with the head that the adapter is for. Raises UserError."""
+    settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    name = settings["base_model_name_or_path"]
+    try:
+        if settings["task_type"] != "SEQ_CLS":
+            return AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        config = labelled(AutoConfig.from_pretrained(name), read_labels(adapter))
+        config.get_text_config().pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id
+        return AutoModelForSequenceClassification.from_pretrained(name, config=config, dtype="auto")
+    except OSError as error:
+        raise UserError(f"the adapter's base {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error

@@ -3,7 +3,8 @@
     model.safetensors           or model-00001-of-0000N.safetensors with model.safetensors.index.json
     adapter_model.safetensors   instead of these, with adapter_config.json, where an adapter was trained
     config.json                 full fine-tuning only: an adapter names its base
-    generation_config.json      end tokens that this training taught
+    labels.json                 instead of it, where an adapter was trained with a head of scores
+    generation_config.json      end tokens that this training taught; none with a head of scores
     tokenizer files, chat template
     README.md                   the model card
 
@@ -28,6 +29,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure
+from finetune.export.scoring import LABELS, write_score_settings
 from finetune.export.weight_files import (
     SHARD_BYTES,
     DiskLayout,
@@ -38,6 +40,7 @@ from finetune.export.weight_files import (
     weight_files,
     with_own_class,
 )
+from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.urls import without_credentials
 from finetune.utils import fsync
@@ -53,7 +56,7 @@ def save_result(
     folder: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Save weights (or the adapter), tokenizer with chat template, generation config and model card. Collective.
+    """Save weights (or the adapter), tokenizer with chat template, settings and model card. Collective.
 
     dtype: of saved full weights; adapters keep the type they were trained in. Rank 0 holds one shard of `shard_bytes`
     and the tensors on their way into it, or the full adapter.
@@ -64,7 +67,7 @@ def save_result(
     main.do(start_replace, folder)
     main.settle()
     try:
-        main.do(write_settings, engine.unwrapped, tokenizer, end_ids, partial)
+        main.do(write_settings, engine.unwrapped, tokenizer, end_ids, adapter, partial)
         main.settle()
         if adapter:
             expected = _write_adapter(engine, main, partial)
@@ -129,9 +132,14 @@ def write_config(model: Any, dtype: torch.dtype, folder: Path) -> None:
     model.config.save_pretrained(folder)
 
 
-def write_settings(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int], folder: Path) -> None:
-    model.generation_config = generation_config(model, tokenizer, end_ids)
-    model.generation_config.save_pretrained(folder)
+def write_settings(
+    model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int], adapter: bool, folder: Path
+) -> None:
+    if has_scores(model):
+        write_score_settings(model, tokenizer, end_ids, adapter, folder)
+    else:
+        model.generation_config = generation_config(model, tokenizer, end_ids)
+        model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -224,12 +232,15 @@ def model_card(
     """
     metadata: dict[str, Any] = {
         "library_name": "transformers" if recipe.mode == "full" else "peft",
-        "tags": ["finetune", "sft"],
+        "tags": ["finetune", recipe.objective.name],
     }
+    if recipe.objective.scores_sequences:
+        metadata["pipeline_tag"] = "text-classification"
     if recipe.model.name:
         metadata["base_model"] = recipe.model.name
     rows = [
         ("Base", recipe.model.name or f"from scratch ({(recipe.model.config or {}).get('model_type')})"),
+        ("Objective", recipe.objective.name),
         ("Method", recipe.mode + (f", rank {recipe.lora.rank}" if recipe.lora else "")),
         ("Parameters", f"{plan['parameters']:,} ({plan['trainable_parameters']:,} trained)"),
         ("Training data", ", ".join(without_credentials(source.path) for source in recipe.data.train)),
@@ -245,6 +256,27 @@ def model_card(
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return (
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n# {recipe.run.name}\n\n"
-        f"| | |\n| --- | --- |\n{table}\n\n"
+        f"| | |\n| --- | --- |\n{table}\n\n{_use_of_scores(recipe)}"
         f"<details><summary>Recipe</summary>\n\n```yaml\n{dump_recipe(recipe)}```\n\n</details>\n"
+    )
+
+
+def _use_of_scores(recipe: Recipe) -> str:
+    """Returns how to load a model of scores; of others nothing, for that everyone knows."""
+    if not recipe.objective.scores_sequences:
+        return ""
+    what = {
+        "reward": "A reward model: the score of a prompt with its answer; higher is better. Scores compare answers to "
+        "the same prompt.",
+        "classify": "A classifier of texts.",
+    }[recipe.objective.name]
+    load = 'pipeline("text-classification", model=folder)  # of transformers'
+    if recipe.mode != "full":
+        load = (
+            "AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=...)  # of peft: as many as "
+            f"{LABELS} has\n# or `finetune merge`, for a folder that a pipeline loads"
+        )
+    return (
+        f"{what} The score is that of the last token; give the text as it was trained, with the chat template if it "
+        f"had one. `finetune score` does.\n\n```python\n{load}\n```\n\n"
     )

@@ -1,15 +1,14 @@
-"""The one module that a backend wraps: a causal language model that returns losses of target tokens, not logits.
+"""A causal language model that returns losses of target tokens, not logits.
 
 Letters: T tokens of the flat row, S targets, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +34,15 @@ from finetune.models.head.token_loss import (
     logit_map,
 )
 from finetune.models.moe import Routers
+from finetune.models.wrapped import (
+    CrossEntropyChoice,
+    Outputs,
+    WrappedModel,
+    accepted,
+    accepted_names,
+    output_head,
+    trained_head,
+)
 from finetune.utils import unwrap_peft
 
 _MATRIX_LOSSES = {"chunked": matrix_losses, "torch": torch_losses, "liger": liger_losses}
@@ -52,28 +60,12 @@ class TargetTokens:
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # (S, ...) each, that the loss reads
 
 
-class Outputs(NamedTuple):
-    """Results of a forward that an objective may use."""
-
-    total: Tensor  # (), weighted sum of the token losses, with a graph; fp32, nats
-    token_losses: Tensor  # (S,), of the targets in their order; with a graph where requested
-    details: tuple[Tensor, ...] = ()  # (S, ...) each: what the loss of a target gives in addition, without a graph
-    router_logits: tuple[Tensor, ...] = ()  # (T, experts) of each layer of a mixture of experts
-
-
-@dataclass(frozen=True)
-class CrossEntropyChoice:
-    implementation: str  # plain | chunked | torch | liger
-    reason: str
-
-
-class CausalLMWithLoss(nn.Module):
-    """`forward(targets=..., **inputs)` returns `Outputs`; without targets it is the model's own forward.
+class CausalLMWithLoss(WrappedModel):
+    """`forward(targets=TargetTokens(...), **inputs)` returns `Outputs` with losses.
 
     The base model runs, the hidden states of the targets go to the head, and the head, inside its own forward, returns
     losses. So whatever a backend does around forwards to have the weights there (FSDP2 around this module and the head,
-    ZeRO-3 around every module, DDP around this one) is done once for all chunks. It also brings autocast, the offload
-    of activations and the routers' logits.
+    ZeRO-3 around every module, DDP around this one) is done once for all chunks.
     """
 
     def __init__(
@@ -91,12 +83,10 @@ class CausalLMWithLoss(nn.Module):
 
         Raises UserError where the recipe asks for a cross entropy that cannot be.
         """
-        super().__init__()
-        self.causal_lm = model
-        self._device_type, self._autocast, self._offload, self._routers = device_type, autocast, offload, routers
+        super().__init__(model, device_type, autocast, offload, routers)
         causal = unwrap_peft(model)
-        head, vocabulary = loss_head(causal), causal.config.get_text_config().vocab_size
-        self._takes, self._base_takes = _accepted_names(causal), _accepted_names(causal.base_model)
+        head, vocabulary = trained_head(causal), causal.config.get_text_config().vocab_size
+        self._takes = accepted_names(causal)
         self._keeps_positions = "logits_to_keep" in inspect.signature(causal.forward).parameters
         balances = getattr(causal.config.get_text_config(), "output_router_logits", False)
         self._no_balance_loss = {"output_router_logits": False} if balances else {}  # of transformers' own; see _logits
@@ -110,22 +100,8 @@ class CausalLMWithLoss(nn.Module):
             self._logit_map, self._rows = mapping, rows_at_once(vocabulary, device_type)
             _give_losses(head, self.choice.implementation)
 
-    @property
-    def config(self) -> Any:
-        return self.causal_lm.config
-
-    def forward(self, targets: TargetTokens | None = None, **inputs: Any) -> Any:
-        with self._surroundings():
-            if targets is None:
-                return self.causal_lm(**inputs)
-            with self._routers.recording() if self._routers else contextlib.nullcontext([]) as logits:
-                losses = self._losses(targets, inputs)
-            return Outputs(*losses, tuple(logits))
-
-    def hidden_states(self, **inputs: Any) -> Tensor:  # (1, T, D)
-        """Returns the base model's output, in the surroundings of a forward: what a pipeline stage passes on."""
-        with self._surroundings():
-            return self._base(inputs)
+    def _read(self, targets: TargetTokens, inputs: dict[str, Any]) -> Outputs:
+        return Outputs(*self._losses(targets, inputs))
 
     def _losses(self, targets: TargetTokens, inputs: dict[str, Any]) -> HeadLosses:
         if self.choice.implementation == "plain":
@@ -143,45 +119,14 @@ class CausalLMWithLoss(nn.Module):
             targets.differentiable,
             targets.columns,
         )
-        return unwrap_peft(self.causal_lm).get_output_embeddings()(hidden, task=task)
+        return output_head(self.causal_lm)(hidden, task=task)
 
     def _logits(self, positions: Tensor, inputs: dict[str, Any]) -> Tensor:  # (S, V)
         # A model's config can ask for a balance loss in each forward. Nothing reads it; an objective adds its own.
-        accepted = _accepted({**inputs, **self._no_balance_loss}, self._takes)
+        taken = accepted({**inputs, **self._no_balance_loss}, self._takes)
         if self._keeps_positions:
-            return self.causal_lm(**accepted, logits_to_keep=positions).logits[0]
-        return self.causal_lm(**accepted).logits[0, positions]
-
-    def _base(self, inputs: dict[str, Any]) -> Tensor:
-        return unwrap_peft(self.causal_lm).base_model(**_accepted(inputs, self._base_takes))[0]
-
-    @contextlib.contextmanager
-    def _surroundings(self) -> Iterator[None]:
-        """Autocast without its cache of casts: each weight is used once in a forward, and the copies would stay until
-        its end, two bytes a parameter."""
-        with contextlib.ExitStack() as stack:
-            if self._autocast is not None:
-                stack.enter_context(torch.autocast(self._device_type, dtype=self._autocast, cache_enabled=False))
-            if self._offload is not None and self.training and torch.is_grad_enabled():
-                stack.enter_context(self._offload.saved_tensors())
-            yield
-
-
-def _accepted_names(module: nn.Module) -> frozenset[str] | None:
-    """Returns the arguments of a module's forward; None: it takes any keyword. Some models take no positions."""
-    parameters = inspect.signature(module.forward).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return None if takes_any else frozenset(parameters)
-
-
-def _accepted(inputs: dict[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
-    return {k: v for k, v in inputs.items() if v is not None and (names is None or k in names)}
-
-
-def loss_head(model: Any) -> nn.Module:
-    """Returns the module whose forward gives the losses: the head, with its adapters if it has any."""
-    head = unwrap_peft(model).get_output_embeddings()
-    return head.modules_to_save[head.active_adapters[0]] if hasattr(head, "modules_to_save") else head
+            return self.causal_lm(**taken, logits_to_keep=positions).logits[0]
+        return self.causal_lm(**taken).logits[0, positions]
 
 
 class HeadWithLoss:

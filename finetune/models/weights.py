@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 from finetune.errors import UserError
@@ -20,6 +26,8 @@ from finetune.models.attention import AttentionChoice
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.compiled import compile_layers
 from finetune.models.config import dtypes, first_line
+from finetune.models.score_model import labelled, score_head, start_score_head
+from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Quantization, Recipe
 from finetune.utils import full_shape
 
@@ -41,17 +49,25 @@ class Placement:
 
 
 def load_model(
-    recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, placement: Placement
+    recipe: Recipe,
+    config: PretrainedConfig,
+    attention: AttentionChoice,
+    placement: Placement,
+    labels: tuple[str, ...] = (),
 ) -> PreTrainedModel:
     """Returns the model ready to be wrapped by an engine: in train mode, frozen where frozen, adapters in.
 
-    Seeded: random weights are the same on every rank. Raises UserError where it cannot be loaded or has no LM head.
+    labels: of a head of scores, in place of the LM head. Seeded: random weights are the same on every rank. Raises
+    UserError where it cannot be loaded or has no such head.
     """
     types = dtypes(recipe)
     base_dtype = types.trained if recipe.mode == "full" else types.frozen
     torch.manual_seed(recipe.run.seed)
-    model = _base_model(recipe, config, attention, base_dtype, placement)
-    if model.get_output_embeddings() is None:
+    if labels:
+        model = _scoring_model(recipe, labelled(config, labels), attention, base_dtype, placement)
+    else:
+        model, _ = _base_model(recipe, config, attention, base_dtype, placement, AutoModelForCausalLM)
+    if not labels and model.get_output_embeddings() is None:
         raise UserError(f"{type(config).__name__} has no LM head to train")
     rotate_per_document(model)
     keep_weights_unpacked(model)
@@ -70,42 +86,68 @@ def load_model(
     return model.train()
 
 
-def _base_model(
+def _scoring_model(
     recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, dtype: torch.dtype, placement: Placement
 ) -> Any:
+    """Returns a sequence classification model, whose head is new where what is loaded has none."""
+    if type(config) not in AutoModelForSequenceClassification._model_mapping:
+        raise UserError(f"{type(config).__name__} has no sequence classification model in transformers")
+    model, missing = _base_model(recipe, config, attention, dtype, placement, AutoModelForSequenceClassification)
+    score_head(model)
+    if missing is None or any(name.startswith(f"{SCORE}.") for name in missing):
+        start_score_head(model, dtypes(recipe).trained, recipe.run.seed)
+    return model
+
+
+def _base_model(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    attention: AttentionChoice,
+    dtype: torch.dtype,
+    placement: Placement,
+    auto: Any,  # transformers' auto class
+) -> tuple[Any, set[str] | None]:
+    """Returns the model, and the weights that its checkpoint lacks; None: all, it is made from a config."""
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
     if placement.weights == "meta":
-        model = without_weights(config, **common)
+        model = without_weights(config, auto, **common)
         model.tie_weights()  # no_init_weights leaves them apart
-        return model
+        return model, None
     if recipe.model.config is not None:
-        return AutoModelForCausalLM.from_config(config, **common)
+        return auto.from_config(config, **common), None
     if recipe.quantization is not None:
-        common["quantization_config"] = quantization_config(recipe.quantization, dtypes(recipe).compute)
+        whole = [SCORE] if auto is AutoModelForSequenceClassification else None
+        common["quantization_config"] = quantization_config(recipe.quantization, dtypes(recipe).compute, whole)
     if placement.device is not None and (recipe.quantization is not None or placement.direct):
         common["device_map"] = {"": placement.device}
     name = recipe.model.name
     assert name is not None  # the schema wants it where there is no config
-    load: Any = AutoModelForCausalLM
+    load: Any = auto
     if placement.layers is not None and recipe.quantization is None:
-        load = _some_layers(AutoModelForCausalLM._model_mapping[type(config)], placement.layers)
+        load = _some_layers(auto._model_mapping[type(config)], placement.layers)
     try:
-        model = load.from_pretrained(
+        model, report = load.from_pretrained(
             name,
             config=config,
             revision=recipe.model.revision or "main",
             trust_remote_code=recipe.model.trust_remote_code,
+            output_loading_info=True,
             **common,
         )
     except (OSError, ValueError) as error:
         raise UserError(f"model.name: {recipe.model.name!r} cannot be loaded: {first_line(error)}") from error
-    if load is not AutoModelForCausalLM:
-        _complete(model, load.__mro__[1], without_weights(config, **common))
-    return model
+    if load is not auto:
+        _complete(model, load.__mro__[1], without_weights(config, auto, **common))
+    return model, set(report["missing_keys"])
 
 
-def quantization_config(quantization: Quantization, compute: torch.dtype) -> BitsAndBytesConfig:
-    """Returns bitsandbytes' config. Raises UserError with the install line where the package is missing."""
+def quantization_config(
+    quantization: Quantization, compute: torch.dtype, whole: list[str] | None = None
+) -> BitsAndBytesConfig:
+    """Returns bitsandbytes' config. whole: modules that stay as they are; None: the LM head.
+
+    Raises UserError with the install line where the package is missing.
+    """
     try:
         import bitsandbytes  # noqa: F401  (only to see whether it is installed)
     except ImportError:
@@ -118,6 +160,7 @@ def quantization_config(quantization: Quantization, compute: torch.dtype) -> Bit
         # The packed bytes are stored as floats of the compute type: FSDP2 shards floats only (bytes it would
         # replicate).
         bnb_4bit_quant_storage=compute,
+        llm_int8_skip_modules=whole,  # 4 bits as well
     )
 
 
@@ -132,10 +175,10 @@ def keep_weights_unpacked(model: Any) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def without_weights(config: PretrainedConfig, **common: Any) -> Any:
+def without_weights(config: PretrainedConfig, auto: Any = AutoModelForCausalLM, **common: Any) -> Any:
     """Returns a model of shapes alone (device `meta`), not tied; common: arguments of transformers' `from_config`."""
     with torch.device("meta"), no_init_weights():
-        return AutoModelForCausalLM.from_config(config, **common)
+        return auto.from_config(config, **common)
 
 
 def _some_layers(model_class: Any, layers: frozenset[int]) -> Any:
@@ -194,7 +237,7 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
         use_dora=lora.dora,
         modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,
         ensure_weight_tying=bool(lora.modules_to_save) and bool(model.config.tie_word_embeddings),
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if has_scores(model) else "CAUSAL_LM",  # the former trains the head of scores in full
     )
     try:
         with warnings.catch_warnings():

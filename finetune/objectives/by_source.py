@@ -12,13 +12,17 @@ from finetune.models.loss_model import Outputs
 from finetune.objectives.objective import Objective, Sums, Term, Terms
 
 
-def by_source(names: Sequence[str]) -> Objective:
-    """Returns metrics `loss/<name>` in nats per target token; does not wait for the device."""
+def by_source(names: Sequence[str], has_losses: bool = True) -> Objective:
+    """Returns metrics `loss/<name>` in nats per target token; does not wait for the device.
+
+    has_losses: a model of scores has none of tokens, and only tokens are counted.
+    """
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         losses = torch.zeros(len(names), dtype=torch.float64, device=outputs.token_losses.device)
         sources = torch.tensor(batch.sequence_sources, dtype=torch.int64).to(losses.device, non_blocking=True)  # (D,)
-        losses.index_add_(0, sources[batch.targets.sequence], outputs.token_losses.detach().double())
+        if has_losses:
+            losses.index_add_(0, sources[batch.targets.sequence], outputs.token_losses.detach().double())
         counts = np.zeros((2, len(names)))
         sequences = zip(batch.sequence_sources, batch.sequence_targets, batch.sequence_tokens, strict=True)
         for source, num_targets, num_tokens in sequences:
@@ -34,4 +38,4 @@ def by_source(names: Sequence[str]) -> Objective:
         losses, targets = sums.totals["loss_by_source"].tolist(), sums.totals["targets_by_source"].tolist()
         return {f"loss/{name}": loss / n for name, loss, n in zip(names, losses, targets, strict=True) if n}
 
-    return Objective(terms, metrics)
+    return Objective(terms, metrics if has_losses else lambda sums: {})

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from finetune.data.batch import Batch
 from finetune.models.head import TargetLoss, TokenLoss
-from finetune.models.loss_model import Outputs, TargetTokens
+from finetune.models.loss_model import TargetTokens
+from finetune.models.score_model import ScoredPositions
+from finetune.models.wrapped import Outputs
 
 Counts = Mapping[str, float]  # of a step over all ranks, by unit
 UNSCALED: Counts = defaultdict(lambda: 1.0)  # for a loss whose size does not matter
@@ -114,6 +116,7 @@ class Objective:
     token_weights: Callable[[Batch], Tensor] | None = None  # (S,) in `Outputs.total`; None: 1 each
     differentiable: bool = False  # `Outputs.token_losses` needs a graph: the loss is not linear in them
     columns: tuple[str, ...] = ()  # of a batch, that the terms read
+    scores: bool = False  # the terms read `Outputs.scores` of a `ScoreModel`, and no token losses
     num_details: int = 0  # `Outputs.details` that the token loss gives
 
     def no_terms(self, batch: Batch) -> Terms:
@@ -121,7 +124,15 @@ class Objective:
         device, targets = batch.targets.ids.device, len(batch.targets.ids)
         each = torch.zeros(targets, device=device)
         nothing = Outputs(torch.zeros((), device=device), each, (each,) * self.num_details)
-        return {name: t._replace(total=torch.zeros_like(t.total)) for name, t in self.terms(nothing, batch).items()}
+        terms = self.terms(nothing, self.completed(batch))
+        return {name: t._replace(total=torch.zeros_like(t.total)) for name, t in terms.items()}
+
+    def completed(self, batch: Batch) -> Batch:
+        """Returns the batch with zeros in the columns that are computed during the run, where the values do not
+        matter."""
+        size, device = len(batch.sequence_tokens), batch.targets.ids.device
+        missing = {name: torch.zeros(size, dtype=torch.float64, device=device) for name in self.columns}
+        return replace(batch, columns={**missing, **batch.columns})
 
     @property
     def only_sums(self) -> bool:
@@ -129,8 +140,10 @@ class Objective:
         plain = isinstance(self.token_loss, TokenLoss)
         return plain and self.token_weights is None and not self.differentiable
 
-    def targets(self, batch: Batch) -> TargetTokens:
+    def targets(self, batch: Batch) -> TargetTokens | ScoredPositions:
         """Returns the targets of a batch and what the forward has to compute for them."""
+        if self.scores:
+            return ScoredPositions(batch.ends.positions)
         weights = None if self.token_weights is None else self.token_weights(batch)
         return TargetTokens(
             *(batch.targets.positions, batch.targets.ids, self.token_loss, weights, self.differentiable),

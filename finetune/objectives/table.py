@@ -11,6 +11,7 @@ from finetune.objectives.distill import distill
 from finetune.objectives.objective import ONE_RANK, Objective, TokenRanks, combined
 from finetune.objectives.preference import dpo
 from finetune.objectives.router_balance import balance_coefficient, balance_of_experts
+from finetune.objectives.scores import classify, reward
 from finetune.objectives.sft import focal, sft
 from finetune.recipe.schema import Objective as Settings
 
@@ -19,6 +20,8 @@ OBJECTIVES: dict[str, Callable[[Settings, bool, TokenRanks], Objective]] = {
     "sft": sft,
     "focal": focal,
     "dpo": dpo,
+    "reward": reward,
+    "classify": classify,
     "distill": distill,
 }
 
@@ -43,5 +46,5 @@ def make_objective(
         if routers is not None and divided is None:
             others.append(balance_of_experts(coefficient, routers.top_k))
     if len(source_names) > 1:
-        others.append(by_source(source_names))
+        others.append(by_source(source_names, has_losses=not objective.scores))
     return combined(objective, others)

@@ -6,7 +6,8 @@ the two products of attention; not norms, activations, rotary embeddings or the 
 
 - `model`: what the maths needs. Forward; backward where needed: two products like the forward's for a trained weight,
   one for a frozen one whose input needs a gradient, none below the first trained layer. Attention: pairs of tokens that
-  attend to each other. LM head: supervised positions. Experts: those that a token is routed to.
+  attend to each other. LM head: supervised positions; a head of scores, at one token of a document, is not counted.
+  Experts: those that a token is routed to.
 - `hardware`: what is executed. In addition: padding, masked pairs that are computed anyway, recomputation by activation
   checkpointing and fused attention in the backward.
 
@@ -28,6 +29,7 @@ from torch import nn
 
 from finetune.models.attention import DOCUMENTS
 from finetune.models.config import layer_configs
+from finetune.models.wrapped import has_scores, output_head
 from finetune.utils import full_shape
 
 _EMBEDDED = re.compile(r"lora_embedding_A|\boriginal_module\b|_bias\b")  # looked up, unused, added: not multiplied
@@ -129,7 +131,7 @@ def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> M
         token_forward=2 * sum(p.weights for p in products if not p.head),
         token_backward=2 * sum(itertools.compress(needed, in_layers)),
         token_recomputed=2 * recomputed,
-        head=2 * sum(p.weights + _backward(p, first) for p in products if p.head),
+        head=2 * sum(p.weights + _backward(p, first) for p in products if p.head and not has_scores(model)),
         attention=tuple(_attention(model.config, first, reached)),
         implementation=implementation,
         recomputes=recomputes,
@@ -160,7 +162,7 @@ class _Product:
 
 
 def _products(model: Any) -> Iterator[_Product]:
-    output = model.get_output_embeddings()
+    output = output_head(model)
     path = next((path for path, candidate in model.named_modules() if candidate is output), "")
     head = re.sub(r"\.(base_layer|modules_to_save\..*|original_module)$", "", path)  # or that of its wrapper
     for path, module in model.named_modules():

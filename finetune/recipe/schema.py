@@ -323,6 +323,16 @@ class Objective(Section):
     # `router_aux_loss_coef` if its `output_router_logits` is true, else 0.
     router_aux_loss_coef: NonNegative | None = None
 
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether the dropout of config and adapters is off."""
+        return "dropout" in OBJECTIVE_KEYS[self.name] and not self.dropout
+
+    @property
+    def scores_sequences(self) -> bool:
+        """Whether the model has a head of scores, in place of an LM head."""
+        return self.name in ("reward", "classify")
+
     def value(self, key: str) -> Any:
         """Returns a key's value, or what the objective takes where the recipe gives none."""
         given = getattr(self, key)

@@ -71,7 +71,8 @@ def _muon(recipe: OptimizerRecipe, named: NamedTensors) -> list[Optimizer]:
     and vectors. The update is scaled to AdamW's size, so one `lr` serves both (Liu et al. 2025,
     https://arxiv.org/abs/2502.16982).
     """
-    hidden = [(n, t) for n, t in named if t.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    others = ("embed", "lm_head", "score.")
+    hidden = [(n, t) for n, t in named if t.ndim == 2 and not any(name in n for name in others)]
     rest = [(n, t) for n, t in named if all(t is not other for _, other in hidden)]
     muon = torch.optim.Muon(
         [tensor for _, tensor in hidden],

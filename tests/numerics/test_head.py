@@ -21,8 +21,9 @@ from finetune.models.config import model_config
 from finetune.models.head import TokenLoss, chunked
 from finetune.models.head.chunked import HeadTask, matrix_losses, rows_at_once, torch_losses
 from finetune.models.head.token_loss import LogitMap, UnknownHead, logit_map
-from finetune.models.loss_model import CausalLMWithLoss, TargetTokens, choose_cross_entropy, loss_head
+from finetune.models.loss_model import CausalLMWithLoss, TargetTokens, choose_cross_entropy
 from finetune.models.weights import Placement, add_adapters, load_model
+from finetune.models.wrapped import trained_head
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora
 
@@ -174,7 +175,7 @@ def test_quantised_weights(made: Path, recipe: dict[str, Any], write_recipe: Any
     attention = choose_attention("eager", AutoModelForCausalLM._model_mapping[type(config)], config, "cpu", False)
     model = load_model(loaded, config, attention, Placement("load", torch.device("cpu")))
     plain = by_head(model, "plain")
-    assert isinstance(loss_head(model), torch.nn.Linear)
+    assert isinstance(trained_head(model), torch.nn.Linear)
     assert_equal_to_rounding(by_head(model, "chunked"), plain)
     causal = model.get_base_model()
     packed = Linear4bit(64, config.vocab_size, bias=False, compute_dtype=torch.float32, quant_type="nf4")

@@ -1,0 +1,138 @@
+"""A sequence classification model that returns a score for each label at the end of each sequence.
+
+Letters: T tokens of the flat row, D hidden size, d sequences.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PretrainedConfig
+
+from finetune.errors import UserError
+from finetune.models.activations import ActivationOffload
+from finetune.models.moe import Routers
+from finetune.models.wrapped import SCORE, CrossEntropyChoice, Outputs, WrappedModel, output_head, trained_head
+
+
+@dataclass(frozen=True)
+class ScoredPositions:
+    """Where a forward reads scores: the last token of each sequence."""
+
+    positions: Tensor  # (d,) in the row
+
+
+class ScoreModel(WrappedModel):
+    """`forward(targets=ScoredPositions(...), **inputs)` returns `Outputs` with scores.
+
+    transformers' own forward looks for the last token that is no padding, and takes an end token that is padding as
+    well for padding. Here the ends of sequences are known.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        device_type: str = "cpu",
+        autocast: torch.dtype | None = None,
+        offload: ActivationOffload | None = None,
+        routers: Routers | None = None,
+    ):
+        super().__init__(model, device_type, autocast, offload, routers)
+        self.choice = CrossEntropyChoice("none", "no LM head: one score for each label at the end of a sequence")
+        _score_in_fp32(trained_head(model), autocast)
+
+    def _read(self, targets: ScoredPositions, inputs: dict[str, Any]) -> Outputs:
+        hidden = self._base(inputs)[:, targets.positions]  # (1, d, D)
+        scores = output_head(self.causal_lm)(hidden)[0]
+        nothing = scores.new_zeros(0)
+        return Outputs(nothing.sum(), nothing, scores=scores)
+
+
+class _InFp32:
+    """Mixed into the class of the head: a score in 16 bits would have three digits, and of close pairs no difference.
+
+    The weight is rounded to the compute type as everywhere else, which backends do at different places.
+    """
+
+    compute: torch.dtype | None
+
+    def forward(self, hidden: Tensor) -> Tensor:  # (1, d, D) -> (1, d, labels)
+        head: Any = self
+        with torch.autocast(hidden.device.type, enabled=False):
+            parameters = [None if p is None else p.to(self.compute or p.dtype) for p in (head.weight, head.bias)]
+            weight, bias = (None if p is None else p.to(_at_least_fp32(p)) for p in parameters)
+            assert weight is not None
+            return linear(hidden.to(weight.dtype), weight, bias)
+
+
+def _at_least_fp32(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _score_in_fp32(head: Any, compute: torch.dtype | None) -> None:
+    """Change the class of one instance, as FSDP2 itself does: names of parameters and isinstance stay as they are."""
+    head.compute = compute
+    kind: type[nn.Module] = type(head)
+    head.__class__ = type(kind.__name__, (_InFp32, kind), {})
+
+
+# --- the labels of the head, and its first weights where a base model has none
+
+
+def labelled(config: PretrainedConfig, labels: tuple[str, ...]) -> PretrainedConfig:
+    """Returns the config of a model with a score for each label; one label: a score that is used as it is.
+
+    Raises UserError where a checkpoint of such a model has other labels.
+    """
+    if any("ForSequenceClassification" in name for name in config.architectures or ()):
+        _check_labels(tuple(dict(config.id2label or {}).values()), labels)
+    own: Any = copy.deepcopy(config)
+    own.id2label = dict(enumerate(labels))
+    own.label2id = {name: i for i, name in own.id2label.items()}
+    # `regression`: pipelines give the score, and not its sigmoid
+    own.problem_type = "regression" if len(labels) == 1 else "single_label_classification"
+    return own
+
+
+def _check_labels(of_checkpoint: tuple[str, ...], labels: tuple[str, ...]) -> None:
+    unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(of_checkpoint))
+    same = of_checkpoint == labels or unnamed or len(labels) == 1
+    if len(of_checkpoint) != len(labels) or not same:
+        raise UserError(
+            f"model.name: its labels are {', '.join(of_checkpoint)}, and this run's are {', '.join(labels)}: set "
+            f"`objective.labels: [{', '.join(of_checkpoint)}]`, or begin with a model that has no labels yet"
+        )
+
+
+def score_head(model: Any) -> nn.Linear:
+    """Returns the head of a model before adapters. Raises UserError where it is not one matrix of this name."""
+    head = getattr(model, SCORE, None)
+    if not isinstance(head, nn.Linear):
+        raise UserError(f"{type(model).__name__} has no linear head `{SCORE}` over its last hidden state")
+    return head
+
+
+def start_score_head(model: Any, dtype: torch.dtype, seed: int) -> None:
+    """Replace the head by one with random weights, which depend on nothing but the seed.
+
+    transformers draws its own from a generator that the rest of the load has used, in shards under ZeRO-3, and leaves
+    it on `meta` where a rank has no weights.
+    """
+    head = score_head(model)
+    new = nn.Linear(head.in_features, head.out_features, head.bias is not None, head.weight.device, dtype)
+    if not new.weight.is_meta:
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.empty(new.weight.shape).normal_(0, _deviation(model.config), generator=generator)
+        new.weight.data.copy_(values)
+        if new.bias is not None:
+            new.bias.data.zero_()
+    setattr(model, SCORE, new)
+
+
+def _deviation(config: Any) -> float:
+    return getattr(config.get_text_config(), "initializer_range", 0.02)

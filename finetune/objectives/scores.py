@@ -1,0 +1,77 @@
+"""Objectives on scores that a model gives to sequences, each at its last token.
+
+Letters: D sequences, E examples, N labels. s is the score of an answer.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import cross_entropy, logsigmoid
+
+from finetune.data.batch import Batch
+from finetune.models.wrapped import Outputs
+from finetune.objectives.objective import Objective, Term, Terms, TokenRanks
+from finetune.objectives.preference import pairs
+from finetune.recipe.schema import Objective as Settings
+
+MARGIN = "margin"  # column of a batch, (E,): by how much the chosen answer is to score higher; 0 where there is none
+LABEL = "label"  # column of a batch, (E,): index of the label
+
+
+def reward(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Objective:
+    """A reward model: -log sigmoid(s(chosen) - s(rejected) - margin) (Bradley-Terry; Ouyang et al. 2022,
+    https://arxiv.org/abs/2203.02155, equation 1; margin: Touvron et al. 2023, https://arxiv.org/abs/2307.09288,
+    equation 2), and centering * (s(chosen) + s(rejected))^2 (Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244).
+    """
+
+    def terms(outputs: Outputs, batch: Batch) -> Terms:
+        chosen, rejected = pairs(sequence_scores(outputs, batch, token_ranks)[:, 0])  # (E,), (E,)
+        losses = -logsigmoid(chosen - rejected - batch.columns.get(MARGIN, 0.0))
+        means = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margin": chosen - rejected,
+            "rewards/accuracy": (chosen > rejected).to(chosen.dtype),
+        }
+        found = {"reward": Term(token_ranks.share(losses.sum()), "examples", 1.0)}
+        if settings.centering:
+            off_centre = (chosen + rejected).square().sum()
+            found["off_centre"] = Term(token_ranks.share(off_centre), "examples", settings.centering)
+        return {**found, **_means(means, token_ranks)}
+
+    return Objective(terms, scores=True)
+
+
+def classify(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Objective:
+    """Cross entropy over the labels of a text."""
+
+    def terms(outputs: Outputs, batch: Batch) -> Terms:
+        scores = sequence_scores(outputs, batch, token_ranks)  # (E, N): an example is one sequence
+        labels = batch.columns[LABEL].long()
+        losses = cross_entropy(scores, labels, reduction="none")
+        correct = (scores.argmax(1) == labels).to(losses.dtype)
+        return {
+            "classify": Term(token_ranks.share(losses.sum()), "examples", 1.0),
+            **_means({"accuracy": correct}, token_ranks),
+        }
+
+    return Objective(terms, scores=True, columns=(LABEL,))
+
+
+def score_labels(settings: Settings) -> tuple[str, ...]:
+    """Returns the labels that the model is to score, in the order of its outputs; none for a model with an LM head."""
+    if settings.name == "classify":
+        return settings.labels or ()
+    return ("reward",) if settings.name == "reward" else ()
+
+
+def sequence_scores(outputs: Outputs, batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (D, N)
+    """Returns the scores of each sequence; of ranks that share its tokens, one has them."""
+    scores = outputs.scores
+    assert scores is not None  # a model of scores
+    every = scores.new_zeros(len(batch.sequence_tokens), scores.shape[1])
+    return token_ranks.sum(every.index_add(0, batch.ends.sequence, scores))
+
+
+def _means(by_example: dict[str, Tensor], token_ranks: TokenRanks) -> Terms:
+    return {name: Term(token_ranks.share(each.detach().sum()), "examples") for name, each in by_example.items()}
