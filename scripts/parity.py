@@ -39,6 +39,7 @@ class Case:
     name: str
     overrides: tuple[str, ...]
     model: str = "llama"
+    teacher: str | None = None  # a file of predictions
     loss: float = LOSS_RELATIVE
     parameter: float = PARAMETER
     from_scratch: bool = False  # random weights of the model's shape instead of its folder's
@@ -52,6 +53,7 @@ LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}", "optimizer.lr=1e-3")
 DEEP = ("pp_interleaved", "pp_4")  # four stages
 ATTENTION = "lora.targets=[q_proj, k_proj, v_proj, o_proj]"
+DISTILL = ("objective.name=distill", "objective.nll_weight=0.2")
 BALANCE = "objective.router_aux_loss_coef=0.02"
 DEEPSPEED = ("zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 CASES = (
@@ -97,6 +99,12 @@ CASES = (
     Case("full chunked head", ("model.cross_entropy=chunked", "objective.z_loss=1e-3")),
     Case("full focal", ("objective.name=focal",)),  # the trained head's logits again in the backward
     Case("lora focal", (*LORA, "objective.name=focal")),  # the frozen head's gradients kept by token
+    Case("full distill", DISTILL, teacher="teacher.parquet"),
+    Case(
+        "lora distill",
+        (*LORA, *DISTILL, "objective.temperature=2", "objective.divergence=jsd"),
+        teacher="teacher_2.parquet",
+    ),
     Case("full plain head", ("model.cross_entropy=plain",)),
     Case("lora plain head", (*LORA, "model.cross_entropy=plain"), on=("pp_zero_bubble",)),
     Case("full deep plain head", ("model.cross_entropy=plain",), model="llama_deep", on=("pp_zero_bubble_2",)),
@@ -119,7 +127,7 @@ CASES = (
     ),
     Case("full qwen3_moe balance unpacked", (BALANCE, "data.packing=false"), model="qwen3_moe"),
     Case("full mixtral offloaded", ("train.activation_offload=true",), model="mixtral", on=("ep",)),
-    Case("full mixtral bf16", ("train.precision=bf16",), "mixtral", BF16_LOSS_RELATIVE, float("inf")),
+    Case("full mixtral bf16", ("train.precision=bf16",), "mixtral", None, BF16_LOSS_RELATIVE, float("inf")),
     Case("full paged_adamw", ("optimizer.name=paged_adamw",)),
     Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
     Case("qlora", QLORA),
@@ -137,7 +145,7 @@ CASES = (
 # Those that several ranks with tokens of the same row can run.
 SHARED_TOKENS = (
     *("full", "lora", "full accumulate 1", "full auto rows", "full unpacked", "full token budget", "full stream"),
-    *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16"),
+    *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16", "full distill", "lora distill"),
 )
 UNDER_PIPELINES = tuple(
     case.name
@@ -252,6 +260,19 @@ def prepare(folder: Path) -> None:
     import yaml
 
     (folder / "recipe.yaml").write_text(yaml.safe_dump(base_recipe(folder)), encoding="utf-8")
+    write_teachers(folder)
+
+
+def write_teachers(folder: Path) -> None:
+    """What qwen3 predicts of the training rows, for llama to learn, at two temperatures."""
+    from finetune.data.dataset import build_training
+    from finetune.models.config import load_tokenizer
+    from finetune.recipe import load_recipe
+
+    recipe = load_recipe(folder / "recipe.yaml", ())
+    data = build_training(recipe, load_tokenizer(recipe.model))
+    for name, temperature in (("teacher", 1.0), ("teacher_2", 2.0)):
+        tiny.write_teacher(folder / f"{name}.parquet", folder / "qwen3", data.examples, 8, temperature)
 
 
 def run_name(config: str, processes: int, case: str) -> str:
@@ -291,6 +312,8 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
     if case.from_scratch:
         shape = json.dumps(tiny.MODELS[case.model])
         start = ["model.name=null", f"model.config={shape}", f"model.tokenizer={folder / case.model}"]
+    if case.teacher:
+        start.append(f"objective.teacher={folder / case.teacher}")
     if case.one_forward:
         start.append(f"batch.rows_per_device={ROWS // processes}")
     return [*case.overrides, *start, f"run.name={run_name(config, processes, case.name)}"]

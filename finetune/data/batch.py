@@ -6,7 +6,7 @@ trained tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -67,6 +67,10 @@ class Batch:
     def num_padding(self) -> int:
         """Tokens that are computed and do not count: padding, and all of a dummy."""
         return self.inputs["input_ids"].shape[1] - self.counts["tokens"]
+
+    def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
+        """The same with more columns, also numbers () that hold for all of it."""
+        return replace(self, columns={**self.columns, **columns})
 
     def map_tensors(self, call: Callable[[Tensor], Tensor]) -> Batch:
         """The same with every tensor as `call` returns it."""

@@ -88,11 +88,13 @@ class Dataset:
         checksum.update(sizes.targets.astype("<i8").tobytes())
         if len(sizes.lengths) > len(sizes):
             checksum.update(sizes.offsets.astype("<i8").tobytes())
+        predictions = self.examples.predictions
         return {
             "examples": len(self.examples),
             "rows": len(self.rows),
             "tokens": self.tokens,
             "lengths": checksum.hexdigest()[:16],
+            **({"teacher": predictions.identity[:16]} if predictions is not None else {}),
         }
 
     def identity(self) -> dict[str, int | str]:

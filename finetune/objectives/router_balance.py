@@ -23,8 +23,8 @@ from torch import Tensor
 
 from finetune.data.batch import Batch
 from finetune.errors import UserError
-from finetune.models.loss_model import Outputs
 from finetune.models.moe import Routers
+from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import Objective, Sums, Term, Terms
 from finetune.recipe.schema import Objective as Settings
 

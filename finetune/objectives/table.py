@@ -8,8 +8,9 @@ from typing import Any
 from finetune.models.moe import Routers
 from finetune.objectives.by_source import by_source
 from finetune.objectives.distill import distill
+from finetune.objectives.kto import kto
 from finetune.objectives.objective import ONE_RANK, Objective, TokenRanks, combined
-from finetune.objectives.preference import dpo
+from finetune.objectives.preference import dpo, orpo
 from finetune.objectives.router_balance import balance_coefficient, balance_of_experts
 from finetune.objectives.scores import classify, reward
 from finetune.objectives.sft import focal, sft
@@ -20,6 +21,8 @@ OBJECTIVES: dict[str, Callable[[Settings, bool, TokenRanks], Objective]] = {
     "sft": sft,
     "focal": focal,
     "dpo": dpo,
+    "kto": kto,
+    "orpo": orpo,
     "reward": reward,
     "classify": classify,
     "distill": distill,

@@ -250,6 +250,15 @@ OBJECTIVE_FORMATS: dict[str, tuple[str, ...]] = {
     "kto": ("unpaired", "preference"),  # a pair gives a good and a bad answer
     "classify": ("classification",),
 }
+# Of the keys of `dpo`, those that only some losses read.
+LOSS_KEYS: dict[str, tuple[str, ...]] = {
+    "label_smoothing": ("sigmoid", "robust"),
+    "margin": ("simpo",),
+    **dict.fromkeys(
+        ("reference", "reference_model"),
+        ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down"),
+    ),
+}
 PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "simpo"]
 
 
@@ -378,6 +387,13 @@ METRICS: dict[str, Literal["lower", "higher"]] = {
     "exact_match": "higher",
     "eval_rewards/accuracy": "higher",
     "eval_rewards/margin": "higher",
+    "eval_rewards/chosen": "higher",
+    "eval_rewards/rejected": "lower",
+    "eval_log_probs/chosen": "higher",
+    "eval_log_probs/rejected": "lower",
+    "eval_kl": "lower",
+    "eval_nll": "lower",
+    "eval_odds_ratio": "lower",
     "eval_accuracy": "higher",
 }
 

@@ -39,7 +39,6 @@ from finetune.data.sources.files import cache_root
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
 from finetune.objectives.forward import ForwardPass
-from finetune.objectives.objective import UNSCALED
 from finetune.planning.plan import versions
 from finetune.recipe import Recipe
 from finetune.utils import divisors, peak_resident_bytes, write_atomically
@@ -264,7 +263,7 @@ class Trials:
         objective = self.forward.objective
 
         def loss(model: Any) -> Tensor:
-            return objective.loss(objective.terms(self.forward(model, batch), objective.completed(batch)), UNSCALED)
+            return objective.trial_loss(self.forward(model, batch), batch)
 
         self.engine.trial(loss)
 

@@ -51,6 +51,7 @@ from finetune.training.profile import Profiler
 from finetune.training.reference import AdaptersOff, Precomputation, precomputes_reference
 from finetune.training.run_dir import in_use, make_run_folder, run_folder
 from finetune.training.signals import StopRequest
+from finetune.training.teacher import with_teacher
 from finetune.training.trainer import State, Trainer
 
 Data = Dataset | Stream
@@ -76,7 +77,7 @@ def train(
         check_no_dropout(config)
     opened = OpenedSources(recipe)
     notes = template_notes(recipe, tokenizer, opened)
-    training = build_training(recipe, tokenizer, opened)
+    training = with_teacher(recipe, build_training(recipe, tokenizer, opened), tokenizer, config)
     held_out = build_held_out(recipe, tokenizer, opened)
     notes += check_questions(recipe.evaluate, held_out.examples, tokenizer) if held_out else []
     engine = start_engine(recipe, launch)
