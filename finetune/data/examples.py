@@ -42,7 +42,7 @@ from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Mixture, Source
 
-CODE_VERSION = 4  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
+CODE_VERSION = 5  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
 # Of a source: what chooses among its examples, or names them.
 _NOT_IN_AN_ENTRY = {"weight", "name", "max_epochs"}
 

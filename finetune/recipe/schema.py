@@ -225,7 +225,7 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
         "dropout": False,
     },
     "orpo": {"beta": 0.1, "share_prompts": "auto", "dropout": False},
-    "reward": {"centering": 0.0, "dropout": False},
+    "reward": {"centering": 0.0, "share_prompts": "auto", "dropout": False},
     "classify": {"labels": None, "dropout": False},
     "distill": {
         "teacher": None,
@@ -298,8 +298,8 @@ class Objective(Section):
     # dpo, kto: another reference than the initial model, a hub id or a local folder with the same vocabulary;
     # `finetune reference` computes its log-probabilities before
     reference_model: str | None = None
-    # dpo, orpo: compute the beginning that the two sequences of a pair share once; equal to rounding. auto: where the
-    # attention can
+    # dpo, orpo, reward: compute the beginning that the two sequences of a pair share once; equal to rounding. auto:
+    # where the attention can
     share_prompts: Literal["auto"] | bool = "auto"
     # kto: weights of the good and of the bad answers; null: 1
     desirable_weight: NonNegative | None = None

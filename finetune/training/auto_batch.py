@@ -86,7 +86,9 @@ def find_rows(
 
     Leaves weights, gradients, optimizer and random numbers as they were. Raises UserError and RunFailure.
     """
-    row = HeaviestRow(data.first_example(), *data.heaviest_row(recipe.data.max_length))
+    row = HeaviestRow(
+        data.first_example(), *data.heaviest_row(recipe.data.max_length, forward.attention.shares_prompts)
+    )
     sizes = divisors(recipe.batch.rows // engine.parallelism.data)
     depends_on = dependencies(
         recipe,
