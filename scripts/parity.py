@@ -42,6 +42,7 @@ class Case:
     loss: float = LOSS_RELATIVE
     parameter: float = PARAMETER
     from_scratch: bool = False  # random weights of the model's shape instead of its folder's
+    rows: str = "messages"  # format of the rows
     one_forward: bool = False  # all of a step's rows at once, on any number of processes
     on: tuple[str, ...] | None = None  # the configs that offer it; None: all
 
@@ -52,6 +53,8 @@ LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}", "optimizer.lr=1e-3")
 DEEP = ("pp_interleaved", "pp_4")  # four stages
 ATTENTION = "lora.targets=[q_proj, k_proj, v_proj, o_proj]"
+REWARD = ("objective={name: reward, centering: 0.01}", "data.max_length=128", "optimizer.lr=3e-4")
+CLASSIFY = (f"objective={{name: classify, labels: [{', '.join(tiny.LABELS)}]}}",)
 BALANCE = "objective.router_aux_loss_coef=0.02"
 DEEPSPEED = ("zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 CASES = (
@@ -97,6 +100,9 @@ CASES = (
     Case("full chunked head", ("model.cross_entropy=chunked", "objective.z_loss=1e-3")),
     Case("full focal", ("objective.name=focal",)),  # the trained head's logits again in the backward
     Case("lora focal", (*LORA, "objective.name=focal")),  # the frozen head's gradients kept by token
+    Case("full reward", REWARD, rows="preference"),
+    Case("lora reward", (*LORA, *REWARD, "optimizer.lr=1e-3"), rows="preference"),
+    Case("full classify", CLASSIFY, rows="classification"),
     Case("full plain head", ("model.cross_entropy=plain",)),
     Case("lora plain head", (*LORA, "model.cross_entropy=plain"), on=("pp_zero_bubble",)),
     Case("full deep plain head", ("model.cross_entropy=plain",), model="llama_deep", on=("pp_zero_bubble_2",)),
@@ -143,6 +149,7 @@ UNDER_PIPELINES = tuple(
     case.name
     for case in CASES
     if not any(word in case.name for word in ("dropout", "auto rows", "qlora checkpointing", "balance"))
+    and case.rows == "messages"
 )
 FEW_SHARED = ("full", "lora", "full tied", "lora tied")
 # Names of configs that have no file of their own: another's, with these sizes.
@@ -249,6 +256,9 @@ def prepare(folder: Path) -> None:
         tiny.save_model(folder, model)
     tiny.write_rows(folder / "rows.jsonl", tiny.conversations(300))
     tiny.write_rows(folder / "held_out.jsonl", tiny.conversations(24, seed=1))
+    for format, made in (("preference", tiny.preferences), ("classification", tiny.texts)):
+        tiny.write_rows(folder / f"{format}.jsonl", made(300))
+        tiny.write_rows(folder / f"held_out_{format}.jsonl", made(24, seed=1))
     import yaml
 
     (folder / "recipe.yaml").write_text(yaml.safe_dump(base_recipe(folder)), encoding="utf-8")
@@ -291,6 +301,11 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
     if case.from_scratch:
         shape = json.dumps(tiny.MODELS[case.model])
         start = ["model.name=null", f"model.config={shape}", f"model.tokenizer={folder / case.model}"]
+    if case.rows != "messages":
+        sources = {"train": f"{case.rows}.jsonl", "eval": f"held_out_{case.rows}.jsonl"}
+        start += [
+            f"data.{key}=[{{path: {folder / name}, format: {case.rows}}}]" for key, name in sources.items()
+        ]
     if case.one_forward:
         start.append(f"batch.rows_per_device={ROWS // processes}")
     return [*case.overrides, *start, f"run.name={run_name(config, processes, case.name)}"]
