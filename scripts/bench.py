@@ -337,10 +337,10 @@ HEADINGS = (
 
 
 def lines(mode: dict[str, Any]) -> list[list[str]]:
-    lines = []
+    rows = []
     for name, one in mode["contenders"].items():
         ratios, recomputing = one["ours_over_it"], one["recomputing_over_it"]
-        lines.append(
+        rows.append(
             [
                 contenders.LABELS[name],
                 f"{one['tokens_per_s']:,.0f}",
@@ -353,7 +353,7 @@ def lines(mode: dict[str, Any]) -> list[list[str]]:
                 *(with_spread(recomputing[key]) for key in ("speed", "peak")),
             ]
         )
-    return lines
+    return rows
 
 
 def with_spread(ratio: dict[str, float] | None) -> str:

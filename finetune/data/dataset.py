@@ -94,6 +94,15 @@ class Dataset:
             "lengths": checksum.hexdigest()[:16],
         }
 
+    def identity(self) -> dict[str, int | str]:
+        """Identifies the tokens themselves and the rows that they are in."""
+        places = (self.rows.offsets.astype("<i8").tobytes(), self.rows.members.astype("<i8").tobytes())
+        return {
+            **self.summary(),
+            "content": self.examples.identity(),
+            "places": hashlib.sha256(b"".join(places)).hexdigest(),
+        }
+
     def efficiency(self, max_length: int) -> float:
         """Tokens over the room in all rows."""
         return self.rows.efficiency(self.examples.lengths, max_length)

@@ -81,6 +81,14 @@ class Examples:
         more = {**self._columns, **columns}
         return Examples(self._entries, self._chosen, self.report, self.build_s, more)
 
+    def identity(self) -> str:
+        """sha256 of everything that the tokens of these examples depend on; of no column that was computed."""
+        digest = hashlib.sha256()
+        for entry, indices in zip(self._entries, self._chosen, strict=True):
+            digest.update(f"{entry.key} {len(indices)} ".encode())
+            digest.update(indices.astype("<i8").tobytes())
+        return digest.hexdigest()
+
     def __len__(self) -> int:
         return self._ends[-1]
 

@@ -50,18 +50,19 @@ class OrderedRows:
     order: RowOrder | None = None
 
     def lengths(self, position: int) -> NDArray[np.int64]:
-        return self.data.sizes.take(self._members(position)).lengths
+        return self.data.sizes.take(self.members(position)).lengths
 
     def counts(self, position: int) -> Mapping[str, int]:
-        return self.data.sizes.take(self._members(position)).counts()
+        return self.data.sizes.take(self.members(position)).counts()
 
     def examples(self, position: int) -> list[Example]:
-        return [self.data[int(member)] for member in self._members(position)]
+        return [self.data[int(member)] for member in self.members(position)]
 
     def epochs(self, position: int) -> float:
         return position / len(self.rows)
 
-    def _members(self, position: int) -> NDArray[np.int64]:
+    def members(self, position: int) -> NDArray[np.int64]:
+        """Examples of the row at a position."""
         return self.rows[position if self.order is None else self.order.row_at(position)]
 
 
@@ -120,10 +121,7 @@ class Loader:
 
     def step(self, step: int) -> StepBatches:
         """Optimizer step `step` (0-based)."""
-        first = step * self.rows_per_step
-        if not 0 <= first < self.total_rows:
-            raise IndexError(f"step {step} begins at row {first} of a run of {self.total_rows} rows")
-        positions = range(first, min(first + self.rows_per_step, self.total_rows))
+        positions = self._positions(step)
         assignment = self._assign(positions)
         forwards = [*assignment.micro_batch_tokens, *(assignment.shortest,) * assignment.num_dummies]
         computed = sum(self._forward_tokens(assignment, tokens) for tokens in forwards)
@@ -133,6 +131,17 @@ class Loader:
             padding=computed - sum(assignment.micro_batch_tokens),
             epoch=self.rows.epochs(positions.stop),
         )
+
+    def row_positions(self, step: int) -> list[list[int]]:
+        """Returns the positions of the rows in each micro-batch of a step, over all ranks, by `Batch.index`."""
+        assignment = self._assign(self._positions(step))
+        return [[assignment.positions[row] for row in rows] for rows in assignment.micro_batches]
+
+    def _positions(self, step: int) -> range:
+        first = step * self.rows_per_step
+        if not 0 <= first < self.total_rows:
+            raise IndexError(f"step {step} begins at row {first} of a run of {self.total_rows} rows")
+        return range(first, min(first + self.rows_per_step, self.total_rows))
 
     def all_batches(self) -> Iterator[Batch]:
         """Every row once, for evaluation; all ranks get the same number of micro-batches."""

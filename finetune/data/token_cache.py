@@ -118,6 +118,7 @@ class CacheEntry:
     names: tuple[str, ...]  # of files
     columns: tuple[str, ...]  # names of the `C` numbers of each example
     report: SourceReport
+    key: str  # of all that the arrays depend on
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -146,7 +147,8 @@ def load(folder: Path) -> CacheEntry | None:
         metadata = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         arrays = {name: _map(folder, name, metadata["arrays"][name]) for name in ARRAYS}
         names, columns = tuple(metadata["files"]), tuple(metadata["columns"])
-        entry = CacheEntry(**arrays, names=names, columns=columns, report=SourceReport(**metadata["report"]))
+        report = SourceReport(**metadata["report"])
+        entry = CacheEntry(**arrays, names=names, columns=columns, report=report, key=folder.name)
         sizes = (len(entry.input_ids), len(entry.targets), len(entry) * len(columns))
         is_complete = sizes == (entry.sequence_offsets[-1], entry.example_offsets[-1], len(entry.numbers))
     except (OSError, ValueError, KeyError, TypeError, IndexError):

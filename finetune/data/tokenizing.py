@@ -125,7 +125,8 @@ def tokenize_chunk(settings: RowSettings, items: Iterable[Item]) -> ChunkResult:
         tokens = iter(settings.renderer.tokenise([text for row in rows for group in row.groups for text in group]))
         for row in rows:
             groups = [tuple(Sequence(*next(tokens)) for _ in group) for group in row.groups]
-            tally.counts["unrolled"] += len(groups) > 1
+            if len(groups) > 1:
+                tally.counts["unrolled"] += 1
             for sequences in groups:
                 for example in _fit(settings, TokenizedExample(row.row_id, sequences, row.numbers), tally.counts):
                     # Each with all its sequences, or not at all. count_nonzero takes a quarter of what `any` takes.

@@ -111,6 +111,16 @@ class Engine(abc.ABC):
         for batch in batches:
             yield batch, forward(self.model, batch)
 
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around forwards without dropout and without gradients."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train()
+
     @property
     def forwards_alike(self) -> bool:
         """Whether all micro-batches of a step must have equally many tokens."""

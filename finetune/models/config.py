@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,13 @@ def model_config(model: Model) -> PretrainedConfig:
     except (OSError, ValueError, KeyError, TypeError) as error:
         where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
         raise UserError(f"{where}: no model config: {first_line(error)}") from error
+
+
+def training_config(recipe: Recipe) -> PretrainedConfig:
+    """Returns the config of the recipe's model as its objective trains it, see `objective.dropout`. Raises
+    UserError."""
+    config = model_config(recipe.model)
+    return without_dropout(config) if recipe.objective.drops_nothing else config
 
 
 def _check_config_keys(config: dict[str, Any]) -> None:
@@ -93,6 +101,15 @@ def active_dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
             continue
         if "drop" in name or "jitter" in name:
             yield name, value
+
+
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns a copy of the config by which a model drops nothing at random."""
+    config = copy.deepcopy(config)
+    for part in {id(one): one for one in (config, config.get_text_config())}.values():
+        for name, _ in list(active_dropouts(part)):
+            setattr(part, name, 0.0)
+    return config
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,15 @@ class Objective:
         device, targets = batch.targets.ids.device, len(batch.targets.ids)
         each = torch.zeros(targets, device=device)
         nothing = Outputs(torch.zeros((), device=device), each, (each,) * self.num_details)
-        return {name: t._replace(total=torch.zeros_like(t.total)) for name, t in self.terms(nothing, batch).items()}
+        terms = self.terms(nothing, self.completed(batch))
+        return {name: t._replace(total=torch.zeros_like(t.total)) for name, t in terms.items()}
+
+    def completed(self, batch: Batch) -> Batch:
+        """Returns the batch with zeros in the columns that are computed during the run, where the values do not
+        matter."""
+        size, device = len(batch.sequence_tokens), batch.targets.ids.device
+        missing = {name: torch.zeros(size, dtype=torch.float64, device=device) for name in self.columns}
+        return replace(batch, columns={**missing, **batch.columns})
 
     @property
     def only_sums(self) -> bool:

@@ -73,10 +73,10 @@ def _check_launch(
     """recipe_only: without the rules that depend on the model's config."""
     from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import Launch, read_config_file
-    from finetune.models.config import model_config
+    from finetune.models.config import training_config
 
     launch = read_config_file(str(config_file), processes) if config_file else Launch("replicated", processes or 1)
-    config = None if recipe_only else model_config(recipe.model)
+    config = None if recipe_only else training_config(recipe)
     micro_batches = check_launch(recipe, str(path), launch, config)
     automatic = recipe.batch.rows_per_device == "auto"
     at_most = "at most " if automatic or recipe.batch.tokens_per_device is not None else ""
@@ -106,13 +106,13 @@ def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
 def _check_data(recipe: Recipe, report: CheckReport) -> None:
     from finetune.data.building import OpenedSources
     from finetune.data.dataset import Stream, build_held_out, build_training, check_questions, template_notes
-    from finetune.models.config import check_no_dropout, check_token_ids, load_tokenizer, model_config
+    from finetune.models.config import check_no_dropout, check_token_ids, load_tokenizer, training_config
     from finetune.planning.plan import run_length
     from finetune.tracking import check_trackers
 
     check_trackers(recipe.tracking)
     tokenizer = load_tokenizer(recipe.model)
-    check_token_ids(config := model_config(recipe.model), len(tokenizer))
+    check_token_ids(config := training_config(recipe), len(tokenizer))
     if recipe.batch.rows_per_device == "auto":
         check_no_dropout(config)
     _check_attention(recipe, config, report)

@@ -135,13 +135,12 @@ def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> M
         attention=tuple(_attention(model.config, first, reached)),
         implementation=implementation,
         recomputes=recomputes,
-        hardware_known=not any(_makes_weights(name, module) for name, module in model.named_modules()),
+        # Adapters on fused experts, and DoRA's norms, compute full matrices in each forward.
+        hardware_known=not any(
+            type(module).__name__ == "ParamWrapper" or getattr(module, "lora_magnitude_vector", None)
+            for module in model.modules()
+        ),
     )
-
-
-def _makes_weights(path: str, module: nn.Module) -> bool:
-    """Whether an adapter computes full matrices in each forward: on fused experts, and DoRA's norms."""
-    return type(module).__name__ == "ParamWrapper" or bool(getattr(module, "lora_magnitude_vector", None))
 
 
 class _Position(NamedTuple):

@@ -36,6 +36,7 @@ class Plan:
     trainable_parameters: int
     attention: str  # with the reason
     cross_entropy: str  # with the reason
+    reference: str | None  # of a preference: where its log-probabilities are from; None where there is none
     precision: str
     division: dict[str, Any]  # how the backend divides the model, such as pipeline stages
     versions: dict[str, str]

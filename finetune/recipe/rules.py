@@ -182,6 +182,40 @@ def objective_reads_its_keys(recipe: Recipe) -> Iterator[Finding]:
             yield f"objective.{key}", f"has no effect under `name: {objective.name}`, only under {readers}: remove it"
 
 
+def reference_at_hand(recipe: Recipe) -> Iterator[Finding]:
+    """Where the reference's log-probabilities can be from."""
+    objective, key = recipe.objective, "objective.reference"
+    if "reference" not in OBJECTIVE_KEYS[objective.name] or objective.value("loss") == "simpo":
+        return
+    if objective.value("reference") == "precomputed":
+        if recipe.data.streaming:
+            others = "`data.streaming: false`"
+            others = others if recipe.mode == "full" else f"`adapters_off`, or {others}"
+            yield key, f"`precomputed` needs all rows before the first step, and a stream has no end: use {others}"
+        return
+    if recipe.mode == "full":
+        yield key, "`adapters_off` needs adapters, and `mode: full` has none: use `precomputed`, or `mode: lora`"
+    if recipe.lora is not None and recipe.lora.modules_to_save:
+        modules = ", ".join(recipe.lora.modules_to_save)
+        yield (
+            key,
+            f"`adapters_off` is not the initial model where modules are trained fully (lora.modules_to_save: {modules})"
+            ": use `precomputed`, or name them in `lora.targets` instead",
+        )
+    if objective.reference_model is not None:
+        yield "objective.reference_model", "has no effect under `reference: adapters_off`: remove one of the two"
+
+
+def dropout_of_pairs(recipe: Recipe) -> Iterator[Finding]:
+    objective, lora = recipe.objective, recipe.lora
+    if lora is not None and lora.dropout and objective.drops_nothing:
+        yield (
+            "lora.dropout",
+            f"`objective.name: {objective.name}` compares log-probabilities or scores under equal weights, so dropout "
+            f"is off (now {lora.dropout}): set `lora.dropout: 0`, or `objective.dropout: true` to have it all the same",
+        )
+
+
 def distillation(recipe: Recipe) -> Iterator[Finding]:
     objective = recipe.objective
     if objective.name != "distill":
@@ -300,6 +334,8 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     mixture_has_parts,
     profile_within_run,
     objective_reads_its_keys,
+    reference_at_hand,
+    dropout_of_pairs,
     distillation,
     objective_takes_formats,
     scores_in_place_of_logits,

@@ -320,6 +320,11 @@ class Objective(Section):
     router_aux_loss_coef: NonNegative | None = None
 
     @property
+    def drops_nothing(self) -> bool:
+        """Whether the dropout of config and adapters is off."""
+        return "dropout" in OBJECTIVE_KEYS[self.name] and not self.dropout
+
+    @property
     def scores_sequences(self) -> bool:
         """Whether the model has a head of scores, in place of an LM head."""
         return self.name in ("reward", "classify")

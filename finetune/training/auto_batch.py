@@ -264,7 +264,7 @@ class Trials:
         objective = self.forward.objective
 
         def loss(model: Any) -> Tensor:
-            return objective.loss(objective.terms(self.forward(model, batch), batch), UNSCALED)
+            return objective.loss(objective.terms(self.forward(model, batch), objective.completed(batch)), UNSCALED)
 
         self.engine.trial(loss)
 

@@ -27,6 +27,7 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
         "precision": plan.precision,
         "attention": plan.attention,
         "cross entropy": plan.cross_entropy,
+        **({"reference": escape(plan.reference)} if plan.reference else {}),
         **_data(recipe, plan),
         "training": f"{plan.steps:,} steps x {recipe.batch.rows} sequences ({_micro_batches(recipe, plan)})",
     }
@@ -158,3 +159,35 @@ class TrainingProgress:
             highlight=False,
         )
         sys.stdout.flush()
+
+
+class PassProgress:
+    """Of one pass over the data. Context manager; `update` with the number of blocks that are done."""
+
+    def __init__(self, console: Console, name: str, blocks: int, done: int, shown: bool):
+        self._console, self._name, self._blocks, self._first, self._shown = console, name, blocks, done, shown
+        self._started = self._last_line = time.monotonic()
+        self._bar = None
+        if shown and console.is_terminal:
+            columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("eta"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task(name, total=blocks, completed=done)
+
+    def __enter__(self) -> PassProgress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, done: int) -> None:
+        now = time.monotonic()
+        if self._bar:
+            self._bar.update(self._task, completed=done)
+        elif self._shown and now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            remaining = (now - self._started) / (done - self._first) * (self._blocks - done)
+            self._console.print(f"{self._name}: {done}/{self._blocks}  eta {remaining:.0f} s", highlight=False)
+            sys.stdout.flush()

@@ -10,7 +10,7 @@ Letters: B prompts, P longest prompt, N new tokens so far.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
 
+from finetune.data.batch import Batch
 from finetune.data.chat.template import resolve_template
 from finetune.data.chat.template_check import turn_end_ids
 from finetune.data.dataset import Dataset, Question, Stream, answer, questions, until_end
@@ -53,16 +54,15 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerFast
     end_ids: set[int]  # tokens that end a generation
     recipe: Evaluate
+    with_reference: Callable[[list[Batch]], list[Batch]] | None = None  # adds what is computed as it is needed
 
     def run(self) -> tuple[dict[str, float], list[Generation]]:
         """Returns metrics by name (`eval_loss` in nats per supervised token) and generations to show. Collective."""
-        self.engine.model.eval()
-        with torch.no_grad():
+        with self.engine.evaluating():
             metrics = self._losses()
         num_generations = max(self.recipe.exact_match, self.recipe.generate)
-        with uncompiled():
+        with self.engine.evaluating(), uncompiled():
             generations = self._generations(num_generations) if num_generations else []
-        self.engine.model.train()
         if self.recipe.exact_match and generations:
             scored = generations[: self.recipe.exact_match]
             metrics["exact_match"] = sum(g.matches for g in scored) / len(scored)
@@ -72,12 +72,17 @@ class Evaluator:
         objective, sums = self.forward.objective, TermSums()
         with fed_batches(self.loader.all_batches(), self.engine.device) as feed:
             first = feed.peek()
-            for batch, outputs in self.engine.forwards(feed, self.forward):
+            for batch, outputs in self.engine.forwards(self._completed(feed), self.forward):
                 sums.add(objective.terms(outputs, batch))
         if not sums.terms:  # a pipeline's early stages have no outputs
             sums.add(objective.no_terms(first))
         total = Sums(self.engine.ranks.total(sums.totals), sums.terms, self.loader.all_counts())
         return {"eval_loss": total.loss(), **{f"eval_{name}": v for name, v in objective.metrics(total).items()}}
+
+    def _completed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yields the batches with the reference's log-probabilities, where they are computed as they are needed."""
+        for batch in batches:
+            yield from self.with_reference([batch]) if self.with_reference else [batch]
 
     def _generations(self, count: int) -> list[Generation]:
         """Returns those of the first `count` examples with a prompt, in order, on every rank.

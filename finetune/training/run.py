@@ -30,7 +30,7 @@ from finetune.engine.start import set_group_timeouts, start_engine
 from finetune.errors import Stopped
 from finetune.models.activations import ActivationOffload
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
-from finetune.models.config import check_no_dropout, check_token_ids, dtypes, load_tokenizer, model_config
+from finetune.models.config import check_no_dropout, check_token_ids, dtypes, load_tokenizer, training_config
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import compute_experts_in, find_routers
 from finetune.models.score_model import ScoreModel
@@ -38,6 +38,7 @@ from finetune.models.weights import keep_input_types, load_model, parameter_coun
 from finetune.models.wrapped import CrossEntropyChoice, WrappedModel
 from finetune.objectives import Objective, make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
+from finetune.objectives.preference import REFERENCE
 from finetune.planning.flops import model_flops, peak_tflops
 from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe
@@ -47,6 +48,7 @@ from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
 from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.optim import build_optimizers
 from finetune.training.profile import Profiler
+from finetune.training.reference import AdaptersOff, Precomputation, precomputes_reference
 from finetune.training.run_dir import in_use, make_run_folder, run_folder
 from finetune.training.signals import StopRequest
 from finetune.training.trainer import State, Trainer
@@ -65,7 +67,7 @@ def train(
     launch = read_launch(config_file)
     if launch.launched:
         stop.watch_launcher()
-    config = model_config(recipe.model)
+    config = training_config(recipe)
     micro_batches = check_launch(recipe, recipe_file, launch, config)
     check_trackers(recipe.tracking)
     tokenizer = load_tokenizer(recipe.model)
@@ -131,9 +133,18 @@ def build_trainer(
     engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
     set_group_timeouts(collective_timeout())
     rows = _rows_per_device(recipe, engine, config, forward, training, say)
-    plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice))
+    reference, with_reference = None, None
+    if precomputes_reference(recipe, objective):
+        loader = partial(_evaluation_loader, recipe, engine, rows)
+        precomputation = Precomputation(recipe, engine, forward, loader, console)
+        training, held_out, reference = precomputation.columns(training, held_out)
+    elif REFERENCE in objective.columns:
+        reference = "the model without its adapters, in each step"
+        with_reference = AdaptersOff(engine, forward).with_column
+    plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice), reference)
     loader = _loader(recipe, engine, rows, training.in_order(recipe), plan.total_rows)
     ends = end_ids(recipe, tokenizer, [training, held_out])
+    evaluator = _evaluator(recipe, engine, rows, held_out, attention, tokenizer, ends) if held_out else None
     state, tracker_ids = _resume(recipe, engine, training, plan, say)
     return Trainer(
         recipe=recipe,
@@ -142,7 +153,7 @@ def build_trainer(
         data=training,
         forward=forward,
         loader=replace(loader, alike=engine.forwards_alike),
-        evaluator=_evaluator(recipe, engine, rows, held_out, attention, tokenizer, ends) if held_out else None,
+        evaluator=evaluator and replace(evaluator, with_reference=with_reference),
         end_ids=ends,
         plan=plan,
         state=state,
@@ -152,6 +163,7 @@ def build_trainer(
         console=console,
         folder=run_folder(recipe),
         tracker_ids=tracker_ids,
+        with_reference=with_reference,
     )
 
 
@@ -208,8 +220,9 @@ def _plan(
     rows: RowsPerDevice,
     micro_batches: int,
     choices: tuple[AttentionChoice, CrossEntropyChoice],
+    reference: str | None,
 ) -> Plan:
-    """parameters: all, and the trained ones."""
+    """parameters: all, and the trained ones; reference: where its log-probabilities are from."""
     size, (attention, cross_entropy) = training.size(recipe.data.max_length), choices
     steps, total_rows = run_length(recipe, size.rows if size else None)
     budget = recipe.batch.tokens_per_device
@@ -233,6 +246,7 @@ def _plan(
         trainable_parameters=parameters[1],
         attention=f"{attention.implementation} ({attention.reason})",
         cross_entropy=f"{cross_entropy.implementation} ({cross_entropy.reason})",
+        reference=reference,
         precision=recipe.train.precision,
         division=engine.summary(micro_batches),
         versions=versions(),
@@ -267,6 +281,11 @@ def _loader(recipe: Recipe, engine: Engine, rows_per_device: RowsPerDevice, rows
     )
 
 
+def _evaluation_loader(recipe: Recipe, engine: Engine, rows_per_device: RowsPerDevice, data: Dataset) -> Loader:
+    """Returns a loader of each row once, as they come."""
+    return _loader(recipe, engine, rows_per_device, OrderedRows(data.examples, data.rows), len(data.rows))
+
+
 def _evaluator(
     recipe: Recipe,
     engine: Engine,
@@ -276,7 +295,7 @@ def _evaluator(
     tokenizer: PreTrainedTokenizerFast,
     ends: set[int],
 ) -> Evaluator:
-    loader = _loader(recipe, engine, rows_per_device, OrderedRows(held_out.examples, held_out.rows), len(held_out.rows))
+    loader = _evaluation_loader(recipe, engine, rows_per_device, held_out)
     objective = make_objective(recipe.objective, held_out.source_names, True, token_ranks=engine.token_ranks)
     return Evaluator(
         engine, loader, held_out.examples, ForwardPass(attention, objective), tokenizer, ends, recipe.evaluate

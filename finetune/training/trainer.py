@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -92,6 +92,7 @@ class Trainer:
     console: Console
     folder: Path  # runs/<name>
     tracker_ids: dict[str, str]  # of the runs that a checkpoint knows
+    with_reference: Callable[[list[Batch]], list[Batch]] | None = None  # adds what is computed in each step
 
     def __post_init__(self) -> None:
         self.totals, self.expert_load, self.compilations = Totals(), ExpertLoad(), CompilationWatch()
@@ -170,7 +171,7 @@ class Trainer:
         objective = self.forward.objective
         for _ in range(self.engine.warm_ups):
             with self.engine.micro_batch(last=True):
-                terms = objective.terms(self.forward(self.engine.model, batch), batch)
+                terms = objective.terms(self.forward(self.engine.model, batch), objective.completed(batch))
                 self.engine.backward(objective.loss(terms, UNSCALED))
             self.engine.drop_gradients()
 
@@ -183,6 +184,7 @@ class Trainer:
         """
         factor = lr_factor(self.recipe.schedule, self.state.step, self.plan.steps)
         self.engine.set_lr(factor)
+        step = self._completed(step)
         micro_batches = _MicroBatches(self, step)
         self.engine.accumulate(step.batches, micro_batches.forward, micro_batches.loss)
         sums, flags = self._reduce(micro_batches)
@@ -213,6 +215,13 @@ class Trainer:
             **{f"tokens/{name}": count for name, count in self.state.tokens_by_source.items()},
         }
         return line, flags
+
+    def _completed(self, step: StepBatches) -> StepBatches:
+        """Returns the step with the reference's log-probabilities, where they are computed step by step."""
+        if self.with_reference is None:
+            return step
+        with self.engine.stopwatch.phase("forward"), self.engine.evaluating():
+            return replace(step, batches=self.with_reference(step.batches))
 
     def _reduce(self, micro_batches: _MicroBatches) -> tuple[Sums, StepFlags]:
         """Returns the step's sums and flags over all ranks, by one reduction."""

@@ -35,7 +35,7 @@ def test_resumes_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatc
     assert all(cell["same_rows"] for cell in cells)
 
 
-def test_divided_experts_go_on_undivided(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_divided_over_ranks_resume_undivided(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(saved / "cache"))
     divided: Place = ("ep", 4)
     resume_matrix.save(saved, divided)

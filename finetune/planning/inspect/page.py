@@ -298,16 +298,13 @@ def _run_html(run: Sequence[Token], at: int) -> Markup:
         attributes += f' data-b="{html.escape(parts)}"'
     if run[0].special:
         attributes += ' class="x"'
-    return Markup(f"<{name}{attributes}>{_text_html(''.join(token.text for token in run))}</{name}>")
+    # With marks before newlines, tabs and trailing spaces, and in place of invisible characters.
+    pieces = _MARKED.split("".join(token.text for token in run))
+    shown = (_mark(piece) if n % 2 else html.escape(piece, quote=False) for n, piece in enumerate(pieces))
+    return Markup(f"<{name}{attributes}>{''.join(shown)}</{name}>")
 
 
 _MARKED = re.compile(rf"(\n|\t| +(?=\n|\Z)|{INVISIBLE.pattern})")
-
-
-def _text_html(text: str) -> str:
-    """Escapes text, with marks before newlines, tabs and trailing spaces, and in place of invisible characters."""
-    pieces = _MARKED.split(text)
-    return "".join(_mark(piece) if n % 2 else html.escape(piece, quote=False) for n, piece in enumerate(pieces))
 
 
 def _mark(piece: str) -> str:

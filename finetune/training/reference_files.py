@@ -1,0 +1,167 @@
+"""Reference log-probabilities on disk: what they depend on, the cache's entry, and the copy in the run's folder.
+
+<cache>/data/<key>/               log_probs.npy (M,) float64, one of each sequence; report.json, as of tokens
+<run>/reference/<train|eval>/     the same two files: the run resumes without the cache
+<run>/reference/<key>.npy         of a pass that has not ended, NaN where it has not been yet
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+from numpy.typing import NDArray
+from transformers import PretrainedConfig
+
+from finetune import __version__
+from finetune.data.dataset import Dataset
+from finetune.data.sources.files import file_digest
+from finetune.data.token_cache import discard, entries_folder, temporary_folder
+from finetune.errors import UserError
+from finetune.models.config import dtypes
+from finetune.recipe import Recipe
+from finetune.utils import fsync
+
+CODE_VERSION = 1  # raise it whenever the same model gives other log-probabilities, beyond rounding
+_WEIGHTS = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.py")
+
+Dependencies = dict[str, Any]  # by name; JSON
+
+
+def model_dependencies(recipe: Recipe, config: PretrainedConfig) -> Dependencies:
+    """Returns what the log-probabilities of `recipe.model` depend on, but for the tokens. Adapters do not matter: they
+    begin without an effect. Reads the weights, the first time. Raises UserError where they cannot be read."""
+    types = dtypes(recipe)
+    return {
+        "code": [CODE_VERSION, transformers.__version__],
+        "model": _weights(recipe, config),
+        "types": [str(types.trained if recipe.mode == "full" else types.frozen), str(types.compute)],
+        "quantization": recipe.quantization.model_dump() if recipe.quantization else None,
+    }
+
+
+def _weights(recipe: Recipe, config: PretrainedConfig) -> Any:
+    """Returns a digest of local weights, the commit of those of the hub, or how random ones are drawn."""
+    if recipe.model.config is not None:
+        return {"config": recipe.model.config, "seed": recipe.run.seed}
+    folder = Path(str(recipe.model.name)).expanduser()
+    if not folder.is_dir():
+        return {"hub": recipe.model.name, "commit": config._commit_hash or recipe.model.revision}
+    files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
+    return {file.name: file_digest(file) for file in files}
+
+
+def key_of(dependencies: Dependencies, data: Dataset) -> str:
+    """sha256 of the model's dependencies and of the data's rows and tokens."""
+    everything = {**dependencies, "data": data.identity()}
+    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+
+
+# --- a complete file
+
+
+def load(folder: Path, key: str, count: int) -> NDArray[np.float64] | None:
+    """Returns the (count,) log-probabilities of this key; None where there are none, or they are not whole."""
+    try:
+        if read_report(folder).get("key") != key:
+            return None
+        values = np.load(folder / "log_probs.npy", allow_pickle=False)
+        os.utime(folder / "report.json")  # last used
+    except (OSError, ValueError, EOFError):
+        return None
+    whole = values.dtype == np.float64 and values.shape == (count,) and bool(np.isfinite(values).all())
+    return values if whole else None
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """Returns what the files of a folder were computed from; {} where there are none."""
+    with contextlib.suppress(OSError, ValueError):
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        return report if isinstance(report, dict) else {}
+    return {}
+
+
+def save(folder: Path, values: NDArray[np.float64], report: dict[str, Any]) -> None:
+    """Writes a folder that is complete or absent, in place of one that is there. Raises UserError."""
+    temporary = temporary_folder(folder)
+    try:
+        temporary.mkdir(parents=True)
+        np.save(temporary / "log_probs.npy", values)
+        (temporary / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        for file in ("log_probs.npy", "report.json"):
+            fsync(temporary / file)
+        if folder.exists():
+            discard(folder)
+        temporary.rename(folder)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or folder}: reference log-probabilities cannot be written: {error.strerror or error}"
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def cache_folder(key: str) -> Path:
+    return entries_folder() / key
+
+
+def described(recipe: Recipe, dependencies: Dependencies, data: Dataset, key: str, seconds: float) -> dict[str, Any]:
+    """Returns a report, whose `of` and `made` are as in those of tokens: `finetune cache list` shows both."""
+    return {
+        "key": key,
+        "dependencies": dependencies,
+        "of": {
+            "source": ", ".join(data.source_names),
+            "format": "reference log-probabilities",
+            "tokenizer": recipe.model.name or "a model from scratch",
+            "max_length": recipe.data.max_length,
+            "finetune": __version__,
+        },
+        "made": {
+            "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "host": socket.gethostname(),
+            "seconds": round(seconds, 1),
+        },
+        "report": {"examples": len(data.examples), "tokens": data.tokens},
+    }
+
+
+# --- a pass that has not ended
+
+
+class Unfinished:
+    """The log-probabilities of a pass as it goes, on disk: one that was stopped goes on. On one process only."""
+
+    def __init__(self, file: Path, count: int):
+        """count: of the sequences. Raises UserError where the file cannot be written."""
+        self._file = file
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self.values = self._opened(count)
+        except OSError as error:
+            raise UserError(f"{file}: cannot be written: {error.strerror or error}") from None
+
+    def _opened(self, count: int) -> NDArray[np.float64]:
+        with contextlib.suppress(OSError, ValueError, EOFError):
+            there = np.lib.format.open_memmap(self._file, "r+")
+            if there.dtype == np.float64 and there.shape == (count,):
+                return there
+        for left in self._file.parent.glob("*.npy"):  # of other keys, which nothing asks for any more
+            left.unlink()
+        temporary = self._file.with_suffix(".tmp.npy")  # or a half-written file could pass for one without a NaN
+        np.save(temporary, np.full(count, np.nan, np.float64))
+        fsync(temporary)
+        temporary.replace(self._file)
+        return np.lib.format.open_memmap(self._file, "r+")
+
+    def remove(self) -> None:
+        self._file.unlink(missing_ok=True)
