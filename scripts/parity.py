@@ -303,9 +303,7 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
         start = ["model.name=null", f"model.config={shape}", f"model.tokenizer={folder / case.model}"]
     if case.rows != "messages":
         sources = {"train": f"{case.rows}.jsonl", "eval": f"held_out_{case.rows}.jsonl"}
-        start += [
-            f"data.{key}=[{{path: {folder / name}, format: {case.rows}}}]" for key, name in sources.items()
-        ]
+        start += [f"data.{key}=[{{path: {folder / name}, format: {case.rows}}}]" for key, name in sources.items()]
     if case.one_forward:
         start.append(f"batch.rows_per_device={ROWS // processes}")
     return [*case.overrides, *start, f"run.name={run_name(config, processes, case.name)}"]

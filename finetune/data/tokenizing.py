@@ -202,8 +202,10 @@ def _keep_row(settings: RowSettings, examples: list[TokenizedExample], tally: _T
     """The examples of one row that are short enough and trained: each with all its sequences, or not at all."""
     for one in examples:
         for example in _fit(settings, one, tally.counts):
-            # count_nonzero takes a quarter of what `any` takes for so few
-            if all(np.count_nonzero(sequence.loss_mask) for sequence in example.sequences):
+            # A text that is classified may be a single token. count_nonzero takes a quarter of what `any` takes.
+            if settings.objective.is_text or all(
+                np.count_nonzero(sequence.loss_mask) for sequence in example.sequences
+            ):
                 tally.examples.append(example)
             else:
                 tally.counts["no_supervised_token"] += 1
