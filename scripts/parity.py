@@ -39,6 +39,7 @@ class Case:
     name: str
     overrides: tuple[str, ...]
     model: str = "llama"
+    teacher: str | None = None  # a file of predictions
     loss: float = LOSS_RELATIVE
     parameter: float = PARAMETER
     from_scratch: bool = False  # random weights of the model's shape instead of its folder's
@@ -55,6 +56,7 @@ DEEP = ("pp_interleaved", "pp_4")  # four stages
 ATTENTION = "lora.targets=[q_proj, k_proj, v_proj, o_proj]"
 REWARD = ("objective={name: reward, centering: 0.01}", "data.max_length=128", "optimizer.lr=3e-4")
 CLASSIFY = (f"objective={{name: classify, labels: [{', '.join(tiny.LABELS)}]}}",)
+DISTILL = ("objective.name=distill", "objective.nll_weight=0.2")
 BALANCE = "objective.router_aux_loss_coef=0.02"
 DEEPSPEED = ("zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 CASES = (
@@ -103,6 +105,12 @@ CASES = (
     Case("full reward", REWARD, rows="preference"),
     Case("lora reward", (*LORA, *REWARD, "optimizer.lr=1e-3"), rows="preference"),
     Case("full classify", CLASSIFY, rows="classification"),
+    Case("full distill", DISTILL, teacher="teacher.parquet"),
+    Case(
+        "lora distill",
+        (*LORA, *DISTILL, "objective.temperature=2", "objective.divergence=jsd"),
+        teacher="teacher_2.parquet",
+    ),
     Case("full plain head", ("model.cross_entropy=plain",)),
     Case("lora plain head", (*LORA, "model.cross_entropy=plain"), on=("pp_zero_bubble",)),
     Case("full deep plain head", ("model.cross_entropy=plain",), model="llama_deep", on=("pp_zero_bubble_2",)),
@@ -125,7 +133,7 @@ CASES = (
     ),
     Case("full qwen3_moe balance unpacked", (BALANCE, "data.packing=false"), model="qwen3_moe"),
     Case("full mixtral offloaded", ("train.activation_offload=true",), model="mixtral", on=("ep",)),
-    Case("full mixtral bf16", ("train.precision=bf16",), "mixtral", BF16_LOSS_RELATIVE, float("inf")),
+    Case("full mixtral bf16", ("train.precision=bf16",), "mixtral", None, BF16_LOSS_RELATIVE, float("inf")),
     Case("full paged_adamw", ("optimizer.name=paged_adamw",)),
     Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
     Case("qlora", QLORA),
@@ -143,7 +151,7 @@ CASES = (
 # Those that several ranks with tokens of the same row can run.
 SHARED_TOKENS = (
     *("full", "lora", "full accumulate 1", "full auto rows", "full unpacked", "full token budget", "full stream"),
-    *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16"),
+    *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16", "full distill", "lora distill"),
 )
 UNDER_PIPELINES = tuple(
     case.name
@@ -262,6 +270,19 @@ def prepare(folder: Path) -> None:
     import yaml
 
     (folder / "recipe.yaml").write_text(yaml.safe_dump(base_recipe(folder)), encoding="utf-8")
+    write_teachers(folder)
+
+
+def write_teachers(folder: Path) -> None:
+    """What qwen3 predicts of the training rows, for llama to learn, at two temperatures."""
+    from finetune.data.dataset import build_training
+    from finetune.models.config import load_tokenizer
+    from finetune.recipe import load_recipe
+
+    recipe = load_recipe(folder / "recipe.yaml", ())
+    data = build_training(recipe, load_tokenizer(recipe.model))
+    for name, temperature in (("teacher", 1.0), ("teacher_2", 2.0)):
+        tiny.write_teacher(folder / f"{name}.parquet", folder / "qwen3", data.examples, 8, temperature)
 
 
 def run_name(config: str, processes: int, case: str) -> str:
@@ -304,6 +325,8 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
     if case.rows != "messages":
         sources = {"train": f"{case.rows}.jsonl", "eval": f"held_out_{case.rows}.jsonl"}
         start += [f"data.{key}=[{{path: {folder / name}, format: {case.rows}}}]" for key, name in sources.items()]
+    if case.teacher:
+        start.append(f"objective.teacher={folder / case.teacher}")
     if case.one_forward:
         start.append(f"batch.rows_per_device={ROWS // processes}")
     return [*case.overrides, *start, f"run.name={run_name(config, processes, case.name)}"]

@@ -94,7 +94,9 @@ def test_adapters_of_a_reward_model_load_by_peft_and_merge(reward: Path, files: 
         *("score", run / "merged", "--data", files / "pairs.jsonl", "--output", tmp_path / "b.jsonl", "--limit", 6)
     )
     assert again.returncode == 0, again.stderr
-    rows, scored, of_merged = (read(path) for path in (files / "pairs.jsonl", tmp_path / "a.jsonl", tmp_path / "b.jsonl"))
+    rows, scored, of_merged = (
+        read(path) for path in (files / "pairs.jsonl", tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    )
     assert [one["margin"] for one in of_merged] == pytest.approx([one["margin"] for one in scored], abs=1e-6)
     texts = [chat(row, "chosen", run / "model") for row in rows[:6]]
     found = pipeline_scores(run / "merged", texts, 6)
@@ -113,7 +115,9 @@ def test_a_classifier_gives_labels_to_plain_texts(
     sources = [{"path": str(files / "texts.jsonl")}]
     objective = {"name": "classify", "labels": list(tiny.LABELS)}
     data = {"train": sources, "eval": sources, "max_length": 64}
-    train_here(write_recipe({**recipe, "objective": objective, "data": data}), "train.max_steps=20", "optimizer.lr=3e-3")
+    train_here(
+        write_recipe({**recipe, "objective": objective, "data": data}), "train.max_steps=20", "optimizer.lr=3e-3"
+    )
     run = tmp_path / "runs" / "run"
     done = finetune("score", run, "--data", files / "texts.jsonl", "--output", tmp_path / "out.jsonl", "--json")
     assert done.returncode == 0, done.stderr
