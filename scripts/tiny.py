@@ -72,6 +72,15 @@ def texts(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [{"text": text, "label": LABELS[len(text) % len(LABELS)]} for text in said]
 
 
+def unpaired(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Answers that are good or bad, two bad ones for every good one."""
+    rows = []
+    for i, row in enumerate(preferences(count, seed)):
+        answer = row["rejected" if i % 3 else "chosen"]
+        rows.append({"prompt": row["prompt"], "completion": answer, "label": i % 3 == 0})
+    return rows
+
+
 def _said(role: str, words: list[str]) -> dict[str, str]:
     return {"role": role, "content": " ".join(words)}
 

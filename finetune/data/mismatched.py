@@ -20,6 +20,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune.data.samples import Sequence, shared_prefix
 from finetune.data.token_cache import CacheEntry, EntryWriter, load
 from finetune.data.tokenizing import ChunkResult, ExampleArrays
 from finetune.errors import RunFailure
@@ -87,21 +88,21 @@ def _groups(
     entry: CacheEntry, indices: NDArray[np.int64], partner: NDArray[np.int64], begins: NDArray[np.int64]
 ) -> ExampleArrays:
     """Examples of two sequences: the own one, and its prompt with the partner's answer."""
-    offsets, places = entry.sequence_offsets, []
+    offsets, sequences = entry.sequence_offsets, []
     for i, j in zip(indices.tolist(), partner.tolist(), strict=True):
         own = np.arange(offsets[i], offsets[i + 1])
-        places += [own, own[: begins[i]], np.arange(offsets[j] + begins[j], offsets[j + 1])]
-    answers = np.diff(offsets) - begins
-    lengths = np.stack([begins[indices] + answers[indices], begins[indices] + answers[partner]], 1)
-    taken = np.concatenate([*places, np.zeros(0, np.int64)])
+        mismatched = np.concatenate([own[: begins[i]], np.arange(offsets[j] + begins[j], offsets[j + 1])])
+        sequences += [Sequence(entry.input_ids[places], entry.loss_mask[places]) for places in (own, mismatched)]
+    pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
     width = len(entry.columns)
     return ExampleArrays(
         labels=list(entry.names),
-        input_ids=entry.input_ids[taken],
-        loss_mask=entry.loss_mask[taken],
-        lengths=lengths.reshape(-1),
-        targets=np.stack([entry.targets[indices], entry.targets[partner]], 1).reshape(-1),
+        input_ids=np.concatenate([np.empty(0, np.int32), *(one.input_ids for one in sequences)]),
+        loss_mask=np.concatenate([np.empty(0, bool), *(one.loss_mask for one in sequences)]),
+        lengths=np.array([len(one.input_ids) for one in sequences], np.int64),
+        targets=np.array([one.num_targets for one in sequences], np.int64),
         sizes=np.full(len(indices), 2),
+        shared=np.array([shared_prefix(pair) for pair in pairs], np.int64),
         hashes=entry.hashes[indices],
         files=entry.files[indices],
         rows=entry.rows[indices],
