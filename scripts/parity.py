@@ -194,6 +194,7 @@ TENSOR = (
     *("full checkpointing selective", "lora dropout rslora", "lora and whole head", "lora tied chunked head"),
     *("full plain head", "full bf16", "lora bf16", "full qwen3", "lora qwen3"),
     *PREFERENCES,
+    "lora reward",
 )
 EXPERTS = tuple(
     case.name for case in CASES if case.model in ("mixtral", "qwen3_moe") and (case.on is None or "ep" in case.on)
