@@ -39,9 +39,11 @@ class Case:
     name: str
     overrides: tuple[str, ...]
     model: str = "llama"
+    teacher: str | None = None  # a file of predictions
     loss: float = LOSS_RELATIVE
     parameter: float = PARAMETER
     from_scratch: bool = False  # random weights of the model's shape instead of its folder's
+    rows: str = "messages"  # format of the rows
     one_forward: bool = False  # all of a step's rows at once, on any number of processes
     on: tuple[str, ...] | None = None  # the configs that offer it; None: all
 
@@ -52,6 +54,8 @@ LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}", "optimizer.lr=1e-3")
 DEEP = ("pp_interleaved", "pp_4")  # four stages
 ATTENTION = "lora.targets=[q_proj, k_proj, v_proj, o_proj]"
+PAIRS = ("data.max_length=128", "optimizer.lr=3e-4")
+DISTILL = ("objective.name=distill", "objective.nll_weight=0.2")
 BALANCE = "objective.router_aux_loss_coef=0.02"
 DEEPSPEED = ("zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 CASES = (
@@ -97,6 +101,22 @@ CASES = (
     Case("full chunked head", ("model.cross_entropy=chunked", "objective.z_loss=1e-3")),
     Case("full focal", ("objective.name=focal",)),  # the trained head's logits again in the backward
     Case("lora focal", (*LORA, "objective.name=focal")),  # the frozen head's gradients kept by token
+    Case("full dpo", (*PAIRS, "objective.name=dpo"), rows="preference"),
+    Case("lora dpo", (*LORA, *PAIRS, "objective.name=dpo"), rows="preference"),
+    Case(
+        "full dpo ipo unpacked",
+        (*PAIRS, "objective={name: dpo, loss: ipo, sft_weight: 0.5}", "data.packing=false"),
+        rows="preference",
+    ),
+    Case("lora simpo", (*LORA, *PAIRS, "objective={name: dpo, loss: simpo, beta: 2}"), rows="preference"),
+    Case("full orpo", (*PAIRS, "objective.name=orpo", "batch.rows_per_device=2"), rows="preference"),
+    Case("full kto", (*PAIRS, "objective.name=kto"), rows="unpaired"),
+    Case("full distill", DISTILL, teacher="teacher.parquet"),
+    Case(
+        "lora distill",
+        (*LORA, *DISTILL, "objective.temperature=2", "objective.divergence=jsd"),
+        teacher="teacher_2.parquet",
+    ),
     Case("full plain head", ("model.cross_entropy=plain",)),
     Case("lora plain head", (*LORA, "model.cross_entropy=plain"), on=("pp_zero_bubble",)),
     Case("full deep plain head", ("model.cross_entropy=plain",), model="llama_deep", on=("pp_zero_bubble_2",)),
@@ -119,7 +139,7 @@ CASES = (
     ),
     Case("full qwen3_moe balance unpacked", (BALANCE, "data.packing=false"), model="qwen3_moe"),
     Case("full mixtral offloaded", ("train.activation_offload=true",), model="mixtral", on=("ep",)),
-    Case("full mixtral bf16", ("train.precision=bf16",), "mixtral", BF16_LOSS_RELATIVE, float("inf")),
+    Case("full mixtral bf16", ("train.precision=bf16",), "mixtral", None, BF16_LOSS_RELATIVE, float("inf")),
     Case("full paged_adamw", ("optimizer.name=paged_adamw",)),
     Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
     Case("qlora", QLORA),
@@ -134,10 +154,12 @@ CASES = (
     Case("full bf16", ("train.precision=bf16",), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
     Case("lora bf16", (*LORA, "train.precision=bf16"), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
 )
+PREFERENCES = ("full dpo", "lora dpo", "full dpo ipo unpacked", "lora simpo", "full orpo", "full kto")
 # Those that several ranks with tokens of the same row can run.
 SHARED_TOKENS = (
     *("full", "lora", "full accumulate 1", "full auto rows", "full unpacked", "full token budget", "full stream"),
-    *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16"),
+    *PREFERENCES,
+    *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16", "full distill", "lora distill"),
 )
 UNDER_PIPELINES = tuple(
     case.name
@@ -164,6 +186,7 @@ TENSOR = (
     *("full", "lora", "full unpacked", "lora unpacked", "full tied", "lora tied", "full mistral window"),
     *("full checkpointing selective", "lora dropout rslora", "lora and whole head", "lora tied chunked head"),
     *("full plain head", "full bf16", "lora bf16", "full qwen3", "lora qwen3"),
+    *PREFERENCES,
 )
 EXPERTS = tuple(
     case.name for case in CASES if case.model in ("mixtral", "qwen3_moe") and (case.on is None or "ep" in case.on)
@@ -183,7 +206,7 @@ LAUNCHES = (
     ("pp_zero_bubble_2", 2, ("full deep plain head",)),
     ("pp_interleaved", 2, ("full deep", "lora deep", "full deep token budget")),
     ("pp_4", 4, ("full deep", "lora deep", "full deep token budget")),
-    ("pp_dp", 4, ("full", "lora", "full tied", "full unpacked")),
+    ("pp_dp", 4, ("full", "lora", "full tied", "full unpacked", "full dpo", "full kto")),
     ("ep", 2, EXPERTS),
     ("ep", 4, EXPERTS),
     ("ddp", 4, ("full", "lora", "full tied", "lora dropout rslora")),
@@ -202,7 +225,7 @@ LAUNCHES = (
     ("zero3_cp", 2, ("full", "lora")),
     ("ulysses", 2, (*SHARED_TOKENS, "full mistral window", "full compile")),
     ("ulysses_of_4", 4, FEW_SHARED),
-    ("cp_ulysses", 4, ("full", "lora")),
+    ("cp_ulysses", 4, ("full", "lora", "full dpo", "full orpo", "full kto")),
     ("hsdp", 4, ("full", "lora", "full tied", "full unpacked", "full in backward", "lora dropout rslora")),
     ("tp", 2, TENSOR),
     ("tp", 4, ("full", "lora")),
@@ -249,9 +272,25 @@ def prepare(folder: Path) -> None:
         tiny.save_model(folder, model)
     tiny.write_rows(folder / "rows.jsonl", tiny.conversations(300))
     tiny.write_rows(folder / "held_out.jsonl", tiny.conversations(24, seed=1))
+    for format, made in (("preference", tiny.preferences), ("unpaired", tiny.unpaired)):
+        tiny.write_rows(folder / f"{format}.jsonl", made(300))
+        tiny.write_rows(folder / f"held_out_{format}.jsonl", made(24, seed=1))
     import yaml
 
     (folder / "recipe.yaml").write_text(yaml.safe_dump(base_recipe(folder)), encoding="utf-8")
+    write_teachers(folder)
+
+
+def write_teachers(folder: Path) -> None:
+    """What qwen3 predicts of the training rows, for llama to learn, at two temperatures."""
+    from finetune.data.dataset import build_training
+    from finetune.models.config import load_tokenizer
+    from finetune.recipe import load_recipe
+
+    recipe = load_recipe(folder / "recipe.yaml", ())
+    data = build_training(recipe, load_tokenizer(recipe.model))
+    for name, temperature in (("teacher", 1.0), ("teacher_2", 2.0)):
+        tiny.write_teacher(folder / f"{name}.parquet", folder / "qwen3", data.examples, 8, temperature)
 
 
 def run_name(config: str, processes: int, case: str) -> str:
@@ -291,6 +330,11 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
     if case.from_scratch:
         shape = json.dumps(tiny.MODELS[case.model])
         start = ["model.name=null", f"model.config={shape}", f"model.tokenizer={folder / case.model}"]
+    if case.rows != "messages":
+        sources = {"train": f"{case.rows}.jsonl", "eval": f"held_out_{case.rows}.jsonl"}
+        start += [f"data.{key}=[{{path: {folder / name}, format: {case.rows}}}]" for key, name in sources.items()]
+    if case.teacher:
+        start.append(f"objective.teacher={folder / case.teacher}")
     if case.one_forward:
         start.append(f"batch.rows_per_device={ROWS // processes}")
     return [*case.overrides, *start, f"run.name={run_name(config, processes, case.name)}"]

@@ -65,12 +65,51 @@ def preferences(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def unpaired(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Answers that are good or bad, two bad ones for every good one."""
+    rows = []
+    for i, row in enumerate(preferences(count, seed)):
+        answer = row["rejected" if i % 3 else "chosen"]
+        rows.append({"prompt": row["prompt"], "completion": answer, "label": i % 3 == 0})
+    return rows
+
+
 def _said(role: str, words: list[str]) -> dict[str, str]:
     return {"role": role, "content": " ".join(words)}
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_teacher(path: Path, model: Path, examples: Any, top_k: int, temperature: float = 1.0) -> Path:
+    """A teacher's predictions for `objective.teacher`, by plain transformers, one document after the other.
+
+    Its logits are 20 times those of the random weights: sure of itself, so that divergences are not all rounding.
+    """
+    import pyarrow
+    import pyarrow.parquet
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from finetune.data.predictions import vocabulary_digest
+
+    teacher = AutoModelForCausalLM.from_pretrained(model)
+    rows = []
+    for example in examples:
+        (sequence,) = example.sequences
+        tokens = torch.from_numpy(sequence.input_ids.astype("int64"))
+        with torch.no_grad():
+            logits = 20 * teacher(tokens[None], use_cache=False).logits[0, :-1][sequence.loss_mask[1:]]
+        log_probs, ids = torch.log_softmax(logits / temperature, 1).topk(top_k)
+        labels = torch.where(torch.from_numpy(sequence.loss_mask), tokens, -100)
+        columns = (tokens.tolist(), labels.tolist(), ids.tolist(), log_probs.tolist())
+        rows.append(dict(zip(("input_ids", "labels", "ids", "log_probs"), columns, strict=True)))
+    vocabulary = vocabulary_digest(AutoTokenizer.from_pretrained(model))
+    about = {"vocabulary": vocabulary, "temperature": temperature, "sampled": False}
+    table = pyarrow.Table.from_pylist(rows).replace_schema_metadata({"finetune": json.dumps(about)})
+    pyarrow.parquet.write_table(table, path)
     return path
 
 

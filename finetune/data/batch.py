@@ -6,7 +6,7 @@ trained tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -49,7 +49,10 @@ class Batch:
     """One micro-batch: sequences end to end in one flat row (see `collate`)."""
 
     inputs: dict[str, Tensor]  # of the model's forward: input_ids, position_ids (1, T) int64
-    sequence_lengths: tuple[int, ...]  # tokens; they sum to T of the row; the D sequences of examples, then padding
+    # Tokens that each sequence has in the row; they sum to T. The D sequences of examples, then padding.
+    sequence_lengths: tuple[int, ...]
+    # Tokens that each shares: it begins with so many of the sequence before it, and its own places come after them.
+    prefix_lengths: tuple[int, ...]
     targets: Targets
     ends: Ends
     columns: dict[str, Tensor]  # float64, (E,) one number of each example, or (D,) of each sequence
@@ -66,7 +69,11 @@ class Batch:
     @property
     def num_padding(self) -> int:
         """Tokens that are computed and do not count: padding, and all of a dummy."""
-        return self.inputs["input_ids"].shape[1] - self.counts["tokens"]
+        return self.inputs["input_ids"].shape[1] + sum(self.prefix_lengths) - self.counts["tokens"]
+
+    def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
+        """The same with more columns, also numbers () that hold for all of it."""
+        return replace(self, columns={**self.columns, **columns})
 
     def map_tensors(self, call: Callable[[Tensor], Tensor]) -> Batch:
         """The same with every tensor as `call` returns it."""
@@ -89,7 +96,9 @@ class Batch:
         yield self.example_of_sequence
 
 
-def collate(examples: ListLike[Example], index: int = 0, padded_to: int | None = None) -> Batch:
+def collate(
+    examples: ListLike[Example], index: int = 0, padded_to: int | None = None, shares_prompts: bool = False
+) -> Batch:
     """Sequences end to end. No attention mask; `position_ids` start again with every sequence.
 
         sequence         |----- a ------|  |--- b ----|
@@ -101,6 +110,17 @@ def collate(examples: ListLike[Example], index: int = 0, padded_to: int | None =
 
     This is the one place where targets are shifted against the mask. Never across sequences, for the first token of
     each is not trained.
+
+    shares_prompts: what both sequences of a pair begin with is in the row once, before what follows in the first. The
+    positions of the second go on from there, for its attention sees both; and a place may predict a token of each:
+
+        sequence         |---- first ---|  second
+        input_ids      [[  1, 11, 12,  2,    13,  2 ]]        of 1 11 12 2  and  1 11 13 2
+        position_ids   [[  0,  1,  2,  3,     2,  3 ]]
+        targets          positions 1, 2, 1, 4   ids 12, 2, 13, 2   sequence 0, 0, 1, 1
+        sequence_lengths  (4, 2)                prefix_lengths  (0, 2)
+
+    What is counted are the sequences as they are, in both layouts.
 
     padded_to: T, where every forward has to be of one length (compiled layers). What is missing are sequences of their
     own at the end, of token 0, untrained, which no other sequence sees; otherwise there is no padding.
@@ -114,23 +134,29 @@ def collate(examples: ListLike[Example], index: int = 0, padded_to: int | None =
     lengths = tuple(len(sequence.input_ids) for sequence in sequences)
     num_targets = tuple(sequence.num_targets for sequence in sequences)
     per_example = [len(example.sequences) for example in examples]
-    padding = _padding(sum(lengths), padded_to)
-    input_ids = np.concatenate([*(sequence.input_ids for sequence in sequences), np.zeros(sum(padding), np.int32)])
+    shared = np.array([example.shared_tokens for example in examples], np.int64)
+    prefixes = _prefix_lengths(per_example, shared * shares_prompts)
+    own_lengths = tuple(length - prefix for length, prefix in zip(lengths, prefixes, strict=True))
+    padding = _padding(sum(own_lengths), padded_to)
+    places = row_places(own_lengths, prefixes)
+    input_ids = np.concatenate([sequence.input_ids for sequence in sequences])
     loss_mask = np.concatenate([sequence.loss_mask for sequence in sequences])
-    positions = np.flatnonzero(loss_mask[1:])
+    row = np.zeros((2, sum(own_lengths) + sum(padding)), np.int64)  # ids and positions
+    row[:, places] = input_ids, np.concatenate([np.arange(length) for length in lengths])
+    row[1, sum(own_lengths) :] = np.concatenate([np.arange(length) for length in (*padding, 0)])
+    predicting = np.flatnonzero(loss_mask[1:])
     offsets = np.concatenate(([0], np.cumsum(per_example)))
+    input_row, position_row = torch.from_numpy(row)[:, None]  # (1, T) each
     return Batch(
-        inputs={  # (1, T)
-            "input_ids": torch.from_numpy(input_ids.astype(np.int64))[None],
-            "position_ids": torch.cat([torch.arange(length) for length in (*lengths, *padding)])[None],
-        },
-        sequence_lengths=(*lengths, *padding),
+        inputs={"input_ids": input_row, "position_ids": position_row},
+        sequence_lengths=(*own_lengths, *padding),
+        prefix_lengths=(*prefixes, *(0 for _ in padding)),
         targets=Targets(
-            torch.from_numpy(positions),
-            torch.from_numpy(input_ids[positions + 1].astype(np.int64)),
+            torch.from_numpy(places[predicting]),
+            torch.from_numpy(input_ids[predicting + 1].astype(np.int64)),
             torch.from_numpy(np.repeat(np.arange(len(lengths)), num_targets)),
         ),
-        ends=Ends(torch.from_numpy(np.cumsum(lengths) - 1), torch.arange(len(lengths))),
+        ends=Ends(torch.from_numpy(np.cumsum(own_lengths) - 1), torch.arange(len(lengths))),
         columns={
             name: torch.from_numpy(np.hstack([example.columns[name] for example in examples]).astype(np.float64))
             for name in examples[0].columns
@@ -140,13 +166,33 @@ def collate(examples: ListLike[Example], index: int = 0, padded_to: int | None =
             for name in examples[0].target_columns
         },
         example_of_sequence=torch.from_numpy(np.repeat(np.arange(len(examples)), per_example)),
-        counts=ExampleSizes(offsets, np.array(lengths), np.array(num_targets)).counts(),
+        counts=ExampleSizes(offsets, np.array(lengths), np.array(num_targets), shared).counts(),
         origins=tuple(Origin(example.path, example.row, example.source) for example in examples),
         sequence_sources=tuple(example.source for example in examples for _ in example.sequences),
         sequence_tokens=lengths,
         sequence_targets=num_targets,
         index=index,
     )
+
+
+def row_places(sequence_lengths: ListLike[int], prefix_lengths: ListLike[int]) -> NDArray[np.int64]:
+    """Returns the place in the row of each token of each sequence, one sequence after the other.
+
+    Arguments as in `Batch`: row_places((4, 2), (0, 2)) -> 0 1 2 3  0 1 4 5
+    """
+    begins = np.concatenate(([0], np.cumsum(sequence_lengths)))
+    places = [np.arange(0)]
+    for i, prefix in enumerate(prefix_lengths):
+        if prefix:
+            places.append(np.arange(begins[i - 1], begins[i - 1] + prefix))
+        places.append(np.arange(begins[i], begins[i + 1]))
+    return np.concatenate(places)
+
+
+def _prefix_lengths(per_example: ListLike[int], shared: NDArray[np.int64]) -> tuple[int, ...]:
+    """Returns for each sequence what it shares with the one before it: of a pair, the second."""
+    pairs = zip(per_example, shared.tolist(), strict=True)
+    return tuple(prefix * (i == 1) for count, prefix in pairs for i in range(count))
 
 
 def dummy_batch(example: Example, index: int, padded_to: int | None) -> Batch:
@@ -232,11 +278,14 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
     Targets were shifted on the full row: the token that a place predicts may be another rank's. `target_columns` go
     with their targets. `Targets.sequence`, `columns`, `example_of_sequence`, `origins` and the counts of sequences and
     examples stay the row's on every rank, so that sums per sequence can be added up over the ranks. `sequence_lengths`
-    stay the row's, too: attention is over full sequences. Raises ValueError where T cannot be cut.
+    stay the row's, too: attention is over full sequences. Raises ValueError where T cannot be cut, and for shared
+    beginnings.
     """
     if share.context * share.sequence == 1:
         return batch
     tokens = batch.inputs["input_ids"].shape[1]
+    if any(batch.prefix_lengths):
+        raise ValueError("sequences that share a beginning cannot be cut")
     if share.padded(tokens) != tokens:
         raise ValueError(f"{tokens} tokens cannot be cut for {share}")
     places = share.places(tokens)

@@ -33,6 +33,7 @@ class EpochSize:
     tokens: int
     supervised_tokens: int
     packing_efficiency: float  # tokens / (rows * max_length)
+    shared_tokens: int  # that pairs have in common, see `ExampleSizes`
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,12 @@ class Dataset:
 
     def size(self, max_length: int) -> EpochSize:
         return EpochSize(
-            len(self.examples), len(self.rows), self.tokens, self.supervised_tokens, self.efficiency(max_length)
+            len(self.examples),
+            len(self.rows),
+            self.tokens,
+            self.supervised_tokens,
+            self.efficiency(max_length),
+            int(self.examples.sizes.shared.sum()),
         )
 
     @property
@@ -72,11 +78,13 @@ class Dataset:
         """At most `count` examples of a source."""
         return [self.examples[i] for i in self.examples.of_source(source)[:count]]
 
-    def heaviest_row(self, max_length: int) -> tuple[int, int]:
-        """Returns (tokens of the longest row, most trained tokens of a row)."""
+    def heaviest_row(self, max_length: int, shares_prompts: bool = False) -> tuple[int, int]:
+        """Returns (tokens that the longest row computes, most trained tokens of a row)."""
+        sizes = self.examples.sizes
+        computed = sizes.tokens - sizes.shared if shares_prompts else sizes.tokens
         return tuple(  # pyright: ignore[reportReturnType]  (two)
             int(np.add.reduceat(counts[self.rows.members], self.rows.offsets[:-1]).max())
-            for counts in (self.examples.lengths, self.examples.num_targets)
+            for counts in (computed, sizes.target_tokens)
         )
 
     def summary(self) -> dict[str, int | str]:
@@ -87,11 +95,13 @@ class Dataset:
         checksum.update(sizes.targets.astype("<i8").tobytes())
         if len(sizes.lengths) > len(sizes):
             checksum.update(sizes.offsets.astype("<i8").tobytes())
+        predictions = self.examples.predictions
         return {
             "examples": len(self.examples),
             "rows": len(self.rows),
             "tokens": self.tokens,
             "lengths": checksum.hexdigest()[:16],
+            **({"teacher": predictions.identity[:16]} if predictions is not None else {}),
         }
 
     def identity(self) -> dict[str, int | str]:
@@ -144,7 +154,7 @@ class Stream:
         """At most `count` examples of a source."""
         return self.rows.first_examples(source, count)
 
-    def heaviest_row(self, max_length: int) -> tuple[int, int]:
+    def heaviest_row(self, max_length: int, shares_prompts: bool = False) -> tuple[int, int]:
         """Not known before its end: a full row of which all is trained that can be."""
         return max_length, max_length - 1
 

@@ -34,13 +34,14 @@ from finetune import __version__
 from finetune.data.building import EntryBuild, OpenedSource, OpenedSources, build_source
 from finetune.data.chat.renderer import Renderer, build_renderer
 from finetune.data.chat.template import asks_for_today, dated, resolve_template
+from finetune.data.predictions import Predictions
 from finetune.data.samples import Example, concatenate_sizes
 from finetune.data.token_cache import CacheEntry, DataReport, entries_folder, find_or_build, load
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Mixture, Source
 
-CODE_VERSION = 4  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
+CODE_VERSION = 5  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
 # Of a source: what chooses among its examples, or names them.
 _NOT_IN_AN_ENTRY = {"weight", "name", "max_epochs"}
 
@@ -62,10 +63,12 @@ class Examples:
         report: DataReport,
         build_s: Sequence[float | None] = (),
         columns: Mapping[str, NDArray[np.floating]] | None = None,
+        predictions: Predictions | None = None,
     ):
         self._entries, self._chosen = tuple(entries), tuple(chosen)  # (n,) each: indices in an entry
         self._ends = list(accumulate(len(indices) for indices in chosen))  # where the next source begins
         self._columns = dict(columns or {})
+        self.predictions = predictions
         self.report, self.build_s = report, tuple(build_s)
         self.sizes = concatenate_sizes(
             # What every entry has once, in order, is not copied.
@@ -79,7 +82,11 @@ class Examples:
     def with_columns(self, columns: Mapping[str, NDArray[np.floating]]) -> Examples:
         """The same examples with more numbers: (N,) one of each example, or (M,) one of each sequence, in order."""
         more = {**self._columns, **columns}
-        return Examples(self._entries, self._chosen, self.report, self.build_s, more)
+        return Examples(self._entries, self._chosen, self.report, self.build_s, more, self.predictions)
+
+    def with_predictions(self, predictions: Predictions) -> Examples:
+        """The same examples with what a teacher predicts at their targets."""
+        return Examples(self._entries, self._chosen, self.report, self.build_s, self._columns, predictions)
 
     def identity(self) -> str:
         """sha256 of everything that the tokens of these examples depend on; of no column that was computed."""
@@ -99,6 +106,8 @@ class Examples:
         source = bisect_right(self._ends, i)
         begin = self._ends[source - 1] if source else 0
         example = self._entries[source].example(int(self._chosen[source][i - begin]), source)
+        if self.predictions is not None:
+            example = replace(example, target_columns=self.predictions.of(example))
         if not self._columns:
             return example
         places = slice(self.sizes.offsets[i], self.sizes.offsets[i + 1])

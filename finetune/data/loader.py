@@ -113,6 +113,7 @@ class Loader:
     padded_to: int | None = None  # tokens of every forward, where they have to be equally many
     share: TokenShare = UNSHARDED  # of every row, where several ranks with the same `rank` have its tokens
     alike: bool = False  # forwards are padded to the longest of their step
+    shares_prompts: bool = False  # the beginning that two sequences share is computed once, see `collate`
 
     def __post_init__(self) -> None:
         if self.tokens_per_device is None and self.rows_per_step % (self.rows_per_device * self.world_size):
@@ -164,9 +165,12 @@ class Loader:
     def _assign(self, positions: range) -> StepAssignment:
         lengths = [self.rows.lengths(position) for position in positions]
         work = np.array([(of_row**2).sum() for of_row in lengths])  # (rows,)
+        # By what the sequences have, computed once or twice: micro-batches do not depend on what the attention can.
         micro_batches = self._micro_batches(np.array([of_row.sum() for of_row in lengths]))
         mine = assign_micro_batches([int(work[rows].sum()) for rows in micro_batches], self.rank, self.world_size)
-        return StepAssignment(positions, lengths, micro_batches, mine, -len(micro_batches) % self.world_size)
+        shares = self.shares_prompts
+        shared = [self.rows.counts(position)["shared_tokens"] if shares else 0 for position in positions]
+        return StepAssignment(positions, lengths, shared, micro_batches, mine, -len(micro_batches) % self.world_size)
 
     def _micro_batches(self, tokens: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Rows, of as many `tokens` each, in micro-batches."""
@@ -189,7 +193,8 @@ class Loader:
                 examples = [one for row in rows for one in self.rows.examples(assignment.positions[row])]
                 padded_to = self._forward_tokens(assignment, assignment.micro_batch_tokens[index])
                 row_lengths = tuple(int(assignment.lengths[row].sum()) for row in rows)
-                batch = replace(collate(examples, index, padded_to), row_lengths=row_lengths)
+                batch = collate(examples, index, padded_to, self.shares_prompts)
+                batch = replace(batch, row_lengths=row_lengths)
             else:
                 example = self._shortest_example(assignment)
                 batch = dummy_batch(example, index, self._forward_tokens(assignment, assignment.shortest))
@@ -208,13 +213,15 @@ class StepAssignment:
 
     positions: range
     lengths: list[NDArray[np.int64]]  # of every sequence of every row
+    shared: list[int]  # tokens of every row that are not computed again
     micro_batches: list[NDArray[np.int64]]  # indices of their rows, from the first position on
     mine: list[int]  # indices of micro-batches, see `assign_micro_batches`
     num_dummies: int  # over all ranks
 
     @property
     def micro_batch_tokens(self) -> list[int]:
-        return [sum(int(self.lengths[row].sum()) for row in rows) for rows in self.micro_batches]
+        """Tokens that are computed of each."""
+        return [sum(int(self.lengths[row].sum()) - self.shared[row] for row in rows) for rows in self.micro_batches]
 
     @property
     def shortest(self) -> int:

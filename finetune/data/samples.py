@@ -6,7 +6,7 @@ them into examples: groups of token sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -114,6 +114,27 @@ class Example:
     def num_targets(self) -> int:
         return sum(sequence.num_targets for sequence in self.sequences)
 
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens at the beginning of both sequences of a pair that need to be computed once only."""
+        return shared_prefix(self.sequences)
+
+
+def shared_prefix(sequences: Collection[Sequence]) -> int:
+    """Returns the tokens of the longest beginning that two sequences share, and leaves each at least one of its own.
+
+    Of ids, not of texts: causal models compute the same there, also where it reaches into the answers. 0 where there
+    are not two sequences.
+
+    1 5 6 7 8 2 and 1 5 6 9 2 -> 3      1 5 6 and 1 5 6 2 -> 2
+    """
+    if len(sequences) != 2:
+        return 0
+    first, second = sequences
+    most = min(len(first.input_ids), len(second.input_ids)) - 1
+    differ = np.flatnonzero(first.input_ids[:most] != second.input_ids[:most])
+    return int(differ[0]) if len(differ) else most
+
 
 @dataclass(frozen=True)
 class ExampleSizes:
@@ -125,6 +146,7 @@ class ExampleSizes:
     offsets: NDArray[np.int64]  # (N + 1,) the sequences of example i are [offsets[i], offsets[i + 1]), at least one
     lengths: NDArray[np.int64]  # (M,) tokens
     targets: NDArray[np.int64]  # (M,) trained tokens
+    shared: NDArray[np.int64]  # (N,) see `Example.shared_tokens`
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -149,7 +171,7 @@ class ExampleSizes:
         count = self.offsets[indices + 1] - self.offsets[indices]
         offsets = np.concatenate(([0], np.cumsum(count)))
         members = np.repeat(self.offsets[indices] - offsets[:-1], count) + np.arange(offsets[-1])
-        return ExampleSizes(offsets, self.lengths[members], self.targets[members])
+        return ExampleSizes(offsets, self.lengths[members], self.targets[members], self.shared[indices])
 
     def counts(self) -> dict[str, int]:
         """Sums over the examples, by the names that objectives divide by."""
@@ -159,6 +181,7 @@ class ExampleSizes:
             "tokens": int(self.lengths.sum()),
             "sequences": len(self.lengths),
             "examples": len(self),
+            "shared_tokens": int(self.shared.sum()),  # of `tokens`; computed or not
         }
 
     def _per_example(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -171,5 +194,6 @@ def concatenate_sizes(parts: Iterable[ExampleSizes]) -> ExampleSizes:
     if len(parts) == 1:
         return parts[0]
     sizes = np.concatenate([np.diff(part.offsets) for part in parts])
-    lengths, targets = (np.concatenate([getattr(part, name) for part in parts]) for name in ("lengths", "targets"))
-    return ExampleSizes(np.concatenate(([0], np.cumsum(sizes))), lengths, targets)
+    names = ("lengths", "targets", "shared")
+    lengths, targets, shared = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
+    return ExampleSizes(np.concatenate(([0], np.cumsum(sizes))), lengths, targets, shared)

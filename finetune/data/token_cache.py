@@ -91,6 +91,7 @@ ARRAYS = {
     "sequence_offsets": np.dtype(np.int64),
     "targets": np.dtype(np.int64),
     "example_offsets": np.dtype(np.int64),
+    "shared": np.dtype(np.int64),
     "hashes": np.dtype(np.uint64),
     "files": np.dtype(np.int32),
     "rows": np.dtype(np.int64),
@@ -111,6 +112,7 @@ class CacheEntry:
     sequence_offsets: NDArray[np.int64]  # (M + 1,)
     targets: NDArray[np.int64]  # (M,)
     example_offsets: NDArray[np.int64]  # (N + 1,)
+    shared: NDArray[np.int64]  # (N,) see `ExampleSizes`
     hashes: NDArray[np.uint64]  # (N,)
     files: NDArray[np.int32]  # (N,)
     rows: NDArray[np.int64]  # (N,)
@@ -124,7 +126,7 @@ class CacheEntry:
         return len(self.rows)
 
     def sizes(self) -> ExampleSizes:
-        return ExampleSizes(self.example_offsets, np.diff(self.sequence_offsets), self.targets)
+        return ExampleSizes(self.example_offsets, np.diff(self.sequence_offsets), self.targets, self.shared)
 
     def example(self, i: int, source: int) -> Example:
         """Example `i`, of the recipe's source with this index."""

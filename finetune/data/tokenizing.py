@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from finetune.data.chat.encoding import remember_words
 from finetune.data.chat.renderer import Rendered, Renderer
 from finetune.data.formats.detect import parse_row
-from finetune.data.samples import BadRow, Sequence
+from finetune.data.samples import BadRow, Sequence, shared_prefix
 from finetune.errors import RunFailure, UserError
 
 Item = tuple[str, int, "Mapping[str, Any] | str"]  # file or dataset, row number, the row or why it cannot be read
@@ -80,6 +80,7 @@ class ExampleArrays:
     lengths: NDArray[np.int64]  # (M,) tokens of each sequence
     targets: NDArray[np.int64]  # (M,) trained tokens of each sequence
     sizes: NDArray[np.int64]  # (N,) sequences of each example
+    shared: NDArray[np.int64]  # (N,) see `shared_prefix`
     hashes: NDArray[np.uint64]  # (N,)
     files: NDArray[np.int32]  # (N,) index in `labels`
     rows: NDArray[np.int64]  # (N,)
@@ -241,6 +242,7 @@ def _arrays_of(examples: list[TokenizedExample]) -> ExampleArrays:
         lengths=np.array([len(sequence.input_ids) for sequence in sequences], np.int64),
         targets=np.array([sequence.num_targets for sequence in sequences], np.int64),
         sizes=np.array([len(example.sequences) for example in examples], np.int64),
+        shared=np.array([shared_prefix(example.sequences) for example in examples], np.int64),
         hashes=np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64),
         files=np.array([labels.index(example.row_id[0]) for example in examples], np.int32),
         rows=np.array([example.row_id[1] for example in examples], np.int64),

@@ -70,7 +70,8 @@ def apply_context_parallel(
         attention = WITHIN_DOCUMENTS[choice.implementation]
         prepare = partial(_documents, choice)
     reason = f"{parallelism.summary()}; {method}"
-    return AttentionChoice(SHARED_TOKENS, reason, True, partial(_arguments, sequence_group, attention, prepare))
+    arguments = partial(_arguments, sequence_group, attention, prepare)
+    return AttentionChoice(SHARED_TOKENS, reason, True, arguments, "the tokens of a row lie on several ranks")
 
 
 def _documents(choice: AttentionChoice, document_lengths: tuple[int, ...]) -> Any:

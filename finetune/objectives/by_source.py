@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from finetune.data.batch import Batch
-from finetune.models.loss_model import Outputs
+from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import Objective, Sums, Term, Terms
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from finetune.data.batch import Batch
 from finetune.models.head.divergence import Divergence
-from finetune.models.loss_model import Outputs
+from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import Objective, Term, Terms, TokenRanks
 from finetune.objectives.sft import sft
 from finetune.recipe.schema import Objective as Settings

@@ -18,7 +18,7 @@ class ForwardPass:
     def __call__(self, model: Any, batch: Batch) -> Any:
         """Returns `Outputs`; in a pipeline stage that is not the last, hidden states. model: `CausalLMWithLoss` in a
         backend's wrapper, or a stage of it. Tensors of the batch lie on the model's device."""
-        attention = self.attention.forward_arguments(batch.sequence_lengths)
+        attention = self.attention.forward_arguments(batch.sequence_lengths, batch.prefix_lengths)
         inputs = {
             **batch.inputs,
             "use_cache": False,  # with one, transformers would let packed documents see each other

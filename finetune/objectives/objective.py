@@ -23,7 +23,6 @@ from finetune.models.score_model import ScoredPositions
 from finetune.models.wrapped import Outputs
 
 Counts = Mapping[str, float]  # of a step over all ranks, by unit
-UNSCALED: Counts = defaultdict(lambda: 1.0)  # for a loss whose size does not matter
 NLL = TokenLoss()
 
 
@@ -106,6 +105,12 @@ def sequence_log_probs(outputs: Outputs, batch: Batch, token_ranks: TokenRanks) 
     return token_ranks.sum(torch.stack([part.sum() for part in parts]) if parts else log_probs)
 
 
+def sequence_targets(batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (D,) fp64
+    """Returns how many targets each sequence has on all of these ranks."""
+    local = torch.tensor(batch.sequence_targets, dtype=torch.float64)
+    return token_ranks.sum(local.to(batch.targets.ids.device, non_blocking=True))
+
+
 @dataclass(frozen=True)
 class Objective:
     """A function from outputs to the terms of a loss, and what the forward has to return for it."""
@@ -116,16 +121,19 @@ class Objective:
     token_weights: Callable[[Batch], Tensor] | None = None  # (S,) in `Outputs.total`; None: 1 each
     differentiable: bool = False  # `Outputs.token_losses` needs a graph: the loss is not linear in them
     columns: tuple[str, ...] = ()  # of a batch, that the terms read
+    # Terms of a pass without gradient over the whole step: the terms proper read their means, as columns () of a batch.
+    statistics: Callable[[Outputs, Batch], Terms] | None = None
     scores: bool = False  # the terms read `Outputs.scores` of a `ScoreModel`, and no token losses
     num_details: int = 0  # `Outputs.details` that the token loss gives
 
-    def no_terms(self, batch: Batch) -> Terms:
-        """Returns the terms, all zero, for a rank that has no outputs (the early stages of a pipeline)."""
+    def no_terms(self, batch: Batch, terms: Callable[[Outputs, Batch], Terms] | None = None) -> Terms:
+        """Returns the terms, or other ones, all zero, for a rank that has no outputs (the early stages of a
+        pipeline)."""
         device, targets = batch.targets.ids.device, len(batch.targets.ids)
         each = torch.zeros(targets, device=device)
         nothing = Outputs(torch.zeros((), device=device), each, (each,) * self.num_details)
-        terms = self.terms(nothing, self.completed(batch))
-        return {name: t._replace(total=torch.zeros_like(t.total)) for name, t in terms.items()}
+        like = (terms or self.terms)(nothing, self.completed(batch))
+        return {name: term._replace(total=torch.zeros_like(term.total)) for name, term in like.items()}
 
     def completed(self, batch: Batch) -> Batch:
         """Returns the batch with zeros in the columns that are computed during the run, where the values do not
@@ -154,6 +162,14 @@ class Objective:
         """Returns a micro-batch's part of the step's loss."""
         first, *others = [t.total * (t.weight / counts[t.unit or ""]) for t in terms.values() if t.weight is not None]
         return sum(others, first)
+
+    def trial_loss(self, outputs: Outputs, batch: Batch) -> Tensor:  # ()
+        """Returns a loss for a backward that nothing is stepped by; its size does not matter."""
+        batch = self.completed(batch)
+        if self.statistics is not None:
+            unknown = torch.zeros((), dtype=torch.float64, device=batch.targets.ids.device)
+            batch = batch.with_columns(dict.fromkeys(self.statistics(outputs, batch), unknown))
+        return self.loss(self.terms(outputs, batch), defaultdict(lambda: 1.0))
 
 
 def combined(objective: Objective, others: Sequence[Objective]) -> Objective:

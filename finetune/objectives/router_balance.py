@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.data.batch import Batch
+from finetune.data.batch import Batch, row_places
 from finetune.errors import UserError
-from finetune.models.loss_model import Outputs
 from finetune.models.moe import Routers
+from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import Objective, Sums, Term, Terms
 from finetune.recipe.schema import Objective as Settings
 
@@ -56,7 +56,10 @@ def balance_of_experts(coefficient: float, top_k: int) -> Objective:
     """Returns the balance loss as a term, and the load of the experts as metrics."""
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
-        logits = outputs.router_logits if coefficient else [layer.detach() for layer in outputs.router_logits]
+        logits = [layer if coefficient else layer.detach() for layer in outputs.router_logits]
+        if any(batch.prefix_lengths):  # of every token of every sequence: what a pair shares counts twice
+            places = torch.from_numpy(row_places(batch.sequence_lengths, batch.prefix_lengths))
+            logits = [layer[places.to(layer.device, non_blocking=True)] for layer in logits]
         loss, chosen = router_balance(logits, batch.row_lengths, top_k)
         return {"router_balance_loss": Term(loss, "tokens", coefficient or None), "expert_load": Term(chosen)}
 

@@ -8,11 +8,13 @@ from typing import Any
 from finetune.models.moe import Routers
 from finetune.objectives.by_source import by_source
 from finetune.objectives.distill import distill
+from finetune.objectives.kto import kto
 from finetune.objectives.objective import ONE_RANK, Objective, TokenRanks, combined
-from finetune.objectives.preference import dpo
+from finetune.objectives.preference import dpo, orpo
 from finetune.objectives.router_balance import balance_coefficient, balance_of_experts
 from finetune.objectives.scores import classify, reward
 from finetune.objectives.sft import focal, sft
+from finetune.objectives.shared_prompts import shared_tokens
 from finetune.recipe.schema import Objective as Settings
 
 # name -> (settings, evaluating, token ranks) -> objective; evaluating: for held-out data
@@ -20,6 +22,8 @@ OBJECTIVES: dict[str, Callable[[Settings, bool, TokenRanks], Objective]] = {
     "sft": sft,
     "focal": focal,
     "dpo": dpo,
+    "kto": kto,
+    "orpo": orpo,
     "reward": reward,
     "classify": classify,
     "distill": distill,
@@ -34,17 +38,21 @@ def make_objective(
     routers: Routers | None = None,
     divided: str | None = None,
     token_ranks: TokenRanks = ONE_RANK,
+    shares_prompts: bool = False,
 ) -> Objective:
     """Returns the objective of training, or of evaluation.
 
     config: the model's; routers: its own, if it is a mixture of experts; divided: how ranks share sequences or
-    layers, if they do. Raises UserError if a router balance loss is set that cannot be computed.
+    layers, if they do; shares_prompts: what a pair has in common is computed once. Raises UserError if a router balance
+    loss is set that cannot be computed.
     """
     objective, others = OBJECTIVES[settings.name](settings, evaluating, token_ranks), []
     if not evaluating:
         coefficient = balance_coefficient(settings, config, routers, divided)
         if routers is not None and divided is None:
             others.append(balance_of_experts(coefficient, routers.top_k))
+    if shares_prompts:
+        others.append(shared_tokens())
     if len(source_names) > 1:
         others.append(by_source(source_names, has_losses=not objective.scores))
     return combined(objective, others)

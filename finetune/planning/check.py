@@ -106,19 +106,33 @@ def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
 def _check_data(recipe: Recipe, report: CheckReport) -> None:
     from finetune.data.building import OpenedSources
     from finetune.data.dataset import Stream, build_held_out, build_training, check_questions, template_notes
-    from finetune.models.config import check_no_dropout, check_token_ids, load_tokenizer, training_config
+    from finetune.data.predictions import check_complete
+    from finetune.data.teacher_file import file_predictions, is_teacher_file
+    from finetune.models.config import (
+        check_no_dropout,
+        check_same_vocabulary,
+        check_token_ids,
+        load_tokenizer,
+        training_config,
+    )
     from finetune.planning.plan import run_length
     from finetune.tracking import check_trackers
 
     check_trackers(recipe.tracking)
     tokenizer = load_tokenizer(recipe.model)
     check_token_ids(config := training_config(recipe), len(tokenizer))
+    check_same_vocabulary("objective.reference_model", recipe.objective.reference_model, tokenizer, recipe.model)
     if recipe.batch.rows_per_device == "auto":
         check_no_dropout(config)
     _check_attention(recipe, config, report)
     opened = OpenedSources(recipe)
     report.notes += template_notes(recipe, tokenizer, opened)
     training, held_out = build_training(recipe, tokenizer, opened), build_held_out(recipe, tokenizer, opened)
+    teacher = recipe.objective.teacher
+    if teacher is not None and is_teacher_file(teacher) and not isinstance(training, Stream):
+        predictions = file_predictions(recipe.objective, tokenizer, config.get_text_config().vocab_size)
+        check_complete(training.examples, predictions, teacher)
+        report.facts["teacher"] = f"{predictions.per_target} ids for each supervised token"
     if held_out is not None:
         report.notes += check_questions(recipe.evaluate, held_out.examples, tokenizer)
     for name, data in (("train", training), ("eval", held_out)):

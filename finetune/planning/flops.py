@@ -68,11 +68,13 @@ class ModelFlops:
     recomputes: bool  # full activation checkpointing
     hardware_known: bool
 
-    def of(self, counted: Sequence[int], executed: Sequence[int], supervised: int) -> Flops:
+    def of(
+        self, counted: Sequence[int], executed: Sequence[int], supervised: int, prefixes: Sequence[int] = ()
+    ) -> Flops:
         """Returns the FLOPs of forward and backward of one micro-batch.
 
         counted: lengths of the documents; executed: lengths including padding; supervised: positions that reach the LM
-        head.
+        head; prefixes: of the documents, tokens of another that each sees as its beginning, which are computed there.
         """
         model = hardware = self.head * supervised
         products = self.token_forward + self.token_backward
@@ -80,8 +82,9 @@ class ModelFlops:
         hardware += (products + self.token_recomputed) * sum(executed)
         for layer in dict.fromkeys(self.attention):
             number = self.attention.count(layer)
-            model += number * layer.per_pair * causal_pairs(counted, layer.window) * (3 if layer.backward else 1)
-            hardware += number * self._executed(layer) * self._executed_pairs(executed, layer.window)
+            pairs = causal_pairs(counted, layer.window, prefixes)
+            model += number * layer.per_pair * pairs * (3 if layer.backward else 1)
+            hardware += number * self._executed(layer) * self._executed_pairs(executed, layer.window, prefixes)
         return Flops(model, hardware if self.hardware_known else math.nan)
 
     def _executed(self, layer: AttentionFlops) -> float:
@@ -90,20 +93,27 @@ class ModelFlops:
         scores_again = 0 if self.implementation == "eager" else layer.scores
         return layer.per_pair * forwards + (layer.per_pair * 2 + scores_again if layer.executed_backward else 0)
 
-    def _executed_pairs(self, lengths: Sequence[int], window: int | None) -> float:
+    def _executed_pairs(self, lengths: Sequence[int], window: int | None, prefixes: Sequence[int]) -> float:
         if self.implementation in _MASKED:
             return float(sum(lengths) ** 2)
-        if self.implementation == DOCUMENTS and window is not None:  # the window is a mask
-            return float(sum(n * n if n > window else n * (n + 1) / 2 for n in lengths))
-        return causal_pairs(lengths, window)
+        if self.implementation != DOCUMENTS:
+            return causal_pairs(lengths, window, prefixes)
+        sizes = itertools.zip_longest(lengths, prefixes, fillvalue=0)
+        # A window is a mask, and so are the keys of another document.
+        return float(sum(n * (n + p) if p or n > (window or n) else n * (n + 1) / 2 for n, p in sizes))
 
 
-def causal_pairs(lengths: Sequence[int], window: int | None) -> float:
+def causal_pairs(lengths: Sequence[int], window: int | None, prefixes: Sequence[int] = ()) -> float:
     """Counts pairs of a token and one it attends to, itself included: the sum of min(i, w) for i = 1..L per document.
 
-    >>> causal_pairs([3, 2], None), causal_pairs([3, 2], 2)
-    (9.0, 8.0)
+    prefixes: of some documents, tokens before the first that are seen: i = p+1..p+L.
+
+    >>> causal_pairs([3, 2], None), causal_pairs([3, 2], 2), causal_pairs([3, 2], None, [0, 3])
+    (9.0, 8.0, 15.0)
     """
+    if any(prefixes):
+        whole = [length + prefix for length, prefix in itertools.zip_longest(lengths, prefixes, fillvalue=0)]
+        return causal_pairs(whole, window) - causal_pairs(prefixes, window)
     length = np.asarray(lengths, np.float64)
     full = length if window is None else np.minimum(length, window)
     return float((full * (full + 1) / 2 + (length - full) * full).sum())

@@ -36,6 +36,8 @@ class Plan:
     trainable_parameters: int
     attention: str  # with the reason
     cross_entropy: str  # with the reason
+    shared_prompts: str | None  # whether what a pair has in common is computed once, with the reason; None: no pairs
+    shared_token_share: float | None  # of an epoch's tokens, where it is: they are not computed again
     reference: str | None  # of a preference: where its log-probabilities are from; None where there is none
     precision: str
     division: dict[str, Any]  # how the backend divides the model, such as pipeline stages

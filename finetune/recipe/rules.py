@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from finetune.recipe.schema import OBJECTIVE_FORMATS, OBJECTIVE_KEYS, Objective, Recipe
+from finetune.recipe.schema import LOSS_KEYS, OBJECTIVE_FORMATS, OBJECTIVE_KEYS, Objective, Recipe
 from finetune.utils import divisors
 
 Finding = tuple[str, str]  # dotted key; what is wrong and what to do
@@ -186,9 +186,6 @@ def reference_at_hand(recipe: Recipe) -> Iterator[Finding]:
     """Where the reference's log-probabilities can be from."""
     objective, key = recipe.objective, "objective.reference"
     if not objective.reads_reference:
-        for given in ("reference", "reference_model"):
-            if objective.value("loss") == "simpo" and getattr(objective, given) is not None:
-                yield f"objective.{given}", "has no effect under `loss: simpo`, which has no reference: remove it"
         return
     if objective.value("reference") == "precomputed":
         if recipe.data.streaming:
@@ -259,6 +256,25 @@ def format_problem(objective: str, format: str) -> str | None:
         instead += f", or train on the chosen answers alone with {chosen}"
     taken = " or ".join(f"`{name}`" for name in OBJECTIVE_FORMATS[objective])
     return f"rows of format `{format}` are not for `objective.name: {objective}`, which takes {taken}: {instead}"
+
+
+def dpo_reads_its_keys(recipe: Recipe) -> Iterator[Finding]:
+    objective = recipe.objective
+    if objective.name != "dpo":
+        return
+    loss = objective.value("loss")
+    for key, losses in LOSS_KEYS.items():
+        if loss not in losses and getattr(objective, key) != Objective.model_fields[key].default:
+            yield (
+                f"objective.{key}",
+                f"has no effect under `loss: {loss}`, only under {' and '.join(losses)}: remove it",
+            )
+    if objective.label_smoothing >= 0.5 and loss in LOSS_KEYS["label_smoothing"]:
+        yield (
+            "objective.label_smoothing",
+            f"{objective.label_smoothing:g} says that most pairs are the wrong way round: use less than 0.5, or swap "
+            "`chosen` and `rejected` with `columns`",
+        )
 
 
 def scores_in_place_of_logits(recipe: Recipe) -> Iterator[Finding]:
@@ -337,6 +353,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     mixture_has_parts,
     profile_within_run,
     objective_reads_its_keys,
+    dpo_reads_its_keys,
     reference_at_hand,
     dropout_of_pairs,
     distillation,

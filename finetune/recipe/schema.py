@@ -221,7 +221,7 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
         "dropout": False,
     },
     "orpo": {"beta": 0.1, "share_prompts": "auto", "dropout": False},
-    "reward": {"centering": 0.0, "dropout": False},
+    "reward": {"centering": 0.0, "share_prompts": "auto", "dropout": False},
     "classify": {"labels": None, "dropout": False},
     "distill": {
         "teacher": None,
@@ -245,6 +245,15 @@ OBJECTIVE_FORMATS: dict[str, tuple[str, ...]] = {
     "reward": _PAIRS,
     "kto": ("unpaired", "preference"),  # a pair gives a good and a bad answer
     "classify": ("classification",),
+}
+# Of the keys of `dpo`, those that only some losses read.
+LOSS_KEYS: dict[str, tuple[str, ...]] = {
+    "label_smoothing": ("sigmoid", "robust"),
+    "margin": ("simpo",),
+    **dict.fromkeys(
+        ("reference", "reference_model"),
+        ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down"),
+    ),
 }
 PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "simpo"]
 
@@ -285,8 +294,8 @@ class Objective(Section):
     # dpo, kto: another reference than the initial model, a hub id or a local folder with the same vocabulary;
     # `finetune reference` computes its log-probabilities before
     reference_model: str | None = None
-    # dpo, orpo: compute the beginning that the two sequences of a pair share once; equal to rounding. auto: where the
-    # attention can
+    # dpo, orpo, reward: compute the beginning that the two sequences of a pair share once; equal to rounding. auto:
+    # where the attention can
     share_prompts: Literal["auto"] | bool = "auto"
     # kto: weights of the good and of the bad answers; null: 1
     desirable_weight: NonNegative | None = None
@@ -378,6 +387,13 @@ METRICS: dict[str, Literal["lower", "higher"]] = {
     "exact_match": "higher",
     "eval_rewards/accuracy": "higher",
     "eval_rewards/margin": "higher",
+    "eval_rewards/chosen": "higher",
+    "eval_rewards/rejected": "lower",
+    "eval_log_probs/chosen": "higher",
+    "eval_log_probs/rejected": "lower",
+    "eval_kl": "lower",
+    "eval_nll": "lower",
+    "eval_odds_ratio": "lower",
     "eval_accuracy": "higher",
 }
 

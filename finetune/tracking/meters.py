@@ -38,7 +38,9 @@ def is_measured(key: str) -> bool:
 class FlopsCounter(Protocol):
     """FLOPs of a model's micro-batches; see `planning.flops`."""
 
-    def of(self, counted: Sequence[int], executed: Sequence[int], supervised: int) -> tuple[float, float]:
+    def of(
+        self, counted: Sequence[int], executed: Sequence[int], supervised: int, prefixes: Sequence[int] = ()
+    ) -> tuple[float, float]:
         """Returns (model, hardware)."""
         ...
 
@@ -126,6 +128,7 @@ class Meters:
                 batch.sequence_lengths[: len(batch.sequence_tokens)],
                 batch.sequence_lengths,
                 batch.counts["target_tokens"] * parallelism.tokens,
+                batch.prefix_lengths,
             )
             for batch in batches
         ]

@@ -39,7 +39,6 @@ from finetune.data.sources.files import cache_root
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
 from finetune.objectives.forward import ForwardPass
-from finetune.objectives.objective import UNSCALED
 from finetune.planning.plan import versions
 from finetune.recipe import Recipe
 from finetune.utils import divisors, peak_resident_bytes, write_atomically
@@ -87,7 +86,9 @@ def find_rows(
 
     Leaves weights, gradients, optimizer and random numbers as they were. Raises UserError and RunFailure.
     """
-    row = HeaviestRow(data.first_example(), *data.heaviest_row(recipe.data.max_length))
+    row = HeaviestRow(
+        data.first_example(), *data.heaviest_row(recipe.data.max_length, forward.attention.shares_prompts)
+    )
     sizes = divisors(recipe.batch.rows // engine.parallelism.data)
     depends_on = dependencies(
         recipe,
@@ -264,7 +265,7 @@ class Trials:
         objective = self.forward.objective
 
         def loss(model: Any) -> Tensor:
-            return objective.loss(objective.terms(self.forward(model, batch), objective.completed(batch)), UNSCALED)
+            return objective.trial_loss(self.forward(model, batch), batch)
 
         self.engine.trial(loss)
 

@@ -27,6 +27,7 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
         "precision": plan.precision,
         "attention": plan.attention,
         "cross entropy": plan.cross_entropy,
+        **({"shared prompts": plan.shared_prompts} if plan.shared_prompts else {}),
         **({"reference": escape(plan.reference)} if plan.reference else {}),
         **_data(recipe, plan),
         "training": f"{plan.steps:,} steps x {recipe.batch.rows} sequences ({_micro_batches(recipe, plan)})",

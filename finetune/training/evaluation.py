@@ -10,7 +10,7 @@ Letters: B prompts, P longest prompt, N new tokens so far.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -29,10 +29,12 @@ from finetune.data.samples import Example
 from finetune.data.token_text import special_ids
 from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
+from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
-from finetune.objectives.objective import Sums, TermSums
+from finetune.objectives.objective import Sums, Terms
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Evaluate, Model
+from finetune.training.statistics import as_columns, sum_terms
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
 
@@ -69,15 +71,16 @@ class Evaluator:
         return metrics, generations[: self.recipe.generate]
 
     def _losses(self) -> dict[str, float]:
-        objective, sums = self.forward.objective, TermSums()
-        with fed_batches(self.loader.all_batches(), self.engine.device) as feed:
-            first = feed.peek()
-            for batch, outputs in self.engine.forwards(self._completed(feed), self.forward):
-                sums.add(objective.terms(outputs, batch))
-        if not sums.terms:  # a pipeline's early stages have no outputs
-            sums.add(objective.no_terms(first))
-        total = Sums(self.engine.ranks.total(sums.totals), sums.terms, self.loader.all_counts())
+        objective, columns = self.forward.objective, dict[str, Tensor]()
+        if objective.statistics is not None:
+            columns = as_columns(self._sums(objective.statistics, columns), self.engine.device)
+        total = self._sums(lambda outputs, batch: objective.terms(outputs, batch.with_columns(columns)), columns)
         return {"eval_loss": total.loss(), **{f"eval_{name}": v for name, v in objective.metrics(total).items()}}
+
+    def _sums(self, terms: Callable[[Outputs, Batch], Terms], columns: Mapping[str, Tensor]) -> Sums:
+        with fed_batches(self.loader.all_batches(), self.engine.device) as feed:
+            first, batches = feed.peek().with_columns(columns), self._completed(feed)
+            return sum_terms(self.engine, self.forward, terms, batches, first, self.loader.all_counts())
 
     def _completed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yields the batches with the reference's log-probabilities, where they are computed as they are needed."""

@@ -46,6 +46,7 @@ from finetune.models.weights import keep_input_types, load_model, parameter_coun
 from finetune.models.wrapped import CrossEntropyChoice, WrappedModel
 from finetune.objectives import Objective, make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
+from finetune.objectives.shared_prompts import sharing_summary, with_shared_prompts
 from finetune.planning.flops import model_flops, peak_tflops
 from finetune.planning.plan import Plan, git_commit, run_length, versions
 from finetune.recipe import Recipe
@@ -58,6 +59,7 @@ from finetune.training.profile import Profiler
 from finetune.training.reference import AdaptersOff, ReferenceColumns, recipe_of_reference
 from finetune.training.run_dir import in_use, make_run_folder, run_folder
 from finetune.training.signals import StopRequest
+from finetune.training.teacher import with_teacher
 from finetune.training.trainer import State, Trainer
 
 Data = Dataset | Stream
@@ -87,6 +89,8 @@ def compute_reference(
     they are there. Arguments and errors as of `train`; the run itself is not touched."""
     if not recipe.objective.reads_reference or recipe.objective.value("reference") != "precomputed":
         raise UserError(f"{recipe_file}: nothing to compute: no reference is read that is `precomputed`")
+    tokenizer, name = load_tokenizer(recipe.model), recipe.objective.reference_model
+    check_same_vocabulary("objective.reference_model", name, tokenizer, recipe.model)
     of_reference = recipe_of_reference(recipe)
     run = recipe.run.model_copy(update={"name": f"{recipe.run.name}-reference"})
     of_reference = of_reference.model_copy(update={"run": run})
@@ -107,13 +111,12 @@ def _started(
     check_trackers(recipe.tracking)
     tokenizer = load_tokenizer(recipe.model)
     check_token_ids(config, len(tokenizer))
-    if (reference := recipe.objective.reference_model) is not None:
-        check_same_vocabulary("objective.reference_model", reference, tokenizer, recipe.model)
+    check_same_vocabulary("objective.reference_model", recipe.objective.reference_model, tokenizer, recipe.model)
     if recipe.batch.rows_per_device == "auto":
         check_no_dropout(config)
     opened = OpenedSources(recipe)
     notes = template_notes(recipe, tokenizer, opened)
-    training = build_training(recipe, tokenizer, opened)
+    training = with_teacher(recipe, build_training(recipe, tokenizer, opened), tokenizer, config)
     held_out = build_held_out(recipe, tokenizer, opened)
     notes += check_questions(recipe.evaluate, held_out.examples, tokenizer) if held_out else []
     engine = start_engine(recipe, launch)
@@ -158,6 +161,7 @@ def build_trainer(
     precomputed = None
     if recipe.objective.reads_reference and recipe.objective.value("reference") == "precomputed":
         precomputed = ReferenceColumns(recipe, engine, training, held_out, console)
+    attention = with_shared_prompts(recipe.objective, attention)
     model, objective = _load(recipe, engine, config, attention, training)
     if recipe.train.activation_offload and engine.device.type == "cpu":
         say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
@@ -169,12 +173,14 @@ def build_trainer(
     rows = _rows_per_device(recipe, engine, config, forward, training, say)
     reference, with_reference = None, None
     if precomputed is not None:
-        training, held_out, reference = precomputed.columns(forward, partial(_evaluation_loader, recipe, engine, rows))
+        training, held_out, reference = precomputed.columns(
+            forward, partial(_evaluation_loader, recipe, engine, rows, attention)
+        )
     elif recipe.objective.reads_reference:
         reference = "the model without its adapters, in each step"
         with_reference = AdaptersOff(engine, forward).with_column
     plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice), reference)
-    loader = _loader(recipe, engine, rows, training.in_order(recipe), plan.total_rows)
+    loader = _loader(recipe, engine, rows, attention, training.in_order(recipe), plan.total_rows)
     ends = end_ids(recipe, tokenizer, [training, held_out])
     evaluator = _evaluator(recipe, engine, rows, held_out, attention, tokenizer, ends) if held_out else None
     state, tracker_ids = _resume(recipe, engine, training, plan, say)
@@ -211,7 +217,8 @@ def _load(
     routers = find_routers(model)
     text_config = model.config.get_text_config()
     names, token_ranks = training.source_names, engine.token_ranks
-    objective = make_objective(recipe.objective, names, False, text_config, routers, divided, token_ranks)
+    shares = attention.shares_prompts
+    objective = make_objective(recipe.objective, names, False, text_config, routers, divided, token_ranks, shares)
     casts = types.compute != types.trained
     if casts:
         compute_experts_in(model, types.compute)
@@ -256,6 +263,7 @@ def _plan(
 ) -> Plan:
     """parameters: all, and the trained ones; reference: where its log-probabilities are from."""
     size, (attention, cross_entropy) = training.size(recipe.data.max_length), choices
+    shared_share = size.shared_tokens / size.tokens if size else None
     steps, total_rows = run_length(recipe, size.rows if size else None)
     budget = recipe.batch.tokens_per_device
     if budget is None:
@@ -278,6 +286,8 @@ def _plan(
         trainable_parameters=parameters[1],
         attention=f"{attention.implementation} ({attention.reason})",
         cross_entropy=f"{cross_entropy.implementation} ({cross_entropy.reason})",
+        shared_prompts=sharing_summary(recipe.objective, attention, shared_share),
+        shared_token_share=shared_share if attention.shares_prompts else None,
         reference=reference,
         precision=recipe.train.precision,
         division=engine.summary(micro_batches),
@@ -296,7 +306,14 @@ def _peak(recipe: Recipe, engine: Engine, plan: Plan, say: Callable[[str], None]
     return peak
 
 
-def _loader(recipe: Recipe, engine: Engine, rows_per_device: RowsPerDevice, rows: RunRows, total_rows: int) -> Loader:
+def _loader(
+    recipe: Recipe,
+    engine: Engine,
+    rows_per_device: RowsPerDevice,
+    attention: AttentionChoice,
+    rows: RunRows,
+    total_rows: int,
+) -> Loader:
     """Returns a loader; under `train.compile` it pads every micro-batch to the length that layers are compiled for."""
     budget = recipe.batch.tokens_per_device
     longest = budget or rows_per_device.rows * recipe.data.max_length
@@ -310,12 +327,15 @@ def _loader(recipe: Recipe, engine: Engine, rows_per_device: RowsPerDevice, rows
         budget and budget * engine.parallelism.tokens,
         longest if recipe.train.compile else None,
         engine.context_shard,
+        shares_prompts=attention.shares_prompts,
     )
 
 
-def _evaluation_loader(recipe: Recipe, engine: Engine, rows_per_device: RowsPerDevice, data: Dataset) -> Loader:
+def _evaluation_loader(
+    recipe: Recipe, engine: Engine, rows_per_device: RowsPerDevice, attention: AttentionChoice, data: Dataset
+) -> Loader:
     """Returns a loader of each row once, as they come."""
-    return _loader(recipe, engine, rows_per_device, OrderedRows(data.examples, data.rows), len(data.rows))
+    return _loader(recipe, engine, rows_per_device, attention, OrderedRows(data.examples, data.rows), len(data.rows))
 
 
 def _evaluator(
@@ -327,8 +347,9 @@ def _evaluator(
     tokenizer: PreTrainedTokenizerFast,
     ends: set[int],
 ) -> Evaluator:
-    loader = _evaluation_loader(recipe, engine, rows_per_device, held_out)
-    objective = make_objective(recipe.objective, held_out.source_names, True, token_ranks=engine.token_ranks)
+    loader = _evaluation_loader(recipe, engine, rows_per_device, attention, held_out)
+    names, shares = held_out.source_names, attention.shares_prompts
+    objective = make_objective(recipe.objective, names, True, token_ranks=engine.token_ranks, shares_prompts=shares)
     return Evaluator(
         engine, loader, held_out.examples, ForwardPass(attention, objective), tokenizer, ends, recipe.evaluate
     )

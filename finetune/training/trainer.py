@@ -32,9 +32,9 @@ from finetune.errors import RunFailure, Stopped, UserError
 from finetune.export.result import model_card, save_result
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.config import dtypes
-from finetune.models.loss_model import Outputs
+from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
-from finetune.objectives.objective import UNSCALED, Sums, TermSums
+from finetune.objectives.objective import Sums, TermSums
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.schema import metric_direction
@@ -46,6 +46,7 @@ from finetune.training.optim import lr_factor
 from finetune.training.profile import Profiler, show_profile
 from finetune.training.run_dir import ExpertLoad, RunLog
 from finetune.training.signals import StopRequest
+from finetune.training.statistics import as_columns, sum_terms
 
 Line = dict[str, Any]  # of metrics.jsonl
 
@@ -171,8 +172,7 @@ class Trainer:
         objective = self.forward.objective
         for _ in range(self.engine.warm_ups):
             with self.engine.micro_batch(last=True):
-                terms = objective.terms(self.forward(self.engine.model, batch), objective.completed(batch))
-                self.engine.backward(objective.loss(terms, UNSCALED))
+                self.engine.backward(objective.trial_loss(self.forward(self.engine.model, batch), batch))
             self.engine.drop_gradients()
 
     # --- one step
@@ -217,11 +217,19 @@ class Trainer:
         return line, flags
 
     def _completed(self, step: StepBatches) -> StepBatches:
-        """Returns the step with the reference's log-probabilities, where they are computed step by step."""
-        if self.with_reference is None:
+        """Returns the step with the reference's log-probabilities, where they are computed step by step, and with what
+        the objective has to know of all of it. Collective."""
+        statistics, batches = self.forward.objective.statistics, step.batches
+        if self.with_reference is None and statistics is None:
             return step
         with self.engine.stopwatch.phase("forward"), self.engine.evaluating():
-            return replace(step, batches=self.with_reference(step.batches))
+            if self.with_reference is not None:
+                batches = self.with_reference(batches)
+            if statistics is not None:
+                sums = sum_terms(self.engine, self.forward, statistics, batches, batches[0], step.counts)
+                columns = as_columns(sums, self.engine.device)
+                batches = [batch.with_columns(columns) for batch in batches]
+        return replace(step, batches=batches)
 
     def _reduce(self, micro_batches: _MicroBatches) -> tuple[Sums, StepFlags]:
         """Returns the step's sums and flags over all ranks, by one reduction."""

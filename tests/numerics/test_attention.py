@@ -220,7 +220,7 @@ def test_varlen_says_to_the_kernel_what_it_means(
     monkeypatch.setattr(kernels, "varlen_attn", by_the_documentation)
     ours, theirs = load(folders[name], VARLEN), load(folders[name], DOCUMENTS)
     ids, positions = row()
-    made = kernels.prepare_varlen(LENGTHS, "cpu")
+    made = kernels.prepare_varlen(LENGTHS, device="cpu")
     a = ours(input_ids=ids, position_ids=positions, use_cache=False, **made).logits[0]
     b = logits(theirs, ids, positions, DOCUMENTS)
     torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
@@ -240,7 +240,7 @@ def test_flex_forward_equals_the_documents(
     ours, theirs = load(folders[name], FLEX), load(folders[name], DOCUMENTS)
     ids, positions = row()
     with torch.no_grad():
-        made = kernels.prepare_flex(LENGTHS, "cpu", windows=(None, 8))
+        made = kernels.prepare_flex(LENGTHS, device="cpu", windows=(None, 8))
         a = ours(input_ids=ids, position_ids=positions, use_cache=False, **made).logits[0]
         torch.testing.assert_close(a, logits(theirs, ids, positions, DOCUMENTS), rtol=0, atol=2e-6)
 
@@ -270,11 +270,11 @@ def test_the_blocks_of_a_mask_are_those_that_torch_finds_by_trying_every_pair(
 
 
 def test_boundaries_of_documents() -> None:
-    made = kernels.prepare_varlen(LENGTHS, "cpu")["documents"]
+    made = kernels.prepare_varlen(LENGTHS, device="cpu")["documents"]
     assert made.ends.tolist() == [0, 7, 28, 31, 43]
     assert made.ends.dtype == torch.int32
     assert made.longest == 21
-    assert kernels.prepare_varlen(LENGTHS, "cpu", longest=64)["documents"].longest == 64
+    assert kernels.prepare_varlen(LENGTHS, device="cpu", longest=64)["documents"].longest == 64
 
 
 # --- the choice

@@ -12,9 +12,10 @@ from test_head import Largest
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
 
+from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.models.head import TokenLoss
 from finetune.models.head.chunked import HeadTask, matrix_losses, module_losses
-from finetune.models.head.divergence import IDS, LOG_PROBS, Divergence
+from finetune.models.head.divergence import Divergence
 from finetune.models.head.token_loss import LogitMap
 from finetune.models.loss_model import choose_cross_entropy
 from finetune.objectives import make_objective

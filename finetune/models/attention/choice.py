@@ -19,14 +19,14 @@ from finetune.models.config import dtypes, layer_configs
 from finetune.recipe.schema import Recipe
 
 
-def _no_arguments(document_lengths: tuple[int, ...]) -> dict[str, Any]:
+def _no_arguments(document_lengths: tuple[int, ...], prefix_lengths: tuple[int, ...] = ()) -> dict[str, Any]:
     """transformers finds the documents in the restarting position_ids. It does so only without a cache and without an
     attention mask, hence `use_cache=False` in every training forward: with a cache they would silently see each
     other. Not every architecture does so: see `isolation`."""
     return {}
 
 
-def _without_positions(document_lengths: tuple[int, ...]) -> dict[str, Any]:
+def _without_positions(document_lengths: tuple[int, ...], prefix_lengths: tuple[int, ...] = ()) -> dict[str, Any]:
     """Returns the arguments for an architecture that counts its positions in another way than from 0."""
     return {"position_ids": None}
 
@@ -37,10 +37,22 @@ class AttentionChoice:
     reason: str
     isolates_documents: bool  # False: one document per forward is the only safe layout
     prepare: Prepare = _no_arguments
+    # Why two documents cannot share the beginning that they have in common; None where they can.
+    not_shared: str | None = "transformers' own attention finds documents in positions that begin with 0"
+    shares_prompts: bool = False  # pairs of this run do, see objectives/shared_prompts.py
 
-    def forward_arguments(self, document_lengths: tuple[int, ...]) -> dict[str, Any]:
-        """Returns the arguments of a forward in addition to its tokens: created once, used by every layer."""
-        return self.prepare(document_lengths)
+    def forward_arguments(
+        self, document_lengths: tuple[int, ...], prefix_lengths: tuple[int, ...] = ()
+    ) -> dict[str, Any]:
+        """Returns the arguments of a forward in addition to its tokens: created once, used by every layer.
+
+        Lengths as in `Batch`; for prefixes see `not_shared`.
+        """
+        if not any(prefix_lengths):
+            return self.prepare(document_lengths)
+        if self.not_shared is not None:
+            raise ValueError(f"{self.implementation}: {self.not_shared}")
+        return self.prepare(document_lengths, prefix_lengths)
 
 
 @dataclass(frozen=True)
@@ -176,24 +188,27 @@ def _one_per_forward(name: str, why: str, outcome: Verdict) -> AttentionChoice:
 
 def _chosen(way: str, case: _Case, reason: str) -> AttentionChoice:
     """Returns transformers' name for it, and the arguments that are created for each micro-batch."""
+    not_shared = _not_shared(case)
     if way == "documents":
         prepare = partial(per_document.prepare, compiled=case.longest is not None)
-        return AttentionChoice(per_document.DOCUMENTS, reason, True, prepare)
+        return AttentionChoice(per_document.DOCUMENTS, reason, True, prepare, not_shared)
     if way == "varlen":
         prepare = partial(kernels.prepare_varlen, device=case.device, longest=case.longest)
-        return AttentionChoice(kernels.VARLEN, reason, True, prepare)
+        return AttentionChoice(kernels.VARLEN, reason, True, prepare, not_shared)
     if way == "flex":
         prepare = partial(kernels.prepare_flex, device=case.device, windows=_windows(case.config))
-        return AttentionChoice(kernels.FLEX, reason, True, prepare)
+        return AttentionChoice(kernels.FLEX, reason, True, prepare, not_shared)
     if way == "flash_attention_2":
         return AttentionChoice(way, reason, True, partial(_flash_arguments, device=case.device, longest=case.longest))
     return AttentionChoice(way, reason, True)
 
 
-def _flash_arguments(document_lengths: tuple[int, ...], device: str, longest: int | None) -> dict[str, Any]:
+def _flash_arguments(
+    document_lengths: tuple[int, ...], prefix_lengths: tuple[int, ...] = (), *, device: str, longest: int | None
+) -> dict[str, Any]:
     """Returns the boundaries of documents. Without them transformers reads the position_ids back from the device, in
     every layer."""
-    documents = kernels.prepare_varlen(document_lengths, device, longest)["documents"]
+    documents = kernels.prepare_varlen(document_lengths, device=device, longest=longest)["documents"]
     ends, most = documents.ends, documents.longest
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": most, "max_length_k": most}
 
@@ -203,6 +218,15 @@ def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ("sliding_attention", "full_attention")
     return tuple({window if kind == "sliding_attention" else None for kind in kinds})
+
+
+def _not_shared(case: _Case) -> str | None:
+    """Returns why our implementations cannot share beginnings. Seen in a trial, as with packing: of RoPE whose angles
+    follow the length of a document, nothing can be shared."""
+    if case.longest is not None:
+        return "compiled layers take each sequence whole"
+    why = case.verdict(per_document.DOCUMENTS).shared
+    return None if why is None else f"not what each document alone gives ({why})"
 
 
 # --- why an implementation cannot be used, or None

@@ -30,8 +30,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations import deepspeed
 from transformers.utils import logging
 
+from finetune.data.batch import row_places
 from finetune.data.sources.files import cache_root
-from finetune.models.attention.kernels import with_unread_mask
+from finetune.models.attention.kernels import WITHIN_DOCUMENTS, with_unread_mask
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config
 
@@ -43,8 +44,10 @@ GRADIENT_TOLERANCE = 1e-5  # of a parameter's gradient, relative to its norm
 _SMALL = 1e-2  # of the largest norm of a gradient: smaller ones are compared with that, as their rounding is
 _CAUSAL_TOLERANCE = 1e-4
 _FIRST_TOKEN = 3  # below are the ids that mean something
+_SHARED = LENGTHS[1] // 2  # tokens that the last two documents begin with
 
-Prepare = Callable[[tuple[int, ...]], dict[str, Any]]
+# (lengths of documents, tokens that each begins with of the one before) -> what a forward takes besides its tokens
+Prepare = Callable[..., dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Verdict:
     packed: str | None  # several documents in a row, by this attention
     positions: str | None  # one document with `position_ids`, by plain attention; else they must be left out
     causal: str | None  # plain transformers: a token sees none that follow
+    shared: str | None = "no trial"  # documents whose common beginning is in the row once, by this attention
     failed: bool = False  # the tiny copy could not be computed at all
 
 
@@ -147,7 +151,10 @@ def _try(tiny: PretrainedConfig, implementation: str | None, prepare: Prepare) -
         if implementation is None:
             return Verdict("documents are not tried together", positions, causal)
         packed = _why_not_packed(tiny, implementation, prepare, plain, reference)
-    return Verdict(packed, positions, causal)
+        if packed is not None or implementation not in WITHIN_DOCUMENTS:
+            return Verdict(packed, positions, causal)
+        shared = _why_not(lambda: compare(reference, Trial(tiny, implementation, plain).shared(prepare)))
+    return Verdict(packed, positions, causal, shared)
 
 
 def _why_not_packed(
@@ -244,6 +251,7 @@ class Trial:
         self.model.train()
         generator = torch.Generator().manual_seed(1)
         self.documents = [torch.randint(_FIRST_TOKEN, VOCABULARY, (1, n), generator=generator) for n in LENGTHS]
+        self.documents[-1][:, :_SHARED] = self.documents[-2][:, :_SHARED]
 
     def alone(self, with_positions: bool = False) -> Computed:
         losses = []
@@ -258,6 +266,19 @@ class Trial:
         logits = self._logits(row, position_ids=positions, **prepare(LENGTHS))
         each = zip(logits.split(LENGTHS, dim=1), self.documents, strict=True)
         return self._computed([_token_losses(*pair) for pair in each])
+
+    def shared(self, prepare: Prepare) -> Computed:
+        """Returns the losses where the last two documents share what they begin with."""
+        prefixes = (*(0 for _ in LENGTHS[1:]), _SHARED)
+        own = [n - prefix for n, prefix in zip(LENGTHS, prefixes, strict=True)]
+        row, positions = (
+            torch.cat([whole[:, prefix:] for whole, prefix in zip(wholes, prefixes, strict=True)], dim=1)
+            for wholes in (self.documents, [torch.arange(n)[None] for n in LENGTHS])
+        )
+        arguments = with_unread_mask(prepare(tuple(own), prefixes), row.device)
+        logits = self._logits(row, position_ids=positions, **arguments)
+        each = logits[:, row_places(own, prefixes)].split(LENGTHS, dim=1)
+        return self._computed([_token_losses(*pair) for pair in zip(each, self.documents, strict=True)])
 
     def why_not_causal(self) -> str | None:
         document = self.documents[-1].clone()

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from torch.nn.functional import dropout as drop
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from finetune.data.batch import row_places
 
 
 def masked_attention(
@@ -160,15 +162,36 @@ VARLEN = "finetune_varlen"  # in transformers' table of attention functions
 class Boundaries:
     """Those of one micro-batch's documents, on the device; created once for all layers."""
 
-    def __init__(self, ends: Tensor, longest: int):
+    def __init__(self, ends: Tensor, longest: int, keys: Keys | None = None):
         self.ends = ends  # (N + 1,) int32: 0, then where each document ends (`cu_seqlens`)
         self.longest = longest  # tokens; may be more than any document has
+        self.keys = keys  # where documents share what they begin with
 
 
-def prepare_varlen(document_lengths: tuple[int, ...], device: str, longest: int | None = None) -> dict[str, Any]:
+class Keys(NamedTuple):
+    """What documents see: each the shared beginning, which is in the row once, and its own tokens."""
+
+    places: Tensor  # (keys,) int64 in the row, document after document
+    ends: Tensor  # (N + 1,) int32, as those of the documents
+    longest: int
+
+
+def prepare_varlen(
+    document_lengths: tuple[int, ...],
+    prefix_lengths: tuple[int, ...] = (),
+    *,
+    device: str,
+    longest: int | None = None,
+) -> dict[str, Any]:
     """longest: a bound on every document's tokens, for torch.compile, which recompiles for another number."""
-    ends = boundaries(document_lengths, device, compiled=longest is not None)
-    return {"documents": Boundaries(ends, max(document_lengths) if longest is None else longest)}
+    compiled = longest is not None
+    most = max(document_lengths) if longest is None else longest
+    ends = boundaries(document_lengths, device, compiled)
+    if not any(prefix_lengths):
+        return {"documents": Boundaries(ends, most)}
+    lengths = tuple(own + prefix for own, prefix in zip(document_lengths, prefix_lengths, strict=True))
+    places = torch.from_numpy(row_places(document_lengths, prefix_lengths)).to(device)
+    return {"documents": Boundaries(ends, most, Keys(places, boundaries(lengths, device, compiled), max(lengths)))}
 
 
 def varlen_attention(
@@ -187,8 +210,12 @@ def varlen_attention(
     grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     # (-1, 0) is the kernel's word for causal; (w - 1, 0) for the token itself and w - 1 before it.
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
-    ends, longest = documents.ends, documents.longest
-    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window, **grouped)
+    ends = key_ends = documents.ends
+    longest = longest_keys = documents.longest
+    if documents.keys is not None:  # the kernel takes queries for the last of their keys (flash attention 2.1)
+        places, key_ends, longest_keys = documents.keys
+        k, v = k[places], v[places]
+    out = varlen_attn(q, k, v, ends, key_ends, longest, longest_keys, scale=scaling, window_size=window, **grouped)
     assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for
     return out[None]
 
@@ -220,13 +247,23 @@ class BlockMasks:
         self.masks = masks
 
 
-def prepare_flex(document_lengths: tuple[int, ...], device: str, windows: Iterable[int | None]) -> dict[str, Any]:
-    return {"documents": BlockMasks({window: block_mask(document_lengths, window, device) for window in windows})}
+def prepare_flex(
+    document_lengths: tuple[int, ...],
+    prefix_lengths: tuple[int, ...] = (),
+    *,
+    device: str,
+    windows: Iterable[int | None],
+) -> dict[str, Any]:
+    masks = {window: block_mask(document_lengths, window, device, prefix_lengths) for window in windows}
+    return {"documents": BlockMasks(masks)}
 
 
-def block_mask(document_lengths: tuple[int, ...], window: int | None, device: str) -> BlockMask:
+def block_mask(
+    document_lengths: tuple[int, ...], window: int | None, device: str, prefix_lengths: tuple[int, ...] = ()
+) -> BlockMask:
     """Returns the mask in which token i sees token j of the same document with i - window < j <= i.
 
+    prefix_lengths: of each document the tokens of the one before that it begins with.
     Built from the lengths in R x R steps; `create_block_mask` would evaluate T x T pairs.
     """
     document = np.repeat(np.arange(len(document_lengths)), document_lengths)  # (T,)
@@ -248,9 +285,41 @@ def block_mask(document_lengths: tuple[int, ...], window: int | None, device: st
         mine = (document_of_token[query] == document_of_token[key]) & (key <= query)
         return mine if window is None else mine & (query - key < window)
 
+    mask_function: Callable[..., Tensor] = seen
+    if any(prefix_lengths):
+        begins = np.concatenate(([0], np.cumsum(document_lengths)))
+        for i in np.flatnonzero(prefix_lengths):
+            queries = slice(begins[i] // BLOCK, (begins[i + 1] - 1) // BLOCK + 1)
+            some[queries, begins[i - 1] // BLOCK : (begins[i - 1] + prefix_lengths[i] - 1) // BLOCK + 1] = True
+        mask_function = _seen_with_prefixes(document_of_token, begins[:-1], np.array(prefix_lengths), window)
     return BlockMask.from_kv_blocks(
-        *_in_order(some & ~every, device), *_in_order(every, device), BLOCK, seen, (tokens, tokens)
+        *_in_order(some & ~every, device), *_in_order(every, device), BLOCK, mask_function, (tokens, tokens)
     )
+
+
+def _seen_with_prefixes(
+    document: Tensor,  # (T,) int32
+    begins: np.ndarray,  # (N,) first place of each document
+    prefixes: np.ndarray,  # (N,)
+    window: int | None,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Returns a mask function where documents begin with some of the one before, which begins with none itself."""
+    before = np.concatenate((begins[:1], begins[:-1]))
+    # By document: the places where the shared tokens begin and end, and how much farther they are than they look.
+    begin_of, end_of, farther_of = (
+        torch.from_numpy(table).to(document)[document]
+        for table in (before, before + prefixes, begins - prefixes - before)
+    )
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = (document[query] == document[key]) & (key <= query)
+        shared = (key >= begin_of[query]) & (key < end_of[query])
+        if window is None:
+            return own | shared
+        distance = query - key
+        return (own & (distance < window)) | (shared & (distance - farther_of[query] < window))
+
+    return seen
 
 
 def _in_order(blocks: np.ndarray, device: str) -> tuple[Tensor, Tensor]:

@@ -28,27 +28,35 @@ class Lengths:
     """Lengths of one micro-batch's documents. A plain object: torch.compile guards the values in a tuple or a frozen
     dataclass, and would recompile for every row."""
 
-    def __init__(self, lengths: tuple[int, ...], ends: Tensor | None = None):
+    def __init__(self, lengths: tuple[int, ...], ends: Tensor | None = None, prefixes: tuple[int, ...] = ()):
         self.lengths = lengths
         self.ends = ends  # (N + 1,) where layers are compiled
-        self._seen: dict[tuple[int, int | None], Tensor] = {}
+        self.prefixes = prefixes or (0,) * len(lengths)  # tokens of the document before that each begins with
+        self._seen: dict[tuple[int, int, int | None], Tensor] = {}
 
-    def seen(self, length: int, window: int | None, device: torch.device) -> Tensor:
+    def seen(self, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
         """Returns the mask of a document, created once for all layers."""
-        if (length, window) not in self._seen:
-            self._seen[length, window] = seen(length, window, device)
-        return self._seen[length, window]
+        if (queries, keys, window) not in self._seen:
+            self._seen[queries, keys, window] = seen(queries, keys, window, device)
+        return self._seen[queries, keys, window]
 
 
-def seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns (length, length), True where token i sees token j: i - window < j <= i."""
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+def seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Returns (queries, keys) of the last tokens of a document and all of them, True where token i sees token j:
+    i - window < j <= i."""
+    first = keys - queries
+    distance = torch.arange(first, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     causal = distance >= 0
     return causal if window is None else causal & (distance < window)
 
 
-def prepare(document_lengths: tuple[int, ...], compiled: bool = False) -> dict[str, Any]:
-    return {"documents": Lengths(document_lengths, boundaries(document_lengths, "cpu", True) if compiled else None)}
+def prepare(
+    document_lengths: tuple[int, ...], prefix_lengths: tuple[int, ...] = (), compiled: bool = False
+) -> dict[str, Any]:
+    if compiled and any(prefix_lengths):
+        raise ValueError("compiled layers do not share beginnings")
+    ends = boundaries(document_lengths, "cpu", True) if compiled else None
+    return {"documents": Lengths(document_lengths, ends, prefix_lengths)}
 
 
 def per_document_attention(
@@ -79,21 +87,25 @@ def _one_by_one(
     softcap: float | None,
     documents: Lengths,
 ) -> Tensor:  # (1, T, H, D)
-    pieces = []
+    pieces, before = [], (key[:, :, :0], value[:, :, :0])
     rows = (tensor.split(documents.lengths, dim=2) for tensor in (query, key, value))
-    for length, q, k, v in zip(documents.lengths, *rows, strict=True):
-        window = None if sliding_window is None or length <= sliding_window else sliding_window
+    for length, prefix, q, k, v in zip(documents.lengths, documents.prefixes, *rows, strict=True):
+        if prefix:
+            k, v = (torch.cat([b[:, :, :prefix], own], dim=2) for b, own in zip(before, (k, v), strict=True))
+        before, keys = (k, v), prefix + length
+        window = None if sliding_window is None or keys <= sliding_window else sliding_window
         if softcap is not None:
-            mask = documents.seen(length, window, q.device)
+            mask = documents.seen(length, keys, window, q.device)
             piece = soft_capped(q, k, v, mask, dropout, scaling, softcap)
         else:
+            is_causal = window is None and not prefix  # torch's word for a square only
             piece = scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=None if window is None else documents.seen(length, window, q.device),
+                attn_mask=None if is_causal else documents.seen(length, keys, window, q.device),
                 dropout_p=dropout,
-                is_causal=window is None,
+                is_causal=is_causal,
                 scale=scaling,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
@@ -151,7 +163,7 @@ def per_document_backward(
         g, q, k, v = (tensor.float().reshape(groups, -1, size) for tensor in piece)
         scores = q @ k.transpose(1, 2) * scaling  # (K, G * t, t)
         squashed = None if softcap is None else torch.tanh(scores / softcap)
-        hidden = ~seen(length, sliding_window, query.device).repeat(heads // groups, 1)
+        hidden = ~seen(length, length, sliding_window, query.device).repeat(heads // groups, 1)
         capped = scores if squashed is None or softcap is None else softcap * squashed
         weights = torch.softmax(capped.masked_fill(hidden, float("-inf")), dim=-1)
         grad_weights = g @ v.transpose(1, 2)

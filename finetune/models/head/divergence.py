@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.models.head.token_loss import ChunkLosses, TokenLoss
 
-IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"  # columns, (C, k): int64; fp32, at the temperature
 SMALLEST_TAIL = 2.0**-24  # half of fp32's step below 1: 1 - sum(p) cannot tell smaller ones from 0
 
 

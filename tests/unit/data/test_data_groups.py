@@ -191,7 +191,8 @@ groups = st.lists(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), mi
 
 def sizes_of(examples: list[list[tuple[int, int]]]) -> ExampleSizes:
     flat = np.array([one for example in examples for one in example], np.int64).reshape(-1, 2)
-    return ExampleSizes(np.cumsum([0, *map(len, examples)]), flat[:, 0], flat[:, 1])
+    shared = np.array([7 * len(example) for example in examples], np.int64)
+    return ExampleSizes(np.cumsum([0, *map(len, examples)]), flat[:, 0], flat[:, 1], shared)
 
 
 @quick

@@ -10,7 +10,7 @@ import torch
 
 from finetune.data.batch import Batch, collate
 from finetune.data.samples import Example, Sequence
-from finetune.models.loss_model import Outputs
+from finetune.models.wrapped import Outputs
 from finetune.objectives import OBJECTIVES, make_objective
 from finetune.objectives.objective import Objective, Sums, Term, TermSums, combined
 from finetune.recipe.schema import OBJECTIVE_KEYS
@@ -22,7 +22,10 @@ def batch_of(*lengths: int, source: int = 0) -> Batch:
     return collate([Example("a", row, source, (one,)) for row, one in enumerate(sequences)])
 
 
-COLUMNS: dict[str, float | tuple[float, float]] = {"reference_log_probs": (-1.0, -2.0)}  # of each pair
+COLUMNS: dict[str, float | tuple[float, float]] = {  # of each pair
+    "reference_log_probs": (-1.0, -2.0),
+    "label": 1.0,
+}
 
 
 def pairs_of(*lengths: tuple[int, int], columns: Iterable[str] = ()) -> Batch:
@@ -52,6 +55,11 @@ def test_the_contract(name: str, evaluating: bool) -> None:
     """Loss terms have a graph and a unit that batches count; a rank without outputs has the same terms, all zero."""
     objective = make_objective(Settings(name=name), ("a", "b"), evaluating)
     batch = pairs_of((5, 9), (4, 3), columns=objective.columns)
+    if objective.statistics is not None:
+        statistics = objective.statistics(outputs_of(batch), batch)
+        assert all(term.total.shape == () and term.unit in batch.counts for term in statistics.values())
+        assert objective.no_terms(batch, objective.statistics).keys() == statistics.keys()
+        batch = batch.with_columns({name: term.total.detach() for name, term in statistics.items()})
     terms = objective.terms(outputs_of(batch), batch)
     weighted = [term for term in terms.values() if term.weight is not None]
     assert weighted

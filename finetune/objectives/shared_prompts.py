@@ -1,0 +1,61 @@
+"""Pairs whose common beginning is computed once (`objective.share_prompts`): where, and how much that saves.
+
+A layout of micro-batches (`data.batch.collate`) that attention has to know; no loss depends on it beyond rounding, and
+neither do packing and order, which count every sequence with all of its tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from finetune.errors import UserError
+from finetune.models.attention import AttentionChoice
+from finetune.objectives.objective import Objective, Sums
+from finetune.recipe.schema import OBJECTIVE_KEYS
+from finetune.recipe.schema import Objective as Settings
+
+
+def with_shared_prompts(settings: Settings, attention: AttentionChoice) -> AttentionChoice:
+    """Returns the attention with the decision whether pairs share their beginning.
+
+    Raises UserError where the recipe asks for it and it cannot be.
+    """
+    why_not = _why_not(settings, attention)
+    if settings.share_prompts is True and why_not is not None:
+        raise UserError(
+            f"objective.share_prompts: true does not fit `{attention.implementation}` here: {why_not}; use `auto`, "
+            "which computes the prompt for each answer, with the same numbers"
+        )
+    return replace(attention, shares_prompts=why_not is None)
+
+
+def sharing_summary(settings: Settings, attention: AttentionChoice, share: float | None) -> str | None:
+    """Returns a line for the plan; None for an objective without pairs.
+
+    share: of an epoch's tokens that pairs have in common; None: not known.
+    """
+    if "share_prompts" not in OBJECTIVE_KEYS[settings.name]:
+        return None
+    known = "" if share is None else f", {share:.1%} of all tokens"
+    if attention.shares_prompts:
+        return f"computed once{known}: the second answer's attention sees the beginning of the first"
+    return f"computed for each answer{known}: {_why_not(settings, attention)}"
+
+
+def _why_not(settings: Settings, attention: AttentionChoice) -> str | None:
+    if "share_prompts" not in OBJECTIVE_KEYS[settings.name]:
+        return f"{settings.name} has no pairs"
+    if settings.share_prompts is False:
+        return "asked for in the recipe"
+    if settings.dropout:
+        return "objective.dropout draws for each answer"
+    return attention.not_shared
+
+
+def shared_tokens() -> Objective:
+    """Returns the share of a step's tokens that were not computed again, as a metric."""
+
+    def metrics(sums: Sums) -> dict[str, float]:
+        return {"shared_token_share": sums.counts["shared_tokens"] / sums.counts["tokens"]}
+
+    return Objective(lambda outputs, batch: {}, metrics)
