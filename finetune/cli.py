@@ -305,6 +305,31 @@ def generate(
 
 
 @app.command()
+def score(
+    run_dir: RunDir,
+    data: Annotated[str, typer.Option(help="File of pairs, answers or texts: a path as in a recipe's `data.train`.")],
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a JSON object for each row.")] = None,
+    format: Annotated[str, typer.Option(help="Format of the rows. auto: detected.")] = "auto",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score rows with a trained reward model or classifier: pairs, prompts with answers, or texts.
+
+    Example: [bold]python -m finetune score runs/reward --data pairs.jsonl --output scores.jsonl[/bold]
+    """
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.export.score import score_file, show_metrics, source_of
+
+    metrics = score_file(run_dir, source_of(data, format, limit), output, Console(stderr=True))
+    if as_json:
+        print(json.dumps(metrics))
+    else:
+        show_metrics(Console(), metrics)
+
+
+@app.command()
 def merge(
     run_dir: RunDir,
     out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/merged.")] = None,

@@ -54,7 +54,9 @@ LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}", "optimizer.lr=1e-3")
 DEEP = ("pp_interleaved", "pp_4")  # four stages
 ATTENTION = "lora.targets=[q_proj, k_proj, v_proj, o_proj]"
+CLASSIFY = (f"objective={{name: classify, labels: [{', '.join(tiny.LABELS)}]}}",)
 PAIRS = ("data.max_length=128", "optimizer.lr=3e-4")
+REWARD = (*PAIRS, "objective={name: reward, centering: 0.01}")
 DISTILL = ("objective.name=distill", "objective.nll_weight=0.2")
 BALANCE = "objective.router_aux_loss_coef=0.02"
 DEEPSPEED = ("zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
@@ -101,6 +103,9 @@ CASES = (
     Case("full chunked head", ("model.cross_entropy=chunked", "objective.z_loss=1e-3")),
     Case("full focal", ("objective.name=focal",)),  # the trained head's logits again in the backward
     Case("lora focal", (*LORA, "objective.name=focal")),  # the frozen head's gradients kept by token
+    Case("full reward", REWARD, rows="preference"),
+    Case("lora reward", (*LORA, *REWARD, "optimizer.lr=1e-3"), rows="preference"),
+    Case("full classify", CLASSIFY, rows="classification"),
     Case("full dpo", (*PAIRS, "objective.name=dpo"), rows="preference"),
     Case("lora dpo", (*LORA, *PAIRS, "objective.name=dpo"), rows="preference"),
     Case(
@@ -160,11 +165,13 @@ SHARED_TOKENS = (
     *("full", "lora", "full accumulate 1", "full auto rows", "full unpacked", "full token budget", "full stream"),
     *PREFERENCES,
     *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16", "full distill", "lora distill"),
+    "full reward",
 )
 UNDER_PIPELINES = tuple(
     case.name
     for case in CASES
     if not any(word in case.name for word in ("dropout", "auto rows", "qlora checkpointing", "balance"))
+    and not any(word in case.name for word in ("reward", "classify"))  # their head is no LM head
 )
 FEW_SHARED = ("full", "lora", "full tied", "lora tied")
 # Names of configs that have no file of their own: another's, with these sizes.
@@ -187,6 +194,7 @@ TENSOR = (
     *("full checkpointing selective", "lora dropout rslora", "lora and whole head", "lora tied chunked head"),
     *("full plain head", "full bf16", "lora bf16", "full qwen3", "lora qwen3"),
     *PREFERENCES,
+    "lora reward",
 )
 EXPERTS = tuple(
     case.name for case in CASES if case.model in ("mixtral", "qwen3_moe") and (case.on is None or "ep" in case.on)
@@ -226,7 +234,11 @@ LAUNCHES = (
     ("ulysses", 2, (*SHARED_TOKENS, "full mistral window", "full compile")),
     ("ulysses_of_4", 4, FEW_SHARED),
     ("cp_ulysses", 4, ("full", "lora", "full dpo", "full orpo", "full kto")),
-    ("hsdp", 4, ("full", "lora", "full tied", "full unpacked", "full in backward", "lora dropout rslora")),
+    (
+        "hsdp",
+        4,
+        ("full", "lora", "full tied", "full unpacked", "full in backward", "lora dropout rslora", "full reward"),
+    ),
     ("tp", 2, TENSOR),
     ("tp", 4, ("full", "lora")),
     ("fsdp2_tp", 4, ("full", "lora", "full tied", "lora tied", "full qwen3", "full accumulate 1", "lora bf16")),
@@ -272,7 +284,8 @@ def prepare(folder: Path) -> None:
         tiny.save_model(folder, model)
     tiny.write_rows(folder / "rows.jsonl", tiny.conversations(300))
     tiny.write_rows(folder / "held_out.jsonl", tiny.conversations(24, seed=1))
-    for format, made in (("preference", tiny.preferences), ("unpaired", tiny.unpaired)):
+    made_rows = {"preference": tiny.preferences, "unpaired": tiny.unpaired, "classification": tiny.texts}
+    for format, made in made_rows.items():
         tiny.write_rows(folder / f"{format}.jsonl", made(300))
         tiny.write_rows(folder / f"held_out_{format}.jsonl", made(24, seed=1))
     import yaml
