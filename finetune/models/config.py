@@ -160,8 +160,13 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def check_same_vocabulary(key: str, name: str, tokenizer: PreTrainedTokenizerFast, model: Model) -> None:
-    """Raises UserError where the tokenizer of another model, `key: name`, has other tokens or ids than the recipe's."""
+def check_same_vocabulary(key: str, name: str | None, tokenizer: PreTrainedTokenizerFast, model: Model) -> None:
+    """Raises UserError where the tokenizer of another model, `key: name`, has other tokens or ids than the recipe's.
+
+    name: None where there is no other model.
+    """
+    if name is None:
+        return
     other = load_tokenizer(model.model_copy(update={"name": name, "tokenizer": None, "revision": None}))
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
     if ours != theirs:

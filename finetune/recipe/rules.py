@@ -186,9 +186,6 @@ def reference_at_hand(recipe: Recipe) -> Iterator[Finding]:
     """Where the reference's log-probabilities can be from."""
     objective, key = recipe.objective, "objective.reference"
     if not objective.reads_reference:
-        for given in ("reference", "reference_model"):
-            if objective.value("loss") == "simpo" and getattr(objective, given) is not None:
-                yield f"objective.{given}", "has no effect under `loss: simpo`, which has no reference: remove it"
         return
     if objective.value("reference") == "precomputed":
         if recipe.data.streaming:

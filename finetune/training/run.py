@@ -93,6 +93,8 @@ def compute_reference(
         return
     if not recipe.objective.reads_reference or recipe.objective.value("reference") != "precomputed":
         raise UserError(f"{recipe_file}: nothing to compute: no reference is read that is `precomputed`")
+    tokenizer, name = load_tokenizer(recipe.model), recipe.objective.reference_model
+    check_same_vocabulary("objective.reference_model", name, tokenizer, recipe.model)
     of_reference = recipe_of_reference(recipe)
     run = recipe.run.model_copy(update={"name": f"{recipe.run.name}-reference"})
     of_reference = of_reference.model_copy(update={"run": run})
@@ -125,8 +127,7 @@ def _started(
     check_trackers(recipe.tracking)
     tokenizer = load_tokenizer(recipe.model)
     check_token_ids(config, len(tokenizer))
-    if (reference := recipe.objective.reference_model) is not None:
-        check_same_vocabulary("objective.reference_model", reference, tokenizer, recipe.model)
+    check_same_vocabulary("objective.reference_model", recipe.objective.reference_model, tokenizer, recipe.model)
     if recipe.batch.rows_per_device == "auto":
         check_no_dropout(config)
     opened = OpenedSources(recipe)
@@ -173,10 +174,10 @@ def build_trainer(
         if recipe.data.packing:
             say(f"[yellow]{escape(attention.reason)}; packing is off[/yellow]")
         training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
-    attention = with_shared_prompts(recipe.objective, attention)
     precomputed = None
     if recipe.objective.reads_reference and recipe.objective.value("reference") == "precomputed":
         precomputed = ReferenceColumns(recipe, engine, training, held_out, console)
+    attention = with_shared_prompts(recipe.objective, attention)
     model, objective = _load(recipe, engine, config, attention, training)
     if recipe.train.activation_offload and engine.device.type == "cpu":
         say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
@@ -188,8 +189,9 @@ def build_trainer(
     rows = _rows_per_device(recipe, engine, config, forward, training, say)
     reference, with_reference = None, None
     if precomputed is not None:
-        loader = partial(_evaluation_loader, recipe, engine, rows, attention)
-        training, held_out, reference = precomputed.columns(forward, loader)
+        training, held_out, reference = precomputed.columns(
+            forward, partial(_evaluation_loader, recipe, engine, rows, attention)
+        )
     elif recipe.objective.reads_reference:
         reference = "the model without its adapters, in each step"
         with_reference = AdaptersOff(engine, forward).with_column
