@@ -116,6 +116,13 @@ CASES = (
     ),
     Case("lora simpo", (*LORA, *PAIRS, "objective={name: dpo, loss: simpo, beta: 2}"), rows="preference"),
     Case("full orpo", (*PAIRS, "objective.name=orpo", "batch.rows_per_device=2"), rows="preference"),
+    Case(
+        "full orpo experts balance",
+        (*PAIRS, BALANCE, "objective.name=orpo"),
+        model="qwen3_moe",
+        rows="preference",
+        on=("ddp", "ep"),
+    ),
     Case("full kto", (*PAIRS, "objective.name=kto"), rows="unpaired"),
     Case("full distill", DISTILL, teacher="teacher.parquet"),
     Case(
@@ -359,6 +366,8 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
         start.append(f"objective.teacher={folder / case.teacher}")
     if case.one_forward:
         start.append(f"batch.rows_per_device={ROWS // processes}")
+    if case.rows == "preference" and config == "single":  # so each other cell compares shared prompts with whole ones
+        start.append("objective.share_prompts=false")
     return [*case.overrides, *start, f"run.name={run_name(config, processes, case.name)}"]
 
 
