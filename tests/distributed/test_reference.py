@@ -14,7 +14,7 @@ import tiny
 import yaml
 
 LN_2 = float(np.float32(math.log(2)))
-PLACES = [("ddp", 2), ("fsdp2", 2), ("zero3", 2), ("pp", 2), ("cp", 2), ("tp", 2)]
+PLACES = [("ddp", 2), ("fsdp2", 2), ("pp", 2), ("cp", 2), ("tp", 2)]
 ADAPTERS = (*parity.LORA, "objective.reference=adapters_off")
 JOBS = {  # name: overrides
     "full": (),

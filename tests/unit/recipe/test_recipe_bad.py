@@ -377,6 +377,22 @@ CASES = [
         {8: "objective: {name: focal, z_loss: 1e-4}"},
     ),
     Bad(
+        "reward model that generates, with an LM head's settings",
+        [
+            ":2: model.cross_entropy: a model of `objective.name: reward` has no LM head: remove it",
+            ":9: evaluate.generate: a model of `objective.name: reward` scores texts and generates none: set it to 0",
+            ":10: lora.targets: under `objective.name: reward` the head `score` is trained in full: leave it out",
+        ],
+        {
+            2: "model: {name: org/model, cross_entropy: chunked}",
+            3: "mode: lora",
+            4: EVAL.replace("messages", "preference"),
+            8: "objective: {name: reward}",
+            9: "evaluate: {generate: 2}",
+            10: "lora: {rank: 4, alpha: 8, targets: [q_proj, score]}",
+        },
+    ),
+    Bad(
         "gamma without focal loss",
         [":8: objective.gamma: has no effect under `name: sft`, only under focal: remove it"],
         {8: "objective: {gamma: 1.0}"},
