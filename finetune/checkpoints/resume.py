@@ -80,6 +80,25 @@ def resume(engine: Engine, recipe: Recipe, folder: Path, data: dict[str, Any]) -
     return Resumed(progress, changes, state["trackers"])
 
 
+# Where checkpoints lie and how they are kept: a finished run is the same run whatever these are.
+_NOT_TRAINED = ("checkpoint.", "run.dir:")
+
+
+def check_finished(folder: Path, changes: list[str], step: int, steps: int) -> None:
+    """Raises UserError where a run that has made all its steps is launched with another recipe: none would be trained.
+
+    folder: its last checkpoint; changes: of the recipe since; steps: that the recipe asks for now.
+    """
+    different = [change for change in changes if not change.startswith(_NOT_TRAINED)]
+    if step >= steps and different:
+        raise UserError(
+            f"{folder.parent.parent} is finished after {step} steps, and this recipe differs from the one it was "
+            "trained by:\n  " + "\n  ".join(different) + "\nnothing would be trained, and nothing was changed: use "
+            "another `run.name` (it may hold values: `run.name=lr-{optimizer.lr}`), or `checkpoint.resume=never` to "
+            "train this one again"
+        )
+
+
 # Stored weights and counts cannot be used if these change.
 _FIXED = ("mode", "lora", "optimizer.name", "batch.rows")
 # Weights or the order of samples depend on these; `checkpoint.accept_changes` allows another value.

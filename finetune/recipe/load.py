@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from finetune.recipe.rules import broken_rules
-from finetune.recipe.schema import RUN_NAME, Recipe
+from finetune.recipe.schema import RUN_NAME, RUN_NAME_WITH_VALUES, Recipe
 from finetune.recipe.yaml_tree import Key, Problem, RecipeError, Tree, dump, override, read
 
 
@@ -35,6 +36,9 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     except ValidationError as error:
         problems += _problems(error, tree)
     if recipe is not None and not problems:
+        recipe, unknown = _with_name(recipe)
+        problems = [Problem(tree.place(("run", "name")), ("run", "name"), message) for message in unknown]
+    if recipe is not None and not problems:
         findings = [(tuple(key.split(".")), message) for key, message in broken_rules(recipe)]
         problems = [Problem(tree.place(key), key, message) for key, message in findings]
     if recipe is None or problems:
@@ -42,6 +46,28 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         problems.sort(key=lambda p: (p.place.line is None, p.place.file != str(path), p.place.line or 0))
         raise RecipeError(path, problems)
     return recipe
+
+
+def _with_name(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """Returns the recipe with the values that `run.name` asks for, and what is wrong with them.
+
+    `lr-{optimizer.lr}` -> `lr-0.001`; characters that no name may have become `-`.
+    """
+    problems: list[str] = []
+
+    def value(match: re.Match[str]) -> str:
+        key = match[1]
+        try:
+            found = _value_at(recipe.model_dump(mode="json"), tuple(key.split(".")))
+        except (KeyError, TypeError):
+            problems.append(f"`{{{key}}}` is no key of the recipe; such as `{{optimizer.lr}}` would be")
+            return ""
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", str(found)).strip("-")
+
+    name = re.sub(r"\{([^{}]*)\}", value, recipe.run.name)
+    if not problems and not re.match(RUN_NAME, name):
+        problems.append(f"expected {_NAME}, got {_shown(name)}")
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})}), problems
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -163,6 +189,7 @@ _EXPECTED = {
     "model_type": "a section",
     "string_too_short": "non-empty text",
 }
+_NAME = "letters, digits, `.`, `_` and `-`, starting with a letter or digit"
 _BOUNDS = {
     "greater_than": ">",
     "greater_than_equal": ">=",
@@ -184,8 +211,8 @@ def _expected(detail: dict[str, Any]) -> str:
         return f"at least {context['min_length']} item{'s' if context['min_length'] > 1 else ''}"
     if kind == "too_long":  # a list of fixed length
         return f"{context['max_length']} items"
-    if kind == "string_pattern_mismatch" and context["pattern"] == RUN_NAME:
-        return "letters, digits, `.`, `_` and `-`, starting with a letter or digit"
+    if kind == "string_pattern_mismatch":
+        return _NAME + (", and values such as `{optimizer.lr}`" if context["pattern"] == RUN_NAME_WITH_VALUES else "")
     return detail["msg"]
 
 

@@ -71,12 +71,14 @@ Count = Annotated[int, Field(ge=1)]
 TemplateArguments = Annotated[dict[str, Any], Field(min_length=1), AfterValidator(_template_arguments)]
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+RUN_NAME_WITH_VALUES = r"^([A-Za-z0-9]|\{[A-Za-z0-9._]+\})([A-Za-z0-9._-]|\{[A-Za-z0-9._]+\})*$"
 
 
 class Run(Section):
     """Output folder and seed."""
 
-    name: Annotated[str, Field(min_length=1, pattern=RUN_NAME)]  # run directory: <dir>/<name>
+    # Run directory: <dir>/<name>. It may hold values, for sweeps: `lr-{optimizer.lr}`.
+    name: Annotated[str, Field(min_length=1, pattern=RUN_NAME_WITH_VALUES)]
     dir: str = "runs"
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 42  # of initial weights, adapters, order of samples, dropout
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from finetune.checkpoints.resume import newest_good, resume, set_all_aside
+from finetune.checkpoints.resume import check_finished, newest_good, resume, set_all_aside
 from finetune.data.building import OpenedSources
 from finetune.data.dataset import Dataset, Stream, build_held_out, build_training, check_questions, template_notes
 from finetune.data.loader import Loader, OrderedRows, RunRows
@@ -297,6 +297,7 @@ def _resume(
         return State(), {}
     resumed = resume(engine, recipe, checkpoint, training.summary())
     state = State(**resumed.progress)
+    check_finished(checkpoint, resumed.changes, state.step, plan.steps)
     say(f"resuming from {checkpoint}: step {state.step} of {plan.steps}")
     for change in resumed.changes:
         say(f"changed since then: {escape(change)}")

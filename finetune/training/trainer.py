@@ -37,7 +37,7 @@ from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import UNSCALED, Sums, TermSums
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe, dump_recipe
-from finetune.tracking import Status, Totals, TrainingProgress, read_steps, write_status
+from finetune.tracking import Status, Totals, TrainingProgress, read_status, read_steps, write_status
 from finetune.tracking.meters import Meters
 from finetune.training.display import show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import Evaluator
@@ -104,6 +104,12 @@ class Trainer:
 
     def run(self) -> None:
         """Trains and writes the result. Raises Stopped after a save that a signal requested."""
+        if self._is_finished():
+            self.say(
+                f"{self.folder} is finished: step {self.state.step} of {self.plan.steps}, nothing to do. Train further "
+                "with more steps (train.max_steps, train.epochs), or anew under another run.name"
+            )
+            return
         if self.engine.is_main:
             (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
             self.plan.write(self.folder / "plan.json")
@@ -127,6 +133,11 @@ class Trainer:
         finally:
             self.saver.close()
             self.log.close()
+
+    def _is_finished(self) -> bool:
+        """Whether an earlier launch has made all steps and written the result. Collective."""
+        written = self.engine.is_main and read_status(self.folder) == "finished" and (self.folder / "model").is_dir()
+        return self.engine.ranks.gather(written)[0] and self.state.step >= self.plan.steps
 
     def train(self) -> None:
         """Runs all steps from `state.step` to the end, with what is due between them."""
