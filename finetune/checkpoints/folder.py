@@ -13,6 +13,7 @@ checksums are for disks that lie. It loses that name before it is deleted, too.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -116,12 +117,14 @@ def remove(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint that the run does not resume from; replaces one that was set aside earlier.
+    """Rename a checkpoint that the run does not resume from, to a name that none has: `aside-step-00000200`, `...-2`.
 
     Raises UserError where the parent folder is not writable.
     """
-    moved = folder.with_name(_ASIDE + folder.name)
-    shutil.rmtree(moved, ignore_errors=True)
+    moved, copies = folder.with_name(_ASIDE + folder.name), 1
+    while os.path.lexists(moved):
+        copies += 1
+        moved = folder.with_name(f"{_ASIDE}{folder.name}-{copies}")
     try:
         return folder.rename(moved)
     except OSError as error:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import yaml
 
-from finetune.checkpoints.folder import find_problem, list_checkpoints, set_aside
+from finetune.checkpoints.folder import find_problem, list_checkpoints, list_set_aside, set_aside, step_folder
 from finetune.checkpoints.shards import PartReader
 from finetune.engine.base import Engine
 from finetune.errors import UserError
@@ -58,9 +58,28 @@ def _find_newest(root: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     return None, skipped
 
 
-def set_all_aside(root: Path) -> list[Path]:
-    """Set the checkpoints of an earlier run aside, so that the two do not mix; returns their new paths."""
-    return [set_aside(folder) for folder in list_checkpoints(root)]
+def chosen(engine: Engine, root: Path, name: str) -> Path:
+    """Returns the checkpoint that `checkpoint.resume` names. Collective: rank 0 reads.
+
+    Raises UserError where there is none of this name, or it does not verify.
+    """
+    folder, problem = root / name, None
+    if engine.is_main and not folder.is_dir():
+        present = ", ".join(path.name for path in (*list_checkpoints(root), *list_set_aside(root))) or "none"
+        problem = f"checkpoint.resume: {root} has no {name}; there are: {present}"
+    elif engine.is_main and (reason := find_problem(folder)):
+        problem = f"checkpoint.resume: {folder} cannot be trusted: {reason}"
+    if problem := engine.ranks.gather(problem)[0]:
+        raise UserError(problem)
+    return folder
+
+
+def set_newer_aside(root: Path, step: int = -1) -> list[Path]:
+    """Set the checkpoints after a step aside, so that they and those of this run do not mix; returns their new paths.
+
+    step: -1 for all of them.
+    """
+    return [set_aside(folder) for folder in list_checkpoints(root) if folder.name > step_folder(root, step).name]
 
 
 def resume(engine: Engine, recipe: Recipe, folder: Path, data: dict[str, Any]) -> Resumed:

@@ -122,10 +122,9 @@ def answer_pattern(recipe: Recipe) -> Iterator[Finding]:
         yield "evaluate.answer", "is used only by `evaluate.exact_match`, which is 0"
 
 
-def warmup_within_run(recipe: Recipe) -> Iterator[Finding]:
-    steps, warmup = recipe.train.max_steps, recipe.schedule.warmup_steps
-    if steps is not None and warmup >= steps:
-        yield "schedule.warmup_steps", f"warmup_steps ({warmup}) must be below the number of steps ({steps})"
+def one_warmup(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.schedule.warmup_ratio is not None and recipe.schedule.warmup_steps:
+        yield "schedule.warmup_ratio", "replaces `warmup_steps`: remove one of the two"
 
 
 def streaming_has_an_end(recipe: Recipe) -> Iterator[Finding]:
@@ -233,7 +232,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     evaluation_has_data,
     generation_has_prompts,
     answer_pattern,
-    warmup_within_run,
+    one_warmup,
     streaming_has_an_end,
     token_budget,
     mixture_has_parts,

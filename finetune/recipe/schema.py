@@ -71,6 +71,7 @@ Count = Annotated[int, Field(ge=1)]
 TemplateArguments = Annotated[dict[str, Any], Field(min_length=1), AfterValidator(_template_arguments)]
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+CHECKPOINT_NAME = r"^(aside-)?step-\d{8}(-\d+)?$"
 RUN_NAME_WITH_VALUES = r"^([A-Za-z0-9]|\{[A-Za-z0-9._]+\})([A-Za-z0-9._-]|\{[A-Za-z0-9._]+\})*$"
 
 
@@ -251,8 +252,13 @@ class Schedule(Section):
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 0  # linear from 0
+    warmup_ratio: Share | None = None  # instead: share of the run's steps
     min_lr_ratio: Share = 0.0  # at the end of the decay
     decay_ratio: Share = 0.1  # wsd: share of the steps that decay (Hu et al. 2024, https://arxiv.org/abs/2404.06395)
+
+    def warmup(self, steps: int) -> int:
+        """Returns the steps of warm-up in a run of `steps`."""
+        return self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * steps)
 
 
 class Train(Section):
@@ -335,7 +341,9 @@ class Checkpoint(Section):
     best: Annotated[str, AfterValidator(_known_metric)] | None = None
     asynchronous: bool = True  # write files while training continues; needs a copy of the state in CPU memory
     on_failure: Literal["stop", "continue"] = "stop"  # if a save fails (a full disk): stop the run, or only warn
-    resume: Literal["auto", "never"] = "auto"  # auto: resume from the newest valid checkpoint in the run directory
+    # auto: from the newest valid checkpoint in the run directory; never: start over; or a checkpoint by name, such as
+    # step-00000200 (each launch then begins there). What is not resumed from is renamed to aside-*, never deleted.
+    resume: Literal["auto", "never"] | Annotated[str, Field(pattern=CHECKPOINT_NAME)] = "auto"
     # Keys that may differ from the checkpoint's although weights or the order of samples depend on them.
     accept_changes: Annotated[tuple[Acceptable, ...], BeforeValidator(_list_to_tuple), Field(strict=False)] = ()
 

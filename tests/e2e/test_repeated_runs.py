@@ -9,6 +9,7 @@ import pytest
 from conftest import metrics, train_here
 
 from finetune.errors import UserError
+from finetune.recipe import load_recipe
 
 
 @pytest.fixture
@@ -48,3 +49,35 @@ def test_more_steps_go_on_and_a_result_that_is_missing_is_written(path: Path, ru
     assert "step 6 of 8" in train_here(path, "train.max_steps=8", "optimizer.lr=0.5")
     assert [line["step"] for line in metrics(run) if "loss" in line] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert "lr: 0.5" in (run / "recipe.yaml").read_text()
+
+
+def test_starting_over_keeps_every_checkpoint_of_every_run(path: Path, run: Path) -> None:
+    train_here(path, "train.max_steps=2")
+    first = (run / "checkpoints" / "step-00000002" / "state.json").read_bytes()
+    for again in (2, 3):
+        train_here(path, "train.max_steps=2", "checkpoint.resume=never")
+        kept = sorted(folder.name for folder in (run / "checkpoints").iterdir())
+        assert len(kept) == again
+    assert kept == ["aside-step-00000002", "aside-step-00000002-2", "step-00000002"]
+    assert (run / "checkpoints" / "aside-step-00000002" / "state.json").read_bytes() == first
+
+
+def test_a_chosen_checkpoint(path: Path, run: Path) -> None:
+    train_here(path)
+    losses = [line["loss"] for line in metrics(run) if "loss" in line]
+    seen = train_here(path, "checkpoint.resume=step-00000002")
+    assert "step 2 of 6" in seen
+    assert [line["loss"] for line in metrics(run) if "loss" in line] == losses
+    kept = sorted(folder.name for folder in (run / "checkpoints").iterdir())
+    assert kept == ["aside-step-00000004", "aside-step-00000006", *(f"step-0000000{step}" for step in (2, 4, 6))]
+    assert "step 4 of 6" in train_here(path, "checkpoint.resume=aside-step-00000004")
+    with pytest.raises(UserError, match=r"has no step-00000009; there are: step-00000006, step-00000004, .*aside-"):
+        train_here(path, "checkpoint.resume=step-00000009")
+
+
+def test_values_in_the_name_of_a_run(path: Path) -> None:
+    recipe = load_recipe(path, ["run.name=lr-{optimizer.lr}-{model.name}", "optimizer.lr=2e-5"])
+    assert recipe.run.name.startswith("lr-2e-05-")
+    assert recipe.run.name.endswith("llama")
+    with pytest.raises(UserError, match=r"run\.name: `\{optimizer\.l\}` is no key of the recipe"):
+        load_recipe(path, ["run.name={optimizer.l}"])

@@ -173,7 +173,10 @@ CASES = [
     Bad("empty text", [':1: run.name: expected non-empty text, got "" (text)'], {1: "run: {name: ''}"}),
     Bad(
         "a run name that is no folder name",
-        [':1: run.name: expected letters, digits, `.`, `_` and `-`, starting with a letter or digit, got "a/b" (text)'],
+        [
+            ":1: run.name: expected letters, digits, `.`, `_` and `-`, starting with a letter or digit, and "
+            'values such as `{optimizer.lr}`, got "a/b" (text)'
+        ],
         {1: "run: {name: a/b}"},
     ),
     Bad(
@@ -385,9 +388,9 @@ CASES = [
         {5: "batch: {rows: 8, rows_per_device: 2, tokens_per_device: 32}"},
     ),
     Bad(
-        "warm-up longer than the run",
-        [":8: schedule.warmup_steps: warmup_steps (100) must be below the number of steps (100)"],
-        {7: "train: {max_steps: 100}", 8: "schedule: {warmup_steps: 100}"},
+        "two warm-ups",
+        [":8: schedule.warmup_ratio: replaces `warmup_steps`: remove one of the two"],
+        {8: "schedule: {warmup_steps: 100, warmup_ratio: 0.1}"},
     ),
     # --- YAML ---
     Bad("an empty file", [": is empty; copy one of the files in recipes/"], text="# nothing\n"),
