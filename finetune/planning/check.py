@@ -134,7 +134,7 @@ def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
 def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: Problems) -> None:
     """Each part although another has a problem; what needs a part that has one is left out."""
     from finetune.data.building import OpenedSources
-    from finetune.data.dataset import build_held_out, build_training, check_questions, template_notes
+    from finetune.data.dataset import build_held_out, build_training, check_questions, data_notes, template_notes
     from finetune.models.config import check_no_dropout, check_token_ids, load_tokenizer, model_config
     from finetune.planning.plan import length_notes
     from finetune.tracking import check_trackers
@@ -142,7 +142,7 @@ def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: P
     with problems:
         check_trackers(recipe.tracking)
     opened, found = OpenedSources(recipe), len(problems.messages)
-    for source in (*recipe.data.train, *recipe.data.eval):
+    for source in (*recipe.data.train, *recipe.data.eval_sources):
         with problems:
             opened.open(source)
     sources_are_good = len(problems.messages) == found
@@ -155,6 +155,7 @@ def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: P
         if not sources_are_good:
             return
         report.notes += template_notes(recipe, tokenizer, opened)
+        training = None
         with problems:
             training = build_training(recipe, tokenizer, opened)
             _report_data(recipe, "train", training, report)
@@ -163,6 +164,8 @@ def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: P
         if held_out is not None:
             report.notes += check_questions(recipe.evaluate, held_out.examples, tokenizer)
             _report_data(recipe, "eval", held_out, report)
+        if training is not None:
+            report.notes += data_notes(recipe, opened, training, held_out)
 
 
 def _report_data(recipe: Recipe, name: str, data: Dataset | Stream, report: CheckReport) -> None:
@@ -183,8 +186,6 @@ def _report_data(recipe: Recipe, name: str, data: Dataset | Stream, report: Chec
     )
     if name == "train":
         report.facts["steps"] = run_length(recipe, len(data.rows))[0]
-    changed = {key: count for key, count in data.examples.report.totals().items() if key in _CHANGED and count}
-    report.notes += [f"{name}: {count:,} {_CHANGED[key]}" for key, count in changed.items()]
 
 
 def _check_attention(recipe: Recipe, config: Any, report: CheckReport) -> None:
@@ -198,12 +199,3 @@ def _check_attention(recipe: Recipe, config: Any, report: CheckReport) -> None:
     check_rows_per_forward(recipe, attention)
     if not attention.isolates_documents and recipe.data.packing:
         report.notes.append(f"{attention.reason}; packing is off")
-
-
-_CHANGED = {
-    "bad": "bad rows skipped",
-    "dropped_overlong": "rows dropped because they exceed data.max_length (`data.overlong: split` keeps their pieces)",
-    "truncated": "rows truncated",
-    "split": "rows split",
-    "no_supervised_token": "examples dropped because they have no supervised token",
-}

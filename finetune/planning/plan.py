@@ -118,6 +118,6 @@ def _more_steps(recipe: Recipe, data: Dataset, steps: int, total_rows: int, proc
     while recipe.data.packing and length // 2 >= longest and length * FEW_STEPS > recipe.data.max_length * steps:
         length //= 2
     if length < recipe.data.max_length:
-        packed = len(pack(data.examples.lengths, length))
-        choices.append(f"data.max_length: {length} ({run_length(recipe, packed)[0]} steps)")
+        shorter = run_length(recipe, len(pack(data.examples.lengths, length)))[0]
+        choices += [f"data.max_length: {length} ({shorter} steps)"] if shorter > steps else []
     return f"More steps: {' or '.join(choices)}" if choices else ""

@@ -16,6 +16,7 @@ from finetune.data.building import OpenedSources
 from finetune.data.examples import prepare_examples
 from finetune.data.token_cache import CachedEntry, SourceReport
 from finetune.recipe import Recipe
+from finetune.recipe.schema import HeldOut
 from finetune.utils import readable_bytes
 
 
@@ -53,7 +54,10 @@ def prepare(recipe: Recipe) -> tuple[list[Prepared], list[str]]:
     if recipe.data.streaming:
         notes.append("data.streaming: data.train is read during the run, so it is not prepared")
     train = () if recipe.data.streaming else recipe.data.train
-    for part, sources in (("train", train), ("eval", recipe.data.eval)):
+    for part, sources in (
+        ("train", train),
+        ("eval", () if isinstance(recipe.data.eval, HeldOut) else recipe.data.eval),
+    ):
         if sources:
             examples = prepare_examples(recipe, sources, tokenizer, opened=opened)
             reports = zip(examples.report.sources, examples.build_s, strict=True)

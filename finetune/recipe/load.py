@@ -123,7 +123,7 @@ def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
 def _is_wrong_branch(key: Key, group: list[dict[str, Any]], keys: Iterable[Key]) -> bool:
     """Whether another branch of the same union got further: `targets: [q_proj, 3]` is a list, not `all-linear`."""
     deeper = [k for k in keys if len(k) > len(key) and k[: len(key)] == key]
-    return bool(deeper) and all(detail["type"] == "literal_error" for detail in group)
+    return bool(deeper) and all(detail["type"] in ("literal_error", "tuple_type", "model_type") for detail in group)
 
 
 def _key(loc: tuple[str | int, ...], kind: str, values: Any) -> Key:
@@ -316,13 +316,21 @@ def _annotation_at(key: Key) -> Any:
     annotation: Any = Recipe
     for part in key:
         if isinstance(part, int):
-            continue  # a list item: its section is inside the list's annotation
+            annotation = _item_of(annotation)
+            continue
         section = _section_in(annotation)
         field = section.model_fields.get(part) if section else None
         if field is None:
             return None
         annotation = field.annotation
     return annotation
+
+
+def _item_of(annotation: Any) -> Any:
+    """Returns the type of a list's items, of an annotation such as `tuple[Source, ...] | None`."""
+    if typing.get_origin(annotation) is tuple:
+        return typing.get_args(annotation)[0]
+    return next(filter(None, map(_item_of, typing.get_args(annotation))), None)
 
 
 def _is_text(key: Key) -> bool:

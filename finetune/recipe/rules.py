@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from finetune.recipe.schema import OBJECTIVE_KEYS, Recipe
+from finetune.recipe.schema import OBJECTIVE_KEYS, HeldOut, Recipe
 from finetune.utils import divisors
 
 Finding = tuple[str, str]  # dotted key; what is wrong and what to do
@@ -97,7 +97,7 @@ def evaluation_has_data(recipe: Recipe) -> Iterator[Finding]:
 
 def generation_has_prompts(recipe: Recipe) -> Iterator[Finding]:
     wants = recipe.evaluate.generate or recipe.evaluate.exact_match
-    if wants and recipe.data.eval and all(source.format == "text" for source in recipe.data.eval):
+    if wants and recipe.data.eval and all(source.format == "text" for source in recipe.data.eval_sources):
         yield "evaluate.generate", "rows of format `text` have no prompt: set `generate` and `exact_match` to 0"
     if wants and recipe.objective.train_on == "all":
         yield (
@@ -139,6 +139,11 @@ def streaming_has_an_end(recipe: Recipe) -> Iterator[Finding]:
     for i, source in enumerate(recipe.data.train):
         if source.max_epochs is not None and source.max_epochs % 1:
             yield f"data.train[{i}].max_epochs", "must be an integer with `data.streaming`"
+
+
+def held_out_share(recipe: Recipe) -> Iterator[Finding]:
+    if isinstance(recipe.data.eval, HeldOut) and recipe.data.streaming:
+        yield "data.eval.share", "the rows of a stream are not known: give sources, or set `data.streaming: false`"
 
 
 def token_budget(recipe: Recipe) -> Iterator[Finding]:
@@ -234,6 +239,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     answer_pattern,
     one_warmup,
     streaming_has_an_end,
+    held_out_share,
     token_budget,
     mixture_has_parts,
     profile_within_run,

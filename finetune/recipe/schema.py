@@ -162,6 +162,8 @@ class Source(Section):
     weight: Positive = 1.0
     max_epochs: Positive | None = None  # max passes over this source in the run; other sources fill its share
     limit: Count | None = None  # use only the first rows of the source
+    # What is a row of a txt file: a line that is not blank, lines up to a blank one, or all of it. null: line
+    text_unit: Literal["line", "paragraph", "file"] | None = None
 
     @field_serializer("path")
     def _shown_path(self, path: str) -> str:
@@ -181,11 +183,17 @@ class Mixture(Section):
     temperature: Annotated[Float, Field(ge=1)] | None = None
 
 
+class HeldOut(Section):
+    """Rows of `data.train` that are evaluated on and never trained on: chosen by row and `run.seed`, of each source."""
+
+    share: Annotated[Float, Field(gt=0, lt=1)]  # of the rows
+
+
 class Data(Section):
     """Training and evaluation data, and how it becomes packed sequences."""
 
     train: Annotated[Sources, Field(min_length=1)]
-    eval: Sources = ()
+    eval: HeldOut | Sources = ()  # sources, or `{share: 0.05}` of the rows of `train`
     max_length: Annotated[int, Field(ge=2)]  # tokens of a packed sequence; also the longest example
     overlong: Literal["drop", "truncate", "split", "error"] = "drop"  # examples over max_length; always counted
     packing: bool = True  # fill sequences with complete documents (best fit); false: one document per sequence
@@ -197,6 +205,11 @@ class Data(Section):
     balance: Count = 8
     streaming: bool = False  # read `train` during the run instead of before; needs `train.max_steps`
     window: Count = 10_000  # with streaming: source rows that are shuffled and packed together
+
+    @property
+    def eval_sources(self) -> tuple[Source, ...]:
+        """Returns the sources that evaluation reads; those of `train` where a share of their rows is held out."""
+        return self.train if isinstance(self.eval, HeldOut) else self.eval
 
 
 # Keys of `objective` that only one objective reads; all others are for every objective.

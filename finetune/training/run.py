@@ -19,7 +19,15 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.checkpoints.resume import check_finished, chosen, newest_good, resume, set_newer_aside
 from finetune.data.building import OpenedSources
-from finetune.data.dataset import Dataset, Stream, build_held_out, build_training, check_questions, template_notes
+from finetune.data.dataset import (
+    Dataset,
+    Stream,
+    build_held_out,
+    build_training,
+    check_questions,
+    data_notes,
+    template_notes,
+)
 from finetune.data.loader import Loader, OrderedRows, RunRows
 from finetune.engine.base import Engine
 from finetune.engine.compatibility import check_launch
@@ -79,6 +87,7 @@ def train(
     training = build_training(recipe, tokenizer, opened)
     held_out = build_held_out(recipe, tokenizer, opened)
     notes += check_questions(recipe.evaluate, held_out.examples, tokenizer) if held_out else []
+    notes += data_notes(recipe, opened, training, held_out)
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
     with in_use(engine, run_folder(recipe)):

@@ -9,6 +9,8 @@ import pytest
 
 from finetune.planning.check import check_recipe
 
+QUIET = ("train.max_steps=1", "schedule.warmup_steps=0")
+
 
 @pytest.fixture
 def path(recipe: dict[str, Any], write_recipe: Any) -> Path:
@@ -47,3 +49,39 @@ def test_all_problems_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     error = check_recipe(path, [*wrong, "model.name=./nomodel"]).error or ""
     for part in ("4 problems", "no API key", "nix.jsonl: no such file", "nox.csv: no such file", "no tokenizer from"):
         assert part in error
+
+
+def test_rows_that_are_trained_on_and_evaluated(path: Path, recipe: dict[str, Any]) -> None:
+    few = ["train.max_steps=4", "batch.rows=1", "schedule.warmup_steps=0"]
+    same = f"data.eval=[{{path: {recipe['data']['train'][0]['path']}}}]"
+    (note,) = check_recipe(path, [same, *few]).notes
+    assert "has the rows that are trained on" in note
+    halves = ["data.train.0.split=train[:50%]", same.replace("}]", ", split: 'train[50%:]'}]")]
+    assert check_recipe(path, [*halves, *few]).notes == []
+
+
+def test_a_long_document_names_what_keeps_it(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("short\n" + "river stone light " * 99 + "\n")
+    source = f"data.train=[{{path: {tmp_path / 'long.txt'}}}]"
+    notes = check_recipe(path, [source, *QUIET]).notes
+    assert (
+        "train: 1 rows dropped because they exceed data.max_length (`data.overlong: split` keeps their pieces)" in notes
+    )
+
+
+def test_a_share_of_bad_rows_that_would_do(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' * 5 + "bad\n")
+    told = [f"data.train=[{{path: {tmp_path / 'bad.jsonl'}}}]", "data.on_bad_row=skip", *QUIET]
+    error = check_recipe(path, told).error or ""
+    assert "1 of 6 rows are bad, more than data.max_bad_share (0.01) allows; 0.1667 would" in error
+    assert check_recipe(path, [*told, "data.max_bad_share=0.1667"]).error is None
+
+
+def test_a_table_of_texts_is_told_its_columns(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("id,frage,antwort\n1,was ist zwei,eins plus eins\n")
+    table = f"path: {tmp_path / 'table.csv'}"
+    error = check_recipe(path, [f"data.train=[{{{table}}}]", *QUIET]).error or ""
+    columns = "`format: prompt_completion` and `columns: {prompt: frage, completion: antwort}`"
+    assert columns in error
+    told = f"data.train=[{{{table}, {columns.replace('`', '').replace(' and', ',')}}}]"
+    assert check_recipe(path, [told, *QUIET]).error is None
