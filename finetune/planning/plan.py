@@ -16,6 +16,7 @@ from finetune.data.dataset import Dataset, Stream
 from finetune.data.packing import pack
 from finetune.errors import UserError
 from finetune.recipe import Recipe
+from finetune.utils import write_atomically
 
 _PACKAGES = ("finetune", "torch", "transformers", "accelerate", "peft", "datasets", "deepspeed", "bitsandbytes")
 
@@ -45,7 +46,7 @@ class Plan:
     git_commit: str | None
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def run_length(recipe: Recipe, rows_per_epoch: int | None) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.schema import CHECKPOINT_NAME, RUN_NAME, RUN_NAME_WITH_VALUES, Recipe
-from finetune.recipe.yaml_tree import Key, Problem, RecipeError, Tree, dump, override, read
+from finetune.recipe.yaml_tree import Key, Problem, RecipeError, Tree, dotted, dump, override, read
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
@@ -153,7 +153,7 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
     given = _value_at(values, key)
     message = f"expected {' or '.join(expected)}, got {_shown(given)}"
     if first["type"] == "literal_error" and isinstance(given, str):
-        if given in (instead := _INSTEAD_OF_VALUE.get(key, {})):
+        if given in (instead := _INSTEAD_OF_VALUE.get(dotted(key), {})):
             return f"{message}; {instead[given]}"
         choices = [choice.strip("'") for choice in first["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         message += _did_you_mean(given, choices)
@@ -203,7 +203,7 @@ _INSTEAD = {
 _INSTEAD["accumulation_steps"] = _INSTEAD["gradient_accumulation_steps"]
 # Values of other programs, by key.
 _INSTEAD_OF_VALUE = {
-    ("schedule", "name"): {
+    "schedule.name": {
         "cosine_with_restarts": "restarts are not offered; `cosine` decays once, `wsd` at the end",
         "cosine_with_min_lr": "set `cosine` and `schedule.min_lr_ratio`",
         "constant_with_warmup": "set `constant` and `schedule.warmup_steps`",
