@@ -178,6 +178,8 @@ def _choose_from(
     else:
         sizes = [int(each.sum()) if by_tokens else len(each) for each in tokens]
         passes = passes_per_epoch(sizes, sources, mixture, recipe.train.epochs if is_training else None)
+        if (count := sum(each * len(part) for each, part in zip(passes, present, strict=True))) > MAX_EXAMPLES:
+            raise UserError(f"data: the weights of the sources make an epoch of {count:.3g} examples: lower `weight`")
         chosen = [
             indices[
                 choose_by_tokens(lengths, each, recipe.run.seed, source_index)
@@ -262,6 +264,7 @@ def entry_metadata(recipe: Recipe, opened: OpenedSource, renderer: Renderer) -> 
 # --- how often an epoch takes each source, and which of its examples
 
 
+MAX_EXAMPLES = 10**9  # of an epoch: their indices alone are 8 GB
 UNBOUNDED = 1e30  # passes; not infinity, for 0 times that is not a number
 
 

@@ -7,6 +7,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from pydantic import BaseModel, ValidationError
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.schema import CHECKPOINT_NAME, RUN_NAME, RUN_NAME_WITH_VALUES, Recipe
 from finetune.recipe.yaml_tree import Key, Problem, RecipeError, Tree, dotted, dump, override, read
+
+MAX_PROBLEMS = 50  # that are described
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
@@ -113,11 +116,14 @@ def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
     by_key: dict[Key, list[dict[str, Any]]] = {}
     for detail in error.errors():
         by_key.setdefault(_key(detail["loc"], detail["type"], tree.values), []).append(dict(detail))
-    return [
+    first = dict(islice(by_key.items(), MAX_PROBLEMS))
+    problems = [
         Problem(tree.place(key), key, _message(key, group, tree.values))
-        for key, group in by_key.items()
-        if not _is_wrong_branch(key, group, by_key)
+        for key, group in first.items()
+        if not _is_wrong_branch(key, group, first)
     ]
+    more = len(by_key) - len(first)
+    return [*problems, *([Problem(tree.place(()), (), f"and {more:,} more problems")] if more else [])]
 
 
 def _is_wrong_branch(key: Key, group: list[dict[str, Any]], keys: Iterable[Key]) -> bool:

@@ -25,7 +25,8 @@ class Section(BaseModel):
 
 def _int_to_float(value: Any) -> Any:
     """Accepts `lr: 1` as `1.0`, but no bool."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < 2**63 else value
 
 
 def _list_to_tuple(value: Any) -> Any:
@@ -64,9 +65,10 @@ Float = Annotated[float, BeforeValidator(_int_to_float), Field(allow_inf_nan=Fal
 Positive = Annotated[Float, Field(gt=0)]
 NonNegative = Annotated[Float, Field(ge=0)]
 Share = Annotated[Float, Field(ge=0, le=1)]
-Betas = Annotated[tuple[Share, Share], BeforeValidator(_list_to_tuple), Field(strict=False)]
+Beta = Annotated[Float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_list_to_tuple), Field(strict=False)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple), Field(strict=False, min_length=1)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
 
 TemplateArguments = Annotated[dict[str, Any], Field(min_length=1), AfterValidator(_template_arguments)]
 
@@ -194,7 +196,7 @@ class Data(Section):
 
     train: Annotated[Sources, Field(min_length=1)]
     eval: HeldOut | Sources = ()  # sources, or `{share: 0.05}` of the rows of `train`
-    max_length: Annotated[int, Field(ge=2)]  # tokens of a packed sequence; also the longest example
+    max_length: Annotated[int, Field(ge=2, le=10**9)]  # tokens of a packed sequence; also the longest example
     overlong: Literal["drop", "truncate", "split", "error"] = "drop"  # examples over max_length; always counted
     packing: bool = True  # fill sequences with complete documents (best fit); false: one document per sequence
     on_bad_row: Literal["error", "skip"] = "error"
@@ -264,7 +266,7 @@ class Schedule(Section):
     """Learning rate over steps, as a multiple of `optimizer.lr`."""
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0  # linear from 0
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0  # linear from 0
     warmup_ratio: Share | None = None  # instead: share of the run's steps
     min_lr_ratio: Share = 0.0  # at the end of the decay
     decay_ratio: Share = 0.1  # wsd: share of the steps that decay (Hu et al. 2024, https://arxiv.org/abs/2404.06395)
@@ -275,7 +277,7 @@ class Schedule(Section):
 
 
 class Train(Section):
-    epochs: Positive | None = None  # passes over the data; a fraction is allowed
+    epochs: Annotated[Positive, Field(le=10**6)] | None = None  # passes over the data; a fraction is allowed
     max_steps: Count | None = None  # optimizer steps; if both are given, whichever ends first
     # Compute type. fp32, bf16 and fp16 store, reduce and step trained weights in fp32; bf16_true does all in bf16, to
     # save memory.
