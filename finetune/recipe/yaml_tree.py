@@ -150,7 +150,7 @@ def _read(path: Path, parents: tuple[Path, ...]) -> Tree:
     try:
         base_path.stat()
     except OSError as error:
-        problem = f"no such file: {_cut(str(base_path))}"
+        problem = f"no such file: {base_path}"
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             problem = f"{_cut(str(base_path))}: {error.strerror}"
         raise _error(path, place, ("extends",), problem) from None
@@ -266,7 +266,7 @@ class _NodeWalk:
         for key_node, value_node in node.value:
             place = self.place(key_node.start_mark.line + 1)
             if not isinstance(key_node, yaml.ScalarNode) or _UNREADABLE.search(key_node.value):
-                self.problem(place, key, "a key must be plain text")
+                self.problem(place, key, "a key must be a scalar of readable text")
                 continue
             child_key = (*key, key_node.value)
             self.places[child_key] = place

@@ -7,6 +7,9 @@ import json
 import os
 import resource
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -344,3 +347,26 @@ def test_a_lock_of_another_launch_names_it(
             train_here(write_recipe(saving))
     train_here(write_recipe(saving))
     assert json.loads((run / ".launch.json").read_text())["process"] == os.getpid()
+
+
+def test_killed_during_an_evaluation(saving: dict[str, Any], write_recipe: Any, run: Path) -> None:
+    saving["schedule"] = {"name": "constant"}
+    saving["evaluate"] = {"every_steps": 2, "exact_match": 16, "max_new_tokens": 100}
+    path = write_recipe(saving)
+    train_here(path, "run.name=whole")
+    running = subprocess.Popen([sys.executable, "-m", "finetune", "train", str(path)], stdout=subprocess.DEVNULL)
+    log = run / "metrics.jsonl"
+    while not log.exists() or b'"step": 4' not in log.read_bytes():  # step 4 is done, its evaluation is not
+        assert running.poll() is None
+        time.sleep(0.005)
+    running.send_signal(signal.SIGKILL)
+    assert running.wait() == -signal.SIGKILL
+    assert json.loads((run / "status.json").read_text())["status"] == "running"
+    assert [line for line in metrics(run) if line["step"] == 4 and "eval_loss" in line] == []
+    train_here(path)
+    kept = ("step", "loss", "eval_loss", "exact_match")
+    seen, whole = (
+        [{key: line[key] for key in kept if key in line} for line in metrics(folder)]
+        for folder in (run, run.parent / "whole")
+    )
+    assert seen == whole

@@ -167,7 +167,7 @@ CASES = [
     ),
     Bad(
         "an item",
-        [":6: optimizer.betas[1]: expected a number <= 1, got 95"],
+        [":6: optimizer.betas[1]: expected a number < 1, got 95"],
         {6: "optimizer: {lr: 1e-4, betas: [0.9, 95]}"},
     ),
     Bad("empty text", [':1: run.name: expected non-empty text, got "" (text)'], {1: "run: {name: ''}"}),
@@ -435,7 +435,11 @@ CASES = [
         [":2: model.name: duplicate key; keep one", ":8: mode: duplicate key; keep one"],
         {2: "model: {name: a, name: b}", 8: "mode: lora"},
     ),
-    Bad("a key that is no word", [":5: batch: a key must be a scalar"], {5: "batch: {rows: 8, [1, 2]: 3}"}),
+    Bad(
+        "a key that is no word",
+        [":5: batch: a key must be a scalar of readable text"],
+        {5: "batch: {rows: 8, [1, 2]: 3}"},
+    ),
     Bad(
         "an alias inside what it names",
         [":5: batch.rows: an alias inside the value it refers to"],
