@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError
+from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError, unforeseen
 from finetune.startup import few_collections, growing_segments, import_transformers, large_pages, quiet_libraries
 
 app = typer.Typer(
@@ -49,6 +49,9 @@ def main() -> None:
         raise SystemExit(2) from None
     except RunFailure as error:
         _print_error(str(error))
+        raise SystemExit(1) from None
+    except Exception as error:  # noqa: BLE001 (the one place: one line for people, the traceback in a file)
+        _print_error(unforeseen(error))
         raise SystemExit(1) from None
 
 

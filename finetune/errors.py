@@ -1,4 +1,11 @@
-"""The exceptions that a command turns into its exit status."""
+"""The exceptions that a command turns into its exit status, and the message of what nobody foresaw."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -18,3 +25,18 @@ class Stopped(Exception):
 
 # EX_TEMPFAIL of BSD's sysexits.h: "try again later", which is what a scheduler should do.
 STOPPED_STATUS = 75
+
+
+def unforeseen(error: BaseException) -> str:
+    """Returns one line for an error that is no UserError, and writes its traceback to a file that the line names."""
+    text = "".join(traceback.format_exception(error))
+    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
+        path = folder / f"finetune-error-{os.getpid()}.log"
+        try:
+            path.write_text(text, encoding="utf-8", errors="replace")
+            where = f"the traceback is in {path}"
+            break
+        except OSError:
+            where = f"the traceback could not be written:\n{text}"
+    reason = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {reason or 'no reason given'}. This is a fault of finetune; {where}"

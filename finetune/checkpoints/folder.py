@@ -13,6 +13,7 @@ checksums are for disks that lie. It loses that name before it is deleted, too.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -32,6 +33,7 @@ from finetune.utils import fsync, readable_bytes, sha256_file
 
 VERSION = 1
 Metrics = dict[str, float]
+_NAMES = {"state.json", "recipe.yaml"}  # of every checkpoint, next to the ranks' files
 _PARTIAL = ".partial-"  # being written, or left by an interrupted save
 _REMOVED = ".removed-"  # being deleted
 _ASIDE = "aside-"  # a checkpoint that a run did not resume from; never deleted by us
@@ -93,22 +95,25 @@ def find_problem(folder: Path, read: bool = True) -> str | None:
     """
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        version, entries = manifest["version"], [FileEntry(name, **entry) for name, entry in manifest["files"].items()]
     except FileNotFoundError:
         return "it has no manifest.json"
     except (OSError, ValueError) as error:
         return f"its manifest.json cannot be read: {error}"
-    if manifest.get("version") != VERSION:
-        return (
-            f"it is of format {manifest.get('version')}, this program writes {VERSION}: use the program that wrote it"
-        )
-    for name, entry in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
+    except (LookupError, TypeError, AttributeError):
+        return "its manifest.json is damaged: it is no list of files"
+    if version != VERSION:
+        return f"it is of format {version}, this program writes {VERSION}: use the program that wrote it"
+    if absent := _NAMES - {entry.name for entry in entries}:
+        return f"its manifest.json is damaged: it does not list {', '.join(sorted(absent))}"
+    for entry in entries:
+        name, path = entry.name, folder / entry.name
+        if "/" in name or not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+        if path.stat().st_size != entry.bytes:
+            return f"{name} has {path.stat().st_size} bytes instead of {entry.bytes}"
         try:
-            if read and sha256_file(path) != entry["sha256"]:
+            if read and sha256_file(path) != entry.sha256:
                 return f"{name} is damaged: its checksum differs"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
@@ -118,18 +123,29 @@ def find_problem(folder: Path, read: bool = True) -> str | None:
 def remove(folder: Path) -> None:
     """Delete a checkpoint; a kill in between leaves nothing that looks like one."""
     doomed = folder.with_name(_REMOVED + folder.name)
-    shutil.rmtree(doomed, ignore_errors=True)
+    if os.path.lexists(doomed):
+        _delete(doomed)
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    _delete(doomed)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder, or the link to one: where it leads is not ours."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint that the run does not resume from; replaces one that was set aside earlier.
+    """Rename a checkpoint that the run does not resume from, to a name that none has: `aside-step-00000200`, `...-2`.
 
     Raises UserError where the parent folder is not writable.
     """
-    moved = folder.with_name(_ASIDE + folder.name)
-    shutil.rmtree(moved, ignore_errors=True)
+    moved, copies = folder.with_name(_ASIDE + folder.name), 1
+    while os.path.lexists(moved):
+        copies += 1
+        moved = folder.with_name(f"{_ASIDE}{folder.name}-{copies}")
     try:
         return folder.rename(moved)
     except OSError as error:
@@ -167,7 +183,7 @@ class Retention:
                 remove(folder)
         for pattern in (_PARTIAL, _REMOVED):
             for path in self._root.glob(f"{pattern}*"):
-                shutil.rmtree(path)
+                _delete(path)
 
     def best_score(self) -> float | None:
         """Returns the score of the best existing checkpoint; None if there is none, or no `checkpoint.best`."""

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import yaml
 
-from finetune.checkpoints.folder import find_problem, list_checkpoints, set_aside
+from finetune.checkpoints.folder import find_problem, list_checkpoints, list_set_aside, set_aside, step_folder
 from finetune.checkpoints.shards import PartReader
 from finetune.engine.base import Engine
 from finetune.errors import UserError
@@ -58,9 +58,28 @@ def _find_newest(root: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     return None, skipped
 
 
-def set_all_aside(root: Path) -> list[Path]:
-    """Set the checkpoints of an earlier run aside, so that the two do not mix; returns their new paths."""
-    return [set_aside(folder) for folder in list_checkpoints(root)]
+def chosen(engine: Engine, root: Path, name: str) -> Path:
+    """Returns the checkpoint that `checkpoint.resume` names. Collective: rank 0 reads.
+
+    Raises UserError where there is none of this name, or it does not verify.
+    """
+    folder, problem = root / name, None
+    if engine.is_main and not folder.is_dir():
+        present = ", ".join(path.name for path in (*list_checkpoints(root), *list_set_aside(root))) or "none"
+        problem = f"checkpoint.resume: {root} has no {name}; there are: {present}"
+    elif engine.is_main and (reason := find_problem(folder)):
+        problem = f"checkpoint.resume: {folder} cannot be trusted: {reason}"
+    if problem := engine.ranks.gather(problem)[0]:
+        raise UserError(problem)
+    return folder
+
+
+def set_newer_aside(root: Path, step: int = -1) -> list[Path]:
+    """Set the checkpoints after a step aside, so that they and those of this run do not mix; returns their new paths.
+
+    step: -1 for all of them.
+    """
+    return [set_aside(folder) for folder in list_checkpoints(root) if folder.name > step_folder(root, step).name]
 
 
 def resume(engine: Engine, recipe: Recipe, folder: Path, data: dict[str, Any]) -> Resumed:
@@ -80,6 +99,25 @@ def resume(engine: Engine, recipe: Recipe, folder: Path, data: dict[str, Any]) -
     absent = {"padding_tokens": 0, "best": None, "evaluations_since_best": 0}
     progress |= {name: state.get(name, value) for name, value in absent.items()}
     return Resumed(progress, changes, state["trackers"])
+
+
+# Where checkpoints lie and how they are kept: a finished run is the same run whatever these are.
+_NOT_TRAINED = ("checkpoint.", "run.dir:")
+
+
+def check_finished(folder: Path, changes: list[str], step: int, steps: int) -> None:
+    """Raises UserError where a run that has made all its steps is launched with another recipe: none would be trained.
+
+    folder: its last checkpoint; changes: of the recipe since; steps: that the recipe asks for now.
+    """
+    different = [change for change in changes if not change.startswith(_NOT_TRAINED)]
+    if step >= steps and different:
+        raise UserError(
+            f"{folder.parent.parent} is finished after {step} steps, and this recipe differs from the one it was "
+            "trained by:\n  " + "\n  ".join(different) + "\nnothing would be trained, and nothing was changed: use "
+            "another `run.name` (it may hold values: `run.name=lr-{optimizer.lr}`), or `checkpoint.resume=never` to "
+            "train this one again"
+        )
 
 
 # Stored weights and counts cannot be used if these change.

@@ -5,6 +5,7 @@ This process reads and writes; memory holds a few chunks, however many rows ther
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -93,7 +94,7 @@ class OpenedSources:
         if self._heads_checked:
             return
         data = self._recipe.data
-        for source in (*data.train, *data.eval):
+        for source in (*data.train, *data.own_eval_sources):
             opened = self.open(source)
             settings = row_settings(self._recipe, opened.source, renderer)
             if opened.head is not None:
@@ -107,9 +108,11 @@ class OpenedSources:
 def _open(source: Source, streaming: bool, formats: tuple[str, ...]) -> OpenedSource:
     """formats: those of the objective."""
     reader = SourceReader(source, streaming)
+    unit = reader.text_unit and f"{without_credentials(source.path)}: each {reader.text_unit} of a txt file is a row"
+    unit = unit and (unit if source.text_unit else f"{unit}; `text_unit: paragraph` and `file` make longer ones")
     if source.format != "auto":
         check_columns(source.format, source.columns)
-        return OpenedSource(source, reader, None, None)
+        return OpenedSource(source, reader, unit, None)
     name, items = without_credentials(source.path), []
     with closing(read_items(reader)) as rows:
         while sum(not isinstance(row, str) for _, _, row in items) < FORMAT_ROWS and (item := next(rows, None)):
@@ -123,7 +126,7 @@ def _open(source: Source, streaming: bool, formats: tuple[str, ...]) -> OpenedSo
         raise UserError(f"{readable[0][0]}:{readable[0][1]}: {error}") from None
     resolved = source.model_copy(update={"format": detected.format, "columns": detected.columns})
     check_columns(resolved.format, resolved.columns)
-    note = f"{name}: format {detected.format} ({detected.reason})"
+    note = unit or f"{name}: format {detected.format} ({detected.reason})"
     return OpenedSource(resolved, reader, note, tuple(items[:HEAD_ROWS]))
 
 
@@ -219,10 +222,11 @@ def _write(writer: EntryWriter, build: EntryBuild, items: Iterator[Item]) -> Tok
 
 def _check_share(report: SourceReport, most: float) -> None:
     if report.rows and report.bad > most * report.rows:
+        enough = math.ceil(1e4 * report.bad / report.rows) / 1e4
         listed = "\n".join(f"  {line}" for line in report.bad_rows)
         raise UserError(
             f"{report.path}: {report.bad} of {report.rows} rows are bad, more than data.max_bad_share "
-            f"({most:g}) allows. The first of them:\n{listed}"
+            f"({most:g}) allows; {enough:g} would. The first of them:\n{listed}"
         )
 
 
@@ -232,7 +236,8 @@ def _check_rest(report: SourceReport, max_length: int, untrained: TokenizedExamp
         return
     message = (
         f"{report.path}: none of its {report.rows} rows can be trained on: {report.bad} bad, "
-        f"{report.dropped_overlong} longer than data.max_length ({max_length}), "
+        f"{report.dropped_overlong} longer than data.max_length ({max_length}"
+        f"{'; `data.overlong: split` keeps them in pieces' if report.dropped_overlong else ''}), "
         f"{report.no_supervised_token} without a trained token"
     )
     if report.no_other_answer:

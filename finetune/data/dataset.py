@@ -22,7 +22,7 @@ from finetune.data.samples import Example
 from finetune.data.streaming import StreamedRows, open_stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Evaluate, Source
+from finetune.recipe.schema import Evaluate, HeldOut, Source
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,8 @@ def build_held_out(
     """The data of `data.eval`; None where there is none. Parameters as of `build_training`. Raises UserError."""
     if not recipe.data.eval:
         return None
-    return build_dataset(recipe, recipe.data.eval, tokenizer, opened=opened)
+    held_out = isinstance(recipe.data.eval, HeldOut)
+    return build_dataset(recipe, recipe.data.eval_sources, tokenizer, None, opened, held_out)
 
 
 def build_dataset(
@@ -200,12 +201,13 @@ def build_dataset(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[int], None] | None = None,
     opened: OpenedSources | None = None,
+    held_out: bool = False,
 ) -> Dataset:
     """Rows of tokens, built once and cached; every process may call it at the same time. Raises UserError.
 
-    opened: see `prepare_examples`.
+    opened, held_out: see `prepare_examples`.
     """
-    examples = prepare_examples(recipe, sources, tokenizer, progress, opened)
+    examples = prepare_examples(recipe, sources, tokenizer, progress, opened, held_out)
     packed = pack(examples.lengths, recipe.data.max_length) if recipe.data.packing else one_per_row(examples.lengths)
     return Dataset(examples, packed)
 
@@ -224,10 +226,41 @@ def template_notes(
     problems = [text.removeprefix("problem: ") for text in findings if text.startswith("problem: ")]
     if problems:
         opened = opened or OpenedSources(recipe)
-        formats = {opened.open(source).source.format for source in (*recipe.data.train, *recipe.data.eval)}
+        formats = {opened.open(source).source.format for source in (*recipe.data.train, *recipe.data.eval_sources)}
         if formats - {"text", "tokens"}:  # the others go through the chat template
             raise UserError("model.chat_template: " + "; ".join(problems))
     return [text.removeprefix("note: ") for text in findings if text.startswith("note: ")]
+
+
+# What becomes of rows that a person would not expect, and what to do.
+_CHANGED = {
+    "bad": "bad rows skipped",
+    "dropped_overlong": "rows dropped because they exceed data.max_length (`data.overlong: split` keeps their pieces)",
+    "truncated": "rows truncated",
+    "split": "rows split",
+    "no_supervised_token": "examples dropped because they have no supervised token",
+}
+
+
+def data_notes(
+    recipe: Recipe, opened: OpenedSources, training: Dataset | Stream, held_out: Dataset | None
+) -> list[str]:
+    """Notes on rows that were dropped or changed, and on sources that are trained on and evaluated alike."""
+    parts = {"train": training, "eval": None if isinstance(recipe.data.eval, HeldOut) else held_out}
+    notes = []
+    for name, data in parts.items():
+        counts = data.examples.report.totals() if isinstance(data, Dataset) else {}
+        notes += [f"{name}: {counts[key]:,} {change}" for key, change in _CHANGED.items() if counts.get(key)]
+    for i, evaluated in enumerate(recipe.data.own_eval_sources):
+        for trained in recipe.data.train:
+            # Parts of one split may be apart.
+            may_share = trained.split == evaluated.split or "[" not in trained.split + evaluated.split
+            if may_share and opened.open(trained).reader.digest() == opened.open(evaluated).reader.digest():
+                notes.append(
+                    f"data.eval[{i}] ({opened.open(evaluated).name}) has the rows that are trained on: eval_loss shows "
+                    "what is remembered, not what is learnt. `data.eval: {share: 0.05}` holds rows out"
+                )
+    return notes
 
 
 # --- held-out examples as questions: a prompt to answer, and the reference for the answer

@@ -39,7 +39,7 @@ from finetune.data.samples import Example, concatenate_sizes
 from finetune.data.token_cache import CacheEntry, DataReport, entries_folder, find_or_build, load
 from finetune.errors import UserError
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Mixture, Source
+from finetune.recipe.schema import HeldOut, Mixture, Source
 
 CODE_VERSION = 5  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
 # Of a source: what chooses among its examples, or names them.
@@ -142,13 +142,15 @@ def prepare_examples(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[int], None] | None = None,
     opened: OpenedSources | None = None,
+    held_out: bool = False,
 ) -> Examples:
     """Read, render, mask and tokenise `sources` (`recipe.data.train` or `.eval`), or load it from the cache.
 
     Uses no process group: every process may call it at once, the first builds each entry and the others wait at a file
     lock. Before anything is tokenised the first rows of all the recipe's sources are rendered.
     progress: called with the number of rows done in the source at hand. opened: of this recipe, if other parts of the
-    run open sources too.
+    run open sources too. held_out: the rows of `recipe.data.train` that `data.eval.share` keeps from training, instead
+    of the others.
     Raises UserError with file and row for data that cannot be used, and where nothing trainable is left.
     """
     opened = opened or OpenedSources(recipe)
@@ -172,7 +174,7 @@ def prepare_examples(
         )
         entries.append(entry)
         build_s.append(seconds)
-    return _choose_from(recipe, sources, entries, build_s)
+    return _choose_from(recipe, sources, entries, build_s, held_out)
 
 
 def recipe_renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Renderer:
@@ -183,27 +185,57 @@ def recipe_renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rende
 
 
 def _choose_from(
-    recipe: Recipe, sources: Sequence[Source], entries: Sequence[CacheEntry], build_s: Sequence[float | None]
+    recipe: Recipe,
+    sources: Sequence[Source],
+    entries: Sequence[CacheEntry],
+    build_s: Sequence[float | None],
+    held_out: bool,
 ) -> Examples:
-    """Raises UserError where the weights leave nothing."""
-    is_mixture = sources is recipe.data.train
-    mixture = recipe.data.mixture if is_mixture else None
+    """Raises UserError where the weights, or the share that is held out, leave nothing."""
+    is_training = sources is recipe.data.train and not held_out
+    mixture = recipe.data.mixture if is_training else None
     by_tokens = mixture is not None and mixture.by == "tokens"
-    sizes = [len(entry.input_ids) if by_tokens else len(entry) for entry in entries]
-    passes = passes_per_epoch(sizes, sources, mixture, recipe.train.epochs if is_mixture else None)
-    chosen = [
-        choose_by_tokens(entry.sizes().tokens, each, recipe.run.seed, source_index)
-        if by_tokens
-        else choose(len(entry), each, recipe.run.seed, source_index)
-        for source_index, (entry, each) in enumerate(zip(entries, passes, strict=True))
-    ]
+    present = [np.arange(len(entry)) for entry in entries]
+    if isinstance(recipe.data.eval, HeldOut) and sources is recipe.data.train:
+        share, seed = recipe.data.eval.share, recipe.run.seed
+        present = [np.flatnonzero(rows_held_out(e, share, seed, i) == held_out) for i, e in enumerate(entries)]
+    tokens = [entry.sizes().tokens[indices] for entry, indices in zip(entries, present, strict=True)]
+    if held_out:
+        passes, chosen = [1.0] * len(entries), present
+    else:
+        sizes = [int(each.sum()) if by_tokens else len(each) for each in tokens]
+        passes = passes_per_epoch(sizes, sources, mixture, recipe.train.epochs if is_training else None)
+        if (count := sum(each * len(part) for each, part in zip(passes, present, strict=True))) > MAX_EXAMPLES:
+            raise UserError(f"data: the weights of the sources make an epoch of {count:.3g} examples: lower `weight`")
+        chosen = [
+            indices[
+                choose_by_tokens(lengths, each, recipe.run.seed, source_index)
+                if by_tokens
+                else choose(len(indices), each, recipe.run.seed, source_index)
+            ]
+            for source_index, (indices, lengths, each) in enumerate(zip(present, tokens, passes, strict=True))
+        ]
     if not sum(len(indices) for indices in chosen):
-        raise UserError("data: the weights of the sources leave no example at all; raise `weight`")
+        problem = "data: the weights of the sources leave no example at all; raise `weight`"
+        raise UserError("data.eval.share: it holds out no row at all; raise it" if held_out else problem)
     names = source_names(sources)
     for entry, source, name, each, indices in zip(entries, sources, names, passes, chosen, strict=True):
         entry.report.name, entry.report.weight = name, source.weight
         entry.report.passes, entry.report.taken = round(each, 6), len(indices)
     return Examples(entries, chosen, DataReport(tuple(entry.report for entry in entries)), build_s)
+
+
+def rows_held_out(entry: CacheEntry, share: float, seed: int, source_index: int) -> NDArray[np.bool_]:
+    """(N,) whether an example is of a row that is held out; rows of the same tokens are on the same side.
+
+    A fixed choice of round(share * rows) different rows, whatever else the recipe says.
+    """
+    _, first, row = np.unique(np.stack([entry.files, entry.rows]), axis=1, return_index=True, return_inverse=True)
+    _, content = np.unique(entry.hashes[first], return_inverse=True)  # (rows,), of each row's first example
+    count = int(content.max()) + 1
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, source_index, 1])))
+    chosen = generator.permutation(count)[: round(share * count)]
+    return np.isin(content, chosen)[row.reshape(-1)]
 
 
 # --- what an entry's tokens depend on
@@ -258,6 +290,7 @@ def entry_metadata(recipe: Recipe, opened: OpenedSource, renderer: Renderer) -> 
 # --- how often an epoch takes each source, and which of its examples
 
 
+MAX_EXAMPLES = 10**9  # of an epoch: their indices alone are 8 GB
 UNBOUNDED = 1e30  # passes; not infinity, for 0 times that is not a number
 
 

@@ -14,7 +14,6 @@ import logging
 import os
 import socket
 import sys
-import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -29,7 +28,7 @@ from finetune.engine.ddp import Ddp
 from finetune.engine.fsdp2 import Fsdp2
 from finetune.engine.launch import Launch, check_started, collective_timeout, user_set_threads
 from finetune.engine.zero import Zero, require_deepspeed
-from finetune.errors import RunFailure, Stopped, UserError
+from finetune.errors import RunFailure, Stopped, UserError, unforeseen
 from finetune.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -143,7 +142,7 @@ def leave_group() -> None:
 
 @contextlib.contextmanager
 def abort_on_crash() -> Iterator[None]:
-    """End the process at once, with its traceback, where one rank fails and the others do not know.
+    """End the process at once, with one line, where one rank fails and the others do not know.
 
     At a normal exit Python would join its threads, and the one that writes a checkpoint may wait for a crashed rank.
     """
@@ -151,9 +150,9 @@ def abort_on_crash() -> Iterator[None]:
         yield
     except (UserError, RunFailure, Stopped):
         raise
-    except BaseException:
+    except BaseException as error:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            traceback.print_exc()
+            print(f"[rank {torch.distributed.get_rank()}] error: {unforeseen(error)}", file=sys.stderr)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)

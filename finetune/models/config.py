@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.errors import UserError
@@ -20,14 +21,32 @@ def model_config(model: Model) -> PretrainedConfig:
     try:
         if model.config is not None:
             _check_config_keys(model.config)
-            return AutoConfig.for_model(**model.config)
+            config = AutoConfig.for_model(**model.config)
+            _check_sizes(config)
+            return config
         assert model.name is not None
         return AutoConfig.from_pretrained(
             model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
         where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
-        raise UserError(f"{where}: no model config: {first_line(error)}") from error
+        raise UserError(f"{where}: no model config: {_short(error)}") from error
+
+
+MAX_LAYERS = 1000
+
+
+def _check_sizes(config: PretrainedConfig) -> None:
+    """Raises UserError for sizes of which no model can be made, by making one without memory."""
+    from finetune.models.weights import without_weights
+
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    if not 1 <= layers <= MAX_LAYERS:
+        raise UserError(f"model.config.num_hidden_layers: expected 1 to {MAX_LAYERS:,}, got {layers:,}")
+    try:
+        without_weights(config)
+    except (RuntimeError, ArithmeticError, AssertionError, AttributeError, LookupError, ValueError, TypeError) as error:
+        raise UserError(f"model.config: no model can be made of these sizes: {_short(error)}") from error
 
 
 def training_config(recipe: Recipe) -> PretrainedConfig:
@@ -175,6 +194,11 @@ def check_same_vocabulary(key: str, name: str | None, tokenizer: PreTrainedToken
             f"{key}: {name!r} has another vocabulary than the model that is trained, so their log-probabilities cannot "
             f"be compared: {token!r} is id {theirs.get(token)} there and {ours.get(token)} here"
         )
+
+
+def _short(error: BaseException) -> str:
+    """Returns a library's message in one line, without the stop."""
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
 
 
 def first_line(error: BaseException) -> str:

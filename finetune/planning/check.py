@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import UserError
 from finetune.recipe import Recipe, load_recipe
 from finetune.startup import import_transformers
+
+if TYPE_CHECKING:
+    from finetune.data.dataset import Dataset, Stream
 
 
 @dataclass
@@ -53,24 +57,47 @@ def check_recipe(
     recipe_only: bool = False,
 ) -> CheckReport:
     """Check schema and rules; with an accelerate config the launch; unless `recipe_only` tokenizer, template, data."""
-    report = CheckReport(str(path))
-    try:
+    report, problems = CheckReport(str(path)), Problems()
+    with problems:
         recipe = load_recipe(path, overrides)
         if not recipe_only:
             import_transformers()
-        if config_file or num_processes:
-            _check_launch(recipe, path, config_file, num_processes, recipe_only, report)
+        processes = 1
+        with problems:
+            if config_file or num_processes:
+                processes = _check_launch(recipe, path, config_file, num_processes, recipe_only, report)
         if not recipe_only:
-            _check_data(recipe, report)
-    except UserError as error:
-        report.error = str(error)
+            _check_data(recipe, processes, report, problems)
+    report.error = problems.text(path)
     return report
+
+
+class Problems(contextlib.AbstractContextManager[None]):
+    """Collects the UserErrors of the parts of a check, each a `with` block that ends at its first."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+        if isinstance(error, UserError) and str(error) not in self.messages:
+            self.messages.append(str(error))
+        return isinstance(error, UserError)
+
+    def text(self, path: Path) -> str | None:
+        """Returns one message; None where there is no problem."""
+        if len(self.messages) < 2:
+            return self.messages[0] if self.messages else None
+        indented = [message.replace("\n", "\n    ") for message in self.messages]
+        return "\n  ".join([f"{path}: {len(indented)} problems", *indented])
 
 
 def _check_launch(
     recipe: Recipe, path: Path, config_file: Path | None, processes: int | None, recipe_only: bool, report: CheckReport
-) -> None:
-    """recipe_only: without the rules that depend on the model's config."""
+) -> int:
+    """Returns the number of data-parallel processes.
+
+    recipe_only: without the rules that depend on the model's config.
+    """
     from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import Launch, read_config_file
     from finetune.models.config import training_config
@@ -86,6 +113,7 @@ def _check_launch(
     sizes = "" if launch.parallelism.is_plain else f" ({launch.parallelism.summary()})"
     report.facts["launch"] = f"{launch.where}, {launch.processes} processes{sizes}, {steps}"
     _note_balance(recipe, launch.parallelism.data, report)
+    return launch.parallelism.data
 
 
 def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
@@ -103,11 +131,17 @@ def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
         )
 
 
-def _check_data(recipe: Recipe, report: CheckReport) -> None:
+def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: Problems) -> None:
+    """Each part although another has a problem; what needs a part that has one is left out."""
     from finetune.data.building import OpenedSources
-    from finetune.data.dataset import Stream, build_held_out, build_training, check_questions, template_notes
-    from finetune.data.predictions import check_complete
-    from finetune.data.teacher_file import file_predictions, is_teacher_file
+    from finetune.data.dataset import (
+        Stream,
+        build_held_out,
+        build_training,
+        check_questions,
+        data_notes,
+        template_notes,
+    )
     from finetune.models.config import (
         check_no_dropout,
         check_same_vocabulary,
@@ -115,46 +149,71 @@ def _check_data(recipe: Recipe, report: CheckReport) -> None:
         load_tokenizer,
         training_config,
     )
-    from finetune.planning.plan import run_length
+    from finetune.planning.plan import length_notes
     from finetune.tracking import check_trackers
 
-    check_trackers(recipe.tracking)
-    tokenizer = load_tokenizer(recipe.model)
-    check_token_ids(config := training_config(recipe), len(tokenizer))
-    check_same_vocabulary("objective.reference_model", recipe.objective.reference_model, tokenizer, recipe.model)
-    if recipe.batch.rows_per_device == "auto":
-        check_no_dropout(config)
-    _check_attention(recipe, config, report)
-    opened = OpenedSources(recipe)
-    report.notes += template_notes(recipe, tokenizer, opened)
-    training, held_out = build_training(recipe, tokenizer, opened), build_held_out(recipe, tokenizer, opened)
+    with problems:
+        check_trackers(recipe.tracking)
+    opened, found = OpenedSources(recipe), len(problems.messages)
+    for source in (*recipe.data.train, *recipe.data.eval_sources):
+        with problems:
+            opened.open(source)
+    sources_are_good = len(problems.messages) == found
+    with problems:
+        tokenizer = load_tokenizer(recipe.model)
+        check_token_ids(config := training_config(recipe), len(tokenizer))
+        check_same_vocabulary("objective.reference_model", recipe.objective.reference_model, tokenizer, recipe.model)
+        if recipe.batch.rows_per_device == "auto":
+            check_no_dropout(config)
+        _check_attention(recipe, config, report)
+        if not sources_are_good:
+            return
+        report.notes += template_notes(recipe, tokenizer, opened)
+        training = None
+        with problems:
+            training = build_training(recipe, tokenizer, opened)
+            if not isinstance(training, Stream):
+                _check_teacher(recipe, training, tokenizer, config, report)
+            _report_data(recipe, "train", training, report)
+            report.notes += length_notes(recipe, training, processes)
+        held_out = build_held_out(recipe, tokenizer, opened)
+        if held_out is not None:
+            report.notes += check_questions(recipe.evaluate, held_out.examples, tokenizer)
+            _report_data(recipe, "eval", held_out, report)
+        if training is not None:
+            report.notes += data_notes(recipe, opened, training, held_out)
+
+
+def _check_teacher(recipe: Recipe, training: Dataset, tokenizer: Any, config: Any, report: CheckReport) -> None:
+    """Reads a file of a teacher's predictions, which has to have those of every example."""
+    from finetune.data.predictions import check_complete
+    from finetune.data.teacher_file import file_predictions, is_teacher_file
+
     teacher = recipe.objective.teacher
-    if teacher is not None and is_teacher_file(teacher) and not isinstance(training, Stream):
+    if teacher is not None and is_teacher_file(teacher):
         predictions = file_predictions(recipe.objective, tokenizer, config.get_text_config().vocab_size)
         check_complete(training.examples, predictions, teacher)
         report.facts["teacher"] = f"{predictions.per_target} ids for each supervised token"
-    if held_out is not None:
-        report.notes += check_questions(recipe.evaluate, held_out.examples, tokenizer)
-    for name, data in (("train", training), ("eval", held_out)):
-        if data is None:
-            continue
-        if isinstance(data, Stream):
-            window = data.rows.window(0)
-            report.facts["train_data"] = f"a stream; its first window has {len(window.sizes):,} examples"
-            report.facts["steps"] = run_length(recipe, None)[0]
-            continue
-        share = data.supervised_tokens / data.tokens
-        report.facts[f"{name}_data"] = (
-            f"{len(data.examples):,} examples, {data.tokens:,} tokens, {share:.0%} supervised"
-        )
-        full = data.efficiency(recipe.data.max_length)
-        report.facts[f"{name}_rows"] = (
-            f"{len(data.rows):,} sequences of up to {recipe.data.max_length:,} tokens, {full:.1%} full"
-        )
-        if name == "train":
-            report.facts["steps"] = run_length(recipe, len(data.rows))[0]
-        changed = {key: count for key, count in data.examples.report.totals().items() if key in _CHANGED and count}
-        report.notes += [f"{name}: {count:,} {_CHANGED[key]}" for key, count in changed.items()]
+
+
+def _report_data(recipe: Recipe, name: str, data: Dataset | Stream, report: CheckReport) -> None:
+    """Adds sizes, and what became of the rows. name: train or eval."""
+    from finetune.data.dataset import Stream
+    from finetune.planning.plan import run_length
+
+    if isinstance(data, Stream):
+        window = data.rows.window(0)
+        report.facts["train_data"] = f"a stream; its first window has {len(window.sizes):,} examples"
+        report.facts["steps"] = run_length(recipe, None)[0]
+        return
+    share = data.supervised_tokens / data.tokens
+    report.facts[f"{name}_data"] = f"{len(data.examples):,} examples, {data.tokens:,} tokens, {share:.0%} supervised"
+    full = data.efficiency(recipe.data.max_length)
+    report.facts[f"{name}_rows"] = (
+        f"{len(data.rows):,} sequences of up to {recipe.data.max_length:,} tokens, {full:.1%} full"
+    )
+    if name == "train":
+        report.facts["steps"] = run_length(recipe, len(data.rows))[0]
 
 
 def _check_attention(recipe: Recipe, config: Any, report: CheckReport) -> None:
@@ -168,12 +227,3 @@ def _check_attention(recipe: Recipe, config: Any, report: CheckReport) -> None:
     check_rows_per_forward(recipe, attention)
     if not attention.isolates_documents and recipe.data.packing:
         report.notes.append(f"{attention.reason}; packing is off")
-
-
-_CHANGED = {
-    "bad": "bad rows skipped",
-    "dropped_overlong": "rows dropped because they exceed data.max_length",
-    "truncated": "rows truncated",
-    "split": "rows split",
-    "no_supervised_token": "examples dropped because they have no supervised token",
-}

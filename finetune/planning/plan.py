@@ -12,7 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from finetune.data.dataset import Dataset, Stream
+from finetune.data.packing import pack
+from finetune.errors import UserError
 from finetune.recipe import Recipe
+from finetune.utils import write_atomically
 
 _PACKAGES = ("finetune", "torch", "transformers", "accelerate", "peft", "datasets", "deepspeed", "bitsandbytes")
 
@@ -45,7 +49,7 @@ class Plan:
     git_commit: str | None
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def run_length(recipe: Recipe, rows_per_epoch: int | None) -> tuple[int, int]:
@@ -79,3 +83,45 @@ def git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
+
+
+FEW_STEPS = 50  # a run of fewer hardly learns: most of it is warm-up, and the decay after it
+
+
+def length_notes(recipe: Recipe, data: Dataset | Stream, processes: int = 1) -> list[str]:
+    """Notes on a run of few steps; processes: that divide a step's sequences.
+
+    Raises UserError where the data end before the warm-up does. With `train.max_steps` that is a note: a smoke test.
+    """
+    size = data.size(recipe.data.max_length)
+    steps, total_rows = run_length(recipe, size.rows if size else None)
+    warmup, notes = recipe.schedule.warmup(steps), []
+    more = _more_steps(recipe, data, steps, total_rows, processes) if isinstance(data, Dataset) else ""
+    if warmup >= steps > 0:
+        highest = f"the rate reaches {steps / (warmup + 1):.0%} of optimizer.lr at most"
+        if steps != recipe.train.max_steps:
+            raise UserError(
+                f"schedule.warmup_steps: the data give {steps} step{'s' * (steps > 1)}, fewer than the {warmup} of "
+                f"warm-up: {highest}. {more or 'Train more epochs'}, or set schedule.warmup_ratio: 0.1 instead"
+            )
+        notes.append(f"the warm-up ({warmup} steps) does not end within train.max_steps: {steps}; {highest}")
+    if steps < FEW_STEPS and steps != recipe.train.max_steps:
+        notes.append(f"only {steps} steps, and below about {FEW_STEPS} a run learns little. {more or 'More data help'}")
+    return notes
+
+
+def _more_steps(recipe: Recipe, data: Dataset, steps: int, total_rows: int, processes: int) -> str:
+    """Says which `batch.rows` or `data.max_length` makes `FEW_STEPS`, or comes nearest; empty where none gives more."""
+    choices, batch, longest = [], recipe.batch.rows, int(data.examples.lengths.max())
+    rows = processes * 2 ** max(0, int(math.log2(max(1, total_rows // FEW_STEPS / processes))))
+    if rows < batch:
+        each = recipe.batch.rows_per_device
+        smaller = f" and batch.rows_per_device: {rows // processes}" if each != "auto" and rows % each else ""
+        choices.append(f"batch.rows: {rows}{smaller} ({math.ceil(total_rows / rows)} steps)")
+    length = recipe.data.max_length
+    while recipe.data.packing and length // 2 >= longest and length * FEW_STEPS > recipe.data.max_length * steps:
+        length //= 2
+    if length < recipe.data.max_length:
+        shorter = run_length(recipe, len(pack(data.examples.lengths, length)))[0]
+        choices += [f"data.max_length: {length} ({shorter} steps)"] if shorter > steps else []
+    return f"More steps: {' or '.join(choices)}" if choices else ""

@@ -53,7 +53,10 @@ def prepare(recipe: Recipe) -> tuple[list[Prepared], list[str]]:
     if recipe.data.streaming:
         notes.append("data.streaming: data.train is read during the run, so it is not prepared")
     train = () if recipe.data.streaming else recipe.data.train
-    for part, sources in (("train", train), ("eval", recipe.data.eval)):
+    for part, sources in (
+        ("train", train),
+        ("eval", recipe.data.own_eval_sources),
+    ):
         if sources:
             examples = prepare_examples(recipe, sources, tokenizer, opened=opened)
             reports = zip(examples.report.sources, examples.build_s, strict=True)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from finetune.recipe.rules import broken_rules
-from finetune.recipe.schema import RUN_NAME, Recipe
-from finetune.recipe.yaml_tree import Key, Problem, RecipeError, Tree, dump, override, read
+from finetune.recipe.schema import CHECKPOINT_NAME, RUN_NAME, RUN_NAME_WITH_VALUES, Recipe
+from finetune.recipe.yaml_tree import Key, Problem, RecipeError, Tree, dotted, dump, override, read
+
+MAX_PROBLEMS = 50  # that are described
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
@@ -29,11 +33,15 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
             override(tree, text, _is_text)
         except RecipeError as error:
             problems += error.problems
+    _give_way(tree, path)
     recipe = None
     try:
         recipe = Recipe.model_validate(tree.values)
     except ValidationError as error:
         problems += _problems(error, tree)
+    if recipe is not None and not problems:
+        recipe, unknown = _with_name(recipe)
+        problems = [Problem(tree.place(("run", "name")), ("run", "name"), message) for message in unknown]
     if recipe is not None and not problems:
         findings = [(tuple(key.split(".")), message) for key, message in broken_rules(recipe)]
         problems = [Problem(tree.place(key), key, message) for key, message in findings]
@@ -42,6 +50,59 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         problems.sort(key=lambda p: (p.place.line is None, p.place.file != str(path), p.place.line or 0))
         raise RecipeError(path, problems)
     return recipe
+
+
+# What an extended recipe sets gives way to what the recipe says, and both to the command line: (key, to another key).
+_GIVES_WAY = (
+    ("schedule.warmup_steps", "schedule.warmup_ratio"),
+    ("schedule.warmup_ratio", "schedule.warmup_steps"),
+)
+_ONLY_WITH_EVALUATION = tuple(f"evaluate.{name}" for name in ("every_steps", "generate", "exact_match", "answer"))
+
+
+def _give_way(tree: Tree, path: Path) -> None:
+    """Removes keys that could not stay next to a nearer one, or that have no effect without evaluation data."""
+
+    def distance(key: Key) -> int:  # of what says so: 0 the command line, 1 the recipe's own file, 2 one it extends
+        place = tree.place(key)
+        return 0 if place.line is None else 1 if place.file == str(path) else 2
+
+    def given(key: Key) -> Any:
+        try:
+            return _value_at(tree.values, key)
+        except (KeyError, TypeError, IndexError):
+            return None
+
+    pairs = list(_GIVES_WAY)
+    if not given(("data", "eval")):
+        pairs += [(key, "data.eval") for key in _ONLY_WITH_EVALUATION]
+    for dropped, kept in pairs:
+        key, nearer = tuple(dropped.split(".")), tuple(kept.split("."))
+        is_met = kept == "data.eval" or given(nearer) is not None
+        if is_met and given(key) is not None and distance(nearer) < distance(key):
+            del tree.values[key[0]][key[1]]
+
+
+def _with_name(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """Returns the recipe with the values that `run.name` asks for, and what is wrong with them.
+
+    `lr-{optimizer.lr}` -> `lr-0.001`; characters that no name may have become `-`.
+    """
+    problems: list[str] = []
+
+    def value(match: re.Match[str]) -> str:
+        key = match[1]
+        try:
+            found = _value_at(recipe.model_dump(mode="json"), tuple(key.split(".")))
+        except (KeyError, TypeError):
+            problems.append(f"`{{{key}}}` is no key of the recipe; such as `{{optimizer.lr}}` would be")
+            return ""
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", str(found)).strip("-")
+
+    name = re.sub(r"\{([^{}]*)\}", value, recipe.run.name)
+    if not problems and not re.match(RUN_NAME, name):
+        problems.append(f"expected {_NAME}, got {_shown(name)}")
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})}), problems
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -55,17 +116,20 @@ def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
     by_key: dict[Key, list[dict[str, Any]]] = {}
     for detail in error.errors():
         by_key.setdefault(_key(detail["loc"], detail["type"], tree.values), []).append(dict(detail))
-    return [
+    first = dict(islice(by_key.items(), MAX_PROBLEMS))
+    problems = [
         Problem(tree.place(key), key, _message(key, group, tree.values))
-        for key, group in by_key.items()
-        if not _is_wrong_branch(key, group, by_key)
+        for key, group in first.items()
+        if not _is_wrong_branch(key, group, first)
     ]
+    more = len(by_key) - len(first)
+    return [*problems, *([Problem(tree.place(()), (), f"and {more:,} more problems")] if more else [])]
 
 
 def _is_wrong_branch(key: Key, group: list[dict[str, Any]], keys: Iterable[Key]) -> bool:
     """Whether another branch of the same union got further: `targets: [q_proj, 3]` is a list, not `all-linear`."""
     deeper = [k for k in keys if len(k) > len(key) and k[: len(key)] == key]
-    return bool(deeper) and all(detail["type"] == "literal_error" for detail in group)
+    return bool(deeper) and all(detail["type"] in ("literal_error", "tuple_type", "model_type") for detail in group)
 
 
 def _key(loc: tuple[str | int, ...], kind: str, values: Any) -> Key:
@@ -95,8 +159,12 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
     given = _value_at(values, key)
     message = f"expected {' or '.join(expected)}, got {_shown(given)}"
     if first["type"] == "literal_error" and isinstance(given, str):
+        if given in (instead := _INSTEAD_OF_VALUE.get(dotted(key), {})):
+            return f"{message}; {instead[given]}"
         choices = [choice.strip("'") for choice in first["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         message += _did_you_mean(given, choices)
+    if given is None and key in {(name,) for name, field in Recipe.model_fields.items() if not field.is_required()}:
+        message += f"; `{key[0]}={{}}` on the command line sets all of it to the defaults"
     if first["type"] == "string_type" and isinstance(given, int | float):
         message += "; quote it"
     return message
@@ -128,9 +196,33 @@ _ELSEWHERE = {
 }
 
 
+# The same, where another value or more than one key is meant.
+_INSTEAD = {
+    "bf16": "set `train.precision: bf16`",
+    "fp16": "set `train.precision: fp16`",
+    "early_stopping": "set `train.stop_when`",
+    "early_stopping_patience": "set `train.stop_when`",
+    "gradient_accumulation_steps": "accumulation follows from `batch.rows`, `batch.rows_per_device` and the number of "
+    "processes",
+    "report_to": "set `tracking`, such as `tracking: {tensorboard: true}`",
+}
+_INSTEAD["accumulation_steps"] = _INSTEAD["gradient_accumulation_steps"]
+# Values of other programs, by key.
+_INSTEAD_OF_VALUE = {
+    "schedule.name": {
+        "cosine_with_restarts": "restarts are not offered; `cosine` decays once, `wsd` at the end",
+        "cosine_with_min_lr": "set `cosine` and `schedule.min_lr_ratio`",
+        "constant_with_warmup": "set `constant` and `schedule.warmup_steps`",
+        "warmup_stable_decay": "set `wsd`",
+    }
+}
+
+
 def _suggest_key(key: Key) -> str:
     """Suggests a key for an unknown one: in its section, elsewhere in the recipe, or known from other programs."""
     name, siblings = str(key[-1]), _fields_at(key[:-1])
+    if name in _INSTEAD:
+        return f"; {_INSTEAD[name]}"
     if name == "extends":
         return "; it belongs at the top level of a recipe"
     if difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.7):
@@ -139,8 +231,6 @@ def _suggest_key(key: Key) -> str:
     elsewhere = _ELSEWHERE.get(name)
     if elsewhere or same_name:
         return f"; did you mean `{elsewhere or '` or `'.join(same_name)}`?"
-    if name in ("gradient_accumulation_steps", "accumulation_steps"):
-        return "; accumulation follows from `batch.rows`, `batch.rows_per_device` and the number of processes"
     return _did_you_mean(name, siblings)
 
 
@@ -163,6 +253,7 @@ _EXPECTED = {
     "model_type": "a section",
     "string_too_short": "non-empty text",
 }
+_NAME = "letters, digits, `.`, `_` and `-`, starting with a letter or digit"
 _BOUNDS = {
     "greater_than": ">",
     "greater_than_equal": ">=",
@@ -184,8 +275,10 @@ def _expected(detail: dict[str, Any]) -> str:
         return f"at least {context['min_length']} item{'s' if context['min_length'] > 1 else ''}"
     if kind == "too_long":  # a list of fixed length
         return f"{context['max_length']} items"
-    if kind == "string_pattern_mismatch" and context["pattern"] == RUN_NAME:
-        return "letters, digits, `.`, `_` and `-`, starting with a letter or digit"
+    if kind == "string_pattern_mismatch" and context["pattern"] == CHECKPOINT_NAME:
+        return "the name of a checkpoint, such as step-00000200"
+    if kind == "string_pattern_mismatch":
+        return _NAME + (", and values such as `{optimizer.lr}`" if context["pattern"] == RUN_NAME_WITH_VALUES else "")
     return detail["msg"]
 
 
@@ -229,13 +322,21 @@ def _annotation_at(key: Key) -> Any:
     annotation: Any = Recipe
     for part in key:
         if isinstance(part, int):
-            continue  # a list item: its section is inside the list's annotation
+            annotation = _item_of(annotation)
+            continue
         section = _section_in(annotation)
         field = section.model_fields.get(part) if section else None
         if field is None:
             return None
         annotation = field.annotation
     return annotation
+
+
+def _item_of(annotation: Any) -> Any:
+    """Returns the type of a list's items, of an annotation such as `tuple[Source, ...] | None`."""
+    if typing.get_origin(annotation) is tuple:
+        return typing.get_args(annotation)[0]
+    return next(filter(None, map(_item_of, typing.get_args(annotation))), None)
 
 
 def _is_text(key: Key) -> bool:

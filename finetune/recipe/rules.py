@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from finetune.recipe.schema import LOSS_KEYS, OBJECTIVE_FORMATS, OBJECTIVE_KEYS, Objective, Recipe
+from finetune.recipe.schema import LOSS_KEYS, OBJECTIVE_FORMATS, OBJECTIVE_KEYS, HeldOut, Objective, Recipe
 from finetune.utils import divisors
 
 Finding = tuple[str, str]  # dotted key; what is wrong and what to do
@@ -102,7 +102,7 @@ def early_stop_has_evaluations(recipe: Recipe) -> Iterator[Finding]:
 
 def generation_has_prompts(recipe: Recipe) -> Iterator[Finding]:
     wants = recipe.evaluate.generate or recipe.evaluate.exact_match
-    if wants and recipe.data.eval and all(source.format == "text" for source in recipe.data.eval):
+    if wants and recipe.data.eval and all(source.format == "text" for source in recipe.data.eval_sources):
         yield "evaluate.generate", "rows of format `text` have no prompt: set `generate` and `exact_match` to 0"
     if wants and recipe.objective.train_on == "all":
         yield (
@@ -127,10 +127,9 @@ def answer_pattern(recipe: Recipe) -> Iterator[Finding]:
         yield "evaluate.answer", "is used only by `evaluate.exact_match`, which is 0"
 
 
-def warmup_within_run(recipe: Recipe) -> Iterator[Finding]:
-    steps, warmup = recipe.train.max_steps, recipe.schedule.warmup_steps
-    if steps is not None and warmup >= steps:
-        yield "schedule.warmup_steps", f"warmup_steps ({warmup}) must be below the number of steps ({steps})"
+def one_warmup(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.schedule.warmup_ratio is not None and recipe.schedule.warmup_steps:
+        yield "schedule.warmup_ratio", "replaces `warmup_steps`: remove one of the two"
 
 
 def streaming_has_an_end(recipe: Recipe) -> Iterator[Finding]:
@@ -145,6 +144,11 @@ def streaming_has_an_end(recipe: Recipe) -> Iterator[Finding]:
     for i, source in enumerate(recipe.data.train):
         if source.max_epochs is not None and source.max_epochs % 1:
             yield f"data.train[{i}].max_epochs", "must be an integer with `data.streaming`"
+
+
+def held_out_share(recipe: Recipe) -> Iterator[Finding]:
+    if isinstance(recipe.data.eval, HeldOut) and recipe.data.streaming:
+        yield "data.eval.share", "the rows of a stream are not known: give sources, or set `data.streaming: false`"
 
 
 def token_budget(recipe: Recipe) -> Iterator[Finding]:
@@ -239,14 +243,14 @@ def distillation(recipe: Recipe) -> Iterator[Finding]:
 
 
 def objective_takes_formats(recipe: Recipe) -> Iterator[Finding]:
-    for key, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+    for key, sources in (("train", recipe.data.train), ("eval", recipe.data.own_eval_sources)):
         for i, source in enumerate(sources):
             if source.format != "auto" and (problem := format_problem(recipe.objective.name, source.format)):
                 yield f"data.{key}[{i}].format", problem
 
 
 def pairs_are_ranked(recipe: Recipe) -> Iterator[Finding]:
-    for key, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+    for key, sources in (("train", recipe.data.train), ("eval", recipe.data.own_eval_sources)):
         for i, source in enumerate(sources):
             if source.pairs != "best_worst" and source.format != "ranked":
                 yield (
@@ -390,8 +394,9 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     early_stop_has_evaluations,
     generation_has_prompts,
     answer_pattern,
-    warmup_within_run,
+    one_warmup,
     streaming_has_an_end,
+    held_out_share,
     token_budget,
     mixture_has_parts,
     profile_within_run,

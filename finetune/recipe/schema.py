@@ -25,7 +25,8 @@ class Section(BaseModel):
 
 def _int_to_float(value: Any) -> Any:
     """Accepts `lr: 1` as `1.0`, but no bool."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < 2**63 else value
 
 
 def _list_to_tuple(value: Any) -> Any:
@@ -64,19 +65,23 @@ Float = Annotated[float, BeforeValidator(_int_to_float), Field(allow_inf_nan=Fal
 Positive = Annotated[Float, Field(gt=0)]
 NonNegative = Annotated[Float, Field(ge=0)]
 Share = Annotated[Float, Field(ge=0, le=1)]
-Betas = Annotated[tuple[Share, Share], BeforeValidator(_list_to_tuple), Field(strict=False)]
+Beta = Annotated[Float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_list_to_tuple), Field(strict=False)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple), Field(strict=False, min_length=1)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
 
 TemplateArguments = Annotated[dict[str, Any], Field(min_length=1), AfterValidator(_template_arguments)]
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+CHECKPOINT_NAME = r"^(aside-)?step-\d{8}(-\d+)?$"
+RUN_NAME_WITH_VALUES = r"^([A-Za-z0-9]|\{[A-Za-z0-9._]+\})([A-Za-z0-9._-]|\{[A-Za-z0-9._]+\})*$"
 
 
 class Run(Section):
     """Output folder and seed."""
 
-    name: Annotated[str, Field(min_length=1, pattern=RUN_NAME)]  # run directory: <dir>/<name>
+    # Run directory: <dir>/<name>. It may hold values, for sweeps: `lr-{optimizer.lr}`.
+    name: Annotated[str, Field(min_length=1, pattern=RUN_NAME_WITH_VALUES)]
     dir: str = "runs"
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 42  # of initial weights, adapters, order of samples, dropout
 
@@ -163,6 +168,8 @@ class Source(Section):
     weight: Positive = 1.0
     max_epochs: Positive | None = None  # max passes over this source in the run; other sources fill its share
     limit: Count | None = None  # use only the first rows of the source
+    # What is a row of a txt file: a line that is not blank, lines up to a blank one, or all of it. null: line
+    text_unit: Literal["line", "paragraph", "file"] | None = None
 
     @field_serializer("path")
     def _shown_path(self, path: str) -> str:
@@ -182,12 +189,18 @@ class Mixture(Section):
     temperature: Annotated[Float, Field(ge=1)] | None = None
 
 
+class HeldOut(Section):
+    """Rows of `data.train` that are evaluated on and never trained on: chosen by row and `run.seed`, of each source."""
+
+    share: Annotated[Float, Field(gt=0, lt=1)]  # of the rows
+
+
 class Data(Section):
     """Training and evaluation data, and how it becomes packed sequences."""
 
     train: Annotated[Sources, Field(min_length=1)]
-    eval: Sources = ()
-    max_length: Annotated[int, Field(ge=2)]  # tokens of a packed sequence; also the longest example
+    eval: HeldOut | Sources = ()  # sources, or `{share: 0.05}` of the rows of `train`
+    max_length: Annotated[int, Field(ge=2, le=10**9)]  # tokens of a packed sequence; also the longest example
     overlong: Literal["drop", "truncate", "split", "error"] = "drop"  # examples over max_length; always counted
     packing: bool = True  # fill sequences with complete documents (best fit); false: one document per sequence
     on_bad_row: Literal["error", "skip"] = "error"
@@ -198,6 +211,16 @@ class Data(Section):
     balance: Count = 8
     streaming: bool = False  # read `train` during the run instead of before; needs `train.max_steps`
     window: Count = 10_000  # with streaming: source rows that are shuffled and packed together
+
+    @property
+    def eval_sources(self) -> tuple[Source, ...]:
+        """Returns the sources that evaluation reads; those of `train` where a share of their rows is held out."""
+        return self.train if isinstance(self.eval, HeldOut) else self.eval
+
+    @property
+    def own_eval_sources(self) -> tuple[Source, ...]:
+        """Returns the sources that only evaluation reads."""
+        return () if isinstance(self.eval, HeldOut) else self.eval
 
 
 # Keys of `objective` that only some objectives read, with their values where the recipe gives none; all other keys are
@@ -379,9 +402,14 @@ class Schedule(Section):
     """Learning rate over steps, as a multiple of `optimizer.lr`."""
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0  # linear from 0
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0  # linear from 0
+    warmup_ratio: Share | None = None  # instead: share of the run's steps
     min_lr_ratio: Share = 0.0  # at the end of the decay
     decay_ratio: Share = 0.1  # wsd: share of the steps that decay (Hu et al. 2024, https://arxiv.org/abs/2404.06395)
+
+    def warmup(self, steps: int) -> int:
+        """Returns the steps of warm-up in a run of `steps`."""
+        return self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * steps)
 
 
 # What an evaluation measures, and which way is better; `*` stands for the name of a source.
@@ -428,7 +456,7 @@ class StopWhen(Section):
 
 
 class Train(Section):
-    epochs: Positive | None = None  # passes over the data; a fraction is allowed
+    epochs: Annotated[Positive, Field(le=10**6)] | None = None  # passes over the data; a fraction is allowed
     max_steps: Count | None = None  # optimizer steps; if both are given, whichever ends first
     stop_when: StopWhen | None = None  # end earlier, by a metric of the evaluations
     # Compute type. fp32, bf16 and fp16 store, reduce and step trained weights in fp32; bf16_true does all in bf16, to
@@ -485,7 +513,9 @@ class Checkpoint(Section):
     best: Metric | None = None
     asynchronous: bool = True  # write files while training continues; needs a copy of the state in CPU memory
     on_failure: Literal["stop", "continue"] = "stop"  # if a save fails (a full disk): stop the run, or only warn
-    resume: Literal["auto", "never"] = "auto"  # auto: resume from the newest valid checkpoint in the run directory
+    # auto: from the newest valid checkpoint in the run directory; never: start over; or a checkpoint by name, such as
+    # step-00000200 (each launch then begins there). What is not resumed from is renamed to aside-*, never deleted.
+    resume: Literal["auto", "never"] | Annotated[str, Field(pattern=CHECKPOINT_NAME)] = "auto"
     # Keys that may differ from the checkpoint's although weights or the order of samples depend on them.
     accept_changes: Annotated[tuple[Acceptable, ...], BeforeValidator(_list_to_tuple), Field(strict=False)] = ()
 

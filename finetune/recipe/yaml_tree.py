@@ -6,6 +6,7 @@ is ten. Raw dicts exist only here and in `load.py`.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -71,6 +72,11 @@ _WORDS = (
     ("merge", r"<<", "<"),
 )
 
+# A recipe has some hundred values; more are a mistake or a trap (https://en.wikipedia.org/wiki/Billion_laughs_attack).
+MAX_VALUES = 10_000  # an alias counts as what it stands for
+_MAX_INTEGER = 2**63 - 1
+_UNREADABLE = re.compile("[\0\ud800-\udfff]")  # in no file, name or UTF-8 text
+
 _PLAIN = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
@@ -78,6 +84,16 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader with numbers and booleans of YAML 1.2."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own name and type)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """As PyYAML's, which calls it for every section that is merged."""
+        super().flatten_mapping(node)
+        _check_count(len(node.value), node)
+
+
+def _check_count(count: int, node: yaml.Node) -> None:
+    if count > MAX_VALUES:
+        raise yaml.constructor.ConstructorError(None, None, f"more than {MAX_VALUES:,} values", node.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -131,12 +147,17 @@ def _read(path: Path, parents: tuple[Path, ...]) -> Tree:
     if not isinstance(base, str):
         raise _error(path, place, ("extends",), f"expected the path of one recipe file, got {base!r}")
     base_path = path.parent / base
+    try:
+        base_path.stat()
+    except OSError as error:
+        problem = f"no such file: {base_path}"
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            problem = f"{_cut(str(base_path))}: {error.strerror}"
+        raise _error(path, place, ("extends",), problem) from None
     parents = (*parents, path.resolve())
     if base_path.resolve() in parents:
         chain = " -> ".join(p.name for p in (*parents, base_path))
         raise _error(path, place, ("extends",), f"circular `extends`: {chain}")
-    if not base_path.is_file():
-        raise _error(path, place, ("extends",), f"no such file: {base_path}")
     base_tree = _read(base_path, parents)
     merge_into(base_tree, tree.values, tree.places, ())
     base_tree.places[()] = tree.places[()]
@@ -159,6 +180,8 @@ def _parse(path: Path) -> Tree:
         mark = error.problem_mark or error.context_mark
         message = ", ".join(part for part in (error.context, error.problem) if part)
         raise _error(path, Place(str(path), mark and mark.line + 1), (), f"not valid YAML: {message}") from None
+    except RecursionError:
+        raise _error(path, Place(str(path)), (), f"not valid YAML: {_TOO_DEEP}") from None
     if problems:
         raise RecipeError(path, sorted(problems, key=lambda problem: problem.place.line or 0))
     if tree.values is None:
@@ -195,6 +218,9 @@ def _parse_text(text: str, place: Callable[[int], Place]) -> tuple[Tree, list[Pr
         loader.dispose()
 
 
+_TOO_DEEP = "nested too deeply, or a section is merged into itself"
+
+
 @dataclass
 class _NodeWalk:
     """Converts the nodes of a YAML text to plain values."""
@@ -203,11 +229,14 @@ class _NodeWalk:
     place: Callable[[int], Place]  # by line
     places: dict[Key, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    count: int = 0  # of values
 
     def value(self, node: yaml.Node, key: Key, parents: tuple[yaml.Node, ...]) -> Any:
         """Returns the plain value of a node."""
         place = self.place(node.start_mark.line + 1)
         self.places.setdefault(key, place)
+        self.count += 1
+        _check_count(self.count, node)
         if any(node is parent for parent in parents):
             return self.problem(place, key, "an alias inside the value it refers to")
         parents = (*parents, node)
@@ -218,9 +247,17 @@ class _NodeWalk:
         if isinstance(node, yaml.MappingNode):
             return self.section(node, key, parents)
         try:
-            return self.loader.construct_object(node, deep=True)
-        except ValueError:  # an explicit tag such as `!!int x`
-            return self.problem(place, key, f"{node.value!r} does not match its tag {node.tag.rpartition(':')[2]!r}")
+            value = self.loader.construct_object(node, deep=True)
+        except (ValueError, LookupError, AttributeError, TypeError):  # an explicit tag such as `!!int x`
+            tag = node.tag.rpartition(":")[2]
+            return self.problem(place, key, f"{_cut(repr(node.value))} does not match its tag {tag!r}")
+        if not isinstance(value, str | int | float | None):
+            return self.problem(place, key, f"the tag {node.tag!r} is not supported")
+        if isinstance(value, int) and abs(value) > _MAX_INTEGER:
+            return self.problem(place, key, f"{_cut(node.value)} is too large for an integer (64 bits)")
+        if isinstance(value, str) and (found := _UNREADABLE.search(value)):
+            return self.problem(place, key, f"has the character U+{ord(found[0]):04X}, which no name or text may have")
+        return value
 
     def section(self, node: yaml.MappingNode, key: Key, parents: tuple[yaml.Node, ...]) -> dict[str, Any]:
         self.check_duplicates(node, key)
@@ -228,8 +265,8 @@ class _NodeWalk:
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             place = self.place(key_node.start_mark.line + 1)
-            if not isinstance(key_node, yaml.ScalarNode):
-                self.problem(place, key, "a key must be a scalar")
+            if not isinstance(key_node, yaml.ScalarNode) or _UNREADABLE.search(key_node.value):
+                self.problem(place, key, "a key must be a scalar of readable text")
                 continue
             child_key = (*key, key_node.value)
             self.places[child_key] = place
@@ -249,21 +286,37 @@ class _NodeWalk:
         self.problems.append(Problem(place, key, message))
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def merge_into(tree: Tree, values: dict[str, Any], places: dict[Key, Place], key: Key) -> None:
     """Merge `values` into the tree: sections by key; all else, lists included, is replaced."""
     target: Any = tree.values
     for part in key:
         target = target[part]
+    inside = _by_child(places, key)
+    replaced = _by_child(tree.places, key)
     for name, value in values.items():
         child = (*key, name)
         # A model config is one value: two architectures must not be mixed.
         if isinstance(value, dict) and isinstance(target.get(name), dict) and child != ("model", "config"):
             merge_into(tree, value, places, child)
         else:
-            _remove_places(tree.places, child)
-            tree.places.update({k: p for k, p in places.items() if k[: len(child)] == child})
+            for old in replaced.get(name, ()):
+                tree.places.pop(old, None)
+            tree.places.update({new: places[new] for new in inside.get(name, ())})
             target[name] = value
         tree.places[child] = places.get(child, tree.place(child))
+
+
+def _by_child(places: dict[Key, Place], key: Key) -> dict[str | int, list[Key]]:
+    """Returns the keys inside each child of the section at `key`, and the child's own."""
+    children: dict[str | int, list[Key]] = {}
+    for inner in places:
+        if len(inner) > len(key) and inner[: len(key)] == key:
+            children.setdefault(inner[len(key)], []).append(inner)
+    return children
 
 
 def _remove_places(places: dict[Key, Place], key: Key) -> None:
@@ -314,12 +367,16 @@ def _index(target: Any, part: str, place: Place, key: Key) -> Any:
 
 
 def _override_value(raw: str, place: Place, key: Key, is_text: bool) -> Any:
+    if _UNREADABLE.search(raw):
+        raise _error("command line", place, key, "is not UTF-8 text")
     if is_text and raw.strip() not in ("", "~", "null") and raw[0] not in "'\"":
         return raw
     try:
         tree, problems = _parse_text(raw, lambda line: place)
     except yaml.YAMLError:
         return raw
+    except RecursionError:
+        raise _error("command line", place, key, _TOO_DEEP) from None
     if problems:
         raise RecipeError("command line", [Problem(place, (*key, *p.key), p.message) for p in problems])
     return tree.values

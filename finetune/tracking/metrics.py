@@ -6,17 +6,21 @@ JSON lines are in the order of steps, each step once, also after a resume.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from finetune.utils import write_atomically
+from finetune.utils import naming, write_atomically
 
 Entry = dict[str, Any]
+
+log = logging.getLogger(__name__)
 
 
 class StepLog:
@@ -28,28 +32,51 @@ class StepLog:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, entry: Entry) -> None:
-        self._file.write(_line(entry))
+        with naming(self._file.name):
+            self._file.write(_line(entry))
 
     def flush(self) -> None:
         """Flush to the disk, before a checkpoint records these steps as done."""
-        os.fsync(self._file.fileno())
+        with naming(self._file.name):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self._file.name):
+            self._file.close()
 
 
 def keep_before(path: Path, first_step: int) -> None:
-    """Drop the lines from `first_step` on, and an incomplete last one of a killed run; creates the file if absent."""
+    """Drop the lines from `first_step` on, and an incomplete last one of a killed run; creates the file if absent.
+
+    A file with lines that are damaged is kept as `*.damaged`: a run starts whatever its log holds.
+    """
+    if first_step > 1 and (damaged := num_damaged(path)):
+        kept_as = path.with_name(f"{path.name}.damaged")
+        shutil.copyfile(path, kept_as)
+        log.warning("%s: %d lines cannot be read and are left out; the file is kept as %s", path, damaged, kept_as.name)
     kept = [entry for entry in read_steps(path) if entry["step"] < first_step] if first_step > 1 else []
     write_atomically(path, "".join(map(_line, kept)))
 
 
 def read_steps(path: Path) -> list[Entry]:
-    """Returns every complete line; skips an incomplete last one of a killed run."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    """Returns every line that can be read; none is the incomplete last one of a killed run."""
+    return [entry for entry in map(_parsed, _complete_lines(path)) if entry is not None]
+
+
+def num_damaged(path: Path) -> int:
+    return sum(_parsed(line) is None for line in _complete_lines(path))
+
+
+def _complete_lines(path: Path) -> list[bytes]:
+    return [line for line in path.read_bytes().split(b"\n")[:-1] if line] if path.exists() else []
+
+
+def _parsed(line: bytes) -> Entry | None:
+    try:
+        entry = json.loads(line.decode("utf-8"), parse_constant=float.fromhex)  # "NaN" is no number of ours: ValueError
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
 
 
 def sample_file(folder: Path, rank: int) -> Path:
@@ -121,18 +148,28 @@ class Totals:
         return rank, times / len(self._spreads), statistics.median(self._spreads)
 
 
-Status = Literal["running", "stopped", "finished"]  # one that was killed stays `running`
+Status = Literal["running", "stopped", "failed", "finished"]  # one that was killed stays `running`
 
 
 def write_status(run_dir: Path, status: Status, step: int, steps: int) -> None:
     """Write status.json, for scripts that decide whether to launch a run again. step: done, of `steps`."""
-    write_atomically(run_dir / "status.json", json.dumps({"status": status, "step": step, "steps": steps}) + "\n")
+    path, text = run_dir / "status.json", json.dumps({"status": status, "step": step, "steps": steps}) + "\n"
+    try:
+        write_atomically(path, text)
+    except OSError:
+        if status != "failed" or not path.exists():
+            raise
+        with path.open("r+") as file:  # a full disk has room for what is there already
+            file.write(text.strip().ljust(path.stat().st_size - 1) + "\n")
 
 
 def read_status(run_dir: Path) -> Status | None:
-    """Returns the status of the last launch; None if there was none."""
-    file = run_dir / "status.json"
-    return json.loads(file.read_text(encoding="utf-8"))["status"] if file.exists() else None
+    """Returns the status of the last launch; None if there was none, or it cannot be read."""
+    try:
+        status = json.loads((run_dir / "status.json").read_bytes())["status"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return status if status in get_args(Status) else None
 
 
 _MAX_PENDING = 1000  # calls; beyond them the loop waits for a disk or a server that does not keep up

@@ -8,12 +8,14 @@ import netrc
 import os
 import re
 import secrets
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from finetune.errors import UserError
-from finetune.recipe.schema import Recipe, Tracking, Wandb
+from finetune.recipe.schema import METRICS, Recipe, Tracking, Wandb, metric_direction
+from finetune.tracking.metrics import read_steps
 
 Metrics = dict[str, Any]
 _INSTALL = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
@@ -21,6 +23,10 @@ _INSTALL = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"
 _SECRET = re.compile(
     r"hf_[A-Za-z0-9]{20,}|\b[0-9a-f]{40}\b|AKIA[0-9A-Z]{16}|sk-[A-Za-z0-9_-]{20,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)"
 )
+
+
+# Values that are commits, which look like W&B's keys.
+_COMMIT_KEYS, _COMMIT = ("git_commit", "revision"), re.compile(r"[0-9a-f]{40}\+?")
 
 
 def enabled_trackers(tracking: Tracking) -> list[str]:
@@ -66,15 +72,19 @@ class Trackers:
         """ids: run ids by tracker, from the checkpoint; empty for a new run."""
         self._wandb_id = ids.get("wandb") or secrets.token_hex(4)
         self._all = [_START[name](recipe, run_dir, self._wandb_id) for name in enabled_trackers(recipe.tracking)]
+        self._run_dir = run_dir
         for tracker in self._all:
-            tracker.store_init_configuration(_flatten(redact(config)))
+            if tracker.name == "tensorboard":
+                _store_hyperparameters(tracker.writer, _flatten(redact(config)))
+            else:
+                tracker.store_init_configuration(_flatten(redact(config)))
 
     def run_ids(self) -> dict[str, str]:
         """Returns what a checkpoint stores so that a resumed run keeps its id; W&B may be enabled later."""
         return {"wandb": self._wandb_id}
 
     def log(self, metrics: Metrics, step: int) -> None:
-        numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+        numbers = {grouped(key): value for key, value in metrics.items() if isinstance(value, int | float)}
         for tracker in self._all:
             tracker.log(numbers, step=step)
 
@@ -84,13 +94,15 @@ class Trackers:
             if tracker.name == "wandb":
                 tracker.log_table(name, columns=columns, data=rows, step=step)
             elif tracker.name == "tensorboard":
-                lines = "\n".join("| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *rows])
-                tracker.writer.add_text(name, lines, step)
+                cells = [columns, ["---"] * len(columns), *([_cell(text) for text in row] for row in rows)]
+                tracker.writer.add_text(name, "\n".join(f"| {' | '.join(row)} |" for row in cells), step)
 
     def summary(self, values: Metrics) -> None:
+        """Stores the last evaluation and the best of each metric, of all launches of the run."""
+        best = {f"best/{grouped(name)}": value for name, value in best_values(self._run_dir).items()}
         for tracker in self._all:
             if tracker.name == "wandb":
-                tracker.run.summary.update(values)
+                tracker.run.summary.update({**{grouped(name): value for name, value in values.items()}, **best})
 
     def finish(self) -> None:
         for tracker in self._all:
@@ -104,6 +116,55 @@ class Trackers:
                 tracker.run.finish(exit_code=exit_status)
             else:
                 tracker.finish()
+
+
+_GROUPS = {
+    "data": ("epoch", "tokens", "supervised_tokens", "padding_tokens"),
+    "time": ("step_s", "rank_spread", "straggler"),
+    "eval": ("exact_match",),
+}
+
+
+def grouped(key: str) -> str:
+    """Returns a tracker's name for a key of metrics.jsonl: one of train/, eval/, time/, memory/ and data/.
+
+    >>> [grouped(key) for key in ("loss", "eval_loss/chat", "memory_peak_gib", "tokens/chat", "share/data")]
+    ['train/loss', 'eval/loss/chat', 'memory/peak_gib', 'data/tokens/chat', 'time/share/data']
+    """
+    for group in ("eval", "memory"):
+        if key.startswith(f"{group}_"):
+            return f"{group}/{key.removeprefix(f'{group}_')}"
+    if key.startswith(("time/", "memory/")):
+        return key
+    if key.startswith("share/"):
+        return f"time/{key}"
+    group = next((group for group, names in _GROUPS.items() if key.split("/")[0] in names), "train")
+    return f"{group}/{key}"
+
+
+def best_values(run_dir: Path) -> dict[str, float]:
+    """Returns the best value of each metric of the run's evaluations, by key of metrics.jsonl."""
+    best: dict[str, float] = {}
+    for line in read_steps(run_dir / "metrics.jsonl"):
+        for name, value in line.items():
+            if value is not None and any(fnmatchcase(name, pattern) for pattern in METRICS):
+                choose = min if metric_direction(name) == "lower" else max
+                best[name] = choose(value, best.get(name, value))
+    return best
+
+
+def _cell(text: str) -> str:
+    """Returns a text as one cell of a Markdown table."""
+    return " ↵ ".join(text.replace("|", "\\|").splitlines())
+
+
+def _store_hyperparameters(writer: Any, values: Metrics) -> None:
+    """Stores them in the run itself; torch's `add_hparams` makes another, empty run for them."""
+    from torch.utils.tensorboard.summary import hparams
+
+    for part in hparams(values, {}):
+        writer.file_writer.add_summary(part)
+    writer.flush()
 
 
 def _wandb(recipe: Recipe, run_dir: Path, run_id: str) -> Any:
@@ -124,6 +185,8 @@ def _wandb(recipe: Recipe, run_dir: Path, run_id: str) -> Any:
         dir=str(run_dir),
     )
     tracker.start()
+    for name, direction in METRICS.items():
+        tracker.run.define_metric(grouped(name), summary="min" if direction == "lower" else "max")
     return tracker
 
 
@@ -149,7 +212,8 @@ _START = {"wandb": _wandb, "tensorboard": _tensorboard, "trackio": _trackio}
 def redact(value: Any) -> Any:
     """Returns the same structure with anything that looks like a key or password replaced."""
     if isinstance(value, dict):
-        return {key: redact(inner) for key, inner in value.items()}
+        commits = {key for key in _COMMIT_KEYS if isinstance(value.get(key), str) and _COMMIT.fullmatch(value[key])}
+        return {key: inner if key in commits else redact(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [redact(inner) for inner in value]
     return _SECRET.sub("[redacted]", value) if isinstance(value, str) else value

@@ -100,9 +100,10 @@ def lr_factor(schedule: Schedule, step: int, steps: int) -> float:
     Warm-up is linear and starts above 0. The decay reaches `min_lr_ratio` after the last step, so no step has a rate
     of 0.
     """
-    if step < schedule.warmup_steps:
-        return (step + 1) / (schedule.warmup_steps + 1)
-    progress = (step - schedule.warmup_steps) / (steps - schedule.warmup_steps)
+    warmup = schedule.warmup(steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = (step - warmup) / (steps - warmup)
     return SHAPES[schedule.name](progress, schedule)
 
 

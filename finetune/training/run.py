@@ -19,9 +19,17 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from finetune.checkpoints.resume import newest_good, resume, set_all_aside
+from finetune.checkpoints.resume import check_finished, chosen, newest_good, resume, set_newer_aside
 from finetune.data.building import OpenedSources
-from finetune.data.dataset import Dataset, Stream, build_held_out, build_training, check_questions, template_notes
+from finetune.data.dataset import (
+    Dataset,
+    Stream,
+    build_held_out,
+    build_training,
+    check_questions,
+    data_notes,
+    template_notes,
+)
 from finetune.data.loader import Loader, OrderedRows, RunRows
 from finetune.engine.base import Engine
 from finetune.engine.compatibility import check_launch
@@ -49,7 +57,7 @@ from finetune.objectives import Objective, make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.shared_prompts import sharing_summary, with_shared_prompts
 from finetune.planning.flops import model_flops, peak_tflops
-from finetune.planning.plan import Plan, git_commit, run_length, versions
+from finetune.planning.plan import Plan, git_commit, length_notes, run_length, versions
 from finetune.recipe import Recipe
 from finetune.tracking import check_trackers
 from finetune.tracking.meters import Meters
@@ -135,6 +143,7 @@ def _started(
     training = with_teacher(recipe, build_training(recipe, tokenizer, opened), tokenizer, config)
     held_out = build_held_out(recipe, tokenizer, opened)
     notes += check_questions(recipe.evaluate, held_out.examples, tokenizer) if held_out else []
+    notes += data_notes(recipe, opened, training, held_out)
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
     with in_use(engine, run_folder(recipe)):
@@ -174,6 +183,8 @@ def build_trainer(
         if recipe.data.packing:
             say(f"[yellow]{escape(attention.reason)}; packing is off[/yellow]")
         training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
+    for note in length_notes(recipe, training, engine.parallelism.data):
+        say(f"note: {escape(note)}")
     precomputed = None
     if recipe.objective.reads_reference and recipe.objective.value("reference") == "precomputed":
         precomputed = ReferenceColumns(recipe, engine, training, held_out, console)
@@ -375,15 +386,19 @@ def _resume(
     recipe: Recipe, engine: Engine, training: Data, plan: Plan, say: Callable[[str], None]
 ) -> tuple[State, dict[str, str]]:
     """Returns the state of the newest valid checkpoint, or of step 0; and the trackers' run ids in it."""
-    checkpoints = run_folder(recipe) / "checkpoints"
-    if recipe.checkpoint.resume == "never":
-        for folder in set_all_aside(checkpoints) if engine.is_main else []:
+    checkpoints, wanted = run_folder(recipe) / "checkpoints", recipe.checkpoint.resume
+    if wanted == "never":
+        for folder in set_newer_aside(checkpoints) if engine.is_main else []:
             say(f"note: the checkpoint of an earlier run is now {folder}")
         return State(), {}
-    if (checkpoint := newest_good(engine, checkpoints)) is None:
+    checkpoint = newest_good(engine, checkpoints) if wanted == "auto" else chosen(engine, checkpoints, wanted)
+    if checkpoint is None:
         return State(), {}
     resumed = resume(engine, recipe, checkpoint, training.summary())
     state = State(**resumed.progress)
+    check_finished(checkpoint, resumed.changes, state.step, plan.steps)
+    for folder in set_newer_aside(checkpoints, state.step) if engine.is_main else []:
+        say(f"note: a checkpoint after the chosen one is now {folder}")
     say(f"resuming from {checkpoint}: step {state.step} of {plan.steps}")
     for change in resumed.changes:
         say(f"changed since then: {escape(change)}")

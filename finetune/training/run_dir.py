@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
+import socket
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +18,22 @@ from torch import Tensor
 
 from finetune.engine.base import Engine
 from finetune.engine.launch import hosts_without_shared_folder
-from finetune.errors import STOPPED_STATUS, UserError
+from finetune.errors import STOPPED_STATUS, RunFailure, UserError
 from finetune.recipe import Recipe
 from finetune.tracking import StepLog, Trackers, prepare_samples, sample_file
 from finetune.tracking.metrics import Background
+from finetune.utils import write_atomically
 
 log = logging.getLogger(__name__)
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_OF_DISKS = _FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.EISDIR, errno.ENOTDIR}
 
 _WAIT_S = 60  # for a launch that is stopping and saves
 
 
 def run_folder(recipe: Recipe) -> Path:
-    return Path(recipe.run.dir) / recipe.run.name
+    return Path(recipe.run.dir).expanduser() / recipe.run.name
 
 
 def make_run_folder(recipe: Recipe) -> None:
@@ -36,8 +43,11 @@ def make_run_folder(recipe: Recipe) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"run.dir: {folder} cannot be created: {error.strerror}; choose another `run.dir`") from None
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"run.dir: {folder} cannot be written to; choose another `run.dir`")
+    try:
+        (folder / ".lock").touch()
+    except OSError as error:
+        reason = f"run.dir: {folder} cannot be written to: {error.strerror}"
+        raise UserError(f"{reason}; choose another `run.dir`") from None
 
 
 @contextlib.contextmanager
@@ -48,8 +58,11 @@ def in_use(engine: Engine, folder: Path) -> Iterator[None]:
     other machines.
     """
     lock = FileLock(folder / ".lock")
-    if engine.ranks.gather(_held_by_another(lock) if engine.is_main else False)[0]:
-        raise UserError(f"another launch is training in {folder}: stop it, or use another `run.name`")
+    if holder := engine.ranks.gather(_held_by_another(lock, folder) if engine.is_main else None)[0]:
+        raise UserError(
+            f"another launch is training in {folder}{holder}: stop it, or use another `run.name`; "
+            f"if it is gone, remove {folder / '.lock'}"
+        )
     several_machines = engine.local_processes < engine.world_size
     if several_machines and (hosts := hosts_without_shared_folder(engine.ranks.gather, engine.rank, folder)):
         raise UserError(
@@ -62,18 +75,38 @@ def in_use(engine: Engine, folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _held_by_another(lock: FileLock) -> bool:
+def _held_by_another(lock: FileLock, folder: Path) -> str | None:
+    """Takes the lock, or returns who holds it, for a message: empty if that is not known."""
+    launch = folder / ".launch.json"
     for seconds in (0, _WAIT_S):
         try:
             lock.acquire(timeout=seconds)
-            return False
+            since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            write_atomically(
+                launch, json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since}) + "\n"
+            )
+            return None
         except Timeout:
             if seconds == 0:
                 log.warning("%s is locked by another launch: waiting up to %d s for its end", lock.lock_file, _WAIT_S)
         except NotImplementedError:
             log.warning("%s: this file system has no locks: make sure that a run is launched only once", lock.lock_file)
-            return False
-    return True
+            return None
+    try:
+        holder = json.loads(launch.read_bytes())
+        return f" (process {holder['process']} on {holder['host']}, since {holder['since']})"
+    except (OSError, ValueError, LookupError, TypeError):
+        return " (not known which)"
+
+
+def disk_failure(folder: Path, error: OSError) -> RunFailure:
+    """Returns a message for an error of the disk that a run writes to. Raises other errors again."""
+    if error.errno not in _OF_DISKS:
+        raise error
+    return RunFailure(
+        f"{error.filename or folder}: {error.strerror}; the run in {folder} has failed, and its checkpoints are "
+        f"untouched. {'Free space' if error.errno in _FULL else 'Fix this'} and run the same command again"
+    )
 
 
 class RunLog:
@@ -163,5 +196,5 @@ class ExpertLoad:
         """Writes {"steps": [first, last], "load": tokens per expert, a list for each layer} and resets."""
         if self._load is not None:
             content = {"steps": [self._steps[0], self._steps[-1]], "load": self._load.long().tolist()}
-            (folder / "experts.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+            write_atomically(folder / "experts.json", json.dumps(content) + "\n")
         self._steps, self._load = [], None

@@ -38,15 +38,16 @@ from finetune.objectives.objective import Sums, TermSums
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.schema import metric_direction
-from finetune.tracking import Status, Totals, read_steps, write_status
+from finetune.tracking import Status, Totals, read_status, read_steps, write_status
 from finetune.tracking.meters import Meters
 from finetune.training.display import TrainingProgress, show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import Evaluator
 from finetune.training.optim import lr_factor
 from finetune.training.profile import Profiler, show_profile
-from finetune.training.run_dir import ExpertLoad, RunLog
+from finetune.training.run_dir import ExpertLoad, RunLog, disk_failure
 from finetune.training.signals import StopRequest
 from finetune.training.statistics import as_columns, sum_terms
+from finetune.utils import write_atomically
 
 Line = dict[str, Any]  # of metrics.jsonl
 
@@ -99,6 +100,7 @@ class Trainer:
         self.totals, self.expert_load, self.compilations = Totals(), ExpertLoad(), CompilationWatch()
         self.evaluation: dict[str, float] = {}
         self.last_loss: float | None = None
+        self.status: Status | None = None
 
     def say(self, text: str) -> None:
         """Prints a line, on the main rank only."""
@@ -109,8 +111,24 @@ class Trainer:
 
     def run(self) -> None:
         """Trains and writes the result. Raises Stopped after a save that a signal requested."""
+        if self._is_finished():
+            self.say(
+                f"{self.folder} is finished: step {self.state.step} of {self.plan.steps}, nothing to do. Train further "
+                "with more steps (train.max_steps, train.epochs), or anew under another run.name"
+            )
+            return
+        try:
+            self._run()
+        except OSError as error:
+            raise disk_failure(self.folder, error) from error
+        finally:
+            if self.status in (None, "running"):
+                with contextlib.suppress(OSError):  # the disk may be what has failed
+                    self._write_status("failed")
+
+    def _run(self) -> None:
         if self.engine.is_main:
-            (self.folder / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
+            write_atomically(self.folder / "recipe.yaml", dump_recipe(self.recipe))
             self.plan.write(self.folder / "plan.json")
             show_plan(self.console, self.recipe, self.plan)
         config = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
@@ -132,6 +150,11 @@ class Trainer:
         finally:
             self.saver.close()
             self.log.close()
+
+    def _is_finished(self) -> bool:
+        """Whether an earlier launch has made all steps and written the result. Collective."""
+        written = self.engine.is_main and read_status(self.folder) == "finished" and (self.folder / "model").is_dir()
+        return self.engine.ranks.gather(written)[0] and self.state.step >= self.plan.steps
 
     def train(self) -> None:
         """Runs all steps from `state.step` to the end, with what is due between them."""
@@ -294,9 +317,17 @@ class Trainer:
             self._note_improvement(self.evaluation[stop_when.metric], metric_direction(stop_when.metric))
         self.compilations.evaluated()
         self._write_expert_load()
-        self.log.write({"step": self.state.step, **self.evaluation}, self.state.step)
+        measured = self.evaluation
+        self.evaluation = {name: value for name, value in measured.items() if math.isfinite(value)}
+        line = {name: self.evaluation.get(name) for name in measured}
+        self.log.write({"step": self.state.step, **line}, self.state.step)
         if self.engine.is_main:
-            show_evaluation(self.console, self.state.step, self.evaluation, generations)
+            show_evaluation(self.console, self.state.step, measured, generations)
+        if not_finite := ", ".join(name for name, value in line.items() if value is None):
+            self.say(
+                f"[yellow]{escape(not_finite)} is not finite: the weights have diverged (lower optimizer.lr), or a row "
+                "of data.eval overflows. It is null in metrics.jsonl, and makes no checkpoint the best[/yellow]"
+            )
         if generations:
             rows = [[g.prompt, g.output, g.reference] for g in generations]
             self.log.table("generations", ["prompt", "output", "reference"], rows, self.state.step)
@@ -329,7 +360,8 @@ class Trainer:
         """Returns this step's evaluation if an earlier launch of this run logged it, else {}. Collective."""
         lines = read_steps(self.folder / "metrics.jsonl") if self.engine.is_main else []
         recorded = [line for line in lines if line["step"] == self.state.step and "eval_loss" in line]
-        metrics = {key: value for key, value in recorded[-1].items() if key != "step"} if recorded else {}
+        last = recorded[-1] if recorded else {}
+        metrics = {key: value for key, value in last.items() if key != "step" and value is not None}
         return self.engine.ranks.gather(metrics)[0]
 
     def _save_due(self, measured: dict[str, float], flags: StepFlags) -> bool:
@@ -395,6 +427,7 @@ class Trainer:
         self.say(f"saved [bold]{self.folder / 'model'}[/bold]")
 
     def _write_status(self, status: Status) -> None:
+        self.status = status
         if self.engine.is_main:
             write_status(self.folder, status, self.state.step, self.plan.steps)
 

@@ -7,13 +7,19 @@ import json
 import os
 import resource
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import finetune, metrics, train_here
+from filelock import FileLock
 
+from finetune.checkpoints.folder import find_problem
 from finetune.errors import RunFailure, UserError
 from finetune.recipe import load_recipe
 
@@ -36,10 +42,10 @@ def names(folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def full_disk() -> Iterator[None]:
+def full_disk(limit: int = LIMIT) -> Iterator[None]:
     """No file can grow beyond the limit: writing fails as on a disk without room."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         yield
     finally:
@@ -187,3 +193,180 @@ def test_an_evaluation_that_a_stop_left_out_runs_after_the_resume(
     assert evaluations[0] == evaluations[1]
     train_here(path)  # a finished run: nothing is measured again
     assert [line for line in metrics(run) if "eval_loss" in line] == evaluations[0]
+
+
+# --- one damaged byte, one file without room
+
+
+@pytest.fixture
+def interrupted(saving: dict[str, Any], write_recipe: Any, run: Path) -> tuple[Path, list[float]]:
+    """A recipe whose run has checkpoints of steps 2 and 4 and lines up to step 6; and its losses."""
+    saving["schedule"] = {"name": "constant"}
+    path = write_recipe(saving)
+    train_here(path)
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    return path, losses(run)
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run) if "loss" in line]
+
+
+def flip(path: Path, byte: int, bits: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= bits
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("bits", [0x80, 0x01, 0x20])
+def test_a_damaged_log_keeps_no_checkpoint_from_starting(
+    interrupted: tuple[Path, list[float]], run: Path, bits: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, before = interrupted
+    log = run / "metrics.jsonl"
+    flip(log, 1, bits)  # the quote before the first key
+    (run / "status.json").write_text('{"sta')
+    damaged = log.read_bytes()
+    assert "step 4 of 6" in train_here(path)
+    assert losses(run) == before[1:]
+    assert (run / "metrics.jsonl.damaged").read_bytes() == damaged
+    assert caplog.text.count("1 lines cannot be read and are left out; the file is kept as metrics.jsonl.damaged") == 1
+
+
+def test_any_damage_to_a_manifest_leaves_the_older_checkpoint(
+    interrupted: tuple[Path, list[float]], run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, before = interrupted
+    newest = run / "checkpoints" / "step-00000004" / "manifest.json"
+    whole = newest.read_bytes()
+    for byte in range(len(whole)):  # every byte, in every way that a bit can flip, is found or changes nothing
+        for bit in range(8):
+            flip(newest, byte, 1 << bit)
+            problem = find_problem(newest.parent, read=False)
+            assert problem or byte_is_idle(newest, whole), (byte, bit)
+            newest.write_bytes(whole)
+    flip(newest, whole.index(b'"files"') + 2, 0x01)
+    assert "step 2 of 6" in train_here(path)
+    assert losses(run) == before
+    assert "its manifest.json is damaged: it is no list of files; kept as aside-step-00000004" in caplog.text
+
+
+def byte_is_idle(manifest: Path, whole: bytes) -> bool:
+    """Whether only a checksum differs, which reading the files finds, or nothing but space."""
+    found, expected = json.loads(manifest.read_bytes()), json.loads(whole)
+    for content in (found, expected):
+        for entry in content["files"].values():
+            del entry["sha256"]
+    return found == expected
+
+
+WRITTEN = ("recipe.yaml", "plan.json", "status.json")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_no_room_for_a_file_of_the_run(interrupted: tuple[Path, list[float]], run: Path, name: str) -> None:
+    path, before = interrupted
+    kept = {one: (run / one).read_bytes() for one in (*WRITTEN, "model/model.safetensors")}
+    (run / f"{name}.tmp").symlink_to("/dev/full")  # where it is written before it is renamed
+    with pytest.raises(RunFailure, match=rf"{name}: No space left on device; the run in .* has failed, .* Free space"):
+        train_here(path)
+    assert (run / name).read_bytes() == kept[name] or name == "status.json"
+    assert json.loads((run / "status.json").read_text())["status"] == "failed"
+    assert (run / "model" / "model.safetensors").read_bytes() == kept["model/model.safetensors"]
+    train_here(path)
+    assert losses(run) == before
+    assert json.loads((run / "status.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.parametrize("limit", [3_000, 30_000, 400_000])
+def test_no_room_for_files_of_any_size(saving: dict[str, Any], write_recipe: Any, run: Path, limit: int) -> None:
+    saving["checkpoint"] = {}
+    path = write_recipe(saving)
+    with full_disk(limit), pytest.raises(RunFailure, match=r"(metrics\.jsonl: File too large|could not be written)"):
+        train_here(path)
+    assert json.loads((run / "status.json").read_text())["status"] == "failed"
+    assert not (run / "model").exists()
+    assert not (run / "model.partial").exists()
+    train_here(path)
+    assert json.loads((run / "status.json").read_text())["status"] == "finished"
+
+
+def test_an_evaluation_that_is_not_finite(saving: dict[str, Any], write_recipe: Any, run: Path) -> None:
+    saving["checkpoint"]["best"] = "eval_loss"
+    path = write_recipe(saving)
+    with pytest.raises(RunFailure, match="values are not finite"):  # the result's own check
+        train_here(path, "train.max_steps=1", "optimizer.lr=1e38")
+    assert metrics(run)[-1] == {"step": 1, "eval_loss": None}
+    state = json.loads((run / "checkpoints" / "step-00000001" / "state.json").read_text())
+    assert state["metrics"] == {}
+
+
+# --- folders and clocks
+
+
+def test_checkpoints_behind_links(saving: dict[str, Any], write_recipe: Any, run: Path, tmp_path: Path) -> None:
+    saving["checkpoint"] = {"every_steps": 1, "keep": 1}
+    saving["schedule"] = {"name": "constant"}
+    path, elsewhere = write_recipe(saving), tmp_path / "elsewhere"
+    (elsewhere / "checkpoints").mkdir(parents=True)
+    run.mkdir(parents=True)
+    (run / "checkpoints").symlink_to(elsewhere / "checkpoints")
+    train_here(path, "train.max_steps=2")
+    moved = elsewhere / "step-00000002"
+    (elsewhere / "checkpoints" / "step-00000002").rename(moved)
+    (run / "checkpoints" / "step-00000002").symlink_to(moved)
+    assert "step 2 of 4" in train_here(path, "train.max_steps=4")
+    assert names(run / "checkpoints") == ["step-00000004"]
+    assert (moved / "state.json").exists()  # the link is ours to delete, not where it leads
+
+
+def test_a_clock_that_jumped_back(interrupted: tuple[Path, list[float]], run: Path) -> None:
+    path, before = interrupted
+    tomorrow = time.time() + 86_400
+    for file in (*run.rglob("*"), *Path(os.environ["FINETUNE_CACHE"]).rglob("*")):
+        os.utime(file, (tomorrow, tomorrow))
+    assert "step 4 of 6" in train_here(path)
+    assert losses(run) == before
+
+
+def test_a_run_folder_that_cannot_be_written_to(saving: dict[str, Any], write_recipe: Any, run: Path) -> None:
+    run.parent.mkdir()
+    read_only(run)
+    with pytest.raises(UserError, match=r"run\.dir: .* cannot be written to.*; choose another `run\.dir`"):
+        train_here(write_recipe(saving))
+
+
+def test_a_lock_of_another_launch_names_it(
+    saving: dict[str, Any], write_recipe: Any, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finetune.training.run_dir._WAIT_S", 0.1)
+    run.mkdir(parents=True)
+    with FileLock(run / ".lock"):
+        (run / ".launch.json").write_text('{"host": "node7", "process": 123, "since": "2026-01-01T00:00:00+00:00"}')
+        with pytest.raises(UserError, match=r"process 123 on node7, since 2026-01-01.* if it is gone, remove .*\.lock"):
+            train_here(write_recipe(saving))
+    train_here(write_recipe(saving))
+    assert json.loads((run / ".launch.json").read_text())["process"] == os.getpid()
+
+
+def test_killed_during_an_evaluation(saving: dict[str, Any], write_recipe: Any, run: Path) -> None:
+    saving["schedule"] = {"name": "constant"}
+    saving["evaluate"] = {"every_steps": 2, "exact_match": 16, "max_new_tokens": 100}
+    path = write_recipe(saving)
+    train_here(path, "run.name=whole")
+    running = subprocess.Popen([sys.executable, "-m", "finetune", "train", str(path)], stdout=subprocess.DEVNULL)
+    log = run / "metrics.jsonl"
+    while not log.exists() or b'"step": 4' not in log.read_bytes():  # step 4 is done, its evaluation is not
+        assert running.poll() is None
+        time.sleep(0.005)
+    running.send_signal(signal.SIGKILL)
+    assert running.wait() == -signal.SIGKILL
+    assert json.loads((run / "status.json").read_text())["status"] == "running"
+    assert [line for line in metrics(run) if line["step"] == 4 and "eval_loss" in line] == []
+    train_here(path)
+    kept = ("step", "loss", "eval_loss", "exact_match")
+    seen, whole = (
+        [{key: line[key] for key in kept if key in line} for line in metrics(folder)]
+        for folder in (run, run.parent / "whole")
+    )
+    assert seen == whole

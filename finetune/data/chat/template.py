@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -104,6 +105,11 @@ def _named_template(chat_template: str | None, tokenizer: PreTrainedTokenizerBas
     built_in = built_in_templates()
     if chat_template in built_in:
         return Template(_read_template(TEMPLATES / f"{chat_template}.jinja"), f"built-in template `{chat_template}`")
+    if re.search(r"[{\n]", chat_template) or len(chat_template) > 255:
+        raise UserError(
+            f"model.chat_template: {chat_template[:40]!r}... is a template, not the name of one: save it as a .jinja "
+            "file and give its path"
+        )
     path = Path(chat_template).expanduser()
     if path.suffix in (".jinja", ".j2") or path.is_file():
         return Template(_read_template(path), str(path))
@@ -169,6 +175,19 @@ def asks_for_today(template: str) -> bool:
     return "strftime_now(" in dated(template)
 
 
+MAX_TEXT = 10_000_000  # characters or items that a template may make at once
+
+
+def _bounded(_context: Any, operator: str, left: Any, right: Any) -> Any:
+    """Multiplies as Jinja does, but nothing that fills the memory."""
+    size = math.prod(value if isinstance(value, int | float) else len(value) for value in (left, right))
+    if operator == "*" and size > MAX_TEXT and not (isinstance(left, int | float) and isinstance(right, int | float)):
+        raise jinja2.TemplateError(f"it makes a text of more than {MAX_TEXT:,} characters")
+    if operator == "**" and (abs(left) > MAX_TEXT or abs(right) > 100):
+        raise jinja2.TemplateError("it computes a number that is too large")
+    return left * right if operator == "*" else left**right
+
+
 @lru_cache
 def _compiled(template: str) -> Any:
     """The template in transformers' own sandbox; None where this version of it does not give it.
@@ -177,9 +196,12 @@ def _compiled(template: str) -> Any:
     which are plain JSON here, and of what the sandbox knows, out of a chain of dicts.
     """
     compile_template: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
-    environment: Any = compile_template(dated(template)).environment if compile_template else None
+    # An environment of its own, by a text that nothing computes: of `template` it would compute constants right away.
+    environment: Any = compile_template(f"{{{{ {template!r} }}}}").environment if compile_template else None
     if not hasattr(environment, "activate_tracker"):  # what `{% generation %}` marks
         return None
+    environment.intercepted_binops = frozenset({"*", "**"})
+    environment.call_binop = _bounded
     compiled = environment.from_string(dated(template))
     compiled.globals = dict(compiled.globals)
     return compiled
@@ -222,7 +244,10 @@ class Jinja:
         except jinja2.TemplateSyntaxError as error:
             where = f"{self.template.name}, line {error.lineno}"
             raise UserError(f"{where}: not a Jinja template: {error.message}") from None
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (RecursionError, MemoryError) as error:
+            does = "calls itself without end" if isinstance(error, RecursionError) else "fills the memory"
+            raise UserError(f"{self.template.name} {does}") from None
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             # A template refuses what it has no grammar for (a system message, an order of roles) by raising.
             raise BadRow(f"{self.template.name} refuses this conversation: {error}") from None
         return text, [(begin, end) for begin, end in spans if end > begin]

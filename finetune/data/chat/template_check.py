@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +37,33 @@ def check_template(
 
     Nothing for a tokenizer without a template: `text` needs none, and messages are refused where they appear.
     """
+    with time_limit(CHECK_S, f"{template.name if template else 'the chat template'} takes more than {CHECK_S} s"):
+        return _findings(tokenizer, template, train_on)
+
+
+CHECK_S = 30  # of this process's own time, for conversations of a few words
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int, message: str) -> Iterator[None]:
+    """Raises UserError after so much computing; on the main thread, which alone receives signals."""
+
+    def stop(_number: int, _frame: object) -> None:
+        raise UserError(message)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _findings(tokenizer: PreTrainedTokenizerBase, template: Template | None, train_on: str) -> list[str]:
     try:
         renderer = build_renderer(tokenizer, template)  # every answer trained, so that all are looked at
         if renderer.chat is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -247,6 +248,16 @@ def _describe_mapping(columns: Columns) -> str:
 
 def _nothing_fits(row: Row, columns: Columns | None) -> str:
     nearest, why = nearest_format(row, columns)
+    texts = {
+        str(column): value for column, value in row.items() if isinstance(value, str) and re.search("[^\\W\\d]", value)
+    }
+    if not columns and len(texts) > 1:
+        asked, *others = texts
+        answer = max(others, key=lambda column: len(texts[column]))
+        why += (
+            f"\nIf `{asked}` is asked and `{answer}` the answer: `format: prompt_completion` and "
+            f"`columns: {{prompt: {asked}, completion: {answer}}}`"
+        )
     return (
         f"no format fits the first row, which has {_describe_row(row)}; format `{nearest}` comes nearest, but: {why}\n"
         f"The formats are {names(FORMATS)}; set `format`, and `columns` where fields have other names."

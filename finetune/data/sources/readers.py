@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pyarrow
@@ -233,16 +234,41 @@ _NUL = "it has a NUL byte, so it is not UTF-8 text (UTF-16, or not text at all?)
 _NUL_SIGN = "\udc00"
 
 
-def txt(file: File) -> NumberedRows:
-    """A row for each line that is not blank, as {"text": line}."""
+def txt(file: File, unit: str = "line") -> NumberedRows:
+    """A row for each line that is not blank, each paragraph, or the file, as {"text": ...}; its number: the first line.
+
+    unit: line, paragraph (up to a blank line) or file.
+    """
     with content(file) as stream:
-        for number, line in lines(file.label, stream):
+        if unit == "line":
+            yield from (
+                (number, {"text": line} if isinstance(line, str) else line) for number, line in _text(file, stream)
+            )
+            return
+        first, joined, last = 0, list[str](), 0
+        for number, line in _text(file, stream):
             if isinstance(line, BadRow):
                 yield number, line
-            elif "\r" in (text := line.removesuffix("\n").removesuffix("\r")):
-                yield number, BadRow("it has a carriage return in its middle; save the file with \\n as line ends")
-            elif text.strip():
-                yield number, {"text": text}
+                continue
+            blank_lines = number - last - 1 if joined else 0
+            if blank_lines and unit == "paragraph":
+                yield first, {"text": "\n".join(joined)}
+                joined = []
+            first, last = (first if joined else number), number
+            joined += [""] * (blank_lines if joined else 0) + [line]
+        if joined:
+            yield first, {"text": "\n".join(joined)}
+
+
+def _text(file: File, stream: io.BufferedReader) -> Iterator[tuple[int, str | BadRow]]:
+    """(line number, text without its end) of the lines that are not blank."""
+    for number, line in lines(file.label, stream):
+        if isinstance(line, BadRow):
+            yield number, line
+        elif "\r" in (text := line.removesuffix("\n").removesuffix("\r")):
+            yield number, BadRow("it has a carriage return in its middle; save the file with \\n as line ends")
+        elif text.strip():
+            yield number, text
 
 
 def json_rows(file: File) -> NumberedRows:
@@ -413,6 +439,10 @@ def expected_kinds() -> str:
     return f"expected {kinds}, or one of them compressed ({', '.join(COMPRESSIONS)})"
 
 
-def rows_of(file: File) -> LabelledRows:
-    """(label, number, row or BadRow) of a file, from the start. Raises UserError where the rest cannot be read."""
-    return file_rows(file, READERS[kind_of(file.name)[0]])
+def rows_of(file: File, text_unit: str = "line") -> LabelledRows:
+    """(label, number, row or BadRow) of a file, from the start. Raises UserError where the rest cannot be read.
+
+    text_unit: of a txt file.
+    """
+    kind = kind_of(file.name)[0]
+    return file_rows(file, partial(txt, unit=text_unit) if kind == ".txt" else READERS[kind])

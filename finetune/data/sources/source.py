@@ -60,6 +60,12 @@ class SourceReader:
         self.source = source
         self._content = _content(source, streaming)
 
+    @property
+    def text_unit(self) -> str | None:
+        """Returns what a row of its txt files is; None where it has none."""
+        files = self._content
+        return files.text_unit if isinstance(files, _Files) and files.has_text else None
+
     def digest(self) -> str:
         """Changes when the content does: of the files' names and bytes, or of the dataset's fingerprint."""
         return self._content.digest()
@@ -139,6 +145,10 @@ class _Files:
         """counted: the rows may be read once just to count them."""
         self._path, self._split, self._files = without_credentials(source.path), source.split, files
         self._part = parse_split(self._path, source.split)
+        self.text_unit = source.text_unit or "line"
+        self.has_text = any(kind_of(file.name)[0] == ".txt" for file in files)
+        if source.text_unit and not self.has_text:
+            raise UserError(f"{self._path}: `text_unit` is for txt files, and there is none; remove it")
         if self._part.needs_count and not counted:
             raise UserError(
                 f"{self._path}: `split: {source.split}` cannot be streamed: the number of its rows is not known; "
@@ -163,7 +173,7 @@ class _Files:
             raise UserError(f"{self._path}: `split: {self._split}` takes no rows, for there are only {seen}")
 
     def _all(self) -> LabelledRows:
-        return (row for file in self._files for row in rows_of(file))
+        return (row for file in self._files for row in rows_of(file, self.text_unit))
 
     @cached_property
     def _count(self) -> int:

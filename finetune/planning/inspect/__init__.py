@@ -18,7 +18,7 @@ from finetune.planning.inspect.dataset_view import DatasetView, dataset_statisti
 from finetune.planning.inspect.page import write_page
 from finetune.planning.inspect.terminal import print_examples, print_packed_rows, print_totals
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Source
+from finetune.recipe.schema import HeldOut, Source
 
 ROWS, PAGE_ROWS, PAGE_PACKED = 3, 20, 2  # shown by default
 
@@ -86,7 +86,8 @@ def _build_view(recipe: Recipe, recipe_path: Path, use_eval: bool) -> DatasetVie
     sources = _sources(recipe, use_eval)
     if recipe.data.streaming and not use_eval:
         notes.append(f"data.streaming: only the first {recipe.data.window:,} rows of each source are inspected")
-    data = build_dataset(recipe, sources, tokenizer)
+    held_out = use_eval and isinstance(recipe.data.eval, HeldOut)
+    data = build_dataset(recipe, sources, tokenizer, held_out=held_out)
     totals = dataset_statistics(data, recipe.data, "eval" if use_eval else "train", notes)
     return DatasetView(recipe, recipe_path, sources, tokenizer, template.name if template else "none", data, totals)
 
@@ -95,7 +96,7 @@ def _sources(recipe: Recipe, use_eval: bool) -> tuple[Source, ...]:
     if use_eval:
         if not recipe.data.eval:
             raise UserError("--eval: the recipe has no data.eval; add a source there, or remove --eval")
-        return recipe.data.eval
+        return recipe.data.eval_sources
     if not recipe.data.streaming:
         return recipe.data.train
     window = recipe.data.window  # a stream may have no end

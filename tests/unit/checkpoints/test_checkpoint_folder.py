@@ -34,6 +34,7 @@ def sealed(root: Path, step: int) -> Path:
     partial = partial_folder(root, step)
     partial.mkdir(parents=True)
     (partial / "state.json").write_text('{"step": 1}')
+    (partial / "recipe.yaml").write_text("")
     (partial / "rank-00000-of-00001.safetensors").write_bytes(bytes(range(256)) * 8)
     seal(partial, step_folder(root, step), [])
     return step_folder(root, step)
@@ -181,18 +182,28 @@ def test_a_gap_and_another_model_are_errors(tmp_path: Path) -> None:
         reader.restore([Part("v", (4, 3), 0, 12, parameter, 0)], [optimizer], {"v": {}})
 
 
-def test_a_checkpoint_that_cannot_be_set_aside_is_an_error(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_set_aside_replaces_nothing(tmp_path: Path) -> None:
+    (tmp_path / "aside-step-00000001").write_text("a file in the way")
+    (tmp_path / "aside-step-00000001-2").symlink_to("nowhere")
+    moved = set_aside(sealed(tmp_path, 1))
+    assert moved.name == "aside-step-00000001-3"
+    assert find_problem(moved) is None
+    with pytest.raises(UserError, match="cannot be set aside as aside-step-00000002: No such file"):
+        set_aside(tmp_path / "step-00000002")
+
+
+@pytest.mark.parametrize("manifest", ["[]", "{}", '{"version": 1}', '{"version": 1, "files": {}}', "null", "1", '"x"'])
+def test_a_manifest_that_is_none(manifest: str, tmp_path: Path) -> None:
     folder = sealed(tmp_path, 1)
-    (tmp_path / f"aside-{folder.name}").write_text("a file in the way")
-    with pytest.raises(UserError, match="cannot be set aside as aside-step-00000001"):
-        set_aside(folder)
-    assert find_problem(folder) is None
+    (folder / "manifest.json").write_text(manifest)
+    assert (find_problem(folder) or "").startswith("its manifest.json is damaged: it ")
 
 
 def saved(root: Path, step: int, **metrics: float) -> Path:
     partial = partial_folder(root, step)
     partial.mkdir(parents=True)
     (partial / "state.json").write_text(json.dumps({"step": step, "metrics": metrics}))
+    (partial / "recipe.yaml").write_text("")
     seal(partial, step_folder(root, step), [])
     return step_folder(root, step)
 

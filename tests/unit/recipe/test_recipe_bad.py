@@ -168,13 +168,16 @@ CASES = [
     ),
     Bad(
         "an item",
-        [":6: optimizer.betas[1]: expected a number <= 1, got 95"],
+        [":6: optimizer.betas[1]: expected a number < 1, got 95"],
         {6: "optimizer: {lr: 1e-4, betas: [0.9, 95]}"},
     ),
     Bad("empty text", [':1: run.name: expected non-empty text, got "" (text)'], {1: "run: {name: ''}"}),
     Bad(
         "a run name that is no folder name",
-        [':1: run.name: expected letters, digits, `.`, `_` and `-`, starting with a letter or digit, got "a/b" (text)'],
+        [
+            ":1: run.name: expected letters, digits, `.`, `_` and `-`, starting with a letter or digit, and "
+            'values such as `{optimizer.lr}`, got "a/b" (text)'
+        ],
         {1: "run: {name: a/b}"},
     ),
     Bad(
@@ -444,9 +447,9 @@ CASES = [
         {5: "batch: {rows: 8, rows_per_device: 2, tokens_per_device: 32}"},
     ),
     Bad(
-        "warm-up longer than the run",
-        [":8: schedule.warmup_steps: warmup_steps (100) must be below the number of steps (100)"],
-        {7: "train: {max_steps: 100}", 8: "schedule: {warmup_steps: 100}"},
+        "two warm-ups",
+        [":8: schedule.warmup_ratio: replaces `warmup_steps`: remove one of the two"],
+        {8: "schedule: {warmup_steps: 100, warmup_ratio: 0.1}"},
     ),
     # --- YAML ---
     Bad("an empty file", [": is empty; copy one of the files in recipes/"], text="# nothing\n"),
@@ -491,7 +494,11 @@ CASES = [
         [":2: model.name: duplicate key; keep one", ":8: mode: duplicate key; keep one"],
         {2: "model: {name: a, name: b}", 8: "mode: lora"},
     ),
-    Bad("a key that is no word", [":5: batch: a key must be a scalar"], {5: "batch: {rows: 8, [1, 2]: 3}"}),
+    Bad(
+        "a key that is no word",
+        [":5: batch: a key must be a scalar of readable text"],
+        {5: "batch: {rows: 8, [1, 2]: 3}"},
+    ),
     Bad(
         "an alias inside what it names",
         [":5: batch.rows: an alias inside the value it refers to"],

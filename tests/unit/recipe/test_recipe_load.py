@@ -216,3 +216,40 @@ def test_what_a_url_holds_is_in_no_recipe_that_is_written_down(tmp_path):
         assert "https://host/a.jsonl?..." in written
         assert "me:pass" not in written
         assert "signature" not in written
+
+
+BASE = (
+    GOOD
+    + """\
+schedule: {warmup_steps: 10}
+evaluate: {every_steps: 50, generate: 4}
+"""
+)
+
+
+def test_what_is_inherited_gives_way(tmp_path: Path):
+    write(tmp_path / "base.yaml", BASE.replace("max_length: 64", "eval: [{path: b.jsonl}], max_length: 64"))
+    mine = write(tmp_path / "mine.yaml", "extends: base.yaml\ndata: {eval: []}\nschedule: {warmup_ratio: 0.1}\n")
+    recipe = load_recipe(mine)
+    assert (recipe.schedule.warmup_steps, recipe.schedule.warmup(200)) == (0, 20)
+    assert (recipe.evaluate.every_steps, recipe.evaluate.generate) == (None, 0)
+    steps = load_recipe(mine, ["schedule.warmup_steps=7"]).schedule  # the command line is nearer than the file
+    assert (steps.warmup_ratio, steps.warmup_steps) == (None, 7)
+    with pytest.raises(RecipeError, match=r"evaluate\.every_steps: needs evaluation data"):
+        load_recipe(mine, ["evaluate.every_steps=5"])  # said here, so it is meant
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("bf16=true", r"bf16: unknown key; set `train\.precision: bf16`"),
+        ("train.early_stopping=3", r"unknown key; set `train\.stop_when`"),
+        ("schedule.name=cosine_with_restarts", r"restarts are not offered; `cosine` decays once"),
+        ("tracking=null", r"expected a section, got null; `tracking=\{\}` on the command line sets all of it to"),
+        ("optimizer=null", r"expected a section, got null$"),
+        ("checkpoint.resume=step-20", r"or the name of a checkpoint, such as step-00000200, got"),
+    ],
+)
+def test_words_of_other_programs(override: str, hint: str, recipe: Path):
+    with pytest.raises(RecipeError, match=hint):
+        load_recipe(recipe, [override])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from accelerate.state import PartialState
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
@@ -16,7 +17,7 @@ from finetune.recipe.schema import Tracking, Wandb
 from finetune.tracking import StepLog, Trackers, check_trackers, read_steps
 from finetune.tracking import trackers as trackers_module
 from finetune.tracking.metrics import Background
-from finetune.tracking.trackers import redact
+from finetune.tracking.trackers import best_values, grouped, redact
 
 
 def test_resumed_log_has_every_step_once(tmp_path: Path) -> None:
@@ -62,6 +63,36 @@ def test_text_without_secrets_is_unchanged() -> None:
     assert redact(plain) == plain
 
 
+def test_commits_are_no_secrets() -> None:
+    commit = "0123456789abcdef" * 2 + "01234567"
+    plain = {"plan": {"git_commit": commit + "+"}, "recipe": {"model": {"revision": commit}}}
+    assert redact(plain) == plain
+    assert redact({"model": {"revision": "hf_" + "a" * 34}, "other": commit}) == {
+        "model": {"revision": "[redacted]"},
+        "other": "[redacted]",
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("loss", "train/loss"),
+        ("tokens_per_s", "train/tokens_per_s"),
+        ("eval_loss/chat", "eval/loss/chat"),
+        ("exact_match", "eval/exact_match"),
+        ("step_s", "time/step_s"),
+        ("time/data", "time/data"),
+        ("share/forward", "time/share/forward"),
+        ("memory_peak_gib", "memory/peak_gib"),
+        ("memory/weights_gib", "memory/weights_gib"),
+        ("epoch", "data/epoch"),
+        ("tokens/chat", "data/tokens/chat"),
+    ],
+)
+def test_groups_of_metrics(key: str, name: str) -> None:
+    assert grouped(key) == name
+
+
 def test_a_missing_tracker_names_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install wandb tensorboard"):
@@ -92,8 +123,10 @@ def test_wandb_offline_and_tensorboard_get_config_metrics_table_and_summary(
     for attempt in range(2):  # the second goes on with the first one's id
         started = Trackers(loaded, folder, {"recipe": loaded.model_dump(mode="json")}, ids)
         ids = started.run_ids()
-        started.log({"loss": 1.0, "words": "dropped"}, 1 + attempt)
-        started.table("generations", ["prompt", "output"], [["a", "b"]], 1 + attempt)
+        started.log({"loss": 1.0, "memory/weights_gib": 2.0, "words": "dropped"}, 1 + attempt)
+        with (folder / "metrics.jsonl").open("a") as lines:
+            lines.write(json.dumps({"step": 1 + attempt, "eval_loss": 0.25 + attempt, "exact_match": attempt}) + "\n")
+        started.table("generations", ["prompt", "output"], [["a\n|a", "b"]], 1 + attempt)
         started.summary({"exact_match": 1.0})
         started.finish()
     wandb_id = json.loads((folder / "wandb.json").read_text())["id"]
@@ -101,7 +134,16 @@ def test_wandb_offline_and_tensorboard_get_config_metrics_table_and_summary(
     assert runs
     assert all(run.name.endswith(wandb_id) for run in runs)
     assert any(run.glob("files/media/table/generations*.json") for run in runs)
-    assert list((folder / "tensorboard").rglob("events.out.tfevents.*"))
+    logged = b"".join(path.read_bytes() for run in runs for path in run.glob("*.wandb"))
+    for name in (b"train/loss", b"memory/weights_gib", b"eval/loss/*", b"best/eval/loss", b"best/eval/exact_match"):
+        assert name in logged
+    assert best_values(folder) == {"eval_loss": 0.25, "exact_match": 1}
+    (events,) = {path.parent for path in folder.rglob("events.out.tfevents.*")}  # no empty run next to it
+    seen = EventAccumulator(str(events)).Reload()
+    assert seen.Tags()["scalars"] == ["train/loss", "memory/weights_gib"]
+    (text,) = seen.Tensors("generations/text_summary")[0].tensor_proto.string_val
+    assert text.decode() == "| prompt | output |\n| --- | --- |\n| a ↵ \\|a | b |"
+    assert "_hparams_/session_start_info" in str(seen.summary_metadata)
 
 
 def test_calls_are_made_in_order_by_another_thread_and_flush_waits_for_them():
