@@ -95,6 +95,38 @@ def train(
 
 
 @app.command()
+def reference(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    config_file: Annotated[Path | None, typer.Option(help="Accelerate config, when launched by torchrun.")] = None,
+) -> None:
+    """Compute what another model says of a recipe's data into the cache, on the launched processes: the reference's
+    log-probabilities (of objective.reference_model, or of the initial model), or the predictions of objective.teacher.
+
+    Runs with that reference or teacher and data then begin at once, on any launch.
+
+    Example: [bold]accelerate launch --config_file accelerate_configs/fsdp2.yaml -m finetune reference RECIPE[/bold]
+    """
+    from finetune.training.signals import listening
+
+    with listening() as stop:
+        from finetune.recipe import load_recipe
+
+        loaded = load_recipe(recipe, overrides or ())
+        quiet_libraries()
+        large_pages()
+        growing_segments()
+        with few_collections():
+            import_transformers()
+            from finetune.engine.start import abort_on_crash, leave_group
+            from finetune.training.run import compute_reference
+
+        with abort_on_crash():
+            compute_reference(loaded, str(recipe), stop, Console(), str(config_file) if config_file else None)
+        leave_group()
+
+
+@app.command()
 def check(
     recipe: Annotated[Path, typer.Argument(help="Recipe file, or a folder of them.", metavar="RECIPE|FOLDER")],
     overrides: Overrides = None,

@@ -108,6 +108,7 @@ CASES = (
     Case("full classify", CLASSIFY, rows="classification"),
     Case("full dpo", (*PAIRS, "objective.name=dpo"), rows="preference"),
     Case("lora dpo", (*LORA, *PAIRS, "objective.name=dpo"), rows="preference"),
+    Case("lora dpo adapters off", (*LORA, *PAIRS, "objective={name: dpo, reference: adapters_off}"), rows="preference"),
     Case(
         "full dpo ipo unpacked",
         (*PAIRS, "objective={name: dpo, loss: ipo, sft_weight: 0.5}", "data.packing=false"),
@@ -115,6 +116,13 @@ CASES = (
     ),
     Case("lora simpo", (*LORA, *PAIRS, "objective={name: dpo, loss: simpo, beta: 2}"), rows="preference"),
     Case("full orpo", (*PAIRS, "objective.name=orpo", "batch.rows_per_device=2"), rows="preference"),
+    Case(
+        "full orpo experts balance",
+        (*PAIRS, BALANCE, "objective.name=orpo"),
+        model="qwen3_moe",
+        rows="preference",
+        on=("ddp", "ep"),
+    ),
     Case("full kto", (*PAIRS, "objective.name=kto"), rows="unpaired"),
     Case("full distill", DISTILL, teacher="teacher.parquet"),
     Case(
@@ -159,7 +167,15 @@ CASES = (
     Case("full bf16", ("train.precision=bf16",), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
     Case("lora bf16", (*LORA, "train.precision=bf16"), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
 )
-PREFERENCES = ("full dpo", "lora dpo", "full dpo ipo unpacked", "lora simpo", "full orpo", "full kto")
+PREFERENCES = (
+    "full dpo",
+    "lora dpo",
+    "lora dpo adapters off",
+    "full dpo ipo unpacked",
+    "lora simpo",
+    "full orpo",
+    "full kto",
+)
 # Those that several ranks with tokens of the same row can run.
 SHARED_TOKENS = (
     *("full", "lora", "full accumulate 1", "full auto rows", "full unpacked", "full token budget", "full stream"),
@@ -296,12 +312,13 @@ def prepare(folder: Path) -> None:
 
 def write_teachers(folder: Path) -> None:
     """What qwen3 predicts of the training rows, for llama to learn, at two temperatures."""
-    from finetune.data.dataset import build_training
+    from finetune.data.dataset import Dataset, build_training
     from finetune.models.config import load_tokenizer
     from finetune.recipe import load_recipe
 
     recipe = load_recipe(folder / "recipe.yaml", ())
     data = build_training(recipe, load_tokenizer(recipe.model))
+    assert isinstance(data, Dataset)
     for name, temperature in (("teacher", 1.0), ("teacher_2", 2.0)):
         tiny.write_teacher(folder / f"{name}.parquet", folder / "qwen3", data.examples, 8, temperature)
 
@@ -350,6 +367,8 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
         start.append(f"objective.teacher={folder / case.teacher}")
     if case.one_forward:
         start.append(f"batch.rows_per_device={ROWS // processes}")
+    if case.rows == "preference" and config == "single":  # so each other cell compares shared prompts with whole ones
+        start.append("objective.share_prompts=false")
     return [*case.overrides, *start, f"run.name={run_name(config, processes, case.name)}"]
 
 
