@@ -23,6 +23,7 @@ GOOD = (
     "train: {epochs: 1}",  # 7
 )
 EVAL = "data: {train: [{path: a.jsonl, format: messages}], eval: [{path: b.jsonl, format: messages}], max_length: 64}"
+PAIRS = "data: {train: [{path: a.jsonl, format: preference}], max_length: 64}"
 LORA = "lora: {rank: 16, alpha: 32}"
 
 
@@ -579,6 +580,30 @@ CASES = [
             "such as `lora: {rank: 16, alpha: 32}`"
         ],
         overrides=["mode=lora"],
+    ),
+    Bad(
+        "keys of another loss",
+        [
+            ":8: objective.label_smoothing: has no effect under `loss: ipo`, only under sigmoid, robust: remove it",
+            ":8: objective.margin: has no effect under `loss: ipo`, only under simpo: remove it",
+        ],
+        {4: PAIRS, 8: "objective: {name: dpo, loss: ipo, label_smoothing: 0.1, margin: 1.0}"},
+    ),
+    Bad(
+        "a reference for a loss without one",
+        [
+            ":8: objective.reference: has no effect under `loss: simpo`, only under sigmoid, robust, hinge, ipo, "
+            "sigmoid_norm, apo_zero, apo_down: remove it"
+        ],
+        {4: PAIRS, 8: "objective: {name: dpo, loss: simpo, reference: precomputed}"},
+    ),
+    Bad(
+        "more wrong pairs than right ones",
+        [
+            ":8: objective.label_smoothing: 0.5 says that most pairs are the wrong way round: use less than 0.5, or "
+            "swap `chosen` and `rejected` with `columns`"
+        ],
+        {4: PAIRS, 8: "objective: {name: dpo, loss: robust, label_smoothing: 0.5}"},
     ),
     # --- formats of an objective ---
     Bad(
