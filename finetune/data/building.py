@@ -20,6 +20,8 @@ from rich.text import Text
 from finetune.data.chat.renderer import Renderer
 from finetune.data.formats.converters import check_columns
 from finetune.data.formats.detect import detect_format
+from finetune.data.mismatched import write_with_mismatched
+from finetune.data.objective_rows import objective_rows
 from finetune.data.samples import BadRow
 from finetune.data.sources.source import SourceReader
 from finetune.data.token_cache import EntryWriter, SourceReport
@@ -35,7 +37,7 @@ from finetune.data.tokenizing import (
 )
 from finetune.errors import UserError
 from finetune.recipe import Recipe, format_problem
-from finetune.recipe.schema import OBJECTIVE_FORMATS, Data, Source
+from finetune.recipe.schema import OBJECTIVE_FORMATS, Source
 from finetune.recipe.urls import without_credentials
 
 CHUNK_ROWS = 256
@@ -85,7 +87,7 @@ class OpenedSources:
         self._opened.append((source, streaming, opened))
         return opened
 
-    def check_heads(self, renderer: Renderer, numeric_columns: tuple[str, ...] = ()) -> None:
+    def check_heads(self, renderer: Renderer) -> None:
         """Render the first rows of every source of the recipe, once: a typo in the last source must not cost the
         tokenising of the first. Raises UserError as the build would."""
         if self._heads_checked:
@@ -93,7 +95,7 @@ class OpenedSources:
         data = self._recipe.data
         for source in (*data.train, *data.eval):
             opened = self.open(source)
-            settings = row_settings(data, opened.source, renderer, numeric_columns)
+            settings = row_settings(self._recipe, opened.source, renderer)
             if opened.head is not None:
                 _check_rows(settings, opened.head)
                 continue
@@ -125,7 +127,8 @@ def _open(source: Source, streaming: bool, formats: tuple[str, ...]) -> OpenedSo
     return OpenedSource(resolved, reader, note, tuple(items[:HEAD_ROWS]))
 
 
-def row_settings(data: Data, source: Source, renderer: Renderer, numeric_columns: tuple[str, ...] = ()) -> RowSettings:
+def row_settings(recipe: Recipe, source: Source, renderer: Renderer) -> RowSettings:
+    data = recipe.data
     return RowSettings(
         renderer=renderer,
         format=source.format,
@@ -133,7 +136,8 @@ def row_settings(data: Data, source: Source, renderer: Renderer, numeric_columns
         max_length=data.max_length,
         overlong=data.overlong,
         skips_bad=data.on_bad_row == "skip",
-        numeric_columns=numeric_columns,
+        objective=objective_rows(recipe.objective),
+        pairs=source.pairs,
     )
 
 
@@ -154,12 +158,11 @@ def _check_rows(settings: RowSettings, items: Iterator[Item] | tuple[Item, ...])
 
 @dataclass(frozen=True)
 class EntryBuild:
-    """Data, source and renderer that an entry is built from, and how."""
+    """Recipe, source and renderer that an entry is built from, and how."""
 
-    data: Data
+    recipe: Recipe
     opened: OpenedSource
     renderer: Renderer
-    numeric_columns: tuple[str, ...] = ()  # kept with the tokens
     progress: Callable[[int], None] | None = None  # called with the rows done so far
     workers: int | None = None  # processes; None: one a core if there is enough to do
 
@@ -170,25 +173,35 @@ def build_source(writer: EntryWriter, build: EntryBuild, digest: str) -> None:
     Raises UserError for bad rows beyond what the recipe allows, where nothing is left, and where the content changes.
     """
     reader = build.opened.reader
-    untrained = _write(writer, build, read_items(reader))
+    untrained = _write_examples(writer, build, read_items(reader))
     if reader.digest() != digest:
         raise UserError(f"{build.opened.name}: was changed while it was read; start again when it is written whole")
-    _check_share(writer.report, build.data.max_bad_share)
-    _check_rest(writer.report, build.data.max_length, untrained, build.renderer)
+    _check_share(writer.report, build.recipe.data.max_bad_share)
+    _check_rest(writer.report, build.recipe.data.max_length, untrained, build.renderer)
 
 
 def build_part(writer: EntryWriter, build: EntryBuild, items: Iterator[Item]) -> None:
     """Write the examples of some rows of a source; there may be none. Raises UserError as `build_source` does."""
-    _write(writer, build, items)
-    _check_share(writer.report, build.data.max_bad_share)
+    _write_examples(writer, build, items)
+    _check_share(writer.report, build.recipe.data.max_bad_share)
+
+
+def _write_examples(writer: EntryWriter, build: EntryBuild, items: Iterator[Item]) -> TokenizedExample | None:
+    """Likewise `_write`, for KTO with an answer of another row next to each."""
+    if build.recipe.objective.name != "kto":
+        return _write(writer, build, items)
+    per_row = 2 if build.opened.source.format == "preference" else 1
+    return write_with_mismatched(
+        writer, lambda answers: _write(answers, build, items), build.recipe.data.max_length, per_row
+    )
 
 
 def _write(writer: EntryWriter, build: EntryBuild, items: Iterator[Item]) -> TokenizedExample | None:
     """Writes the examples of these rows; returns the first one that has no trained token."""
     opened, report, untrained = build.opened, writer.report, None
-    writer.columns = build.numeric_columns
     report.path, report.format = opened.name, opened.source.format
-    settings = row_settings(build.data, opened.source, build.renderer, build.numeric_columns)
+    settings = row_settings(build.recipe, opened.source, build.renderer)
+    writer.columns = settings.objective.columns
     with BuildProgress(opened.name, opened.reader.estimated_rows()) as shown, closing(_chunks(items)) as chunks:
         head, several = _first_chunks(chunks)
         workers = build.workers or (num_cores() if several else 1)
@@ -222,6 +235,11 @@ def _check_rest(report: SourceReport, max_length: int, untrained: TokenizedExamp
         f"{report.dropped_overlong} longer than data.max_length ({max_length}), "
         f"{report.no_supervised_token} without a trained token"
     )
+    if report.no_other_answer:
+        message += (
+            f", {report.no_other_answer} next to which no other row's answer fits: kto compares each answer with one "
+            "of another row after the same prompt, both together within data.max_length"
+        )
     if untrained:
         sequence = next(one for one in untrained.sequences if not one.num_targets)
         shown = plain_text(sequence, renderer.tokenizer)

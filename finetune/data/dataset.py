@@ -16,6 +16,7 @@ from finetune.data.chat.template import resolve_template
 from finetune.data.chat.template_check import check_template
 from finetune.data.examples import Examples, check_caps, prepare_examples
 from finetune.data.loader import OrderedRows
+from finetune.data.objective_rows import trained_part
 from finetune.data.packing import RowOrder, Rows, group_rows, one_per_row, pack, row_work
 from finetune.data.samples import Example
 from finetune.data.streaming import StreamedRows, open_stream
@@ -168,14 +169,13 @@ def build_training(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     opened: OpenedSources | None = None,
-    numeric_columns: tuple[str, ...] = (),
 ) -> Dataset | Stream:
-    """The data of `data.train`. opened, numeric_columns: see `prepare_examples`. Raises UserError."""
+    """The data of `data.train`. opened: see `prepare_examples`. Raises UserError."""
     if recipe.data.streaming:
-        stream = open_stream(recipe, tokenizer, opened, numeric_columns)
+        stream = open_stream(recipe, tokenizer, opened)
         data = Stream(StreamedRows(recipe, stream.streams), stream.names, tuple(stream.formats), stream.identity)
     else:
-        data = build_dataset(recipe, recipe.data.train, tokenizer, opened=opened, numeric_columns=numeric_columns)
+        data = build_dataset(recipe, recipe.data.train, tokenizer, opened=opened)
         if (steps := recipe.train.max_steps) is not None:  # the run's length is known
             by_steps = steps * recipe.batch.rows / len(data.rows)
             passes = [source.passes for source in data.examples.report.sources]
@@ -187,12 +187,11 @@ def build_held_out(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     opened: OpenedSources | None = None,
-    numeric_columns: tuple[str, ...] = (),
 ) -> Dataset | None:
     """The data of `data.eval`; None where there is none. Parameters as of `build_training`. Raises UserError."""
     if not recipe.data.eval:
         return None
-    return build_dataset(recipe, recipe.data.eval, tokenizer, opened=opened, numeric_columns=numeric_columns)
+    return build_dataset(recipe, recipe.data.eval, tokenizer, opened=opened)
 
 
 def build_dataset(
@@ -201,13 +200,12 @@ def build_dataset(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[int], None] | None = None,
     opened: OpenedSources | None = None,
-    numeric_columns: tuple[str, ...] = (),
 ) -> Dataset:
     """Rows of tokens, built once and cached; every process may call it at the same time. Raises UserError.
 
-    opened, numeric_columns: see `prepare_examples`.
+    opened: see `prepare_examples`.
     """
-    examples = prepare_examples(recipe, sources, tokenizer, progress, opened, numeric_columns)
+    examples = prepare_examples(recipe, sources, tokenizer, progress, opened)
     packed = pack(examples.lengths, recipe.data.max_length) if recipe.data.packing else one_per_row(examples.lengths)
     return Dataset(examples, packed)
 
@@ -222,7 +220,7 @@ def template_notes(
     template = resolve_template(recipe.model.chat_template, tokenizer, recipe.model.chat_template_arguments)
     if template is not None:
         tokenizer.chat_template = template.text
-    findings = check_template(tokenizer, template, recipe.objective.train_on)
+    findings = check_template(tokenizer, template, trained_part(recipe.objective))
     problems = [text.removeprefix("problem: ") for text in findings if text.startswith("problem: ")]
     if problems:
         opened = opened or OpenedSources(recipe)

@@ -16,7 +16,7 @@ import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
 from itertools import accumulate
@@ -34,6 +34,7 @@ from finetune import __version__
 from finetune.data.building import EntryBuild, OpenedSource, OpenedSources, build_source
 from finetune.data.chat.renderer import Renderer, build_renderer
 from finetune.data.chat.template import asks_for_today, dated, resolve_template
+from finetune.data.objective_rows import objective_rows, trained_part
 from finetune.data.predictions import Predictions
 from finetune.data.samples import Example, concatenate_sizes
 from finetune.data.token_cache import CacheEntry, DataReport, entries_folder, find_or_build, load
@@ -131,14 +132,13 @@ def prepare_examples(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[int], None] | None = None,
     opened: OpenedSources | None = None,
-    numeric_columns: tuple[str, ...] = (),
 ) -> Examples:
     """Read, render, mask and tokenise `sources` (`recipe.data.train` or `.eval`), or load it from the cache.
 
     Uses no process group: every process may call it at once, the first builds each entry and the others wait at a file
     lock. Before anything is tokenised the first rows of all the recipe's sources are rendered.
     progress: called with the number of rows done in the source at hand. opened: of this recipe, if other parts of the
-    run open sources too. numeric_columns: of the rows, which become columns of the examples.
+    run open sources too.
     Raises UserError with file and row for data that cannot be used, and where nothing trainable is left.
     """
     opened = opened or OpenedSources(recipe)
@@ -147,16 +147,16 @@ def prepare_examples(
     rendering = rendering_key(renderer)
     digests = [one.reader.digest() for one in of_sources]
     folders = [
-        entries_folder() / entry_key(recipe, one.source, digest, rendering, numeric_columns)
+        entries_folder() / entry_key(recipe, one.source, digest, rendering)
         for one, digest in zip(of_sources, digests, strict=True)
     ]
     if any(load(folder) is None for folder in folders):
-        opened.check_heads(renderer, numeric_columns)
+        opened.check_heads(renderer)
     entries, build_s = [], []
     for one, digest, folder in zip(of_sources, digests, folders, strict=True):
         if one.note:
             log.warning("%s", one.note)
-        build = EntryBuild(recipe.data, one, renderer, numeric_columns, progress)
+        build = EntryBuild(recipe, one, renderer, progress)
         entry, seconds = find_or_build(
             folder, entry_metadata(recipe, one, renderer), partial(build_source, build=build, digest=digest)
         )
@@ -169,7 +169,7 @@ def recipe_renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rende
     """The renderer of a recipe's rows. Raises UserError."""
     model = recipe.model
     template = resolve_template(model.chat_template, tokenizer, model.chat_template_arguments)
-    return build_renderer(tokenizer, template, recipe.objective.train_on)
+    return build_renderer(tokenizer, template, trained_part(recipe.objective))
 
 
 def _choose_from(
@@ -199,9 +199,7 @@ def _choose_from(
 # --- what an entry's tokens depend on
 
 
-def entry_key(
-    recipe: Recipe, source: Source, digest: str, rendering: str, numeric_columns: tuple[str, ...] = ()
-) -> str:
+def entry_key(recipe: Recipe, source: Source, digest: str, rendering: str) -> str:
     """sha256 of everything that the tokens, masks and columns of a source depend on."""
     data = recipe.data
     parts = {
@@ -211,7 +209,7 @@ def entry_key(
         "rendering": rendering,
         "length": [data.max_length, data.overlong],
         "bad_rows": [data.on_bad_row, data.max_bad_share],
-        "columns": numeric_columns,
+        "objective": asdict(objective_rows(recipe.objective)),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

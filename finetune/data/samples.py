@@ -1,7 +1,7 @@
 """Samples and examples: what a row says, and what it becomes.
 
-Formats make samples: a conversation, plain text, a prompt and its completion, ids, or a preference. Rendering turns
-them into examples: groups of token sequences.
+Formats make samples: a conversation, plain text, a prompt and its completion, ids, a preference, ranked answers, or
+something with a label. Rendering turns them into examples: groups of token sequences.
 """
 
 from __future__ import annotations
@@ -74,9 +74,27 @@ class Preference:
 
     chosen: Conversation | PromptCompletion
     rejected: Conversation | PromptCompletion
+    margin: float = 0.0  # by how much it is better, where the row says
 
 
-Sample = Conversation | Text | PromptCompletion | Ids | Preference
+@dataclass(frozen=True)
+class Ranked:
+    """Several answers to the same prompt, each with its score."""
+
+    answers: tuple[Conversation | PromptCompletion, ...]
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """An answer that is marked as good or bad, or a text with the name or index of its class."""
+
+    sample: Conversation | PromptCompletion | Text
+    label: bool | int | str
+
+
+Drawable = Conversation | Text | PromptCompletion | Ids | Preference  # what a renderer draws
+Sample = Drawable | Ranked | Labelled
 
 
 # --- examples

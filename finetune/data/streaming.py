@@ -215,16 +215,15 @@ def open_stream(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     opened: OpenedSources | None = None,
-    numeric_columns: tuple[str, ...] = (),
 ) -> OpenedStream:
     """Open every source, detect its format, and render its first rows; read nothing more. Raises UserError."""
     renderer = recipe_renderer(recipe, tokenizer)
     opened = opened or OpenedSources(recipe)
     of_sources = [opened.open(source) for source in recipe.data.train]
-    opened.check_heads(renderer, numeric_columns)
+    opened.check_heads(renderer)
     rendering = rendering_key(renderer)
-    keys = [entry_key(recipe, one.source, one.reader.digest(), rendering, numeric_columns) for one in of_sources]
-    builds = [EntryBuild(recipe.data, one, renderer, numeric_columns) for one in of_sources]
+    keys = [entry_key(recipe, one.source, one.reader.digest(), rendering) for one in of_sources]
+    builds = [EntryBuild(recipe, one, renderer) for one in of_sources]
     streams = [_source_stream(recipe, build, key) for build, key in zip(builds, keys, strict=True)]
     for one in of_sources:
         if one.note:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import math
 import multiprocessing
 import os
 import pickle
@@ -20,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 from finetune.data.chat.encoding import remember_words
 from finetune.data.chat.renderer import Rendered, Renderer
 from finetune.data.formats.detect import parse_row
+from finetune.data.objective_rows import PLAIN, ObjectiveRows, examples_of
 from finetune.data.samples import BadRow, Sequence, shared_prefix
 from finetune.errors import RunFailure, UserError
 
@@ -37,6 +37,7 @@ Item = tuple[str, int, "Mapping[str, Any] | str"]  # file or dataset, row number
 RowId = tuple[str, int]  # file or dataset, row number
 
 CHUNKS_PER_WORKER = 2  # that a worker has or will have next; more would only be memory
+EQUAL_ANSWERS = "both answers are the same tokens, so there is nothing to prefer; do they differ by blanks alone?"
 MOST_WAITING = 16  # times as many results may wait for one before them
 
 
@@ -50,7 +51,8 @@ class RowSettings:
     max_length: int  # tokens of an example, all its sequences together
     overlong: str  # drop | truncate | split | error
     skips_bad: bool  # on_bad_row: skip
-    numeric_columns: tuple[str, ...] = ()  # of the rows, kept with the tokens
+    objective: ObjectiveRows = PLAIN
+    pairs: str = "best_worst"  # of ranked answers: best_worst | all
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class TokenizedExample:
 
     row_id: RowId
     sequences: tuple[Sequence, ...]
-    numbers: tuple[float, ...] = ()  # in the order of `RowSettings.numeric_columns`
+    numbers: tuple[float, ...] = ()  # in the order of `ObjectiveRows.columns`
 
     @property
     def num_tokens(self) -> int:
@@ -111,11 +113,11 @@ class _Tally:
 
 @dataclass(frozen=True)
 class DrawnRow:
-    """A row as strings: for every example of it the texts of its sequences."""
+    """A row as strings: for every example of it the texts of its sequences, and its numbers."""
 
     row_id: RowId
-    groups: list[tuple[Rendered, ...]]
-    numbers: tuple[float, ...]
+    groups: list[tuple[tuple[Rendered, ...], tuple[float, ...]]]
+    is_unrolled: bool  # a conversation became several examples
 
 
 def tokenize_chunk(settings: RowSettings, items: Iterable[Item]) -> ChunkResult:
@@ -123,36 +125,37 @@ def tokenize_chunk(settings: RowSettings, items: Iterable[Item]) -> ChunkResult:
     tally = _Tally()
     rows = _draw_rows(settings, items, tally)
     try:
-        tokens = iter(settings.renderer.tokenise([text for row in rows for group in row.groups for text in group]))
+        tokens = iter(settings.renderer.tokenise([text for row in rows for group, _ in row.groups for text in group]))
         for row in rows:
-            groups = [tuple(Sequence(*next(tokens)) for _ in group) for group in row.groups]
-            if len(groups) > 1:
+            examples = [
+                TokenizedExample(row.row_id, tuple(Sequence(*next(tokens)) for _ in group), numbers)
+                for group, numbers in row.groups
+            ]
+            if _has_equal_answers(settings, examples):
+                _refuse_row(settings, row.row_id, BadRow(EQUAL_ANSWERS), tally)
+                if tally.failed:
+                    break
+                continue
+            if row.is_unrolled:
                 tally.counts["unrolled"] += 1
-            for sequences in groups:
-                for example in _fit(settings, TokenizedExample(row.row_id, sequences, row.numbers), tally.counts):
-                    # Each with all its sequences, or not at all. count_nonzero takes a quarter of what `any` takes.
-                    if all(np.count_nonzero(sequence.loss_mask) for sequence in example.sequences):
-                        tally.examples.append(example)
-                    else:
-                        tally.counts["no_supervised_token"] += 1
-                        tally.untrained = tally.untrained or example
+            _keep_row(settings, examples, tally)
     except UserError as error:  # a row before the one that could not be drawn
         tally.failed = str(error)
     return ChunkResult(tally.counts, tally.bad_rows, _arrays_of(tally.examples), tally.untrained, tally.failed)
 
 
 def draw(settings: RowSettings, item: Item) -> DrawnRow:
-    """The texts of a row's examples, and its numbers. Raises BadRow, and UserError for what no row could mend."""
+    """The texts and numbers of a row's examples. Raises BadRow, and UserError for what no row could mend."""
     label, number, row = item
     if isinstance(row, str):
         raise BadRow(row)
-    groups = settings.renderer.draw(parse_row(row, settings.format, settings.columns))
-    for name in settings.numeric_columns:
-        value = row.get(name)
-        if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
-            seen = "is missing" if value is None else f"is {str(value)[:40]!r}"
-            raise BadRow(f"column `{name}` {seen}; the objective needs a number there")
-    return DrawnRow((label, number), groups, tuple(float(row[name]) for name in settings.numeric_columns))
+    sample = parse_row(row, settings.format, settings.columns)
+    drawn = [
+        (settings.renderer.draw(example), numbers)
+        for example, numbers in examples_of(sample, settings.objective, settings.pairs)
+    ]
+    groups = [(group, numbers) for groups, numbers in drawn for group in groups]
+    return DrawnRow((label, number), groups, len(groups) > len(drawn))
 
 
 def bad_row_message(row_id: RowId, error: BadRow) -> str:
@@ -169,15 +172,43 @@ def _draw_rows(settings: RowSettings, items: Iterable[Item], tally: _Tally) -> l
             drawn.append(draw(settings, item))
             tally.counts["rows"] += 1
         except BadRow as error:
-            if not settings.skips_bad:
-                tally.failed = bad_row_message((label, number), error)
+            tally.counts["rows"] += 1
+            _refuse_row(settings, (label, number), error, tally)
+            if tally.failed:
                 break
-            tally.counts.update(rows=1, bad=1)
-            tally.bad_rows.append(f"{label}:{number}: {error}")
         except UserError as error:
             tally.failed = f"{label}:{number}: {error}"
             break
     return drawn
+
+
+def _refuse_row(settings: RowSettings, row_id: RowId, error: BadRow, tally: _Tally) -> None:
+    """Counts a bad row, or ends the build."""
+    if not settings.skips_bad:
+        tally.failed = bad_row_message(row_id, error)
+        return
+    tally.counts["bad"] += 1
+    tally.bad_rows.append(f"{row_id[0]}:{row_id[1]}: {error}")
+
+
+def _has_equal_answers(settings: RowSettings, examples: list[TokenizedExample]) -> bool:
+    """Texts that differ may be the same tokens: a template strips them, a tokenizer normalises them."""
+    groups = [example.sequences for example in examples]
+    if settings.objective.is_unpaired:  # the answers of a pair are examples of their own
+        groups = [tuple(sequence for group in groups for sequence in group)]
+    return any(len(group) == 2 and np.array_equal(group[0].input_ids, group[1].input_ids) for group in groups)
+
+
+def _keep_row(settings: RowSettings, examples: list[TokenizedExample], tally: _Tally) -> None:
+    """The examples of one row that are short enough and trained: each with all its sequences, or not at all."""
+    for one in examples:
+        for example in _fit(settings, one, tally.counts):
+            # count_nonzero takes a quarter of what `any` takes for so few
+            if all(np.count_nonzero(sequence.loss_mask) for sequence in example.sequences):
+                tally.examples.append(example)
+            else:
+                tally.counts["no_supervised_token"] += 1
+                tally.untrained = tally.untrained or example
 
 
 def _fit(settings: RowSettings, example: TokenizedExample, counts: Counter[str]) -> Iterator[TokenizedExample]:
@@ -189,43 +220,24 @@ def _fit(settings: RowSettings, example: TokenizedExample, counts: Counter[str])
         counts["dropped_overlong"] += 1
     elif settings.overlong == "truncate":
         counts["truncated"] += 1
-        limit = _common_limit([len(sequence.input_ids) for sequence in example.sequences], most)
-        yield _with_sequences(example, [_cut(sequence, 0, limit) for sequence in example.sequences])
-    elif settings.overlong == "split" and len(example.sequences) > 1:
-        raise UserError(f"{example.where}: the answers of a preference cannot be split; set data.overlong to drop")
+        yield _cut(example, 0, most)
     elif settings.overlong == "split":
         counts["split"] += 1
-        for begin in range(0, length, most):
-            yield _with_sequences(example, [_cut(one, begin, begin + most) for one in example.sequences])
+        yield from (_cut(example, begin, begin + most) for begin in range(0, length, most))
     else:
+        several = len(example.sequences) > 1
         raise UserError(
-            f"{example.where}: {length} tokens{' in both answers' * (len(example.sequences) > 1)}, but "
-            f"data.max_length is {most}; raise it, or set data.overlong to drop, truncate or split"
+            f"{example.where}: {length} tokens{' in both answers' * several}, but data.max_length is {most}; raise it, "
+            f"or set data.overlong to drop{'' if several else ', truncate or split'}"
         )
 
 
-def _common_limit(lengths: list[int], most: int) -> int:
-    """Tokens that each sequence may keep so that all together have at most `most`: the longest is cut first.
-
-    >>> _common_limit([10, 2], 8), _common_limit([10, 9], 8)
-    (6, 4)
-    """
-    for i, length in enumerate(sorted(lengths)):
-        limit = most // (len(lengths) - i)
-        if length > limit:
-            return limit
-        most -= length
-    return max(lengths)
-
-
-def _with_sequences(example: TokenizedExample, sequences: list[Sequence]) -> TokenizedExample:
-    return TokenizedExample(example.row_id, tuple(sequences), example.numbers)
-
-
-def _cut(sequence: Sequence, begin: int, end: int) -> Sequence:
+def _cut(example: TokenizedExample, begin: int, end: int) -> TokenizedExample:
+    """A piece of an example of one sequence; the recipe allows no others to be cut."""
+    (sequence,) = example.sequences
     loss_mask = sequence.loss_mask[begin:end].copy()
     loss_mask[:1] = False  # nothing predicts the first token of a piece either
-    return Sequence(sequence.input_ids[begin:end], loss_mask)
+    return replace(example, sequences=(Sequence(sequence.input_ids[begin:end], loss_mask),))
 
 
 def _arrays_of(examples: list[TokenizedExample]) -> ExampleArrays:

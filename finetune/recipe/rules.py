@@ -245,6 +245,51 @@ def objective_takes_formats(recipe: Recipe) -> Iterator[Finding]:
                 yield f"data.{key}[{i}].format", problem
 
 
+def pairs_are_ranked(recipe: Recipe) -> Iterator[Finding]:
+    for key, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+        for i, source in enumerate(sources):
+            if source.pairs != "best_worst" and source.format != "ranked":
+                yield (
+                    f"data.{key}[{i}].pairs",
+                    f"is only for rows of ranked answers: set `format: ranked`, or remove `pairs: {source.pairs}`",
+                )
+
+
+def answers_are_whole(recipe: Recipe) -> Iterator[Finding]:
+    name, overlong = recipe.objective.name, recipe.data.overlong
+    if name in ("dpo", "orpo", "reward", "kto") and overlong in ("truncate", "split"):
+        yield (
+            "data.overlong",
+            f"`{overlong}` would have `{name}` judge a part of an answer, and an answer without its end teaches to "
+            "ramble: use `drop`, which leaves out all of a pair and counts it, or `error`",
+        )
+    if name == "classify" and overlong == "split":
+        yield "data.overlong", "`split` would give the label of a text to each of its parts: use `drop`, `truncate`"
+
+
+def classes_have_names(recipe: Recipe) -> Iterator[Finding]:
+    objective = recipe.objective
+    if objective.name != "classify":
+        return
+    if objective.labels is None or len(objective.labels) < 2:
+        yield (
+            "objective.labels",
+            "name the labels of the rows, two at least, in the order of the model's outputs, such as `[no, yes]`",
+        )
+    elif len(set(objective.labels)) < len(objective.labels):
+        yield "objective.labels", "has a name twice: keep one of each"
+
+
+def answers_are_the_targets(recipe: Recipe) -> Iterator[Finding]:
+    name, train_on = recipe.objective.name, recipe.objective.train_on
+    if name in ("dpo", "orpo", "reward", "kto", "classify") and train_on != "assistant":
+        yield (
+            "objective.train_on",
+            f"`{train_on}` has no effect under `name: {name}`, which looks at the answers alone (classify: at all): "
+            "remove it",
+        )
+
+
 def format_problem(objective: str, format: str) -> str | None:
     """Returns why an objective does not take rows of a format, and what to do instead; None where it does."""
     if format in OBJECTIVE_FORMATS[objective]:
@@ -284,8 +329,6 @@ def scores_in_place_of_logits(recipe: Recipe) -> Iterator[Finding]:
             yield f"evaluate.{key}", f"a model of `{name}` scores texts and generates none: set it to 0"
     if recipe.model.cross_entropy != "auto":
         yield "model.cross_entropy", f"a model of `{name}` has no LM head: remove it"
-    if recipe.objective.labels is not None and len(set(recipe.objective.labels)) < max(2, len(recipe.objective.labels)):
-        yield "objective.labels", "needs at least two labels, each once"
     if recipe.lora is not None and "score" in recipe.lora.targets:
         yield "lora.targets", f"under `{name}` the head `score` is trained in full: leave it out"
 
@@ -356,6 +399,10 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     dropout_of_pairs,
     distillation,
     objective_takes_formats,
+    pairs_are_ranked,
+    answers_are_whole,
+    answers_are_the_targets,
+    classes_have_names,
     scores_in_place_of_logits,
     cross_entropy_of_torch,
     stepped_in_backward,

@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, model_validator
 
@@ -139,7 +139,8 @@ class Quantization(Section):
     double_quant: bool = True  # quantises the block scales, too: saves 0.37 bits per weight
 
 
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens", "preference"]
+Answers = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
+Format = Literal["auto", Answers, "preference", "ranked", "unpaired", "classification"]
 
 
 class Source(Section):
@@ -154,6 +155,9 @@ class Source(Section):
     split: str = "train"  # slices such as train[:1000] and train[10%:20%] work, also for files, which are one split
     format: Format = "auto"  # auto: detected from the first rows and logged
     columns: dict[str, str] | None = None  # field of the format: column of the file
+    # format ranked, pairs of a row's answers. best_worst: the one of the highest score against the one of the lowest;
+    # all: every two whose scores differ
+    pairs: Literal["best_worst", "all"] = "best_worst"
     # Without `data.mixture`: rows per epoch as a multiple of the source's size (0.5: a fixed half, 2: twice).
     # With it, or with `data.streaming`: sampling weight, relative to the other sources.
     weight: Positive = 1.0
@@ -234,7 +238,7 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
     },
 }
 # Formats of the rows that each objective takes.
-_ANSWERS = ("messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens")
+_ANSWERS = get_args(Answers)
 _PAIRS = ("preference", "ranked")
 OBJECTIVE_FORMATS: dict[str, tuple[str, ...]] = {
     "sft": _ANSWERS,
@@ -302,7 +306,7 @@ class Objective(Section):
     undesirable_weight: NonNegative | None = None
     # reward: weight of the squared sum of a pair's scores, which centres them (https://arxiv.org/abs/2312.09244)
     centering: NonNegative = 0.0
-    # classify: names of the labels, in the order of the model's outputs; null: those in the rows, sorted
+    # classify (required): names of the labels, in the order of the model's outputs; rows have a name or its index
     labels: Names | None = None
     # distill: the teacher, a local folder or hub id of a model with the same vocabulary (its log-probabilities are
     # computed before the first step), or a .parquet file with ids and log-probabilities of each token

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.chat.encoding import Encoder, Tokens, encoder
 from finetune.data.chat.template import Jinja, Span, Template, built_in_templates, own_template, traits_of
 from finetune.data.chat.trained_spans import Chat, parts_of
-from finetune.data.samples import BadRow, Conversation, Ids, Preference, PromptCompletion, Sample, Text
+from finetune.data.samples import BadRow, Conversation, Drawable, Ids, Preference, PromptCompletion, Text
 from finetune.errors import UserError
 
 UNTRAINED = -100  # Hugging Face convention, the ignore_index of torch's cross entropy
@@ -54,7 +54,7 @@ class Renderer:
     encoder: Encoder = field(repr=False)
     special_text: re.Pattern[str] = field(repr=False)  # of special tokens, to find them in what a row says
 
-    def draw(self, sample: Sample) -> list[tuple[Rendered, ...]]:
+    def draw(self, sample: Drawable) -> list[tuple[Rendered, ...]]:
         """Returns the examples of a sample, each with its sequences. One example of one sequence; of a conversation
         whose template rewrites history several; of a preference one of two sequences, chosen and rejected.
 
@@ -210,7 +210,7 @@ def _special_text(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def render(
-    sample: Sample, tokenizer: PreTrainedTokenizerBase, train_on: str = "assistant", template: Template | None = None
+    sample: Drawable, tokenizer: PreTrainedTokenizerBase, train_on: str = "assistant", template: Template | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """(input_ids (T,), labels (T,)) of one sample that is one example; labels are -100 where not trained.
 

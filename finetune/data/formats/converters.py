@@ -7,13 +7,32 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.data.formats.messages import Tool, as_context, read_messages, read_tools, read_turn, to_conversation
-from finetune.data.formats.values import Misfit, Row, columns_of, has_value, kind, names, optional_text, shown
+from finetune.data.formats.messages import (
+    Tool,
+    as_context,
+    context_of,
+    read_messages,
+    read_tools,
+    read_turn,
+    to_conversation,
+)
+from finetune.data.formats.values import Misfit, Row, columns_of, has_value, kind, names, number, optional_text, shown
 from finetune.data.formats.values import text as text_of
-from finetune.data.samples import BadRow, Conversation, Ids, Message, Preference, PromptCompletion, Sample, Text
+from finetune.data.samples import (
+    BadRow,
+    Conversation,
+    Ids,
+    Labelled,
+    Message,
+    Preference,
+    PromptCompletion,
+    Ranked,
+    Sample,
+    Text,
+)
 from finetune.errors import UserError
 from finetune.utils import common_prefix_length
 
@@ -51,10 +70,14 @@ def alpaca(row: Row) -> Conversation:
 
 def prompt_completion(row: Row) -> Conversation | PromptCompletion:
     """prompt and completion, both text or both messages; only the completion is trained; optional tools, system"""
-    prompt, completion = _field(row, "prompt"), _field(row, "completion")
-    system, tools = _system_and_tools(row)
     if row.get("label") is False:  # as KTO's data sets say it
         raise BadRow("`label` is false: the completion is marked as a bad one, and would be trained on; leave it out")
+    return _completion(row)
+
+
+def _completion(row: Row) -> Conversation | PromptCompletion:
+    prompt, completion = _field(row, "prompt"), _field(row, "completion")
+    system, tools = _system_and_tools(row)
     if isinstance(prompt, str) and isinstance(completion, str):
         pair = PromptCompletion(text_of(prompt, "`prompt`"), text_of(completion, "`completion`"))
         # Without these it stays a pair of texts, which needs no chat template.
@@ -68,11 +91,56 @@ def prompt_completion(row: Row) -> Conversation | PromptCompletion:
 
 
 def preference(row: Row) -> Preference:
-    """chosen and rejected, each text or messages, after `prompt` or a beginning they share; optional tools, system"""
+    """chosen and rejected, each text or messages, after `prompt` or a beginning they share; optional tools, system,
+    and margin, a number: by how much the chosen one is better"""
     chosen, rejected = _field(row, "chosen"), _field(row, "rejected")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         raise _unlike({"chosen": chosen, "rejected": rejected})
-    return preference_of(row.get("prompt"), chosen, rejected, *_system_and_tools(row))
+    margin = 0.0 if row.get("margin") is None else number(row["margin"], "`margin`")
+    return replace(preference_of(row.get("prompt"), chosen, rejected, *_system_and_tools(row)), margin=margin)
+
+
+def ranked(row: Row) -> Ranked:
+    """prompt, responses: [text or messages, ...], scores: [number, ...], higher is better; optional tools, system"""
+    prompt, responses, scores = (_field(row, name) for name in ("prompt", "responses", "scores"))
+    for name, value in (("responses", responses), ("scores", scores)):
+        if not isinstance(value, list):
+            raise (BadRow if value is None else Misfit)(f"`{name}` is {kind(value)}; expected a list")
+    if len(responses) != len(scores):
+        raise BadRow(f"`responses` has {len(responses)} items, but `scores` {len(scores)}; expected one score for each")
+    values = tuple(number(score, f"scores[{i}]") for i, score in enumerate(scores))
+    if len(set(values)) < 2:
+        what = "equal" if values else "missing"
+        raise BadRow(f"all scores are {what}, so there is nothing to prefer; expected at least two that differ")
+    system, tools = _system_and_tools(row)
+    answers = [_answered(prompt, one, f"responses[{i}]", system, tools) for i, one in enumerate(responses)]
+    return Ranked(tuple(answers), values)
+
+
+def unpaired(row: Row) -> Labelled:
+    """prompt and completion, as in prompt_completion, or messages that end with the answer; label: true or false"""
+    label = _field(row, "label")
+    if type(label) not in (bool, int) or label not in (0, 1):
+        raise BadRow(f"`label` is {shown(label)}; expected true (a good answer) or false (a bad one), or 1 or 0")
+    if not has_value(row.get("messages")):
+        return Labelled(_completion(row), bool(label))
+    system, tools = _system_and_tools(row)
+    *before, answer = read_messages(row["messages"], "messages")
+    if answer.role != "assistant":
+        raise BadRow(f"`messages` ends with a message of {answer.role}; expected the assistant's that `label` is about")
+    return Labelled(to_conversation([*as_context(before), answer], system, tools), bool(label))
+
+
+def classification(row: Row) -> Labelled:
+    """label: a name or an index of `objective.labels`; text, or messages; with messages optional tools, system"""
+    label = _field(row, "label")
+    if type(label) not in (int, str) or label == "":
+        raise BadRow(f"`label` is {shown(label)}; expected a name of `objective.labels`, or its index from 0")
+    if not has_value(row.get("messages")):
+        return Labelled(Text(_text_field(row, "text")), label)
+    if has_value(row.get("text")):
+        raise BadRow("the row has `text` and `messages`; keep the one that `label` is about")
+    return Labelled(context_of(read_messages(row["messages"], "messages"), *_system_and_tools(row)), label)
 
 
 def tokens(row: Row) -> Ids:
@@ -112,6 +180,9 @@ FORMATS: dict[str, Callable[[Row], Sample]] = {
     "text": text,
     "tokens": tokens,
     "preference": preference,
+    "ranked": ranked,
+    "unpaired": unpaired,
+    "classification": classification,
 }
 
 FIELDS: dict[str, Fields] = {
@@ -165,10 +236,26 @@ FIELDS: dict[str, Fields] = {
     ),
     "preference": Fields(
         ("chosen", "rejected"),
-        ("prompt", "tools", "system"),
+        ("prompt", "tools", "system", "margin"),
         "a better and a worse answer",
         rank=0,
         other_names=({"prompt": "question"}, {"prompt": "input"}, {"prompt": "instruction"}),  # orca_dpo_pairs
+    ),
+    "ranked": Fields(("prompt", "responses", "scores"), ("tools", "system"), "answers and their scores", rank=0),
+    "unpaired": Fields(
+        ("label",),
+        ("prompt", "completion", "messages", "tools", "system"),
+        "whether an answer is good",
+        rank=0,
+        is_labelled=True,
+    ),
+    "classification": Fields(
+        ("label",),
+        ("text", "messages", "tools", "system"),
+        "the class of a text",
+        rank=0,
+        other_names=({"text": "sentence"},),  # GLUE
+        is_labelled=True,
     ),
 }
 
@@ -251,6 +338,23 @@ def _history(row: Row) -> list[Message]:
     return turns
 
 
+# --- ranked answers
+
+
+def _answered(
+    prompt: Any, answer: Any, where: str, system: str, tools: tuple[Tool, ...]
+) -> Conversation | PromptCompletion:
+    """One answer, text or messages, to a prompt of either kind."""
+    if not isinstance(answer, str | list):
+        raise BadRow(f"{where} is {kind(answer)}; expected text or a list of messages")
+    if isinstance(prompt, str) and isinstance(answer, str) and not system and not tools:
+        return PromptCompletion(text_of(prompt, "`prompt`"), text_of(answer, where))
+    turns = [Message("assistant", text_of(answer, where))] if isinstance(answer, str) else read_messages(answer, where)
+    if turns[0].role != "assistant":
+        raise BadRow(f"{where} begins with a message of {turns[0].role}; expected the answer to `prompt` alone")
+    return to_conversation([*as_context(_prompt(prompt)), *turns], system, tools)
+
+
 # --- preference pairs: two answers to one prompt, however the row spells the prompt
 
 
@@ -281,7 +385,7 @@ def _text_pair(prompt: str, chosen: str, rejected: str) -> Preference:
     ]
     if pair[0] == pair[1]:
         raise BadRow("`chosen` and `rejected` are the same, so there is nothing to prefer")
-    return Preference(*pair)
+    return Preference(pair[0], pair[1])
 
 
 def _answer(value: Any, where: str) -> Messages:

@@ -98,14 +98,18 @@ def nearest_format(row: Row, columns: Columns | None = None) -> tuple[str, str]:
     """
     check_columns("auto", columns)
     tries = [
-        (format, mapping, _problem(row, format, mapping)) for format, mapping in _candidates(list(row), columns or {})
+        (format, mapping, _problem(row, format, mapping))
+        for format, mapping in _candidates(list(row), columns or {})
+        if not FIELDS[format].is_labelled
     ]
     known = [tried for tried in tries if not isinstance(tried[2], Misfit)]
     if known:  # by rank those that fit, then those that do not
         format, _, problem = min(known, key=lambda tried: (tried[2] is not None, FIELDS[tried[0]].rank))
         return format, str(problem or "")
     # A format of one required field that a single column fits, whatever its name; not text, which many would fit.
-    one_field = [format for format in FORMATS if len(FIELDS[format].required) == 1 and format != "text"]
+    one_field = [
+        f for f, fields in FIELDS.items() if len(fields.required) == 1 and f != "text" and not fields.is_labelled
+    ]
     if not columns and (fitting := next(filter(None, (_as_single_field(row, format) for format in one_field)), None)):
         return fitting
     best = max(tries, key=lambda tried: _nearness(row, tried[0], tried[1]))
@@ -116,7 +120,11 @@ def nearest_format(row: Row, columns: Columns | None = None) -> tuple[str, str]:
 
 def looks_like(row: Row, but_not: str | None = None) -> tuple[str, Columns] | None:
     """The format that a row fits, with the names of its fields there, or None."""
-    candidates = [candidate for candidate in _candidates(list(row), {}) if candidate[0] != but_not]
+    candidates = [
+        (format, columns)
+        for format, columns in _candidates(list(row), {})
+        if format != but_not and not FIELDS[format].is_labelled
+    ]
     candidates.sort(key=lambda candidate: FIELDS[candidate[0]].rank)
     return next((candidate for candidate in candidates if _problem(row, *candidate) is None), None)
 

@@ -249,12 +249,18 @@ def read_turn(value: Any, where: str) -> Message:
 
 def to_conversation(messages: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
     """Returns the messages, checked for their order, after a row's `system`, where that is not among them."""
-    _check_order(messages)
     answers = [message for message in messages if message.role == "assistant"]
+    conversation = context_of(messages, system, tools)
     if not answers:
         raise BadRow("no assistant message, so there is nothing to train on")
     if not any(message.train for message in answers):
         raise BadRow("every assistant message has `train: false` or `weight: 0`, so there is nothing to train on")
+    return conversation
+
+
+def context_of(messages: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
+    """Likewise, of messages that are read only: they may be without an answer."""
+    _check_order(messages)
     first = messages[0]
     if not system or (first.role in FIRST and first.content == system):
         return Conversation(tuple(messages), tools)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -88,6 +89,13 @@ def optional_text(value: Any, where: str) -> str:
 
 def _half_a_character(value: str, error: UnicodeEncodeError, where: str) -> NoReturn:
     raise BadRow(f"{where} has half a character ({value[error.start]!a}) at {error.start}; write it whole") from None
+
+
+def number(value: Any, where: str) -> float:
+    """Returns a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadRow(f"{where} is {shown(value)}; expected a number")
+    return float(value)
 
 
 def mapping(value: Any, where: str, expected: str) -> Row:

@@ -50,6 +50,7 @@ LOSSES = {
     "truncated": ("truncated to max_length", "raise `data.max_length`: the end of the answer is often what is lost"),
     "split": ("split into pieces of max_length", "raise `data.max_length` to keep them in one piece"),
     "no_supervised_token": ("dropped, no supervised token", "answers without content, or truncated before one"),
+    "no_other_answer": ("dropped, no other row's answer fits next to it", "raise `data.max_length`, for kto"),
     "unrolled": ("conversations turned into several examples", "the template rewrites earlier turns"),
     "duplicates": ("same tokens as an earlier example; kept", "remove them from the source if not intended"),
 }

@@ -22,6 +22,7 @@ COUNTS = {
     "truncated": "truncated",
     "split": "split",
     "no_supervised_token": "without a supervised token",
+    "no_other_answer": "without another's answer",
     "unrolled": "unrolled",
     "duplicates": "duplicates",
     "examples": "examples",

@@ -120,6 +120,8 @@ def recipe(
         "optimizer": {"lr": 1e-3},
         "train": {"epochs": 1},
     }
+    if format == "classification":
+        sections["objective"]["labels"] = ["no", "yes"]
     for name, value in changes.items():
         section, key = name.split("__")
         sections[section][key] = value

@@ -56,7 +56,7 @@ def renderer_of(made: Recipe, tokenizer: PreTrainedTokenizerFast) -> Renderer:
 def build_with(workers: int, made: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path) -> CacheEntry:
     """An entry made by so many processes."""
     opened = OpenedSources(made).open(made.data.train[0])
-    build = EntryBuild(made.data, opened, renderer_of(made, tokenizer), workers=workers)
+    build = EntryBuild(made, opened, renderer_of(made, tokenizer), workers=workers)
     fill = partial(build_source, build=build, digest=opened.reader.digest())
     return find_or_build(folder, {"source": opened.source.path}, fill)[0]
 
@@ -160,7 +160,7 @@ def build_and_stop(path: Path, tokenizer: Path, folder: Path, processes: Any) ->
     made = recipe(path)
     opened = OpenedSources(made).open(made.data.train[0])
     renders = renderer_of(made, PreTrainedTokenizerFast.from_pretrained(tokenizer))
-    build = EntryBuild(made.data, opened, renders, progress=stop, workers=2)
+    build = EntryBuild(made, opened, renders, progress=stop, workers=2)
     find_or_build(folder, {}, partial(build_source, build=build, digest=opened.reader.digest()))
 
 
@@ -378,25 +378,11 @@ SHORT = "hello"  # 3
 
 def test_a_preference_is_one_example_and_is_kept_or_dropped_as_one():
     """Both answers together have at most max_length tokens, as a packed row has."""
-    found = in_parts(True, "drop", f"{SHORT}|world", f"{SHORT}|{LONG}", f"{LONG}|{LONG}", "a|b")
+    found = in_parts(True, "drop", f"{SHORT}|world", f"{SHORT}|{LONG}", f"{LONG}|world {LONG}", f"world|{SHORT}")
     assert found.arrays.rows.tolist() == [1, 4]
     assert found.arrays.sizes.tolist() == [2, 2]
     assert found.arrays.lengths.sum() == len(found.arrays.input_ids)
     assert dict(found.counts) == {"rows": 4, "dropped_overlong": 2}
-
-
-def test_of_a_preference_that_is_truncated_the_longer_answer_is_cut_first():
-    found = in_parts(True, "truncate", f"{LONG}|{LONG}", f"{SHORT}|{LONG}")
-    short = len(text_tokenizer()(SHORT)["input_ids"]) + 1
-    assert found.arrays.lengths.tolist() == [5, 5, short, 10 - short]
-    assert found.arrays.sizes.tolist() == [2, 2]
-    assert dict(found.counts) == {"rows": 2, "truncated": 2}
-
-
-def test_a_preference_that_cannot_be_shortened_is_an_error():
-    assert in_parts(True, "split", "a|b").failed is None
-    assert in_parts(True, "split", f"a|{LONG}").failed.startswith("x:1: the answers of a preference cannot be split")
-    assert " tokens in both answers, but data.max_length is 10" in in_parts(True, "error", f"a|{LONG}").failed
 
 
 def test_of_a_conversation_that_was_unrolled_each_piece_is_an_example():
@@ -407,16 +393,16 @@ def test_of_a_conversation_that_was_unrolled_each_piece_is_an_example():
 
 
 def test_columns_of_numbers_are_kept_with_the_tokens(tmp_path):
-    rows = [{"text": "hello", "weight": 0.5}, {"text": "two", "weight": 3}, {"text": "four", "weight": True}]
-    made = recipe(write_jsonl(tmp_path / "rows.jsonl", rows))
-    examples = prepare_examples(made, made.data.train, text_tokenizer(), numeric_columns=("weight",))
-    assert [example.columns for example in examples] == [{"weight": 0.5}, {"weight": 3.0}, {"weight": 1.0}]
-    assert [example.columns for example in prepare(tmp_path / "rows.jsonl")] == [{}] * 3  # another entry
+    rows = [{"prompt": "q", "chosen": "a", "rejected": "b", "margin": margin} for margin in (0.5, 3, None)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    examples = prepare(path, "preference", objective__name="reward")
+    assert [example.columns for example in examples] == [{"margin": 0.5}, {"margin": 3.0}, {"margin": 0.0}]
+    assert [example.columns for example in prepare(path, "preference")] == [{}] * 3  # another entry
     more = examples.with_columns({"reference": np.array([1.0, 2.0, 4.0])})
-    assert more[1].columns == {"weight": 3.0, "reference": 2.0}
-    write_jsonl(tmp_path / "rows.jsonl", [*rows, {"text": "hello"}])
-    with pytest.raises(UserError, match=r"rows\.jsonl:4: column `weight` is missing; the objective needs a number"):
-        prepare_examples(made, made.data.train, text_tokenizer(), numeric_columns=("weight",))
+    assert more[1].columns == {"margin": 3.0, "reference": 2.0}
+    write_jsonl(path, [*rows, {**rows[0], "margin": "much"}])
+    with pytest.raises(UserError, match=r"rows\.jsonl:4: .*`margin` is 'much'; expected a number"):
+        prepare(path, "preference", objective__name="reward")
 
 
 # --- listed and cleaned

@@ -36,14 +36,14 @@ every_recipe = pytest.mark.parametrize("path", COMPLETE, ids=name_of)
 
 
 def test_count():
-    assert (len(COMPLETE), len(SHARED)) == (23, 4)
+    assert (len(COMPLETE), len(SHARED)) == (31, 5)
 
 
 @every_recipe
 def test_loads_and_is_named_after_its_file(path: Path):
     recipe = load_recipe(path)
     assert recipe.run.name == f"{path.parent.name}-{path.stem}"
-    assert recipe.mode == path.stem
+    assert recipe.mode == path.stem.rpartition("-")[2]  # dpo-lora
 
 
 @every_file

@@ -1,0 +1,75 @@
+"""What an objective makes of a row: one example or several, with the numbers that it reads next to their tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from finetune.data.samples import BadRow, Drawable, Labelled, Preference, Ranked, Sample
+from finetune.recipe.schema import OBJECTIVE_FORMATS, Objective
+
+# Of each example, by objective. label: 1 or 0, or the index of the class. margin: 0 where the row has none.
+COLUMNS: dict[str, tuple[str, ...]] = {"kto": ("label",), "classify": ("label",), "reward": ("margin",)}
+
+
+@dataclass(frozen=True)
+class ObjectiveRows:
+    """What of a recipe decides which examples a row gives."""
+
+    columns: tuple[str, ...] = ()  # of each example
+    labels: tuple[str, ...] = ()  # names of the classes
+    is_unpaired: bool = False  # kto: the answers of a pair are two examples
+    is_text: bool = False  # classify: what is said is read, whoever says it
+
+
+PLAIN = ObjectiveRows()
+
+
+def objective_rows(objective: Objective) -> ObjectiveRows:
+    return ObjectiveRows(
+        COLUMNS.get(objective.name, ()), objective.labels or (), objective.name == "kto", objective.name == "classify"
+    )
+
+
+def trained_part(objective: Objective) -> str:
+    """Returns which tokens of a conversation are targets: of pairs and marked answers the answer, of a class all."""
+    if objective.name == "classify":
+        return "all"
+    return objective.train_on if "messages" in OBJECTIVE_FORMATS[objective.name] else "assistant"
+
+
+def examples_of(sample: Sample, rows: ObjectiveRows, pairs: str) -> Iterator[tuple[Drawable, tuple[float, ...]]]:
+    """Yields what each example of a row says, with its numbers. pairs: of ranked answers, see `Source.pairs`.
+
+    Raises BadRow for a label that is none of the recipe's.
+    """
+    if isinstance(sample, Labelled):
+        label = _class_index(sample.label, rows.labels) if rows.is_text else float(sample.label)
+        yield sample.sample, (label,)
+    elif isinstance(sample, Preference) and rows.is_unpaired:
+        yield from ((sample.chosen, (1.0,)), (sample.rejected, (0.0,)))
+    elif isinstance(sample, Ranked):
+        yield from ((pair, tuple(0.0 for _ in rows.columns)) for pair in _ranked_pairs(sample, pairs))
+    elif isinstance(sample, Preference):
+        yield sample, tuple(sample.margin for _ in rows.columns)
+    else:
+        yield sample, ()
+
+
+def _class_index(label: bool | int | str, names: tuple[str, ...]) -> float:
+    if isinstance(label, str) and label in names:
+        return float(names.index(label))
+    if isinstance(label, int) and 0 <= label < len(names):
+        return float(label)
+    expected = f"one of {', '.join(map(repr, names))}, or 0 to {len(names) - 1}"
+    raise BadRow(f"`label` is {label!r}, which is not in `objective.labels`; expected {expected}")
+
+
+def _ranked_pairs(ranked: Ranked, pairs: str) -> Iterator[Preference]:
+    """Yields the best answer against the worst, or every two whose scores differ, the best first."""
+    order = sorted(range(len(ranked.scores)), key=lambda i: -ranked.scores[i])  # the first of equals comes first
+    two = itertools.combinations(order, 2) if pairs == "all" else [(order[0], order[-1])]
+    for better, worse in two:
+        if ranked.scores[better] > ranked.scores[worse]:
+            yield Preference(ranked.answers[better], ranked.answers[worse])
