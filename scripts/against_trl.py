@@ -62,8 +62,8 @@ CASES = (
     Case("orpo", {"name": "orpo", "beta": 0.1}, {"beta": 0.1}, trainer="orpo"),
     Case(
         "kto",
-        {"name": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 0.5},
-        {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 0.5},
+        {"name": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 0.1},  # for a KL above 0
+        {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 0.1},
         trainer="kto",
         format="unpaired",
     ),

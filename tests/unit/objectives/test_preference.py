@@ -251,7 +251,7 @@ def test_kto_is_its_formula() -> None:
     objective = make_objective(Settings(name="kto", beta=BETA, desirable_weight=1.5, undesirable_weight=0.5))
     ratios = [(a - A, b - B) for (a, b), (A, B) in zip(log_probs(losses), REFERENCES, strict=True)]
     mean = sum(other for _, other in ratios) / 3
-    for shift in (0.0, 10 - mean):  # the mean as it is, below 0, and above
+    for shift in (-3 - mean, 2 - mean, 0.0):  # below 0, above, and as it is
         z = max(0.0, mean + shift)
         loss, metrics = kto_step(objective, losses, shift)
         each = [1.5 * (1 - s(BETA * (ratios[i][0] - z))) for i in (0, 2)] + [0.5 * (1 - s(BETA * (z - ratios[1][0])))]
