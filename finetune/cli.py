@@ -95,6 +95,38 @@ def train(
 
 
 @app.command()
+def reference(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    config_file: Annotated[Path | None, typer.Option(help="Accelerate config, when launched by torchrun.")] = None,
+) -> None:
+    """Compute the reference's log-probabilities of a preference recipe's data into the cache, on the launched
+    processes: of objective.reference_model, or of the initial model.
+
+    Runs with that reference and data then begin at once, on any launch.
+
+    Example: [bold]accelerate launch --config_file accelerate_configs/fsdp2.yaml -m finetune reference RECIPE[/bold]
+    """
+    from finetune.training.signals import listening
+
+    with listening() as stop:
+        from finetune.recipe import load_recipe
+
+        loaded = load_recipe(recipe, overrides or ())
+        quiet_libraries()
+        large_pages()
+        growing_segments()
+        with few_collections():
+            import_transformers()
+            from finetune.engine.start import abort_on_crash, leave_group
+            from finetune.training.run import compute_reference
+
+        with abort_on_crash():
+            compute_reference(loaded, str(recipe), stop, Console(), str(config_file) if config_file else None)
+        leave_group()
+
+
+@app.command()
 def check(
     recipe: Annotated[Path, typer.Argument(help="Recipe file, or a folder of them.", metavar="RECIPE|FOLDER")],
     overrides: Overrides = None,
@@ -270,6 +302,31 @@ def generate(
         from finetune.export.commands import answer_prompts
 
     answer_prompts(run_dir, prompt or [], max_new_tokens, temperature, as_json)
+
+
+@app.command()
+def score(
+    run_dir: RunDir,
+    data: Annotated[str, typer.Option(help="File of pairs, answers or texts: a path as in a recipe's `data.train`.")],
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a JSON object for each row.")] = None,
+    format: Annotated[str, typer.Option(help="Format of the rows. auto: detected.")] = "auto",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score rows with a trained reward model or classifier: pairs, prompts with answers, or texts.
+
+    Example: [bold]python -m finetune score runs/reward --data pairs.jsonl --output scores.jsonl[/bold]
+    """
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.export.score import score_file, show_metrics, source_of
+
+    metrics = score_file(run_dir, source_of(data, format, limit), output, Console(stderr=True))
+    if as_json:
+        print(json.dumps(metrics))
+    else:
+        show_metrics(Console(), metrics)
 
 
 @app.command()

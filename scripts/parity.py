@@ -54,7 +54,9 @@ LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}", "optimizer.lr=1e-3")
 DEEP = ("pp_interleaved", "pp_4")  # four stages
 ATTENTION = "lora.targets=[q_proj, k_proj, v_proj, o_proj]"
+CLASSIFY = (f"objective={{name: classify, labels: [{', '.join(tiny.LABELS)}]}}",)
 PAIRS = ("data.max_length=128", "optimizer.lr=3e-4")
+REWARD = (*PAIRS, "objective={name: reward, centering: 0.01}")
 DISTILL = ("objective.name=distill", "objective.nll_weight=0.2")
 BALANCE = "objective.router_aux_loss_coef=0.02"
 DEEPSPEED = ("zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
@@ -101,8 +103,12 @@ CASES = (
     Case("full chunked head", ("model.cross_entropy=chunked", "objective.z_loss=1e-3")),
     Case("full focal", ("objective.name=focal",)),  # the trained head's logits again in the backward
     Case("lora focal", (*LORA, "objective.name=focal")),  # the frozen head's gradients kept by token
+    Case("full reward", REWARD, rows="preference"),
+    Case("lora reward", (*LORA, *REWARD, "optimizer.lr=1e-3"), rows="preference"),
+    Case("full classify", CLASSIFY, rows="classification"),
     Case("full dpo", (*PAIRS, "objective.name=dpo"), rows="preference"),
     Case("lora dpo", (*LORA, *PAIRS, "objective.name=dpo"), rows="preference"),
+    Case("lora dpo adapters off", (*LORA, *PAIRS, "objective={name: dpo, reference: adapters_off}"), rows="preference"),
     Case(
         "full dpo ipo unpacked",
         (*PAIRS, "objective={name: dpo, loss: ipo, sft_weight: 0.5}", "data.packing=false"),
@@ -110,6 +116,13 @@ CASES = (
     ),
     Case("lora simpo", (*LORA, *PAIRS, "objective={name: dpo, loss: simpo, beta: 2}"), rows="preference"),
     Case("full orpo", (*PAIRS, "objective.name=orpo", "batch.rows_per_device=2"), rows="preference"),
+    Case(
+        "full orpo experts balance",
+        (*PAIRS, BALANCE, "objective.name=orpo"),
+        model="qwen3_moe",
+        rows="preference",
+        on=("ddp", "ep"),
+    ),
     # Good answers have most of the weight, and mismatched ones are like them: the KL divergence is above 0.
     Case("full kto", (*PAIRS, "objective={name: kto, undesirable_weight: 0.1}"), rows="unpaired"),
     Case("full distill", DISTILL, teacher="teacher.parquet"),
@@ -155,17 +168,27 @@ CASES = (
     Case("full bf16", ("train.precision=bf16",), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
     Case("lora bf16", (*LORA, "train.precision=bf16"), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
 )
-PREFERENCES = ("full dpo", "lora dpo", "full dpo ipo unpacked", "lora simpo", "full orpo", "full kto")
+PREFERENCES = (
+    "full dpo",
+    "lora dpo",
+    "lora dpo adapters off",
+    "full dpo ipo unpacked",
+    "lora simpo",
+    "full orpo",
+    "full kto",
+)
 # Those that several ranks with tokens of the same row can run.
 SHARED_TOKENS = (
     *("full", "lora", "full accumulate 1", "full auto rows", "full unpacked", "full token budget", "full stream"),
     *PREFERENCES,
     *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16", "full distill", "lora distill"),
+    "full reward",
 )
 UNDER_PIPELINES = tuple(
     case.name
     for case in CASES
     if not any(word in case.name for word in ("dropout", "auto rows", "qlora checkpointing", "balance"))
+    and not any(word in case.name for word in ("reward", "classify"))  # their head is no LM head
 )
 FEW_SHARED = ("full", "lora", "full tied", "lora tied")
 # Names of configs that have no file of their own: another's, with these sizes.
@@ -188,6 +211,7 @@ TENSOR = (
     *("full checkpointing selective", "lora dropout rslora", "lora and whole head", "lora tied chunked head"),
     *("full plain head", "full bf16", "lora bf16", "full qwen3", "lora qwen3"),
     *PREFERENCES,
+    "lora reward",
 )
 EXPERTS = tuple(
     case.name for case in CASES if case.model in ("mixtral", "qwen3_moe") and (case.on is None or "ep" in case.on)
@@ -227,7 +251,11 @@ LAUNCHES = (
     ("ulysses", 2, (*SHARED_TOKENS, "full mistral window", "full compile")),
     ("ulysses_of_4", 4, FEW_SHARED),
     ("cp_ulysses", 4, ("full", "lora", "full dpo", "full orpo", "full kto")),
-    ("hsdp", 4, ("full", "lora", "full tied", "full unpacked", "full in backward", "lora dropout rslora")),
+    (
+        "hsdp",
+        4,
+        ("full", "lora", "full tied", "full unpacked", "full in backward", "lora dropout rslora", "full reward"),
+    ),
     ("tp", 2, TENSOR),
     ("tp", 4, ("full", "lora")),
     ("fsdp2_tp", 4, ("full", "lora", "full tied", "lora tied", "full qwen3", "full accumulate 1", "lora bf16")),
@@ -273,7 +301,8 @@ def prepare(folder: Path) -> None:
         tiny.save_model(folder, model)
     tiny.write_rows(folder / "rows.jsonl", tiny.conversations(300))
     tiny.write_rows(folder / "held_out.jsonl", tiny.conversations(24, seed=1))
-    for format, made in (("preference", tiny.preferences), ("unpaired", tiny.unpaired)):
+    made_rows = {"preference": tiny.preferences, "unpaired": tiny.unpaired, "classification": tiny.texts}
+    for format, made in made_rows.items():
         tiny.write_rows(folder / f"{format}.jsonl", made(300))
         tiny.write_rows(folder / f"held_out_{format}.jsonl", made(24, seed=1))
     import yaml
@@ -338,6 +367,8 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
         start.append(f"objective.teacher={folder / case.teacher}")
     if case.one_forward:
         start.append(f"batch.rows_per_device={ROWS // processes}")
+    if case.rows == "preference" and config == "single":  # so each other cell compares shared prompts with whole ones
+        start.append("objective.share_prompts=false")
     return [*case.overrides, *start, f"run.name={run_name(config, processes, case.name)}"]
 
 

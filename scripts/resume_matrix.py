@@ -47,12 +47,13 @@ OVERRIDES = (
     f"checkpoint={{every_steps: {STOP}, keep: 3}}",
     "tracking.samples=true",
 )
-EVERYWHERE = tuple(case for case in parity.CASES if case.name in ("full", "lora", "lora dropout rslora"))
+EVERYWHERE = tuple(case for case in parity.CASES if case.name in ("full", "full dpo", "lora", "lora dropout rslora"))
 NO_DROPOUT = ("cp", "ulysses", "fsdp2_cp", "pp", "pp_dp")  # where ranks share rows, a rule refuses it
 # State that is not fp32, on a place of each kind.
 FEW: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero3", 2), ("tp", 2))
 ON_FEW: tuple[parity.Case, ...] = (
     next(case for case in parity.CASES if case.name == "full bf16"),
+    next(case for case in parity.CASES if case.name == "lora dpo adapters off"),
     # Its blocks are others under other shards (measured: 2.2e-5); on the same place it is bitwise all the same.
     parity.Case("full adamw_8bit", ("optimizer.name=adamw_8bit",), loss=1e-4, parameter=float("inf")),
 )

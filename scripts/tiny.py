@@ -13,6 +13,7 @@ CHATML = (
     "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LABELS = ("bad", "fair", "good")
 _WORDS = ("river", "stone", "light", "cloud", "paper", "green", "seven", "house", "under", "table", "quick", "stars")
 _SHAPE: dict[str, Any] = {
     "vocab_size": 384,
@@ -63,6 +64,12 @@ def preferences(count: int, seed: int = 0) -> list[dict[str, Any]]:
         rejected = [f"{rng.choice(_WORDS)}s" for _ in range(rng.randint(1, 9))]
         rows.append({"prompt": [prompt], "chosen": [chosen], "rejected": [_said("assistant", rejected)]})
     return rows
+
+
+def texts(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Texts with a label that their words decide."""
+    said = [row["messages"][0]["content"] for row in conversations(count, seed)]
+    return [{"text": text, "label": LABELS[len(text) % len(LABELS)]} for text in said]
 
 
 def unpaired(count: int, seed: int = 0) -> list[dict[str, Any]]:

@@ -169,7 +169,7 @@ def recipe_renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rende
     """The renderer of a recipe's rows. Raises UserError."""
     model = recipe.model
     template = resolve_template(model.chat_template, tokenizer, model.chat_template_arguments)
-    return build_renderer(tokenizer, template, trained_part(recipe.objective))
+    return build_renderer(tokenizer, template, trained_part(recipe.objective), recipe.objective.name == "classify")
 
 
 def _choose_from(
@@ -224,6 +224,7 @@ def rendering_key(renderer: Renderer) -> str:
         "template": dated(renderer.template.text) if renderer.template else None,
         "today": str(date.today()) if renderer.template and asks_for_today(renderer.template.text) else None,
         "train_on": renderer.train_on,
+        **({} if renderer.ends_plain else {"ends_plain": False}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

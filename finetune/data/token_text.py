@@ -145,6 +145,7 @@ def plain_text(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
 # --- in a terminal, and for other programs
 
 TRAINED_STYLE, CONTEXT_STYLE, SPECIAL_STYLE, MARK_STYLE = "bold green", "dim", "magenta", "dim"
+SHARED_END = "⟫"  # after what both sequences of a pair begin with
 EVEN_STYLE, ODD_STYLE = "", "underline"  # tell a token from its neighbour, on dark and light terminals alike
 
 
@@ -171,15 +172,21 @@ class Look:
     full: bool = False  # False: long examples without their middle
 
 
-def render_rich(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, look: Look | None = None) -> Text:
+def render_rich(
+    sequence: Sequence, tokenizer: PreTrainedTokenizerBase, look: Look | None = None, shared: int = 0
+) -> Text:
     """The decoded sequence for a terminal: trained tokens green, the rest dim, special tokens visible and magenta.
 
-    In trained text newlines, tabs and spaces at the end of a line have a mark.
+    In trained text newlines, tabs and spaces at the end of a line have a mark; so has the end of the first `shared`
+    tokens, which another sequence begins with, too.
     """
     look = look or Look()
     shown, tokens = Text(), tokens_of(sequence, tokenizer)
     kept, left_out = shortened(tokens, None if look.full else SHOWN_TOKENS)
-    _draw(shown, kept[0], 0, look)
+    _draw(shown, kept[0][:shared], 0, look)
+    if 0 < shared <= len(kept[0]):
+        shown.append(SHARED_END, style="bold cyan")
+    _draw(shown, kept[0][shared:], shared, look)
     if left_out:
         shown.append(f"\n... {left_out_note(left_out)} (--full shows them) ...\n", style="italic yellow")
         _draw(shown, kept[1], len(tokens) - len(kept[1]), look)

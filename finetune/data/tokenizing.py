@@ -204,7 +204,8 @@ def _keep_row(settings: RowSettings, examples: list[TokenizedExample], tally: _T
     for one in examples:
         for example in _fit(settings, one, tally.counts):
             # count_nonzero takes a quarter of what `any` takes for so few
-            if all(np.count_nonzero(sequence.loss_mask) for sequence in example.sequences):
+            is_trained = all(np.count_nonzero(sequence.loss_mask) for sequence in example.sequences)
+            if is_trained or settings.objective.is_text:  # a text may be a single token
                 tally.examples.append(example)
             else:
                 tally.counts["no_supervised_token"] += 1

@@ -37,17 +37,19 @@ def answer_prompts(run_dir: Path, prompts: list[str], max_new_tokens: int, tempe
             print(json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False), flush=True)
 
 
-def _model_folder(run_dir: Path) -> Path:
-    return run_dir / "model" if (run_dir / "model").is_dir() else run_dir
-
-
-def load_result(run_dir: Path) -> tuple[Any, Any]:
-    """Returns model and tokenizer of a run directory or a model folder. Raises UserError where there is none."""
-    folder = _model_folder(run_dir)
+def model_folder(run_dir: Path) -> Path:
+    """Returns the result of a run directory, or the folder itself. Raises UserError where there is none."""
+    folder = run_dir / "model" if (run_dir / "model").is_dir() else run_dir
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(
             f"{run_dir}: no result here (no model/config.json or model/adapter_config.json); has the run finished?"
         )
+    return folder
+
+
+def load_result(run_dir: Path) -> tuple[Any, Any]:
+    """Returns model and tokenizer of a run directory or a model folder. Raises UserError where there is none."""
+    folder = model_folder(run_dir)
     if is_scoring(folder):
         raise UserError(f"{run_dir}: a model of scores generates nothing: `finetune score` is what it does")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -94,7 +96,7 @@ def merge_adapter(run_dir: Path, out: Path) -> Path:
     """
     from peft import PeftModel
 
-    adapter = _model_folder(run_dir)
+    adapter = model_folder(run_dir)
     settings = adapter / "adapter_config.json"
     if not settings.is_file():
         raise UserError(f"{run_dir}: no adapter here (no model/adapter_config.json); a full run needs no merging")

@@ -277,6 +277,7 @@ def _use_of_scores(recipe: Recipe) -> str:
             f"{LABELS} has\n# or `finetune merge`, for a folder that a pipeline loads"
         )
     return (
-        f"{what} The score is that of the last token; give the text as it was trained, with the chat template if it "
-        f"had one. `finetune score` does.\n\n```python\n{load}\n```\n\n"
+        f"{what} The score is that of the last token: give the text as it was trained, which `finetune score` does. "
+        "What a chat template wrote is given to a pipeline with `add_special_tokens=False`.\n\n"
+        f"```python\n{load}\n```\n\n"
     )

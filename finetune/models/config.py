@@ -160,6 +160,23 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def check_same_vocabulary(key: str, name: str | None, tokenizer: PreTrainedTokenizerFast, model: Model) -> None:
+    """Raises UserError where the tokenizer of another model, `key: name`, has other tokens or ids than the recipe's.
+
+    name: None where there is no other model.
+    """
+    if name is None:
+        return
+    other = load_tokenizer(model.model_copy(update={"name": name, "tokenizer": None, "revision": None}))
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if ours != theirs:
+        token = min(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
+        raise UserError(
+            f"{key}: {name!r} has another vocabulary than the model that is trained, so their log-probabilities cannot "
+            f"be compared: {token!r} is id {theirs.get(token)} there and {ours.get(token)} here"
+        )
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of a library's message, without its trailing stop."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

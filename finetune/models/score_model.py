@@ -77,8 +77,9 @@ def _at_least_fp32(tensor: Tensor) -> torch.dtype:
 def _score_in_fp32(head: Any, compute: torch.dtype | None) -> None:
     """Change the class of one instance, as FSDP2 itself does: names of parameters and isinstance stay as they are."""
     head.compute = compute
-    kind: type[nn.Module] = type(head)
-    head.__class__ = type(kind.__name__, (_InFp32, kind), {})
+    if not isinstance(head, _InFp32):
+        kind: Any = type(head)
+        head.__class__ = type(kind.__name__, (_InFp32, kind), {})
 
 
 # --- the labels of the head, and its first weights where a base model has none

@@ -36,10 +36,10 @@ def sharing_summary(settings: Settings, attention: AttentionChoice, share: float
     """
     if "share_prompts" not in OBJECTIVE_KEYS[settings.name]:
         return None
-    known = "" if share is None else f", {share:.1%} of all tokens"
-    if attention.shares_prompts:
-        return f"computed once{known}: the second answer's attention sees the beginning of the first"
-    return f"computed for each answer{known}: {_why_not(settings, attention)}"
+    if not attention.shares_prompts:
+        return f"computed for each answer: {_why_not(settings, attention)}"
+    saved = "what a pair has in common" if share is None else f"{share:.1%} of the tokens"
+    return f"computed once for both answers: {saved} need not be computed again"
 
 
 def _why_not(settings: Settings, attention: AttentionChoice) -> str | None:

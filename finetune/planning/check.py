@@ -108,13 +108,20 @@ def _check_data(recipe: Recipe, report: CheckReport) -> None:
     from finetune.data.dataset import Stream, build_held_out, build_training, check_questions, template_notes
     from finetune.data.predictions import check_complete
     from finetune.data.teacher_file import file_predictions, is_teacher_file
-    from finetune.models.config import check_no_dropout, check_token_ids, load_tokenizer, training_config
+    from finetune.models.config import (
+        check_no_dropout,
+        check_same_vocabulary,
+        check_token_ids,
+        load_tokenizer,
+        training_config,
+    )
     from finetune.planning.plan import run_length
     from finetune.tracking import check_trackers
 
     check_trackers(recipe.tracking)
     tokenizer = load_tokenizer(recipe.model)
     check_token_ids(config := training_config(recipe), len(tokenizer))
+    check_same_vocabulary("objective.reference_model", recipe.objective.reference_model, tokenizer, recipe.model)
     if recipe.batch.rows_per_device == "auto":
         check_no_dropout(config)
     _check_attention(recipe, config, report)

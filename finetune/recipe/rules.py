@@ -185,7 +185,7 @@ def objective_reads_its_keys(recipe: Recipe) -> Iterator[Finding]:
 def reference_at_hand(recipe: Recipe) -> Iterator[Finding]:
     """Where the reference's log-probabilities can be from."""
     objective, key = recipe.objective, "objective.reference"
-    if "reference" not in OBJECTIVE_KEYS[objective.name] or objective.value("loss") == "simpo":
+    if not objective.reads_reference:
         return
     if objective.value("reference") == "precomputed":
         if recipe.data.streaming:

@@ -333,6 +333,10 @@ class Objective(Section):
     router_aux_loss_coef: NonNegative | None = None
 
     @property
+    def reads_reference(self) -> bool:
+        return "reference" in OBJECTIVE_KEYS[self.name] and self.value("loss") != "simpo"
+
+    @property
     def drops_nothing(self) -> bool:
         """Whether the dropout of config and adapters is off."""
         return "dropout" in OBJECTIVE_KEYS[self.name] and not self.dropout

@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
 from finetune.models.config import training_config
 from finetune.objectives.forward import ForwardPass
-from finetune.objectives.objective import Objective, TokenRanks, sequence_log_probs
+from finetune.objectives.objective import ONE_RANK, sequence_log_probs
 from finetune.objectives.preference import REFERENCE
 from finetune.recipe import Recipe
 from finetune.training.display import PassProgress
@@ -54,113 +54,119 @@ Data = Dataset | Stream
 # --- precomputed
 
 
-def precomputes_reference(recipe: Recipe, objective: Objective) -> bool:
-    return REFERENCE in objective.columns and recipe.objective.value("reference") == "precomputed"
+class ReferenceColumns:
+    """The reference's log-probabilities of a run's data: found on the disk, or computed. Collective."""
 
-
-@dataclass(frozen=True)
-class Precomputation:
-    """Finds the log-probabilities of a run's data, or computes them. Collective."""
-
-    recipe: Recipe
-    engine: Engine
-    forward: ForwardPass
-    loader: Callable[[Dataset], Loader]  # of each row once
-    console: Console
-
-    def columns(self, training: Data, held_out: Dataset | None) -> tuple[Dataset, Dataset | None, str]:
-        """Returns the data with the column, and where that came from.
-
-        Raises UserError where there is none, and the model at hand is not the reference.
-        """
+    def __init__(self, recipe: Recipe, engine: Engine, training: Data, held_out: Dataset | None, console: Console):
+        """Looks for them, which needs no model. Raises UserError where there are none and the recipe's initial model is
+        not the reference, and where a run goes on that had another one."""
         assert isinstance(training, Dataset)  # a rule refuses streams
-        model = self._on_main(self._dependencies)
-        training, found = self._column("train", training, model)
-        return training, self._column("eval", held_out, model)[0] if held_out else None, found
+        self._recipe, self._engine, self._console = recipe, engine, console
+        self._folder = run_folder(recipe) / "reference"
+        self._model = self._on_main(self._dependencies)
+        self._parts = {"train": training, **({"eval": held_out} if held_out else {})}
+        self._keys = {part: key_of(self._model, data) for part, data in self._parts.items()}
+        self._found = {part: self._on_main(partial(self._find, part)) for part in self._parts}
+        if recipe.objective.reference_model is not None and None in self._found.values():
+            raise UserError(_missing(recipe))
 
-    @property
-    def _folder(self) -> Path:
-        return run_folder(self.recipe) / "reference"
+    def columns(self, forward: ForwardPass, loader: Callable[[Dataset], Loader]) -> tuple[Dataset, Dataset | None, str]:
+        """Returns training and held-out data with the column, and where that of the training data came from.
+
+        forward: of the run, whose initial model is the reference; loader: of each row once.
+        """
+        computed: dict[str, Dataset] = {}
+        for part, data in self._parts.items():
+            if self._found[part] is None:
+                seconds = self._compute(part, data, forward, loader(data))
+                self._found[part] = f"computed in {seconds:,.1f} s"
+            values = load(self._folder / part, self._keys[part], _count(data))
+            if values is None:
+                raise RunFailure(f"{self._folder / part}: was written and cannot be read; is the disk in order?")
+            computed[part] = replace(data, examples=data.examples.with_columns({REFERENCE: values}))
+        return computed["train"], computed.get("eval"), str(self._found["train"])
 
     def _dependencies(self) -> Dependencies:
-        """Raises UserError where a run goes on whose reference was another model."""
-        reference = recipe_of_reference(self.recipe)
+        reference = recipe_of_reference(self._recipe)
         now = model_dependencies(reference, training_config(reference))
         before = read_report(self._folder / "train").get("dependencies", now)
-        goes_on = self.recipe.checkpoint.resume == "auto" and list_checkpoints(run_folder(self.recipe) / "checkpoints")
-        if goes_on and before["model"] != now["model"]:
+        checkpoints = list_checkpoints(run_folder(self._recipe) / "checkpoints")
+        if self._recipe.checkpoint.resume == "auto" and checkpoints and before["model"] != now["model"]:
             raise UserError(
-                f"the weights of {reference.model.name!r} are not those with which this run began, and its reference "
-                f"is these: restore them, or start over with another `run.name` or `checkpoint.resume=never`; to go on "
-                f"with another reference all the same, remove {self._folder}"
+                f"the weights of {reference.model.name!r} are not those that this run began with and is compared with: "
+                "restore them, or start over with another `run.name` or `checkpoint.resume=never`; to go on with "
+                f"another reference all the same, remove {self._folder}"
             )
         return now
 
-    def _column(self, part: str, data: Dataset, model: Dependencies) -> tuple[Dataset, str]:
-        """part: train | eval; model: what the reference's log-probabilities depend on."""
-        key, count, own = key_of(model, data), len(data.examples.sizes.lengths), self._folder / part
-        found = self._on_main(lambda: self._find(own, key, count))
-        if found is None:
-            if self.recipe.objective.reference_model is not None:
-                raise UserError(_missing(self.recipe))
-            begun = time.monotonic()
-            self._compute(part, key, data, model)
-            found = f"computed in {time.monotonic() - begun:,.1f} s"
-        self.engine.ranks.barrier()  # no rank looks for the file before it is there
-        values = load(own, key, count)
-        if values is None:
-            raise RunFailure(f"{own}: was written a moment ago and cannot be read; is the disk in order?")
-        return replace(data, examples=data.examples.with_columns({REFERENCE: values})), found
-
     def _on_main(self, call: Callable[[], Any]) -> Any:
-        """Returns on every rank what `call` returns on the main one; raises there what it raises."""
-        return self.engine.ranks.gather(call() if self.engine.is_main else None)[0]
+        """Returns, or raises, on every rank what `call` returns on the main one, or raises as UserError."""
+        value, problem = None, None
+        if self._engine.is_main:
+            try:
+                value = call()
+            except UserError as error:
+                problem = str(error)
+        value, problem = self._engine.ranks.gather((value, problem))[0]
+        if problem is not None:
+            raise UserError(problem)
+        return value
 
-    def _find(self, own: Path, key: str, count: int) -> str | None:
+    def _find(self, part: str) -> str | None:
         """Returns where the log-probabilities were found; those of the cache are copied into the run's folder."""
-        if load(own, key, count) is not None:
+        own, cached, count = self._folder / part, cache_folder(self._keys[part]), _count(self._parts[part])
+        if load(own, self._keys[part], count) is not None:
             return f"from {own}"
-        cached = cache_folder(key)
-        if (values := load(cached, key, count)) is None:
+        if (values := load(cached, self._keys[part], count)) is None:
             return None
         save(own, values, read_report(cached))
         return f"from the cache, {cached}"
 
-    def _compute(self, part: str, key: str, data: Dataset, model: Dependencies) -> None:
-        """Computes them in blocks that are kept as they come, and writes them to the run's folder and the cache."""
-        begun, loader = time.monotonic(), self.loader(data)
-        count, steps = len(data.examples.sizes.lengths), -(-loader.total_rows // loader.rows_per_step)
-        unfinished = Unfinished(self._folder / f"{key}.npy", count) if self.engine.is_main else None
-        done = self._on_main(lambda: _done(loader, data, steps, unfinished))
+    def _compute(self, part: str, data: Dataset, forward: ForwardPass, loader: Loader) -> float:
+        """Computes them in blocks that are kept as they come, and writes them to the run's folder and the cache.
+        Returns the seconds."""
+        begun, steps = time.monotonic(), -(-loader.total_rows // loader.rows_per_step)
+        unfinished = Unfinished(self._folder / f"{self._keys[part]}.npy", _count(data))
+        done = self._on_main(lambda: _done(loader, data, steps, unfinished.open()))
         with (
-            fed_steps(loader, range(done, steps), self.engine.device) as feed,
-            PassProgress(self.console, f"reference, {part}", steps, done, self.engine.is_main) as progress,
+            fed_steps(loader, range(done, steps), self._engine.device) as feed,
+            PassProgress(self._console, f"reference, {part}", steps, done, self._engine.is_main) as progress,
         ):
             for step in range(done, steps):
                 places = _places(loader, step, data)
-                values = self._block(next(feed).batches, [len(of_batch) for of_batch in places])
+                values = self._block(forward, next(feed).batches, [len(of_batch) for of_batch in places])
                 _check_finite(values, np.concatenate(places), data)
-                if unfinished:
+                if self._engine.is_main:
                     unfinished.values[np.concatenate(places)] = values
                 progress.update(step + 1)
-        if unfinished:
-            report = described(recipe_of_reference(self.recipe), model, data, key, time.monotonic() - begun)
-            for folder in (cache_folder(key), self._folder / part):
-                save(folder, np.array(unfinished.values), report)
-            unfinished.remove()
+        seconds = time.monotonic() - begun
+        self._on_main(lambda: self._keep(part, data, unfinished, seconds))
+        return seconds
 
-    def _block(self, batches: list[Batch], sizes: list[int]) -> NDArray[np.float64]:
+    def _keep(self, part: str, data: Dataset, unfinished: Unfinished, seconds: float) -> None:
+        key = self._keys[part]
+        report = described(recipe_of_reference(self._recipe), self._model, data, key, seconds)
+        for folder in (cache_folder(key), self._folder / part):
+            save(folder, np.array(unfinished.values), report)
+        unfinished.remove()
+
+    def _block(self, forward: ForwardPass, batches: list[Batch], sizes: list[int]) -> NDArray[np.float64]:
         """Returns the log-probabilities of every sequence of a step, on every rank, one micro-batch after the other.
 
         sizes: sequences of each micro-batch of all ranks, by `Batch.index`.
         """
-        local = [torch.zeros(size, dtype=torch.float64, device=self.engine.device) for size in sizes]
-        with self.engine.evaluating():
-            for batch, outputs in self.engine.forwards(batches, self.forward):
+        local = [torch.zeros(size, dtype=torch.float64, device=self._engine.device) for size in sizes]
+        with self._engine.evaluating():
+            for batch, outputs in self._engine.forwards(batches, forward):
                 if batch.origins:  # not a dummy
                     # Ranks that share tokens have parts of each sum, which the reduction adds up.
-                    local[batch.index] = sequence_log_probs(outputs, batch, TokenRanks()).double()
-        return self.engine.ranks.total({REFERENCE: torch.cat(local)})[REFERENCE].numpy()
+                    local[batch.index] = sequence_log_probs(outputs, batch, ONE_RANK).double()
+        return self._engine.ranks.total({REFERENCE: torch.cat(local)})[REFERENCE].numpy()
+
+
+def _count(data: Dataset) -> int:
+    """Returns the number of sequences."""
+    return len(data.examples.sizes.lengths)
 
 
 def _places(loader: Loader, step: int, data: Dataset) -> list[NDArray[np.int64]]:
@@ -173,10 +179,9 @@ def _places(loader: Loader, step: int, data: Dataset) -> list[NDArray[np.int64]]
     ]
 
 
-def _done(loader: Loader, data: Dataset, steps: int, unfinished: Unfinished | None) -> int:
-    """Returns how many steps from the first on are in the file of a stopped pass."""
-    assert unfinished is not None  # on the main rank
-    there = np.isfinite(unfinished.values)
+def _done(loader: Loader, data: Dataset, steps: int, values: NDArray[np.float64]) -> int:
+    """Returns how many steps from the first on a stopped pass has computed."""
+    there = np.isfinite(values)
     missing = (i for i in range(steps) if not there[np.concatenate(_places(loader, i, data))].all())
     return next(missing, steps)
 

@@ -139,26 +139,30 @@ def described(recipe: Recipe, dependencies: Dependencies, data: Dataset, key: st
 
 
 class Unfinished:
-    """The log-probabilities of a pass as it goes, on disk: one that was stopped goes on. On one process only."""
+    """The log-probabilities of a pass as it goes, on disk: one that was stopped goes on. For one process."""
 
     def __init__(self, file: Path, count: int):
-        """count: of the sequences. Raises UserError where the file cannot be written."""
-        self._file = file
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self.values = self._opened(count)
-        except OSError as error:
-            raise UserError(f"{file}: cannot be written: {error.strerror or error}") from None
+        """count: of the sequences."""
+        self._file, self._count = file, count
 
-    def _opened(self, count: int) -> NDArray[np.float64]:
+    def open(self) -> NDArray[np.float64]:
+        """Returns what is there; what is written to it is kept. Raises UserError where the file cannot be written."""
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self.values = self._opened()
+        except OSError as error:
+            raise UserError(f"{self._file}: cannot be written: {error.strerror or error}") from None
+        return self.values
+
+    def _opened(self) -> NDArray[np.float64]:
         with contextlib.suppress(OSError, ValueError, EOFError):
             there = np.lib.format.open_memmap(self._file, "r+")
-            if there.dtype == np.float64 and there.shape == (count,):
+            if there.dtype == np.float64 and there.shape == (self._count,):
                 return there
         for left in self._file.parent.glob("*.npy"):  # of other keys, which nothing asks for any more
             left.unlink()
-        temporary = self._file.with_suffix(".tmp.npy")  # or a half-written file could pass for one without a NaN
-        np.save(temporary, np.full(count, np.nan, np.float64))
+        temporary = self._file.with_suffix(".tmp.npy")  # half of a file must not pass for one that is computed
+        np.save(temporary, np.full(self._count, np.nan))
         fsync(temporary)
         temporary.replace(self._file)
         return np.lib.format.open_memmap(self._file, "r+")

@@ -7,7 +7,8 @@ Every room is entered once, in this order. Errors that the user can fix are rais
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,10 +28,17 @@ from finetune.engine.compatibility import check_launch
 from finetune.engine.context_parallel import apply_context_parallel
 from finetune.engine.launch import collective_timeout, read_launch
 from finetune.engine.start import set_group_timeouts, start_engine
-from finetune.errors import Stopped
+from finetune.errors import Stopped, UserError
 from finetune.models.activations import ActivationOffload
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
-from finetune.models.config import check_no_dropout, check_token_ids, dtypes, load_tokenizer, training_config
+from finetune.models.config import (
+    check_no_dropout,
+    check_same_vocabulary,
+    check_token_ids,
+    dtypes,
+    load_tokenizer,
+    training_config,
+)
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import compute_experts_in, find_routers
 from finetune.models.score_model import ScoreModel
@@ -38,7 +46,6 @@ from finetune.models.weights import keep_input_types, load_model, parameter_coun
 from finetune.models.wrapped import CrossEntropyChoice, WrappedModel
 from finetune.objectives import Objective, make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
-from finetune.objectives.preference import REFERENCE
 from finetune.objectives.shared_prompts import sharing_summary, with_shared_prompts
 from finetune.planning.flops import model_flops, peak_tflops
 from finetune.planning.plan import Plan, git_commit, run_length, versions
@@ -49,7 +56,7 @@ from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
 from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.optim import build_optimizers
 from finetune.training.profile import Profiler
-from finetune.training.reference import AdaptersOff, Precomputation, precomputes_reference
+from finetune.training.reference import AdaptersOff, ReferenceColumns, recipe_of_reference
 from finetune.training.run_dir import in_use, make_run_folder, run_folder
 from finetune.training.signals import StopRequest
 from finetune.training.teacher import with_teacher
@@ -66,6 +73,36 @@ def train(
     config_file: an accelerate config, if torchrun launched. Raises UserError for what the user can fix, RunFailure if
     the run cannot continue, Stopped if a signal requested a stop and all is saved.
     """
+    with _started(recipe, recipe_file, stop, console or Console(), config_file) as trainer:
+        try:
+            trainer.run()
+        except Stopped:
+            trainer.engine.ranks.barrier()  # a launcher ends every process as soon as the first exits
+            raise
+    return trainer.folder
+
+
+def compute_reference(
+    recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console, config_file: str | None = None
+) -> None:
+    """Computes the log-probabilities of `objective.reference_model`, or of the initial model, into the cache, unless
+    they are there. Arguments and errors as of `train`; the run itself is not touched."""
+    if not recipe.objective.reads_reference or recipe.objective.value("reference") != "precomputed":
+        raise UserError(f"{recipe_file}: nothing to compute: no reference is read that is `precomputed`")
+    tokenizer, name = load_tokenizer(recipe.model), recipe.objective.reference_model
+    check_same_vocabulary("objective.reference_model", name, tokenizer, recipe.model)
+    of_reference = recipe_of_reference(recipe)
+    run = recipe.run.model_copy(update={"name": f"{recipe.run.name}-reference"})
+    of_reference = of_reference.model_copy(update={"run": run})
+    with _started(of_reference, recipe_file, stop, console, config_file) as trainer:
+        trainer.say(f"reference of {escape(recipe_file)}: {escape(str(trainer.plan.reference))}")
+
+
+@contextlib.contextmanager
+def _started(
+    recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console, config_file: str | None
+) -> Iterator[Trainer]:
+    """Yields a trainer for this launch, ready to run. Raises UserError."""
     launch = read_launch(config_file)
     if launch.launched:
         stop.watch_launcher()
@@ -74,6 +111,7 @@ def train(
     check_trackers(recipe.tracking)
     tokenizer = load_tokenizer(recipe.model)
     check_token_ids(config, len(tokenizer))
+    check_same_vocabulary("objective.reference_model", recipe.objective.reference_model, tokenizer, recipe.model)
     if recipe.batch.rows_per_device == "auto":
         check_no_dropout(config)
     opened = OpenedSources(recipe)
@@ -84,19 +122,13 @@ def train(
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
     with in_use(engine, run_folder(recipe)):
-        trainer = build_trainer(
-            recipe, engine, tokenizer, config, (training, held_out), micro_batches, stop, console or Console()
-        )
+        trainer = build_trainer(recipe, engine, tokenizer, config, (training, held_out), micro_batches, stop, console)
         for note in notes:
             trainer.say(f"note: {note}")
         try:
-            trainer.run()
-        except Stopped:
-            engine.ranks.barrier()  # a launcher ends every process as soon as the first exits
-            raise
+            yield trainer
         finally:
             engine.close()
-    return trainer.folder
 
 
 def build_trainer(
@@ -126,6 +158,9 @@ def build_trainer(
         if recipe.data.packing:
             say(f"[yellow]{escape(attention.reason)}; packing is off[/yellow]")
         training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
+    precomputed = None
+    if recipe.objective.reads_reference and recipe.objective.value("reference") == "precomputed":
+        precomputed = ReferenceColumns(recipe, engine, training, held_out, console)
     attention = with_shared_prompts(recipe.objective, attention)
     model, objective = _load(recipe, engine, config, attention, training)
     if recipe.train.activation_offload and engine.device.type == "cpu":
@@ -137,11 +172,11 @@ def build_trainer(
     set_group_timeouts(collective_timeout())
     rows = _rows_per_device(recipe, engine, config, forward, training, say)
     reference, with_reference = None, None
-    if precomputes_reference(recipe, objective):
-        loader = partial(_evaluation_loader, recipe, engine, rows, attention)
-        precomputation = Precomputation(recipe, engine, forward, loader, console)
-        training, held_out, reference = precomputation.columns(training, held_out)
-    elif REFERENCE in objective.columns:
+    if precomputed is not None:
+        training, held_out, reference = precomputed.columns(
+            forward, partial(_evaluation_loader, recipe, engine, rows, attention)
+        )
+    elif recipe.objective.reads_reference:
         reference = "the model without its adapters, in each step"
         with_reference = AdaptersOff(engine, forward).with_column
     plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice), reference)

@@ -40,7 +40,7 @@ ON_DDP = {
 }
 ON_EP = {
     *("full mixtral", "lora mixtral", "full mixtral balance", "full qwen3_moe balance checkpointing"),
-    "full mixtral offloaded",
+    *("full mixtral offloaded", "full orpo experts balance"),
 }
 ON_FSDP2 = (
     {case.name for case in parity.CASES}

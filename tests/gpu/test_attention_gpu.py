@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
 
+from finetune.data.batch import row_places
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import FLEX, VARLEN, choose_attention
 from finetune.models.attention.choice import AttentionChoice
@@ -88,6 +89,42 @@ def test_flex_in_fp32_equals_one_document_at_a_time(name: str, lengths: tuple[in
     truth = outcome(model_with(name, "eager", torch.float32), lengths, None)
     ours = relative(outcome(model_with(name, FLEX, torch.float32), lengths, choice), truth)
     assert max(ours) < 1e-5
+
+
+OWN, PREFIXES = (200, 90, 130, 1, 91), (0, 120, 0, 77, 0)  # of documents that begin with some of the one before
+
+
+def outcome_with_prefixes(model: Any, choice: AttentionChoice | None) -> list[torch.Tensor]:
+    """Logits of each whole document, then gradients; choice None: each alone, under eager attention."""
+    ids, _ = row(OWN)
+    places = torch.from_numpy(row_places(OWN, PREFIXES)).cuda()
+    lengths = [own + prefix for own, prefix in zip(OWN, PREFIXES, strict=True)]
+    model.zero_grad()
+    if choice is None:
+        documents = ids[:, places].split(lengths, 1)
+        logits = torch.cat([model(input_ids=whole, use_cache=False).logits for whole in documents], 1)
+    else:
+        made = choice.forward_arguments(OWN, PREFIXES)
+        spans = zip(PREFIXES, lengths, strict=True)
+        positions = torch.cat([torch.arange(prefix, length) for prefix, length in spans])[None].cuda()
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False, **made).logits[:, places]
+    logits.float().logsumexp(-1).sum().backward()
+    return [logits.detach().float(), *(p.grad.float() for p in model.parameters())]
+
+
+@pytest.mark.parametrize(("name", "asked"), CASES)
+def test_shared_beginnings_are_equal_to_one_document_at_a_time(name: str, asked: str) -> None:
+    """As above; in fp32 where the kernel can, exactly. Of varlen it shows that the last query sees the last key."""
+    choice = choose(name, asked)
+    assert choice.not_shared is None
+    truth = outcome_with_prefixes(model_with(name, "eager", torch.float32), None)
+    if asked == "flex":
+        ours = relative(outcome_with_prefixes(model_with(name, FLEX, torch.float32), choice), truth)
+        assert max(ours) < 1e-5
+    eager = relative(outcome_with_prefixes(model_with(name, "eager", torch.bfloat16), None), truth)
+    ours = relative(outcome_with_prefixes(model_with(name, choice.implementation, torch.bfloat16), choice), truth)
+    for distance, allowed in zip(ours, eager, strict=True):
+        assert distance <= 1.5 * allowed + 1e-3
 
 
 @pytest.mark.parametrize(("name", "asked"), CASES)

@@ -53,6 +53,7 @@ class Renderer:
     chat: Chat | None = field(repr=False)
     encoder: Encoder = field(repr=False)
     special_text: re.Pattern[str] = field(repr=False)  # of special tokens, to find them in what a row says
+    ends_plain: bool = True  # EOS after a plain text; if not, only where the tokenizer itself would add it
 
     def draw(self, sample: Drawable) -> list[tuple[Rendered, ...]]:
         """Returns the examples of a sample, each with its sequences. One example of one sequence; of a conversation
@@ -96,13 +97,13 @@ class Renderer:
         return tokens
 
     def _with_ends(self, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> Tokens:
-        """BOS before a plain text if the tokenizer would add it, EOS after; neither twice."""
+        """BOS before a plain text if the tokenizer would add it, EOS after (see `ends_plain`); neither twice."""
         bos, eos = _token_id(self.tokenizer.bos_token_id), _token_id(self.tokenizer.eos_token_id)
         if eos is None:
             raise UserError("the tokenizer has no end-of-text token (eos_token), so plain text would never end: set it")
         if self.adds_bos and bos is not None and ids[:1].tolist() != [bos]:
             ids, trained = np.append(np.int32(bos), ids), np.append(False, trained)
-        if ids[-1:].tolist() != [eos]:
+        if self.ends_plain and ids[-1:].tolist() != [eos]:
             ids, trained = np.append(ids, np.int32(eos)), np.append(trained, True)
         return ids, trained
 
@@ -171,9 +172,13 @@ def _token_id(value: Any) -> int | None:
 
 
 def build_renderer(
-    tokenizer: PreTrainedTokenizerBase, template: Template | None = None, train_on: str = "assistant"
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template | None = None,
+    train_on: str = "assistant",
+    is_scored: bool = False,
 ) -> Renderer:
-    """Returns a Renderer; `template` None is the tokenizer's own. Raises UserError for a tokenizer without offsets."""
+    """Returns a Renderer; `template` None is the tokenizer's own. is_scored: texts are classified, as the tokens that
+    the tokenizer gives by itself, for nothing is to end there. Raises UserError for a tokenizer without offsets."""
     if not tokenizer.is_fast:
         raise UserError(
             f"{type(tokenizer).__name__} is a slow tokenizer: it cannot say which characters a token stands for, which "
@@ -182,10 +187,12 @@ def build_renderer(
     template = template or own_template(tokenizer)
     plain = tokenizer("a")["input_ids"]
     adds_bos = tokenizer.bos_token_id is not None and plain[:1] == [tokenizer.bos_token_id]
+    ends_plain = not is_scored or plain[-1:] == [tokenizer.eos_token_id]
     special = _special_tokens(tokenizer)
     chat = chat_of(tokenizer, template) if template else None
     return Renderer(
-        tokenizer, template, train_on, special, adds_bos, chat, encoder(tokenizer), _special_text(tokenizer)
+        *(tokenizer, template, train_on, special, adds_bos, chat, encoder(tokenizer), _special_text(tokenizer)),
+        ends_plain,
     )
 
 

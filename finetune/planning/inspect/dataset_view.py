@@ -21,11 +21,12 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.dataset import Dataset
 from finetune.data.examples import Examples, prepare_examples
 from finetune.data.packing import row_work
+from finetune.data.samples import Example
 from finetune.data.sources.source import read_rows
 from finetune.data.token_cache import DataReport
 from finetune.errors import UserError
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Data, Source
+from finetune.recipe.schema import Data, Objective, Source
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,22 @@ class DatasetView:
     totals: DatasetStatistics
 
 
-SEQUENCES = ("chosen", "rejected")  # of an example that has two
+def sequence_names(objective: str, count: int) -> tuple[str, ...]:
+    """Returns what the sequences of an example are; nothing for a single one."""
+    if count == 1:
+        return ("",)
+    return ("answer", "another row's answer") if objective == "kto" else ("chosen", "rejected")
+
+
+def numbers_of(example: Example, objective: Objective) -> str:
+    """Returns an example's label or margin in words."""
+    label, margin = example.columns.get("label"), example.columns.get("margin")
+    if isinstance(label, float):
+        names = [f"label {name}" for name in objective.labels or ()] or ["a bad answer", "a good answer"]
+        return names[int(label)]
+    return f"margin {margin:g}" if isinstance(margin, float) and margin else ""
+
+
 BINS = 20  # of lengths, about
 # What is dropped or changed between rows and examples: count of the report, what happened, what to do.
 LOSSES = {

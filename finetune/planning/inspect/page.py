@@ -30,10 +30,11 @@ from finetune.data.token_text import INVISIBLE, Token, left_out_note, shortened,
 from finetune.errors import UserError
 from finetune.planning.inspect.dataset_view import (
     LOSSES,
-    SEQUENCES,
     DatasetStatistics,
     DatasetView,
     Histogram,
+    numbers_of,
+    sequence_names,
 )
 from finetune.planning.inspect.terminal import COUNTS, epoch_facts, overlong, source_name, source_share
 
@@ -46,13 +47,23 @@ CHART_WIDTH, CHART_HEIGHT = 480, 150  # of the bars, in SVG units
 class PageSequence:
     """One sequence of an example as the page shows it."""
 
-    path: str  # with `, chosen` or `, rejected` after it, of a preference
+    path: str
     row: int
+    name: str  # chosen, rejected, ...; empty for the only one
     tokens: int
     trained: int
     head: Markup
     left_out: str  # how much is not shown
     tail: Markup
+
+
+@dataclass(frozen=True)
+class PageExample:
+    """An example, its sequences next to each other."""
+
+    sequences: list[PageSequence]
+    shared: int  # tokens that both begin with
+    numbers: str  # label or margin
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,7 @@ def render_page(
         totals=view.totals,
         report=view.totals.report,
         **_summary(view),
-        examples=[shown for index in chosen for shown in _page_sequences(view, view.data.examples[index], full)],
+        examples=[_page_example(view, view.data.examples[index], full) for index in chosen],
         rows=[_packed_row(view, number, full) for number in packed],
     )
 
@@ -243,20 +254,29 @@ def _bar(x: float, step: float, share: float, title: str, is_over: bool = False)
 # --- examples
 
 
-def _page_sequences(view: DatasetView, example: Example, full: bool) -> list[PageSequence]:
-    names = [f", {name}" for name in SEQUENCES] if len(example.sequences) > 1 else [""]
-    return [_page_sequence(view, example, *pair, full) for pair in zip(example.sequences, names, strict=True)]
+def _page_example(view: DatasetView, example: Example, full: bool) -> PageExample:
+    names = sequence_names(view.recipe.objective.name, len(example.sequences))
+    shared = example.shared_tokens
+    sequences = [
+        _page_sequence(view, example, sequence, name, shared, full)
+        for sequence, name in zip(example.sequences, names, strict=True)
+    ]
+    return PageExample(sequences, shared, numbers_of(example, view.recipe.objective))
 
 
-def _page_sequence(view: DatasetView, example: Example, sequence: TokenSequence, name: str, full: bool) -> PageSequence:
+def _page_sequence(
+    view: DatasetView, example: Example, sequence: TokenSequence, name: str, shared: int, full: bool
+) -> PageSequence:
     tokens = tokens_of(sequence, view.tokenizer)
     (head, tail), left_out = shortened(tokens, None if full else SHOWN_TOKENS)
+    begin = Markup('<span class="p">{}</span>').format(tokens_html(head[:shared])) if shared else Markup()
     return PageSequence(
-        path=example.path + name,
+        path=example.path,
         row=example.row,
+        name=name,
         tokens=len(tokens),
         trained=sequence.num_targets,
-        head=tokens_html(head),
+        head=begin + tokens_html(head[shared:], shared),
         left_out=left_out_note(left_out) if left_out else "",
         tail=tokens_html(tail, len(tokens) - len(tail)),
     )
@@ -266,7 +286,7 @@ def _packed_row(view: DatasetView, number: int, full: bool) -> dict[str, Any]:
     """Returns a packed sequence: its documents with their first token's offset, tokens used, attention work."""
     documents, start = [], 0
     for member in view.data.rows[number].tolist():
-        for shown in _page_sequences(view, view.data.examples[member], full):
+        for shown in _page_example(view, view.data.examples[member], full).sequences:
             documents.append((start, shown))
             start += shown.tokens
     return {

@@ -11,9 +11,17 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from finetune.data.samples import Example
 from finetune.data.token_cache import SourceReport
 from finetune.data.token_text import Look, render_rich, visible
-from finetune.planning.inspect.dataset_view import LOSSES, SEQUENCES, DatasetStatistics, DatasetView, Histogram
+from finetune.planning.inspect.dataset_view import (
+    LOSSES,
+    DatasetStatistics,
+    DatasetView,
+    Histogram,
+    numbers_of,
+    sequence_names,
+)
 
 COUNTS = {
     "rows": "rows read",
@@ -30,6 +38,7 @@ COUNTS = {
     "tokens": "tokens",
     "supervised_tokens": "supervised tokens",
 }
+WIDE = 100  # columns of a terminal that shows two texts next to each other
 SOURCES_PER_TABLE = 3  # so that no column is cut
 BAR_WIDTH = 40
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -40,22 +49,35 @@ def print_examples(console: Console, view: DatasetView, chosen: Iterable[int], l
     shown = [view.data.examples[index] for index in chosen]
     for example in shown:
         tokens = f"{example.num_tokens:,} tokens, {example.num_targets:,} supervised"
-        title = Text(visible(f"{example.path}:{example.row}   {tokens}"))
-        parts: list[Text | Rule] = []
-        for name, sequence in zip(SEQUENCES, example.sequences, strict=False):
-            if len(example.sequences) > 1:
-                parts.append(Rule(Text(f"{name}, {len(sequence.input_ids):,} tokens"), align="left", style="cyan"))
-            parts.append(render_rich(sequence, view.tokenizer, look))
-        console.print(Panel(Group(*parts), title=title, title_align="left"))
+        numbers = numbers_of(example, view.recipe.objective)
+        title = visible("   ".join(filter(None, (f"{example.path}:{example.row}", tokens, numbers))))
+        texts = [render_rich(one, view.tokenizer, look, example.shared_tokens) for one in example.sequences]
+        content = texts[0] if len(texts) == 1 else _side_by_side(view, example, texts, console.width)
+        console.print(Panel(content, title=Text(title), title_align="left"))
     if shown:
         console.print(_legend(look))
 
 
+def _side_by_side(view: DatasetView, example: Example, texts: list[Text], width: int) -> Table | Group:
+    """Returns the sequences of a pair next to each other, or one below the other where the terminal is narrow."""
+    named = list(zip(sequence_names(view.recipe.objective.name, len(texts)), example.sequences, strict=True))
+    titles = [f"{name}, {len(one.input_ids):,} tokens, {example.shared_tokens:,} shared" for name, one in named]
+    if width < WIDE:
+        rules = [Rule(Text(title), align="left", style="cyan") for title in titles]
+        return Group(*(part for pair in zip(rules, texts, strict=True) for part in pair))
+    table = Table(box=None, expand=True, padding=(0, 1), header_style="cyan")
+    for title in titles:
+        table.add_column(title, ratio=1, overflow="fold")
+    table.add_row(*texts)
+    return table
+
+
 def _legend(look: Look) -> Text:
+    marks = "  ⏎ newline, ⇥ tab, · trailing space in supervised text, ⟫ end of what a pair shares"
     if not look.colour:
-        return Text("[[supervised]]  context  ⏎ newline, ⇥ tab, · trailing space in supervised text")
+        return Text("[[supervised]]  context" + marks)
     legend = Text.assemble(("supervised", "bold green"), "  ", ("context", "dim"), "  ", ("special token", "magenta"))
-    return legend.append("  ⏎ newline, ⇥ tab, · trailing space in supervised text", style="dim")
+    return legend.append(marks, style="dim")
 
 
 def print_packed_rows(console: Console, view: DatasetView, numbers: Iterable[int], look: Look) -> None:

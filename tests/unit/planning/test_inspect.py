@@ -52,12 +52,15 @@ def looked(recipe: dict[str, Any], write_recipe: Callable[..., Path], tmp_path: 
         changes: dict[str, Any] | None = None,
         width: int = 200,
         tail: str = "",
+        format: str = "messages",
+        objective: dict[str, Any] | None = None,
         **asked: Any,
     ) -> str:
         paths = [tiny.write_rows(tmp_path / name, found) for name, found in files.items()]
         with paths[-1].open("a", encoding="utf-8") as file:
             file.write(tail)
-        recipe["data"]["train"] = [{"path": str(path), "format": "messages"} for path in paths]
+        recipe["data"]["train"] = [{"path": str(path), "format": format} for path in paths]
+        recipe["objective"] = objective or {}
         recipe["data"] |= changes or {}
         path = write_recipe(recipe)
         console = Console(file=io.StringIO(), width=width)
@@ -329,6 +332,37 @@ def test_the_page_shows_what_the_model_sees(page):
 def test_a_page_of_many_examples_is_small(looked, tmp_path):
     looked({"rows.jsonl": tiny.conversations(150)}, html=tmp_path / "page.html", rows=100)
     assert (tmp_path / "page.html").stat().st_size < 300_000
+
+
+PAIR = {"prompt": "2+2?", "chosen": "It is 4.", "rejected": "It is 5.", "margin": 0.5}
+OF_PAIRS: dict[str, Any] = {"format": "preference", "objective": {"name": "reward"}}
+
+
+@pytest.mark.parametrize("width", [200, 60])
+def test_a_pair_is_shown_side_by_side_with_what_it_shares(looked, width):
+    """`It is ` is shared as well: the prefix is one of token ids."""
+    printed = looked({"pairs.jsonl": [PAIR]}, {"eval": []}, **OF_PAIRS, width=width)
+    (first,) = [line for line in printed.splitlines() if "⟫[[4." in line]
+    assert "]]⟫[[" in printed
+    assert ("⟫[[5." in first, "margin 0.5" in printed) == (width == 200, width == 200)  # the title of a panel is cut
+
+
+def test_the_page_shows_a_pair_side_by_side(looked, tmp_path):
+    looked({"pairs.jsonl": [PAIR]}, {"eval": []}, **OF_PAIRS, html=tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    section = text[text.index('<div class="side">') :]
+    for name in ("chosen", "rejected"):
+        assert f"<h4><b>{name}</b>" in section
+    assert section.count('<span class="p">') >= 2
+    assert "margin 0.5" in text
+
+
+def test_an_answer_marked_as_bad_is_called_so(looked):
+    rows = [{"prompt": "2+2?", "completion": answer, "label": answer == "4"} for answer in ("4", "5")]
+    printed = looked({"rows.jsonl": rows}, {"eval": []}, format="unpaired", objective={"name": "kto"})
+    assert "a good answer" in printed
+    assert "a bad answer" in printed
+    assert "another row's answer" in printed
 
 
 def test_a_page_that_cannot_be_written(looked, tmp_path):

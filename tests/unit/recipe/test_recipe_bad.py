@@ -23,8 +23,8 @@ GOOD = (
     "train: {epochs: 1}",  # 7
 )
 EVAL = "data: {train: [{path: a.jsonl, format: messages}], eval: [{path: b.jsonl, format: messages}], max_length: 64}"
-PAIRS = "data: {train: [{path: a.jsonl, format: preference}], max_length: 64}"
 LORA = "lora: {rank: 16, alpha: 32}"
+PAIRS = "data: {train: [{path: a.jsonl, format: preference}], max_length: 64}"
 
 
 @dataclass
@@ -377,6 +377,22 @@ CASES = [
         {8: "objective: {name: focal, z_loss: 1e-4}"},
     ),
     Bad(
+        "reward model that generates, with an LM head's settings",
+        [
+            ":2: model.cross_entropy: a model of `objective.name: reward` has no LM head: remove it",
+            ":9: evaluate.generate: a model of `objective.name: reward` scores texts and generates none: set it to 0",
+            ":10: lora.targets: under `objective.name: reward` the head `score` is trained in full: leave it out",
+        ],
+        {
+            2: "model: {name: org/model, cross_entropy: chunked}",
+            3: "mode: lora",
+            4: EVAL.replace("messages", "preference"),
+            8: "objective: {name: reward}",
+            9: "evaluate: {generate: 2}",
+            10: "lora: {rank: 4, alpha: 8, targets: [q_proj, score]}",
+        },
+    ),
+    Bad(
         "gamma without focal loss",
         [":8: objective.gamma: has no effect under `name: sft`, only under focal: remove it"],
         {8: "objective: {gamma: 1.0}"},
@@ -604,6 +620,69 @@ CASES = [
             "swap `chosen` and `rejected` with `columns`"
         ],
         {4: PAIRS, 8: "objective: {name: dpo, loss: robust, label_smoothing: 0.5}"},
+    ),
+    # --- the reference of a preference ---
+    Bad(
+        "adapters off without adapters",
+        [
+            ":8: objective.reference: `adapters_off` needs adapters, and `mode: full` has none: use `precomputed`, or "
+            "`mode: lora`"
+        ],
+        {4: PAIRS, 8: "objective: {name: dpo, reference: adapters_off}"},
+    ),
+    Bad(
+        "adapters off where modules are trained fully",
+        [
+            ":8: objective.reference: `adapters_off` is not the initial model where modules are trained fully "
+            "(lora.modules_to_save: lm_head): use `precomputed`, or name them in `lora.targets` instead"
+        ],
+        {
+            3: "mode: lora",
+            4: PAIRS,
+            8: "objective: {name: dpo, reference: adapters_off}\nlora: {rank: 16, modules_to_save: [lm_head]}",
+        },
+    ),
+    Bad(
+        "another reference, and adapters off",
+        [":8: objective.reference_model: has no effect under `reference: adapters_off`: remove one of the two"],
+        {
+            3: "mode: lora",
+            4: PAIRS,
+            8: f"objective: {{name: dpo, reference: adapters_off, reference_model: m}}\n{LORA}",
+        },
+    ),
+    Bad(
+        "a stream to be computed beforehand",
+        [
+            ":8: objective.reference: `precomputed` needs all rows before the first step, and a stream has no end: use "
+            "`adapters_off`, or `data.streaming: false`"
+        ],
+        {
+            3: "mode: lora",
+            4: PAIRS.replace("max_length", "streaming: true, max_length"),
+            7: "train: {max_steps: 3}",
+            8: f"objective: {{name: dpo}}\n{LORA}",
+        },
+    ),
+    Bad(
+        "a stream, all weights trained",
+        [
+            ":8: objective.reference: `precomputed` needs all rows before the first step, and a stream has no end: use "
+            "`data.streaming: false`"
+        ],
+        {
+            4: PAIRS.replace("max_length", "streaming: true, max_length"),
+            7: "train: {max_steps: 3}",
+            8: "objective: {name: dpo}",
+        },
+    ),
+    Bad(
+        "dropout of adapters under a preference",
+        [
+            ":8: lora.dropout: `objective.name: dpo` compares log-probabilities or scores under equal weights, so "
+            "dropout is off (now 0.1): set `lora.dropout: 0`, or `objective.dropout: true` to have it all the same"
+        ],
+        {3: "mode: lora", 4: PAIRS, 8: "lora: {rank: 16, dropout: 0.1}\nobjective: {name: dpo}"},
     ),
     # --- formats of an objective ---
     Bad(

@@ -1,0 +1,226 @@
+"""`score`: what a finished model of scores says of the rows of a file: pairs, answers or texts.
+
+Letters: B sequences of a forward, T tokens of the longest, N labels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from finetune.data.chat.renderer import Rendered, Renderer, build_renderer
+from finetune.data.formats.detect import detect_format, parse_row
+from finetune.data.samples import BadRow, Labelled, Preference, Ranked, Sample
+from finetune.data.sources.source import SourceReader
+from finetune.errors import UserError
+from finetune.export.commands import load_base, model_folder
+from finetune.export.scoring import is_scoring
+from finetune.models.wrapped import output_head
+from finetune.recipe.schema import Source
+from finetune.utils import unwrap_peft
+
+_FORMAT_ROWS = 100  # that the format is detected from
+_WINDOW = 512  # rows whose sequences are scored together, the longest first
+_BATCH_TOKENS = 16_384  # of a forward, with its padding
+_FORMATS = {  # by whether it is a classifier, in addition to plain texts and answers
+    True: ("classification", "messages", "text", "tokens"),
+    False: ("preference", "ranked", "unpaired", "messages", "prompt_completion", "text", "tokens"),
+}
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A model of scores with its tokenizer."""
+
+    model: Any  # transformers' or peft's
+    renderer: Renderer
+    labels: tuple[str, ...]
+
+    @property
+    def is_classifier(self) -> bool:
+        return len(self.labels) > 1
+
+    @torch.no_grad()
+    def scores(self, sequences: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:  # (len(sequences), N)
+        """Returns the scores at the last token of each, in their order."""
+        order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+        found = np.zeros((len(sequences), len(self.labels)), np.float32)
+        while order:
+            size = max(1, _BATCH_TOKENS // len(sequences[order[0]]))
+            batch, order = order[:size], order[size:]
+            found[batch] = self._forward([sequences[i] for i in batch]).cpu().numpy()
+        return found
+
+    def _forward(self, sequences: list[NDArray[np.int32]]) -> Tensor:  # (B, N) fp32
+        lengths = torch.tensor([len(ids) for ids in sequences])
+        input_ids = torch.zeros(len(sequences), len(sequences[0]), dtype=torch.int64)  # the first is the longest
+        for row, ids in zip(input_ids, sequences, strict=True):
+            row[: len(ids)] = torch.from_numpy(ids.astype(np.int64))
+        mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
+        device = self.model.device
+        base = unwrap_peft(self.model).base_model
+        hidden = base(input_ids=input_ids.to(device), attention_mask=mask.to(device), use_cache=False)[0]  # (B, T, D)
+        ends = hidden[torch.arange(len(sequences), device=device), (lengths - 1).to(device)]
+        return output_head(self.model)(ends).float()
+
+
+def load_scorer(run_dir: Path) -> Scorer:
+    """Returns the model of a run directory or a model folder. Raises UserError where it has no head of scores."""
+    folder = model_folder(run_dir)
+    if not is_scoring(folder):
+        raise UserError(f"{run_dir}: this model writes text, and has no head of scores: `finetune generate` uses it")
+    if (folder / "adapter_config.json").is_file():
+        from peft import PeftModel
+
+        model: Any = PeftModel.from_pretrained(load_base(folder), str(folder))
+    else:
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    labels = tuple(unwrap_peft(model).config.id2label.values())
+    train_on = "all" if len(labels) > 1 else "assistant"
+    renderer = build_renderer(AutoTokenizer.from_pretrained(folder), None, train_on, is_scored=len(labels) > 1)
+    return Scorer(model.to(device).eval(), renderer, labels)
+
+
+def source_of(path: str, format: str, limit: int | None) -> Source:
+    """Returns the file as a recipe would have it. Raises UserError for a format that there is not."""
+    try:
+        return Source.model_validate({"path": path, "format": format, "limit": limit})
+    except ValidationError:
+        raise UserError(f"--format: there is no format {format!r}; `auto` detects it") from None
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """A row's place in the file, its sequences as texts, and the label that it has."""
+
+    where: tuple[str, int]
+    kind: str  # pair | ranked | text
+    sequences: tuple[Rendered, ...]
+    label: bool | int | str | None = None
+
+
+def score_file(run_dir: Path, data: Source, output: Path | None, console: Console) -> dict[str, float]:
+    """Score every row of a file, write a JSON object for each to `output`, and return the metrics. Raises UserError."""
+    scorer, reader, metrics = load_scorer(run_dir), SourceReader(data), Metrics()
+    rows = _drawn(scorer, data, reader)
+    with ExitStack() as stack:
+        file = stack.enter_context(output.open("w", encoding="utf-8")) if output else None
+        total = reader.estimated_rows()
+        shown = track(rows, "scoring", total, console=console, disable=not console.is_terminal)
+        for window in _windows(shown):
+            for row, scores in zip(window, _scores(scorer, window), strict=True):
+                found = _result(scorer, row, scores)
+                metrics.add(found)
+                if file:
+                    file.write(json.dumps({"path": row.where[0], "row": row.where[1], **found}) + "\n")
+    return metrics.means()
+
+
+def _drawn(scorer: Scorer, data: Source, reader: SourceReader) -> Iterator[ScoredRow]:
+    rows = reader.rows()
+    head = list(islice(rows, _FORMAT_ROWS))
+    if not head:
+        raise UserError(f"{data.path}: has no rows")
+    format, columns = data.format, data.columns
+    if format == "auto":
+        detected = detect_format([row for _, _, row in head], columns, _FORMATS[scorer.is_classifier])
+        format, columns = detected.format, detected.columns
+    for path, number, row in chain(head, rows):
+        try:
+            yield _draw(scorer.renderer, (path, number), parse_row(row, format, columns))
+        except (BadRow, UserError) as error:
+            raise UserError(f"{path}:{number}: {error}") from None
+
+
+def _draw(renderer: Renderer, where: tuple[str, int], sample: Sample) -> ScoredRow:
+    if isinstance(sample, Ranked):
+        answers = tuple(sequence for answer in sample.answers for sequence in _sequences(renderer, answer))
+        return ScoredRow(where, "ranked", answers)
+    if isinstance(sample, Labelled):
+        return ScoredRow(where, "text", _sequences(renderer, sample.sample), sample.label)
+    return ScoredRow(where, "pair" if isinstance(sample, Preference) else "text", _sequences(renderer, sample))
+
+
+def _sequences(renderer: Renderer, sample: Any) -> tuple[Rendered, ...]:
+    examples = renderer.draw(sample)
+    if len(examples) > 1:
+        raise BadRow("the chat template rewrites history, so this conversation is several texts: give its last turn")
+    return examples[0]
+
+
+def _windows(rows: Iterable[ScoredRow]) -> Iterator[list[ScoredRow]]:
+    iterator = iter(rows)
+    while window := list(islice(iterator, _WINDOW)):
+        yield window
+
+
+def _scores(scorer: Scorer, window: list[ScoredRow]) -> Iterator[NDArray[np.float32]]:
+    """Yields the scores of each row's sequences, (sequences, N)."""
+    tokens = scorer.renderer.tokenise([sequence for row in window for sequence in row.sequences])
+    scores = scorer.scores([ids for ids, _ in tokens])
+    ends = np.cumsum([len(row.sequences) for row in window])
+    yield from np.split(scores, ends[:-1])
+
+
+def _result(scorer: Scorer, row: ScoredRow, scores: NDArray[np.float32]) -> dict[str, Any]:
+    """Returns what is written of a row."""
+    if scorer.is_classifier:
+        probabilities = np.exp(scores[0] - np.logaddexp.reduce(scores[0]))
+        best = scorer.labels[int(scores[0].argmax())]
+        found = {"label": best, "probabilities": dict(zip(scorer.labels, probabilities.tolist(), strict=True))}
+        if row.label is None:
+            return found
+        given = scorer.labels[row.label] if isinstance(row.label, int) else row.label
+        return {**found, "given": given, "correct": best == given}
+    values = scores[:, 0].tolist()
+    if row.kind == "pair":
+        chosen, rejected = values
+        difference = {"margin": chosen - rejected, "correct": chosen > rejected}
+        return {"chosen": chosen, "rejected": rejected, **difference}
+    return {"scores": values} if row.kind == "ranked" else {"score": values[0]}
+
+
+class Metrics:
+    """Means of the rows' numbers; shares of the labels."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, int]] = {}
+        self._rows = 0
+
+    def add(self, found: Mapping[str, Any]) -> None:
+        self._rows += 1
+        for name, value in found.items():
+            if isinstance(value, bool | float):
+                self._add("accuracy" if name == "correct" else name, float(value))
+        for name in found.get("probabilities", ()):
+            self._add(f"share of {name}", float(found["label"] == name))
+
+    def _add(self, name: str, value: float) -> None:
+        total, count = self._sums.get(name, (0.0, 0))
+        self._sums[name] = (total + value, count + 1)
+
+    def means(self) -> dict[str, float]:
+        return {"rows": self._rows, **{name: total / count for name, (total, count) in self._sums.items()}}
+
+
+def show_metrics(console: Console, metrics: Mapping[str, float]) -> None:
+    table = Table("", "mean")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:,}" if name == "rows" else f"{value:.4f}")
+    console.print(table)
