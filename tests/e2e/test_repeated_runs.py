@@ -26,7 +26,7 @@ def run(recipe: dict[str, Any]) -> Path:
 
 def files(run: Path) -> dict[str, tuple[bytes, int]]:
     """Content and time of all that a run wrote."""
-    found = (path for path in run.rglob("*") if path.is_file() and path.name != ".lock")
+    found = (path for path in run.rglob("*") if path.is_file() and path.name not in (".lock", ".launch.json"))
     return {str(path.relative_to(run)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
