@@ -87,7 +87,7 @@ def test_template_marks_the_answer_and_the_end_of_turn(data: Path):
 def test_every_run_writes_the_same_bytes(quickstart: ModuleType, data: Path, tmp_path: Path):
     quickstart.make(tmp_path)
     files = sorted(path.relative_to(data) for path in data.rglob("*") if path.is_file())
-    assert [(data / file).read_bytes() == (tmp_path / file).read_bytes() for file in files] == [True] * 7
+    assert [(data / file).read_bytes() == (tmp_path / file).read_bytes() for file in files] == [True] * 9
 
 
 def test_pairs_are_of_both_writings_and_none_is_both_trained_and_tested(data: Path):
