@@ -100,10 +100,10 @@ def reference(
     overrides: Overrides = None,
     config_file: Annotated[Path | None, typer.Option(help="Accelerate config, when launched by torchrun.")] = None,
 ) -> None:
-    """Compute the reference's log-probabilities of a preference recipe's data into the cache, on the launched
-    processes: of objective.reference_model, or of the initial model.
+    """Compute what another model says of a recipe's data into the cache, on the launched processes: the reference's
+    log-probabilities (of objective.reference_model, or of the initial model), or the predictions of objective.teacher.
 
-    Runs with that reference and data then begin at once, on any launch.
+    Runs with that reference or teacher and data then begin at once, on any launch.
 
     Example: [bold]accelerate launch --config_file accelerate_configs/fsdp2.yaml -m finetune reference RECIPE[/bold]
     """

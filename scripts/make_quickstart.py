@@ -5,6 +5,7 @@
 
     DIR/train.jsonl  DIR/test.jsonl              the 3rd of March, 2021 -> 2021-03-03    (recipes/quickstart/full.yaml)
     DIR/words/train.jsonl  DIR/words/test.jsonl  the 3rd of March, 2021 -> 3 March 2021  (recipes/quickstart/lora.yaml)
+    DIR/pairs/train.jsonl  DIR/pairs/test.jsonl  both, the second preferred       (recipes/quickstart/dpo-lora.yaml)
     DIR/tokenizer/                               byte-level BPE learnt from the first of them
 
 The prompts of the two pairs are of one kind, and those of the two test files are the same, so that what the second
@@ -28,6 +29,7 @@ FIRST, LAST = date(1950, 1, 1), date(2049, 12, 31)  # a hundred years: two digit
 NUM_TEST = 200
 NUM_TRAIN = 16_000  # a tenth of all pairs of date and format, so what is learnt is the rule and not the rows
 NUM_TRAIN_WORDS = 8_000
+NUM_TRAIN_PAIRS = 2000
 VOCAB_SIZE = 320  # 3 special tokens, 256 bytes, 61 merges; recipes/quickstart/full.yaml says the same number
 
 MONTHS = (  # calendar.month_name speaks the language of the machine
@@ -124,6 +126,15 @@ def write_rows(path: Path, pairs: list[tuple[str, date]], answer: Callable[[date
             file.write(json.dumps({"messages": turns}) + "\n")
 
 
+def write_pairs(path: Path, pairs: list[tuple[str, date]]) -> None:
+    """Of the two writings of a date, the one in words is preferred."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for question, day in pairs:
+            answers = {name: [{"role": "assistant", "content": write(day)}] for name, write in WRITINGS.items()}
+            file.write(json.dumps({"prompt": [{"role": "user", "content": question}], **answers}) + "\n")
+
+
 def learn_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     """Byte-level BPE in which every digit is a token of its own: a date is read digit by digit."""
     tokenizer = Tokenizer(models.BPE())
@@ -149,6 +160,9 @@ def learn_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     )
 
 
+WRITINGS: dict[str, Callable[[date], str]] = {"chosen": words, "rejected": date.isoformat}
+
+
 def texts_of(pairs: list[tuple[str, date]]) -> Iterator[str]:
     """What a conversation holds between its special tokens, in both answer formats."""
     for question, day in pairs:
@@ -164,6 +178,8 @@ def make(out: Path) -> None:
     write_rows(out / "test.jsonl", test, date.isoformat)
     write_rows(out / "words" / "train.jsonl", questions(train_dates, NUM_TRAIN_WORDS, rng), words)
     write_rows(out / "words" / "test.jsonl", test, words)
+    write_pairs(out / "pairs" / "train.jsonl", questions(train_dates, NUM_TRAIN_PAIRS, rng))
+    write_pairs(out / "pairs" / "test.jsonl", test)
     tokenizer = learn_tokenizer(texts_of(train))
     assert len(tokenizer) == VOCAB_SIZE
     tokenizer.save_pretrained(out / "tokenizer")

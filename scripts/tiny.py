@@ -73,11 +73,11 @@ def texts(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def unpaired(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Answers that are good or bad, two bad ones for every good one."""
+    """Answers that are good or bad, two good ones for every bad one: mismatched ones soon are likelier than before."""
     rows = []
     for i, row in enumerate(preferences(count, seed)):
-        answer = row["rejected" if i % 3 else "chosen"]
-        rows.append({"prompt": row["prompt"], "completion": answer, "label": i % 3 == 0})
+        answer = row["chosen" if i % 3 else "rejected"]
+        rows.append({"prompt": row["prompt"], "completion": answer, "label": i % 3 != 0})
     return rows
 
 

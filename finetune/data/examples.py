@@ -21,7 +21,7 @@ from datetime import date
 from functools import partial
 from itertools import accumulate
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 import numpy as np
@@ -35,7 +35,6 @@ from finetune.data.building import EntryBuild, OpenedSource, OpenedSources, buil
 from finetune.data.chat.renderer import Renderer, build_renderer
 from finetune.data.chat.template import asks_for_today, dated, resolve_template
 from finetune.data.objective_rows import objective_rows, trained_part
-from finetune.data.predictions import Predictions
 from finetune.data.samples import Example, concatenate_sizes
 from finetune.data.token_cache import CacheEntry, DataReport, entries_folder, find_or_build, load
 from finetune.errors import UserError
@@ -47,6 +46,17 @@ CODE_VERSION = 5  # raise it whenever the same row would give other tokens or an
 _NOT_IN_AN_ENTRY = {"weight", "name", "max_epochs"}
 
 log = logging.getLogger(__name__)
+
+
+class TargetColumns(Protocol):
+    """Columns of the targets of every example, such as a teacher's predictions."""
+
+    @property
+    def identity(self) -> str: ...
+
+    def of(self, example: Example) -> Mapping[str, NDArray[Any]] | None:
+        """Returns arrays (num_targets, ...); None where the example is not known."""
+        ...
 
 
 class Examples:
@@ -64,7 +74,7 @@ class Examples:
         report: DataReport,
         build_s: Sequence[float | None] = (),
         columns: Mapping[str, NDArray[np.floating]] | None = None,
-        predictions: Predictions | None = None,
+        predictions: TargetColumns | None = None,
     ):
         self._entries, self._chosen = tuple(entries), tuple(chosen)  # (n,) each: indices in an entry
         self._ends = list(accumulate(len(indices) for indices in chosen))  # where the next source begins
@@ -85,7 +95,7 @@ class Examples:
         more = {**self._columns, **columns}
         return Examples(self._entries, self._chosen, self.report, self.build_s, more, self.predictions)
 
-    def with_predictions(self, predictions: Predictions) -> Examples:
+    def with_predictions(self, predictions: TargetColumns) -> Examples:
         """The same examples with what a teacher predicts at their targets."""
         return Examples(self._entries, self._chosen, self.report, self.build_s, self._columns, predictions)
 
@@ -108,7 +118,7 @@ class Examples:
         begin = self._ends[source - 1] if source else 0
         example = self._entries[source].example(int(self._chosen[source][i - begin]), source)
         if self.predictions is not None:
-            example = replace(example, target_columns=self.predictions.of(example))
+            example = replace(example, target_columns=self.predictions.of(example) or {})
         if not self._columns:
             return example
         places = slice(self.sizes.offsets[i], self.sizes.offsets[i + 1])

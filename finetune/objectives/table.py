@@ -29,6 +29,8 @@ OBJECTIVES: dict[str, Callable[[Settings, bool, TokenRanks], Objective]] = {
     "distill": distill,
 }
 
+OF_TOKENS = {"sft", "focal", "distill"}  # their losses are means over tokens
+
 
 def make_objective(
     settings: Settings,
@@ -54,5 +56,5 @@ def make_objective(
     if shares_prompts:
         others.append(shared_tokens())
     if len(source_names) > 1:
-        others.append(by_source(source_names, has_losses=not objective.scores))
+        others.append(by_source(source_names, has_losses=settings.name in OF_TOKENS))
     return combined(objective, others)

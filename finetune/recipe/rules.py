@@ -310,10 +310,8 @@ def dpo_reads_its_keys(recipe: Recipe) -> Iterator[Finding]:
     loss = objective.value("loss")
     for key, losses in LOSS_KEYS.items():
         if loss not in losses and getattr(objective, key) != Objective.model_fields[key].default:
-            yield (
-                f"objective.{key}",
-                f"has no effect under `loss: {loss}`, only under {' and '.join(losses)}: remove it",
-            )
+            readers = ", ".join(losses)
+            yield f"objective.{key}", f"has no effect under `loss: {loss}`, only under {readers}: remove it"
     if objective.label_smoothing >= 0.5 and loss in LOSS_KEYS["label_smoothing"]:
         yield (
             "objective.label_smoothing",

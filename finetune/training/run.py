@@ -37,6 +37,7 @@ from finetune.models.config import (
     check_token_ids,
     dtypes,
     load_tokenizer,
+    model_config,
     training_config,
 )
 from finetune.models.loss_model import CausalLMWithLoss
@@ -59,7 +60,7 @@ from finetune.training.profile import Profiler
 from finetune.training.reference import AdaptersOff, ReferenceColumns, recipe_of_reference
 from finetune.training.run_dir import in_use, make_run_folder, run_folder
 from finetune.training.signals import StopRequest
-from finetune.training.teacher import with_teacher
+from finetune.training.teacher import TeacherPass, recipe_of_teacher, with_teacher
 from finetune.training.trainer import State, Trainer
 
 Data = Dataset | Stream
@@ -87,6 +88,9 @@ def compute_reference(
 ) -> None:
     """Computes the log-probabilities of `objective.reference_model`, or of the initial model, into the cache, unless
     they are there. Arguments and errors as of `train`; the run itself is not touched."""
+    if recipe.objective.teacher is not None:
+        compute_teacher(recipe, recipe_file, stop, console, config_file)
+        return
     if not recipe.objective.reads_reference or recipe.objective.value("reference") != "precomputed":
         raise UserError(f"{recipe_file}: nothing to compute: no reference is read that is `precomputed`")
     tokenizer, name = load_tokenizer(recipe.model), recipe.objective.reference_model
@@ -96,6 +100,18 @@ def compute_reference(
     of_reference = of_reference.model_copy(update={"run": run})
     with _started(of_reference, recipe_file, stop, console, config_file) as trainer:
         trainer.say(f"reference of {escape(recipe_file)}: {escape(str(trainer.plan.reference))}")
+
+
+def compute_teacher(
+    recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console, config_file: str | None
+) -> None:
+    """Computes what the model in `objective.teacher` predicts of the training data into the cache, unless it is
+    there. Arguments and errors as of `train`."""
+    vocabulary = model_config(recipe.model).get_text_config().vocab_size
+    with _started(recipe_of_teacher(recipe), recipe_file, stop, console, config_file) as trainer:
+        assert isinstance(trainer.data, Dataset)  # a rule refuses streams
+        done = TeacherPass(recipe, trainer.data, vocabulary).compute(trainer)
+        trainer.say(f"teacher of {escape(recipe_file)}: {done}")
 
 
 @contextlib.contextmanager

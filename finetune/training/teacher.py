@@ -1,19 +1,55 @@
-"""The teacher of a run that distils: what it predicts is there before the model loads."""
+"""The teacher of a run that distils: its predictions are there before the student's model loads.
+
+They are from a parquet file, or of a model: `finetune reference` runs that alone, on any launch that does not share the
+tokens of a row, and writes to the cache what it predicts of the student's training data.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+from finetune.data.batch import Batch
 from finetune.data.dataset import Dataset, Stream
-from finetune.data.predictions import check_complete
+from finetune.data.loader import Loader, OrderedRows
+from finetune.data.predictions import (
+    CODE_VERSION,
+    Predictions,
+    PredictionsWriter,
+    check_complete,
+    example_key,
+    load_predictions,
+    write_entry,
+)
+from finetune.data.prefetch import fed_steps
+from finetune.data.samples import Example
 from finetune.data.teacher_file import file_predictions, is_teacher_file
+from finetune.data.token_cache import entries_folder
+from finetune.engine.base import Engine
+from finetune.errors import UserError
+from finetune.models.config import check_same_vocabulary, model_config
+from finetune.models.head.prediction import UNIFORM, Prediction
+from finetune.models.loss_model import Outputs
+from finetune.objectives.forward import ForwardPass
+from finetune.objectives.objective import Objective
 from finetune.recipe import Recipe
+from finetune.recipe.schema import Evaluate
+from finetune.training.display import PassProgress
+from finetune.training.reference_files import model_dependencies
+from finetune.training.trainer import Trainer
 
 
 def with_teacher(
-    recipe: Recipe, data: Dataset | Stream, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+    recipe: Recipe, data: Dataset | Stream, tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig
 ) -> Dataset | Stream:
     """Returns the data with a teacher's predictions, if the objective has a teacher. config: of the model that learns.
 
@@ -23,7 +59,172 @@ def with_teacher(
     if teacher is None:
         return data
     assert isinstance(data, Dataset)  # a rule refuses streams
-    assert is_teacher_file(teacher)
-    predictions = file_predictions(recipe.objective, tokenizer, config.get_text_config().vocab_size)
+    vocabulary = config.get_text_config().vocab_size
+    if is_teacher_file(teacher):
+        predictions = file_predictions(recipe.objective, tokenizer, vocabulary)
+    else:
+        check_same_vocabulary("objective.teacher", teacher, tokenizer, recipe.model)
+        predictions = _of_model(recipe, data, vocabulary)
     check_complete(data.examples, predictions, teacher)
     return replace(data, examples=data.examples.with_predictions(predictions))
+
+
+def _of_model(recipe: Recipe, data: Dataset, vocabulary: int) -> Predictions:
+    predictions = load_predictions(TeacherPass(recipe, data, vocabulary).key)
+    if predictions is None:
+        raise UserError(
+            f"objective.teacher: {recipe.objective.teacher!r}: its predictions of this data have not been computed, or "
+            "were under other settings; run `python -m finetune reference` with this recipe, on any launch, then train "
+            "again"
+        )
+    return predictions
+
+
+def recipe_of_teacher(recipe: Recipe) -> Recipe:
+    """Returns a recipe whose model is the teacher, and whose training data are the student's, token by token. Raises
+    UserError where the teacher is a file."""
+    own, teacher = recipe.model, recipe.objective.teacher
+    if teacher is None or is_teacher_file(teacher):
+        raise UserError(f"objective.teacher: {teacher} is a file: there is nothing to compute, train at once")
+    tokenizer = own.tokenizer or own.name
+    changes = {"name": teacher, "config": None, "revision": None, "tokenizer": tokenizer, "cross_entropy": "auto"}
+    return recipe.model_copy(
+        update={
+            "run": recipe.run.model_copy(update={"name": f"{recipe.run.name}-teacher"}),
+            "model": own.model_copy(update=changes),
+            "mode": "full",
+            "lora": None,
+            "quantization": None,
+            "data": recipe.data.model_copy(update={"eval": ()}),
+            "objective": type(recipe.objective)(train_on=recipe.objective.train_on),
+            "evaluate": Evaluate(),
+            "profile": None,
+        }
+    )
+
+
+@dataclass(frozen=True)
+class TeacherPass:
+    """What a model predicts of a student's data."""
+
+    recipe: Recipe  # of the student
+    data: Dataset
+    vocabulary: int  # of the student
+
+    @property
+    def count(self) -> int:
+        """Returns the ids of each target."""
+        return self.recipe.objective.samples or self.recipe.objective.value("top_k")
+
+    @property
+    def key(self) -> str:
+        """Raises UserError where the teacher cannot be read, or has too few tokens."""
+        of_teacher = recipe_of_teacher(self.recipe)
+        config = model_config(of_teacher.model)
+        if self.recipe.objective.samples is None and self.count >= self._tokens(config):
+            raise UserError(f"objective.top_k: {self.count} of a vocabulary of {self._tokens(config)}: set a lower one")
+        objective = self.recipe.objective
+        parts = {
+            **model_dependencies(of_teacher, config),
+            "predictions": CODE_VERSION,
+            "ids": [self._tokens(config), objective.samples, self.count, objective.value("temperature")],
+            "data": self.data.examples.identity(),
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def _tokens(self, teacher: PretrainedConfig) -> int:
+        """Returns how many ids both know; embeddings that are padded to a rounder number differ in their last rows."""
+        return min(self.vocabulary, teacher.get_text_config().vocab_size)
+
+    def compute(self, trainer: Trainer) -> str:
+        """Fills the cache, unless it has them; returns what was done. Collective. trainer: of `recipe_of_teacher`.
+
+        Raises UserError where ranks share the tokens of a row.
+        """
+        engine = trainer.engine
+        if engine.parallelism.tokens > 1:
+            raise UserError(
+                "objective.teacher: predictions are of whole rows, and under context and sequence parallel a rank has "
+                "parts of them: run this command with another accelerate config; training may have any"
+            )
+        key = self.key
+        if engine.ranks.gather(engine.is_main and load_predictions(key) is not None)[0]:
+            return "in the cache already"
+        settings, config = self.recipe.objective, engine.unwrapped.config
+        prediction = Prediction(self.count, settings.value("temperature"), self._tokens(config))
+        objective = Objective(lambda outputs, batch: {}, token_loss=prediction, num_details=2)
+        forward = ForwardPass(trainer.forward.attention, objective)
+        examples = self.data.examples
+        if settings.samples:
+            examples = examples.with_predictions(Draws(settings.samples))
+        in_order = OrderedRows(examples, self.data.rows)
+        loader = replace(trainer.loader, rows=in_order, total_rows=len(self.data.rows), alike=False)
+        rows = _rows(engine, forward, loader, trainer.console)
+        if not engine.is_main:
+            for _ in rows:
+                pass
+        else:
+            of = {"source": ", ".join(self.data.source_names), "format": "teacher", "tokenizer": settings.teacher}
+            write_entry(entries_folder() / key, self.count, of, lambda writer: _write(writer, rows))
+        engine.ranks.barrier()
+        return f"computed for {len(examples):,} examples"
+
+
+Row = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]
+
+
+def _rows(engine: Engine, forward: ForwardPass, loader: Loader, console: Console) -> Iterator[Row]:
+    """Yields, on every rank, what all ranks predict, step by step. Collective."""
+    steps = -(-loader.total_rows // loader.rows_per_step)
+    with (
+        fed_steps(loader, range(steps), engine.device) as feed,
+        PassProgress(console, "teacher", steps, 0, engine.is_main) as progress,
+    ):
+        for step in range(steps):
+            batches = next(feed).batches
+            with engine.evaluating():
+                outputs = engine.forwards(batches, forward)
+                mine = [row for batch, of_batch in outputs for row in _rows_of(batch, of_batch)]
+            for of_rank in engine.ranks.gather(mine):
+                yield from of_rank
+            progress.update(step + 1)
+
+
+def _rows_of(batch: Batch, outputs: Outputs) -> Iterator[Row]:
+    """Yields (tokens, which are trained, ids (n, k), log-probabilities (n, k)) of each sequence of a batch."""
+    tokens = _numpy(batch.inputs["input_ids"][0]).astype(np.int32)
+    trained = np.zeros(len(tokens), np.bool_)
+    trained[_numpy(batch.targets.positions) + 1] = True
+    ids, log_probs = (_numpy(values) for values in outputs.details)
+    begin = first = 0
+    for length, targets in zip(batch.sequence_tokens, batch.sequence_targets, strict=True):
+        place, of_sequence = slice(begin, begin + length), slice(first, first + targets)
+        yield tokens[place], trained[place], ids[of_sequence].astype(np.int32), log_probs[of_sequence]
+        begin, first = place.stop, of_sequence.stop
+
+
+def _numpy(tensor: Tensor) -> NDArray[Any]:
+    return tensor.cpu().numpy()
+
+
+def _write(writer: PredictionsWriter, rows: Iterator[Row]) -> None:
+    """Each example once: sources may repeat, and ranks that share layers have the same."""
+    written = set()
+    for row in rows:
+        if (key := example_key(row[0], row[1])) not in written:
+            written.add(key)
+            writer.append(*row)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Uniform numbers for draws at every target, the same for an example wherever it is computed."""
+
+    count: int
+    identity: str = "draws"
+
+    def of(self, example: Example) -> dict[str, NDArray[np.float64]]:
+        """Returns the column (n, count)."""
+        (sequence,) = example.sequences
+        generator = np.random.Generator(np.random.Philox(example_key(sequence.input_ids, sequence.loss_mask)))
+        return {UNIFORM: generator.random((sequence.num_targets, self.count))}

@@ -25,6 +25,7 @@ BY_SCRIPT = {
     *("full qwen3", "full qwen3_moe", "lora qwen3_moe balance", "full qwen3_moe balance unpacked"),
     *("full mixtral bf16", "lora mixtral experts", "lora mistral window"),
     *("full plain head", "full paged_adamw", "full sgd no clip", "full checkpointing offloaded"),
+    *("full dpo", "lora simpo"),
 }
 ON_DDP = {
     "full",
@@ -35,6 +36,7 @@ ON_DDP = {
     "lora unpacked",
     "qlora",
     "full bf16",
+    "full kto",
 }
 ON_EP = {
     *("full mixtral", "lora mixtral", "full mixtral balance", "full qwen3_moe balance checkpointing"),
@@ -45,6 +47,7 @@ ON_FSDP2 = (
     - BY_SCRIPT
     - (ON_EP - {"full qwen3_moe balance checkpointing"})
     - {"full accumulate 1", "full unpacked", "lora tied", "lora bf16"}
+    - {"full dpo ipo unpacked", "full orpo", "full kto"}
 )
 BY_SCRIPT_ALONE = (
     *(("cp", 2), ("cp", 4), ("cp_alltoall", 2), ("cp_ring", 2), ("cp_ring_of_4", 4)),
@@ -62,7 +65,7 @@ SELECTED = {
     ("zero3_offload", 2): {"full"},
     ("pp", 2): {
         *("full", "lora", "full token budget", "full tied", "full checkpointing", "full bf16"),
-        *("lora and whole head", "lora tied chunked head"),
+        *("lora and whole head", "lora tied chunked head", "full orpo", "full kto"),
     },
     ("pp_dp", 4): {"full"},
     ("pp_interleaved", 2): set(),  # in test_pipeline.py
@@ -81,7 +84,7 @@ SELECTED = {
     ("zero2_offload", 4): set(),
     ("zero3_offload", 4): set(),
     # More of them is in test_context_parallel.py; the script runs them all.
-    ("ulysses", 2): {"full unpacked", "lora tied", "full auto rows", "full mistral window"},
+    ("ulysses", 2): {"full unpacked", "lora tied", "full auto rows", "full mistral window", "full dpo ipo unpacked"},
     **{launch: set() for launch in BY_SCRIPT_ALONE},
     ("hsdp", 4): {"full"},
     ("tp", 2): {"full tied", "lora dropout rslora", "lora qwen3"},

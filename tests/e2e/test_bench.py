@@ -151,3 +151,16 @@ def test_start_up_of_prepared_rows(scaling: ModuleType, tmp_path: Path, monkeypa
     found = scaling.start_up(tmp_path)
     assert found["packed_rows"] > 5
     assert found["memory_bytes"] > 0
+
+
+@pytest.mark.long
+def test_pairs_are_the_same_shared_or_not(run: Any, tmp_path: Path) -> None:
+    quick = ("--shape", "tiny", "--rounds", 1, "--steps", 1, "--row-tokens", 1024, "--only", "shared", "whole")
+    assert run(script("benchmarks/preference.py"), *quick, "--json", tmp_path / "pairs.json") == 0
+    result = json.loads((tmp_path / "pairs.json").read_text())
+    shared, whole = result["cells"]
+    assert shared["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    share = result["steps"]["shared_token_share"]
+    assert 0.2 < share < 0.5
+    assert result["sharing"]["predicted_by_tokens"] == 1 / (1 - share)
+    assert 1 < result["sharing"]["predicted_by_flops"] < 1 / (1 - share)

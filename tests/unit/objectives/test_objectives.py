@@ -99,6 +99,10 @@ def test_losses_by_source_are_means_over_their_own_tokens() -> None:
     wanted = [outputs_of(batch, seed).token_losses.mean().item() for seed, batch in enumerate(batches)]
     assert objective.metrics(sums) == pytest.approx({"loss/first": wanted[0], "loss/second": wanted[1]})
     assert sums.totals["tokens_by_source"].tolist() == [5, 9]
+    orpo = make_objective(Settings(name="orpo"), ("first", "second"))
+    of_pairs = sums_of(orpo, [pairs_of((5, 9))])
+    assert of_pairs.totals["tokens_by_source"].tolist() == [14, 0]
+    assert not any(name.startswith("loss/") for name in orpo.metrics(of_pairs))  # both answers' tokens are not its loss
 
 
 def test_terms_of_several_units_are_divided_by_their_own_counts() -> None:

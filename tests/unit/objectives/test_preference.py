@@ -23,6 +23,8 @@ from finetune.data.loader import Loader
 from finetune.data.samples import Example, Sequence
 from finetune.models.attention import attention_for
 from finetune.models.config import load_tokenizer, model_config
+from finetune.models.head.chunked import HeadTask, matrix_losses
+from finetune.models.head.token_loss import LogitMap
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import Placement, load_model
 from finetune.models.wrapped import Outputs
@@ -249,7 +251,7 @@ def test_kto_is_its_formula() -> None:
     objective = make_objective(Settings(name="kto", beta=BETA, desirable_weight=1.5, undesirable_weight=0.5))
     ratios = [(a - A, b - B) for (a, b), (A, B) in zip(log_probs(losses), REFERENCES, strict=True)]
     mean = sum(other for _, other in ratios) / 3
-    for shift in (0.0, 10 - mean):  # the mean as it is, below 0, and above
+    for shift in (-3 - mean, 2 - mean, 0.0):  # below 0, above, and as it is
         z = max(0.0, mean + shift)
         loss, metrics = kto_step(objective, losses, shift)
         each = [1.5 * (1 - s(BETA * (ratios[i][0] - z))) for i in (0, 2)] + [0.5 * (1 - s(BETA * (z - ratios[1][0])))]
@@ -280,3 +282,32 @@ def kto_step(objective: Objective, losses: list[Tensor], shift: float) -> tuple[
     mean = Sums(first.totals, first.terms, {"examples": 3}).mean(MISMATCHED) + shift
     column = {MISMATCHED: torch.tensor(mean, dtype=torch.float64)}
     return step_of(replace(objective, terms=lambda o, b: objective.terms(o, b.with_columns(column))), losses)
+
+
+# --- through the head
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", [*FORMULAS, "orpo", "kto"])
+def test_gradcheck_through_the_chunked_head(name: str, trained: bool) -> None:
+    """Of hidden states, and of the head's weight where it is trained: its logits are then computed again in the
+    backward. Chunks of 4 targets, so that most sequences are in several."""
+    settings = Settings(name=name, beta=BETA) if name in ("orpo", "kto") else settings_of(name, sft_weight=0.5)
+    objective, made = make_objective(settings), batches()
+    if name == "kto":
+        made = [batch.with_columns({MISMATCHED: torch.tensor(0.3, dtype=torch.float64)}) for batch in made]
+    generator = torch.Generator().manual_seed(2)
+    hidden = [torch.randn(len(batch.targets.ids), 4, generator=generator, dtype=torch.float64) for batch in made]
+    weight = torch.randn(15, 4, generator=generator, dtype=torch.float64)
+    counts = {unit: sum(batch.counts[unit] for batch in made) for unit in made[0].counts}
+
+    def loss(first: Tensor, second: Tensor, head: Tensor) -> Tensor:
+        parts = []
+        for batch, of_targets in zip(made, (first, second), strict=True):
+            task = HeadTask(batch.targets.ids, objective.token_loss, LogitMap(), 4, differentiable=True)
+            outputs = Outputs(*matrix_losses(of_targets, head, None, task)[:2])
+            parts.append(objective.loss(objective.terms(outputs, batch), counts))
+        return torch.stack(parts).sum()
+
+    given = [each.requires_grad_() for each in hidden]
+    assert torch.autograd.gradcheck(loss, (*given, weight.requires_grad_(trained)))

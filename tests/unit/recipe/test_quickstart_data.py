@@ -16,6 +16,7 @@ from finetune.recipe import load_recipe
 ROOT = Path(__file__).parents[3]
 FULL = load_recipe(ROOT / "recipes/quickstart/full.yaml")
 WORDS = load_recipe(ROOT / "recipes/quickstart/lora.yaml")
+PAIRS = load_recipe(ROOT / "recipes/quickstart/dpo-lora.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -86,4 +87,19 @@ def test_template_marks_the_answer_and_the_end_of_turn(data: Path):
 def test_every_run_writes_the_same_bytes(quickstart: ModuleType, data: Path, tmp_path: Path):
     quickstart.make(tmp_path)
     files = sorted(path.relative_to(data) for path in data.rglob("*") if path.is_file())
-    assert [(data / file).read_bytes() == (tmp_path / file).read_bytes() for file in files] == [True] * 7
+    assert [(data / file).read_bytes() == (tmp_path / file).read_bytes() for file in files] == [True] * 9
+
+
+def test_pairs_are_of_both_writings_and_none_is_both_trained_and_tested(data: Path):
+    files = [PAIRS.data.train[0].path, PAIRS.data.eval[0].path]
+    train, test = [
+        [json.loads(line) for line in (data / Path(path).relative_to("runs/quickstart-data")).read_text().splitlines()]
+        for path in files
+    ]
+    assert not {row["rejected"][0]["content"] for row in train} & {row["rejected"][0]["content"] for row in test}
+    assert [row["prompt"][0]["content"] for row in test] == [
+        question for question, _ in turns(data, FULL.data.eval[0].path)
+    ]
+    assert all(
+        row["chosen"][0]["content"][-4:] == row["rejected"][0]["content"][:4] for row in train + test
+    )  # the year

@@ -597,6 +597,30 @@ CASES = [
         ],
         overrides=["mode=lora"],
     ),
+    Bad(
+        "keys of another loss",
+        [
+            ":8: objective.label_smoothing: has no effect under `loss: ipo`, only under sigmoid, robust: remove it",
+            ":8: objective.margin: has no effect under `loss: ipo`, only under simpo: remove it",
+        ],
+        {4: PAIRS, 8: "objective: {name: dpo, loss: ipo, label_smoothing: 0.1, margin: 1.0}"},
+    ),
+    Bad(
+        "a reference for a loss without one",
+        [
+            ":8: objective.reference: has no effect under `loss: simpo`, only under sigmoid, robust, hinge, ipo, "
+            "sigmoid_norm, apo_zero, apo_down: remove it"
+        ],
+        {4: PAIRS, 8: "objective: {name: dpo, loss: simpo, reference: precomputed}"},
+    ),
+    Bad(
+        "more wrong pairs than right ones",
+        [
+            ":8: objective.label_smoothing: 0.5 says that most pairs are the wrong way round: use less than 0.5, or "
+            "swap `chosen` and `rejected` with `columns`"
+        ],
+        {4: PAIRS, 8: "objective: {name: dpo, loss: robust, label_smoothing: 0.5}"},
+    ),
     # --- the reference of a preference ---
     Bad(
         "adapters off without adapters",

@@ -1,0 +1,234 @@
+"""Preference objectives beside TRL: the losses and final weights of 20 AdamW steps of both, in fp32 on one process.
+
+    python3 -m venv trlenv && trlenv/bin/pip install -c constraints.txt -e . 'trl==1.16.*'
+    trlenv/bin/python scripts/against_trl.py --json benchmarks/results/against_trl.json
+
+The same rows, unpacked, all of them in each step, no dropout, the reference's log-probabilities computed before. Exit
+status 1 where a loss differs by more than 1e-6 (relative where it is above 1), or a weight by more than 1e-6. The
+learning rate is small: AdamW divides each gradient by its own size, so that rounding in the smallest makes whole steps.
+
+Conventions that differ, and what is done about them: ORPO's negative log-likelihood is over prompt and answer in TRL;
+here it is over the answer, as ours is. KTO's mismatched answers are those of the previous row in TRL, of the next row
+in ours: TRL gets the rows in reverse. cDPO has no counterpart: TRL's `sigmoid` ignores `label_smoothing` (ours is
+tested against its formula).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import parity
+import tiny
+
+STEPS, ROWS, LR, CLOSE = 20, 12, 5e-5, 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    ours: dict[str, Any]  # keys of `objective`
+    theirs: dict[str, Any]  # arguments of TRL's config
+    trainer: str = "dpo"
+    format: str = "preference"
+
+
+def of_dpo(loss: str, beta: float = 0.1, **smoothing: float) -> Case:
+    ours = {"name": "dpo", "loss": loss, "beta": beta, **smoothing}
+    return Case(loss, ours, {"loss_type": loss, "beta": beta, **smoothing})
+
+
+CASES = (
+    of_dpo("sigmoid"),
+    of_dpo("robust", label_smoothing=0.1),
+    of_dpo("hinge"),
+    of_dpo("ipo"),
+    of_dpo("sigmoid_norm", beta=5.0),
+    of_dpo("apo_zero"),
+    of_dpo("apo_down"),
+    Case(
+        "simpo",
+        {"name": "dpo", "loss": "simpo", "beta": 2.0, "margin": 0.5},
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.5, "cpo_alpha": 0.0},
+        trainer="cpo",
+    ),
+    Case("orpo", {"name": "orpo", "beta": 0.1}, {"beta": 0.1}, trainer="orpo"),
+    Case(
+        "kto",
+        {"name": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 0.1},  # for a KL above 0
+        {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 0.1},
+        trainer="kto",
+        format="unpaired",
+    ),
+)
+
+
+@dataclass
+class Comparison:
+    case: str
+    loss: float  # largest difference of any step's loss, relative where that is above 1
+    parameter: float  # largest absolute difference of any weight at the end
+    first: float = field(default=0.0)  # loss of the first step, and of the last
+    last: float = field(default=0.0)
+
+    @property
+    def passed(self) -> bool:
+        return self.loss <= CLOSE and self.parameter <= CLOSE  # neither where it is not a number
+
+
+def ours(folder: Path, case: Case) -> tuple[list[float], dict[str, Any]]:
+    """Returns the loss of each step, and the weights at the end."""
+    import yaml
+    from rich.console import Console
+
+    from finetune.recipe import load_recipe
+    from finetune.training.run import train
+    from finetune.training.signals import StopRequest
+
+    recipe = {
+        "run": {"name": case.name, "dir": str(folder / "runs")},
+        "model": {"name": str(folder / "llama")},
+        "mode": "full",
+        "objective": case.ours,
+        "data": {
+            "train": [{"path": str(folder / f"{case.format}.jsonl"), "format": case.format}],
+            "max_length": 256,
+            "packing": False,
+        },
+        "batch": {"rows": ROWS, "rows_per_device": ROWS},
+        "optimizer": {"lr": LR, "weight_decay": 0.01},
+        "schedule": {"name": "constant"},
+        "train": {"max_steps": STEPS, "precision": "fp32"},
+    }
+    file = folder / f"{case.name}.yaml"
+    file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    run = train(load_recipe(file), str(file), StopRequest(), Console(file=open(os.devnull, "w")))  # noqa: SIM115
+    return [line["loss"] for line in parity.train_lines(run)], parity.tensors(run / "model")
+
+
+def theirs(folder: Path, case: Case) -> tuple[list[float], dict[str, Any]]:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = [json.loads(line) for line in (folder / f"{case.format}.jsonl").read_text(encoding="utf-8").splitlines()]
+    chosen, config = TRAINERS[case.trainer]()
+    losses: list[float] = []
+
+    class Recorded(chosen):
+        def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+            loss = super().compute_loss(*arguments, **named)
+            losses.append(loss.item())
+            return loss
+
+    trainer = Recorded(
+        model=AutoModelForCausalLM.from_pretrained(folder / "llama", dtype="float32"),
+        args=config(
+            output_dir=str(folder / "trl" / case.name),
+            max_steps=STEPS,
+            per_device_train_batch_size=ROWS,
+            gradient_accumulation_steps=1,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            weight_decay=0.01,
+            max_grad_norm=1.0,
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            adam_epsilon=1e-8,
+            optim="adamw_torch",
+            bf16=False,
+            fp16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            max_length=256,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            logging_steps=STEPS,
+            **case.theirs,
+        ),
+        train_dataset=Dataset.from_list(rows[::-1]),
+        processing_class=AutoTokenizer.from_pretrained(folder / "llama"),
+    )
+    trainer.train()
+    return losses, {name: tensor.detach() for name, tensor in trainer.model.state_dict().items()}
+
+
+def _dpo() -> tuple[Any, Callable[..., Any]]:
+    from trl import DPOConfig, DPOTrainer
+
+    return DPOTrainer, lambda **arguments: DPOConfig(precompute_ref_log_probs=True, **arguments)
+
+
+def _kto() -> tuple[Any, Callable[..., Any]]:
+    from trl import KTOConfig, KTOTrainer
+
+    fixed = {"precompute_ref_log_probs": True, "train_sampling_strategy": "sequential"}
+    return KTOTrainer, lambda **arguments: KTOConfig(**fixed, **arguments)
+
+
+def _cpo() -> tuple[Any, Callable[..., Any]]:
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    return CPOTrainer, CPOConfig
+
+
+def _orpo() -> tuple[Any, Callable[..., Any]]:
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    class OverTheAnswer(ORPOTrainer):
+        """With the negative log-likelihood of the answers' tokens alone."""
+
+        def concatenated_forward(self, model: Any, batch: Any) -> Any:
+            chosen, rejected, chosen_logits, rejected_logits, _ = super().concatenated_forward(model, batch)
+            tokens = (batch["chosen_labels"] != -100).sum(1)  # chosen: log-probabilities averaged over these
+            nll = -(chosen * tokens).sum() / tokens.sum()
+            return chosen, rejected, chosen_logits, rejected_logits, nll
+
+    return OverTheAnswer, ORPOConfig
+
+
+TRAINERS = {"dpo": _dpo, "kto": _kto, "cpo": _cpo, "orpo": _orpo}
+
+
+def compare(folder: Path, case: Case) -> Comparison:
+    (losses, weights), (other_losses, other_weights) = ours(folder, case), theirs(folder, case)
+    assert len(losses) == len(other_losses) == STEPS
+    assert weights.keys() == other_weights.keys()
+    return Comparison(
+        case.name,
+        max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, other_losses, strict=True)),
+        max((weights[name] - other_weights[name]).abs().max().item() for name in weights),
+        *(losses[0], losses[-1]),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[case.name for case in CASES])
+    parser.add_argument("--json", type=Path, help="write the results there")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="finetune-trl-"))
+    os.environ.update(FINETUNE_CACHE=str(folder / "cache"), HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
+    tiny.save_model(folder, "llama")
+    tiny.write_rows(folder / "preference.jsonl", tiny.preferences(ROWS))
+    tiny.write_rows(folder / "unpaired.jsonl", tiny.unpaired(ROWS))
+    compared = [compare(folder, case) for case in CASES if case.name in arguments.only]
+    for one in compared:
+        mark = "same" if one.passed else "DIFFERENT"
+        print(
+            f"{one.case:14} loss {one.loss:.1e} weights {one.parameter:.1e}  {one.first:.4f} -> {one.last:.4f} {mark}"
+        )
+    if arguments.json:
+        parity.write_json(arguments.json, "scripts/against_trl.py", [vars(one) for one in compared])
+    return 0 if all(one.passed for one in compared) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
