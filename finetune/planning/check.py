@@ -162,10 +162,12 @@ def _check_attention(recipe: Recipe, config: Any, report: CheckReport) -> None:
     import torch
 
     from finetune.models.attention import attention_for, check_rows_per_forward
+    from finetune.objectives.shared_prompts import with_shared_prompts
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     attention = attention_for(recipe, config, device.type if device else "cpu")
     check_rows_per_forward(recipe, attention)
+    with_shared_prompts(recipe.objective, attention)
     if not attention.isolates_documents and recipe.data.packing:
         report.notes.append(f"{attention.reason}; packing is off")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import tiny
 from conftest import metrics, train_here
 
 from finetune.errors import UserError
+from finetune.planning.check import check_recipe
 
 
 @pytest.fixture
@@ -86,5 +88,8 @@ def test_true_is_refused_where_it_cannot_be(
 ) -> None:
     for section, values in change.items():
         pairs[section] |= values
-    with pytest.raises(UserError, match=f"objective.share_prompts: true does not fit .*{reason}"):
-        train_here(write_recipe(pairs), "objective.share_prompts=true")
+    path, asked = write_recipe(pairs), "objective.share_prompts=true"
+    expected = f"objective.share_prompts: true does not fit .*{reason}"
+    with pytest.raises(UserError, match=expected):
+        train_here(path, asked)
+    assert re.search(expected, check_recipe(path, (asked,)).error or "")

@@ -115,6 +115,24 @@ def test_batches_of_any_world_size_have_both_answers_next_to_each_other(pairs, s
     assert Counter(row for (_, row), times in seen.items() for _ in range(times)) == taken
 
 
+@pytest.mark.parametrize("alike", [False, True])
+def test_shared_prompts_make_forwards_shorter_and_nothing_else(pairs, alike):
+    """The same pairs in the same micro-batches; padding is what is computed in addition."""
+    rows = OrderedRows(pairs, pack(pairs.lengths, 150))
+    steps = [Loader(rows, 6, 2, 0, 1, 6, alike=alike, shares_prompts=shares).step(0) for shares in (True, False)]
+    assert steps[0].counts == steps[1].counts
+    assert steps[0].counts["shared_tokens"] == sum(one.shared_tokens for i in range(6) for one in rows.examples(i)) > 0
+    lengths = [[batch.inputs["input_ids"].shape[1] for batch in step.batches] for step in steps]
+    for shared, whole in zip(*(step.batches for step in steps), strict=True):
+        assert (shared.origins, shared.counts, shared.row_lengths) == (whole.origins, whole.counts, whole.row_lengths)
+        assert sum(shared.prefix_lengths) == shared.counts["shared_tokens"]
+        assert sum(whole.prefix_lengths) == 0
+    assert [sum(batch.num_padding for batch in step.batches) for step in steps] == [step.padding for step in steps]
+    tokens = steps[0].counts["tokens"] - steps[0].counts["shared_tokens"]
+    assert sum(lengths[0]) == tokens + steps[0].padding
+    assert (len(set(lengths[0])) == 1) == alike == (steps[0].padding > 0)
+
+
 @pytest.mark.parametrize("weight", [0.5, 1.0, 1.5])
 @pytest.mark.parametrize("mixture", [None, {"by": "rows"}, {"by": "tokens", "temperature": 2.0}])
 def test_weights_mixtures_and_limits_take_pairs(tmp_path, weight, mixture):
