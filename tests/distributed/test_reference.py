@@ -18,6 +18,7 @@ PLACES = [("ddp", 2), ("fsdp2", 2), ("pp", 2), ("cp", 2), ("tp", 2)]
 ADAPTERS = (*parity.LORA, "objective.reference=adapters_off")
 JOBS = {  # name: overrides
     "full": (),
+    "lora": parity.LORA,
     "adapters": ADAPTERS,
     "head": (*ADAPTERS, "lora.targets=[lm_head, q_proj]", "optimizer.lr=1e-3"),
 }
@@ -78,6 +79,12 @@ def test_same_everywhere(run: Train, config: str, processes: int) -> None:
         np.testing.assert_allclose(values, expected, rtol=1e-6)
     for name in JOBS:
         np.testing.assert_allclose(losses(here / name), losses(alone / name), rtol=5e-6)
+
+
+@pytest.mark.parametrize(("config", "processes"), [("single", 1), *PLACES])
+def test_adapters_off_is_the_initial_model(run: Train, config: str, processes: int) -> None:
+    runs = run(config, processes)
+    np.testing.assert_allclose(losses(runs / "adapters"), losses(runs / "lora"), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("config", "processes"), [("single", 1), *PLACES])
