@@ -210,7 +210,11 @@ def _parse_text(text: str, place: Callable[[int], Place]) -> tuple[Tree, list[Pr
     """Returns values (None if empty) and places of a YAML text, and problems that YAML allows but a recipe does not."""
     loader = _Loader(text)
     try:
-        node = loader.get_single_node()
+        try:
+            node = loader.get_single_node()
+        except (ValueError, OverflowError):  # of PyYAML's own chr()
+            problem = "an escape that stands for no character, such as \\U00110000"
+            raise yaml.scanner.ScannerError(None, None, problem, loader.get_mark()) from None
         walk = _NodeWalk(loader, place)
         values = None if node is None else walk.value(node, (), ())
         return Tree(values, walk.places), walk.problems  # type: ignore[arg-type]  (callers check for a dict)

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from finetune.export.commands import load_result
 from finetune.planning.plan import Plan
 from finetune.recipe import load_recipe
+from finetune.tracking.trackers import grouped
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "accelerate_configs"
@@ -249,7 +250,7 @@ def test_wandb_has_a_table_of_generations_for_each_evaluation(full_run: Path) ->
 def test_tensorboard_has_the_same_numbers(full_run: Path) -> None:
     events = EventAccumulator(str(full_run / "tensorboard")).Reload()
     for tag, found in (("loss", train_lines(full_run)), ("eval_loss", eval_lines(full_run))):
-        scalars = events.Scalars(tag)
+        scalars = events.Scalars(grouped(tag))
         assert [event.step for event in scalars] == [line["step"] for line in found]
         assert [event.value for event in scalars] == pytest.approx([line[tag] for line in found], rel=1e-6)
 

@@ -41,6 +41,8 @@ TRAPS = {
     "bytes": ("run: !!binary eA==", "the tag .*binary' is not supported"),
     "NUL": ('extends: "a\\0b"', r"extends: has the character U\+0000"),
     "half a character": ('run: {dir: "\\ud800"}', r"run\.dir: has the character U\+D800"),
+    "no character": ('run: {dir: "\\U01e99900"}', "not valid YAML: an escape that stands for no character"),
+    "no character at all": ('run: {dir: "\\UFFFFFFFF"}', "not valid YAML: an escape that stands for no character"),
     "a long name": ("extends: " + "a" * 5000, r"extends: .*\.\.\.: File name too long"),
     "400 digits": ("optimizer: {lr: " + "1" * 400 + "}", "1{57}... is too large for an integer"),
     "5,000 digits": ("optimizer: {lr: " + "1" * 5000 + "}", "'1{56}... does not match its tag 'int'"),
