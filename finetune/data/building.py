@@ -219,10 +219,11 @@ def _check_rest(report: SourceReport, max_length: int, untrained: TokenizedExamp
         return
     message = (
         f"{report.path}: none of its {report.rows} rows can be trained on: {report.bad} bad, "
-        f"{report.dropped_overlong} longer than data.max_length ({max_length}"
-        f"{'; `data.overlong: split` keeps them in pieces' if report.dropped_overlong else ''}), "
+        f"{report.dropped_overlong} longer than data.max_length ({max_length}), "
         f"{report.no_supervised_token} without a trained token"
     )
+    if report.dropped_overlong:
+        message += "; `data.overlong: split` keeps long ones, in pieces"
     if untrained:
         sequence = next(one for one in untrained.sequences if not one.num_targets)
         shown = plain_text(sequence, renderer.tokenizer)
