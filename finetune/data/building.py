@@ -236,8 +236,7 @@ def _check_rest(report: SourceReport, max_length: int, untrained: TokenizedExamp
         return
     message = (
         f"{report.path}: none of its {report.rows} rows can be trained on: {report.bad} bad, "
-        f"{report.dropped_overlong} longer than data.max_length ({max_length}"
-        f"{'; `data.overlong: split` keeps them in pieces' if report.dropped_overlong else ''}), "
+        f"{report.dropped_overlong} longer than data.max_length ({max_length}), "
         f"{report.no_supervised_token} without a trained token"
     )
     if report.no_other_answer:
@@ -245,6 +244,8 @@ def _check_rest(report: SourceReport, max_length: int, untrained: TokenizedExamp
             f", {report.no_other_answer} next to which no other row's answer fits: kto compares each answer with one "
             "of another row after the same prompt, both together within data.max_length"
         )
+    if report.dropped_overlong:
+        message += "; `data.overlong: split` keeps long ones, in pieces"
     if untrained:
         sequence = next(one for one in untrained.sequences if not one.num_targets)
         shown = plain_text(sequence, renderer.tokenizer)

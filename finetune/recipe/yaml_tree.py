@@ -214,7 +214,7 @@ def _parse_text(text: str, place: Callable[[int], Place]) -> tuple[Tree, list[Pr
             node = loader.get_single_node()
         except (ValueError, OverflowError):  # of PyYAML's own chr()
             problem = "an escape that stands for no character, such as \\U00110000"
-            raise yaml.scanner.ScannerError(None, None, problem, loader.get_mark()) from None
+            raise yaml.MarkedYAMLError(None, None, problem, loader.get_mark()) from None
         walk = _NodeWalk(loader, place)
         values = None if node is None else walk.value(node, (), ())
         return Tree(values, walk.places), walk.problems  # type: ignore[arg-type]  (callers check for a dict)
