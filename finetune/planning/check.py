@@ -135,7 +135,7 @@ def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: P
     """Each part although another has a problem; what needs a part that has one is left out."""
     from finetune.data.building import OpenedSources
     from finetune.data.dataset import build_held_out, build_training, check_questions, data_notes, template_notes
-    from finetune.models.config import check_no_dropout, check_token_ids, load_tokenizer, model_config
+    from finetune.models.config import check_no_dropout, check_sizes, check_token_ids, load_tokenizer, model_config
     from finetune.planning.plan import length_notes
     from finetune.tracking import check_trackers
 
@@ -149,6 +149,7 @@ def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: P
     with problems:
         tokenizer = load_tokenizer(recipe.model)
         check_token_ids(config := model_config(recipe.model), len(tokenizer))
+        check_sizes(recipe.model, config)
         if recipe.batch.rows_per_device == "auto":
             check_no_dropout(config)
         _check_attention(recipe, config, report)

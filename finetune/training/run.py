@@ -38,7 +38,7 @@ from finetune.errors import Stopped
 from finetune.models.activations import ActivationOffload
 from finetune.models.adapters import keep_input_types
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
-from finetune.models.config import check_no_dropout, check_token_ids, load_tokenizer, model_config
+from finetune.models.config import check_no_dropout, check_sizes, check_token_ids, load_tokenizer, model_config
 from finetune.models.dtypes import dtypes
 from finetune.models.loss_model import CausalLMWithLoss, CrossEntropyChoice
 from finetune.models.moe import compute_experts_in, find_routers
@@ -76,6 +76,7 @@ def train(
     if launch.launched:
         stop.watch_launcher()
     config = model_config(recipe.model)
+    check_sizes(recipe.model, config)
     micro_batches = check_launch(recipe, recipe_file, launch, config)
     check_trackers(recipe.tracking)
     tokenizer = load_tokenizer(recipe.model)
