@@ -21,9 +21,7 @@ def model_config(model: Model) -> PretrainedConfig:
     try:
         if model.config is not None:
             _check_config_keys(model.config)
-            config = AutoConfig.for_model(**model.config)
-            _check_sizes(config)
-            return config
+            return AutoConfig.for_model(**model.config)
         assert model.name is not None
         return AutoConfig.from_pretrained(
             model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
@@ -36,10 +34,15 @@ def model_config(model: Model) -> PretrainedConfig:
 MAX_LAYERS = 1000
 
 
-def _check_sizes(config: PretrainedConfig) -> None:
-    """Raises UserError for sizes of which no model can be made, by making one without memory."""
+def check_sizes(model: Model, config: PretrainedConfig) -> None:
+    """Raises UserError for a `model.config` of which no model can be made, by making one without memory.
+
+    Call it before an engine starts: ZeRO-3 changes how models are made.
+    """
     from finetune.models.weights import without_weights
 
+    if model.config is None:
+        return
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
     if not 1 <= layers <= MAX_LAYERS:
         raise UserError(f"model.config.num_hidden_layers: expected 1 to {MAX_LAYERS:,}, got {layers:,}")

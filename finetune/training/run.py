@@ -42,6 +42,7 @@ from finetune.models.attention import AttentionChoice, attention_for, check_rows
 from finetune.models.config import (
     check_no_dropout,
     check_same_vocabulary,
+    check_sizes,
     check_token_ids,
     dtypes,
     load_tokenizer,
@@ -131,6 +132,7 @@ def _started(
     if launch.launched:
         stop.watch_launcher()
     config = training_config(recipe)
+    check_sizes(recipe.model, config)
     micro_batches = check_launch(recipe, recipe_file, launch, config)
     check_trackers(recipe.tracking)
     tokenizer = load_tokenizer(recipe.model)

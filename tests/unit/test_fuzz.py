@@ -14,7 +14,7 @@ from finetune import cli
 from finetune.data.chat import template_check
 from finetune.data.chat.template import Template, resolve_template
 from finetune.errors import UserError
-from finetune.models.config import model_config
+from finetune.models.config import check_sizes, model_config
 from finetune.recipe import RecipeError, load_recipe
 from finetune.recipe.schema import Model
 
@@ -102,8 +102,13 @@ def test_a_template_that_was_pasted(text: str) -> None:
 )
 def test_sizes_of_no_model(sizes: dict[str, Any], message: str) -> None:
     config = {**tiny.MODELS["llama"], **sizes}
+    model = Model(config=config, tokenizer="x")
+
+    def check() -> None:
+        check_sizes(model, model_config(model))
+
     with pytest.raises(UserError, match=message):
-        model_config(Model(config=config, tokenizer="x"))
+        check()
 
 
 def test_weights_that_make_a_billion_examples(recipe: dict[str, Any], write_recipe: Any) -> None:
