@@ -134,7 +134,6 @@ def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
 def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: Problems) -> None:
     """Each part although another has a problem; what needs a part that has one is left out."""
     from finetune.data.building import OpenedSources
-<<<<<<< HEAD
     from finetune.data.dataset import (
         Stream,
         build_held_out,
@@ -146,14 +145,11 @@ def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: P
     from finetune.models.config import (
         check_no_dropout,
         check_same_vocabulary,
+        check_sizes,
         check_token_ids,
         load_tokenizer,
         training_config,
     )
-=======
-    from finetune.data.dataset import build_held_out, build_training, check_questions, data_notes, template_notes
-    from finetune.models.config import check_no_dropout, check_sizes, check_token_ids, load_tokenizer, model_config
->>>>>>> misled
     from finetune.planning.plan import length_notes
     from finetune.tracking import check_trackers
 
@@ -166,13 +162,9 @@ def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: P
     sources_are_good = len(problems.messages) == found
     with problems:
         tokenizer = load_tokenizer(recipe.model)
-<<<<<<< HEAD
         check_token_ids(config := training_config(recipe), len(tokenizer))
-        check_same_vocabulary("objective.reference_model", recipe.objective.reference_model, tokenizer, recipe.model)
-=======
-        check_token_ids(config := model_config(recipe.model), len(tokenizer))
         check_sizes(recipe.model, config)
->>>>>>> misled
+        check_same_vocabulary("objective.reference_model", recipe.objective.reference_model, tokenizer, recipe.model)
         if recipe.batch.rows_per_device == "auto":
             check_no_dropout(config)
         _check_attention(recipe, config, report)
