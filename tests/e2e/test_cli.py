@@ -130,7 +130,7 @@ def test_console_script() -> None:
         (["train", "absent.yaml"], "absent.yaml"),
         (["check", "absent.yaml"], "absent.yaml"),
         (["generate", "runs/absent", "hello"], "runs/absent: no result here"),
-        (["merge", "runs/absent"], "runs/absent: no adapter here"),
+        (["merge", "runs/absent"], "runs/absent: no result here"),
     ],
 )
 def test_what_was_typed_wrongly_is_status_2(here: Callable[..., Outcome], arguments: list[str], fragment: str) -> None:
