@@ -39,4 +39,5 @@ def unforeseen(error: BaseException) -> str:
         except OSError:
             where = f"the traceback could not be written:\n{text}"
     reason = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {reason or 'no reason given'}. This is a fault of finetune; {where}"
+    fault = "If no other process and no machine failed, this is a fault of finetune"
+    return f"{type(error).__name__}: {reason or 'no reason given'}. {fault}; {where}"

@@ -275,7 +275,7 @@ def main() -> None:
     print(f"seed {chosen.seed}")
     with tempfile.TemporaryDirectory() as folder:
         counts = {kind: getattr(chosen, kind) for kind in ("recipes", "files", "templates")}
-        for kind, count in counts.items():
+        for kind, count in ((kind, count) for kind, count in counts.items() if count):
             print(kind, fuzz(Path(folder), {kind: count}, chosen.seed)[kind], flush=True)
 
 

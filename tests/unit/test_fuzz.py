@@ -132,5 +132,6 @@ def test_what_nobody_foresaw_is_one_line_and_a_log(
     (log,) = tmp_path.glob("finetune-error-*.log")
     assert "Traceback" in log.read_text()
     (line,) = capsys.readouterr().err.splitlines()
-    expected = f"error: RuntimeError: a fault of two lines. This is a fault of finetune; the traceback is in {log}"
+    fault = "If no other process and no machine failed, this is a fault of finetune"
+    expected = f"error: RuntimeError: a fault of two lines. {fault}; the traceback is in {log}"
     assert line == expected
