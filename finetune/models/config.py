@@ -39,10 +39,10 @@ def check_sizes(model: Model, config: PretrainedConfig) -> None:
 
     Call it before an engine starts: ZeRO-3 changes how models are made.
     """
-    from finetune.models.weights import without_weights
-
     if model.config is None:
         return
+    from finetune.models.weights import without_weights
+
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
     if not 1 <= layers <= MAX_LAYERS:
         raise UserError(f"model.config.num_hidden_layers: expected 1 to {MAX_LAYERS:,}, got {layers:,}")
