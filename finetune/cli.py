@@ -23,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # both spellings of every option
 )
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe file (YAML).", metavar="RECIPE")]
@@ -129,6 +130,33 @@ def reference(
         leave_group()
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def launch(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            help="Recipe to train, with overrides; or options of accelerate launch, then -m finetune COMMAND ...",
+            metavar="RECIPE [KEY=VALUE]...",
+        ),
+    ],
+    config_file: Annotated[Path | None, typer.Option(help="Accelerate config. Default: one process a device.")] = None,
+    num_processes: Annotated[int | None, typer.Option(min=1, help="World size, if not that of the config.")] = None,
+) -> None:
+    """Train a recipe on one process or several: accelerate launch, but Ctrl-C saves, and an error is one message.
+
+    Other options are accelerate's: launch --num_machines 2 --machine_rank 0 ... -m finetune train RECIPE. A launch by
+    torchrun begins with its name: launch torchrun --nnodes 1:4 ... -m finetune train RECIPE. The exit status is that
+    of the training processes, 75 where they were stopped and have saved.
+
+    Example: [bold]python -m finetune launch --config-file accelerate_configs/ddp.yaml --num-processes 2
+    recipes/quickstart/full.yaml[/bold]
+    """
+    from finetune.training.launcher import launch as run
+
+    quiet_libraries()
+    raise SystemExit(run(words, config_file, num_processes))
+
+
 @app.command()
 def check(
     recipe: Annotated[Path, typer.Argument(help="Recipe file, or a folder of them.", metavar="RECIPE|FOLDER")],
@@ -140,7 +168,7 @@ def check(
 ) -> None:
     """Validate a recipe without training: schema, launch, chat template, loss masks, data.
 
-    In a folder, every recipe is checked, without its data.
+    In a folder, every recipe is checked, without its data, and against the accelerate config, if one is given.
 
     Example: [bold]python -m finetune check recipes/quickstart/full.yaml
     --config-file accelerate_configs/fsdp2.yaml --num-processes 4[/bold]
@@ -150,7 +178,7 @@ def check(
 
     with few_collections():
         if recipe.is_dir():
-            reports = check_folder(recipe, overrides or ())
+            reports = check_folder(recipe, overrides or (), config_file, num_processes)
         else:
             reports = [check_recipe(recipe, overrides or (), config_file, num_processes, recipe_only)]
     failed = [report for report in reports if report.error]
