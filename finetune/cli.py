@@ -402,6 +402,8 @@ def merge(
 ) -> None:
     """Merge a run's adapter into its base model: a plain model folder, for servers without adapter support.
 
+    Short for `export --to hf`, of the result.
+
     Example: [bold]python -m finetune merge runs/quickstart-lora[/bold]
     """
     quiet_libraries()
@@ -410,6 +412,31 @@ def merge(
         from finetune.export.commands import merge_adapter
 
     print(f"merged into {merge_adapter(run_dir, out or run_dir / 'merged')}")
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    to: Annotated[str, typer.Option(help="hf: a plain model folder, adapters merged.")] = "hf",
+    step: Annotated[
+        str | None, typer.Option(metavar="N|best", help="A checkpoint. Default: the result, or the newest checkpoint.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: RUN_DIR/export-TO[-step-N].")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the base's.")] = None,
+    base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Export a result or a checkpoint, also of a run that was stopped, tensor by tensor on any machine.
+
+    Example: [bold]python -m finetune export runs/quickstart-lora --to hf --step best -o my-model[/bold]
+    """
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.export.commands import ExportOptions, export_run
+
+    exported = export_run(run_dir, ExportOptions(to, step, out, dtype, base), Console(stderr=True))
+    print(json.dumps(exported) if as_json else f"exported to {exported['out']}")
 
 
 @app.command()
