@@ -73,7 +73,7 @@ def type_of(described: dict[str, Any]) -> str:
     if "enum" in described or "const" in described:
         return ", ".join(f"`{value}`" for value in described.get("enum", [described.get("const")]))
     kind = {"array": "list", "object": "mapping", "string": "text", "boolean": "`true`, `false`", "null": "`null`"}
-    return kind.get(described["type"], described["type"])
+    return kind.get(described["type"]) or str(described["type"])
 
 
 def limits_of(annotation: object, metadata: Sequence[object]) -> list[str]:
