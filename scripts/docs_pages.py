@@ -48,4 +48,3 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{text}]({target}{anchor})"
 
     return re.sub(r"\[([^\]]*)\]\((?!https?://|#)([^)#\s]+)(#[^)\s]*)?\)", link, markdown)
-
