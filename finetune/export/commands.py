@@ -13,6 +13,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -20,9 +21,15 @@ from transformers import (
 )
 
 from finetune.errors import UserError
+from finetune.export.base_layout import BaseLayout, write_base_settings
 from finetune.export.scoring import is_scoring, read_labels
+from finetune.export.weight_files import WeightsWriter
+from finetune.models.base_checkpoint import BaseCheckpoint, base_checkpoint
+from finetune.models.config import model_config
 from finetune.models.score_model import labelled
+from finetune.models.text_part import is_multimodal, text_part_of
 from finetune.models.wrapped import has_scores
+from finetune.recipe.schema import Model
 
 
 def answer_prompts(run_dir: Path, prompts: list[str], max_new_tokens: int, temperature: float, as_json: bool) -> None:
@@ -53,11 +60,22 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
     if is_scoring(folder):
         raise UserError(f"{run_dir}: a model of scores generates nothing: `finetune score` is what it does")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model: Any = _auto_class(_named_base(folder) or str(folder)).from_pretrained(folder, dtype="auto")
     if (folder / "generation_config.json").is_file():  # an adapter's model has its base's, which ends elsewhere
         model.generation_config = GenerationConfig.from_pretrained(folder)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     return model.to(device).eval(), tokenizer
+
+
+def _named_base(folder: Path) -> str | None:
+    """Returns what an adapter says of its base; None where the folder has a model."""
+    settings = folder / "adapter_config.json"
+    return json.loads(settings.read_text("utf-8"))["base_model_name_or_path"] if settings.is_file() else None
+
+
+def _auto_class(name: str) -> Any:
+    """Returns transformers' auto class of a model that generates: another one, where it is multimodal."""
+    return AutoModelForMultimodalLM if is_multimodal(AutoConfig.from_pretrained(name)) else AutoModelForCausalLM
 
 
 def _read_prompts(as_json: bool) -> Iterator[str]:
@@ -104,15 +122,43 @@ def merge_adapter(run_dir: Path, out: Path) -> Path:
         raise UserError(f"{out} exists already: remove it, or choose another --out")
     base = load_base(adapter)
     dtype = base.dtype
-    merged: Any = PeftModel.from_pretrained(base.to(torch.float32), str(adapter)).merge_and_unload()
+    merged: Any = PeftModel.from_pretrained(_cast(base, torch.float32), str(adapter)).merge_and_unload()
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    merged.to(dtype).save_pretrained(partial)
+    _cast(merged, dtype)
+    checkpoint = None if has_scores(merged) else base_checkpoint(Model(name=merged.config.name_or_path))
+    if checkpoint is None:
+        merged.save_pretrained(partial)
+    else:
+        _write_in_layout(checkpoint, merged, partial)
     if not has_scores(merged):
         GenerationConfig.from_pretrained(adapter).save_pretrained(partial)
     AutoTokenizer.from_pretrained(adapter).save_pretrained(partial)
     partial.rename(out)
     return out
+
+
+def _cast(model: Any, dtype: torch.dtype) -> Any:
+    """Casts parameters alone: buffers may be complex numbers."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _write_in_layout(base: BaseCheckpoint, merged: Any, folder: Path) -> None:
+    """Write a model of a multimodal base's own class, of which an adapter has changed the text part."""
+    state, text = merged.state_dict(), base.part.text
+    tied = text.get_expanded_tied_weights_keys(all_submodels=True)
+    own = {name: base.part.in_base(name) for name in text.state_dict() if name not in tied}
+    folder.mkdir()
+    write_base_settings(base, merged.config.get_text_config(decoder=True), merged.dtype, folder)
+    layout = BaseLayout(base, {name: state[theirs] for name, theirs in own.items()})
+    writer = WeightsWriter(folder)
+    for name, theirs in own.items():
+        for on_disk, tensor in layout.convert(name, state[theirs]).items():
+            writer.add(on_disk, tensor)
+    layout.copy_untouched(writer)
+    writer.finish()
 
 
 def load_base(adapter: Path) -> Any:
@@ -121,9 +167,15 @@ def load_base(adapter: Path) -> Any:
     name = settings["base_model_name_or_path"]
     try:
         if settings["task_type"] != "SEQ_CLS":
-            return AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-        config = labelled(AutoConfig.from_pretrained(name), read_labels(adapter))
+            base = _auto_class(name).from_pretrained(name, dtype="auto")
+            if (part := text_part_of(Model(name=name))) is not None:
+                base.config.tie_word_embeddings = part.text.config.tie_word_embeddings  # its own may be a wrong default
+            return base
+        config = labelled(model_config(Model(name=name)), read_labels(adapter))
         config.get_text_config().pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id
-        return AutoModelForSequenceClassification.from_pretrained(name, config=config, dtype="auto")
+        checkpoint = base_checkpoint(Model(name=name))
+        return AutoModelForSequenceClassification.from_pretrained(
+            name, config=config, dtype="auto", key_mapping=checkpoint and checkpoint.renames
+        )
     except OSError as error:
         raise UserError(f"the adapter's base {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
