@@ -163,6 +163,18 @@ def write_settings(
     tokenizer.save_pretrained(folder)
 
 
+def write_tokenizer(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int], folder: Path) -> None:
+    """Write what an export of a checkpoint needs in addition to weights, also of a run that never ends. Raises
+    OSError."""
+    partial = partial_path(folder)
+    partial.mkdir(exist_ok=True)
+    tokenizer.save_pretrained(partial)
+    if not has_scores(model):
+        generation_config(unwrap_peft(model), tokenizer, end_ids).save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
 def generation_config(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int]) -> GenerationConfig:
     """Returns the model's generation config with the end tokens of this training."""
     config = GenerationConfig(**(model.generation_config.to_diff_dict() if model.generation_config else {}))

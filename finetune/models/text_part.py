@@ -133,6 +133,13 @@ class TextPart:
             return name.replace(self._text_head, self.head, 1)
         return f"{self.body}.{_renumbered(name.removeprefix(prefix), self.layers)}"
 
+    def base_without_weights(self) -> Any:
+        """Returns the base's own model of shapes alone, its embeddings tied as they are in its files."""
+        model = copy.deepcopy(self.base)
+        model.config.tie_word_embeddings = self.text.config.tie_word_embeddings
+        model.tie_weights()
+        return model
+
     @cached_property
     def embedding(self) -> str:
         """Path of the embedding in the base."""
