@@ -138,7 +138,7 @@ class StreamedModel:
         name = next((n for n, p in self.model.named_parameters() if p is self.model.get_input_embeddings().weight), "")
         disk_name = self._disk_name.get(name)
         rows = self.shapes[disk_name].shape[0] if disk_name else None
-        return rows if rows != self.model.config.get_text_config().vocab_size else None
+        return rows if rows != self.model.get_input_embeddings().weight.shape[0] else None
 
     def make(self, name: str) -> Tensor:
         """Returns the values of a tensor."""
