@@ -158,6 +158,41 @@ def launch(
 
 
 @app.command()
+def new(
+    model: Annotated[str | None, typer.Option(help="Hub id or local folder.")] = None,
+    data: Annotated[str | None, typer.Option(help="File, folder, URL or dataset of the hub.")] = None,
+    mode: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run. Default: of data and mode.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: NAME.yaml in this folder.")] = None,
+) -> None:
+    """Write a recipe that fits a model and your rows; asks for what is not given.
+
+    It looks at the rows and chooses format, objective, length, batch, steps, warm-up and evaluation by them, with the
+    reasons as comments.
+
+    Example: [bold]python -m finetune new --model HuggingFaceTB/SmolLM2-135M --data faq.csv --mode lora[/bold]
+    """
+    from finetune.recipe.schema import MODES  # light: an answer that is missing costs no imports
+
+    model = model or _answer("--model", "Model (hub id or folder)")
+    data = data or _answer("--data", "Data (file, folder, URL or dataset of the hub)")
+    mode = mode or _answer("--mode", f"Mode ({', '.join(MODES)})", "lora")
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.planning.new import Wanted, write_new
+
+    write_new(Wanted(model, data, mode, name, output), Console())
+
+
+def _answer(option: str, question: str, default: str | None = None) -> str:
+    """Asks a person. Raises UserError where there is no terminal to ask on."""
+    if not sys.stdin.isatty():
+        raise UserError(f"new: no {option}, and no terminal to ask on")
+    return typer.prompt(question, default=default)
+
+
+@app.command()
 def check(
     recipe: Annotated[Path, typer.Argument(help="Recipe file, or a folder of them.", metavar="RECIPE|FOLDER")],
     overrides: Overrides = None,

@@ -16,6 +16,7 @@ from rich.markup import escape
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -24,7 +25,11 @@ from transformers import (
 
 from finetune.errors import RunFailure, UserError
 from finetune.export.scoring import is_scoring, read_labels
+from finetune.models.base_checkpoint import base_checkpoint
+from finetune.models.config import model_config
 from finetune.models.score_model import labelled
+from finetune.models.text_part import is_multimodal
+from finetune.recipe.schema import Model
 
 
 def answer_prompts(run_dir: Path, prompts: list[str], max_new_tokens: int, temperature: float, as_json: bool) -> None:
@@ -69,13 +74,18 @@ def load_trained(folder: Path, base: str | None = None) -> Any:
     magnitudes of DoRA, which it starts anew.
     """
     if not (folder / "adapter_config.json").is_file():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        return _auto_class(str(folder)).from_pretrained(folder, dtype="auto")
     from peft import PeftModel
 
     with warnings.catch_warnings():
         # For patterns that peft 0.21 itself adds for stacked experts, and that do match: it looks for modules only.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
         return PeftModel.from_pretrained(load_base(folder, base), str(folder))
+
+
+def _auto_class(name: str) -> Any:
+    """Returns transformers' auto class of a model that generates: another one, where it is multimodal."""
+    return AutoModelForMultimodalLM if is_multimodal(AutoConfig.from_pretrained(name)) else AutoModelForCausalLM
 
 
 def _read_prompts(as_json: bool) -> Iterator[str]:
@@ -201,9 +211,12 @@ def load_base(adapter: Path, elsewhere: str | None = None) -> Any:
     name = elsewhere or settings["base_model_name_or_path"]
     try:
         if settings["task_type"] != "SEQ_CLS":
-            return AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-        config = labelled(AutoConfig.from_pretrained(name), read_labels(adapter))
+            return _auto_class(name).from_pretrained(name, dtype="auto")
+        config = labelled(model_config(Model(name=name)), read_labels(adapter))
         config.get_text_config().pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id
-        return AutoModelForSequenceClassification.from_pretrained(name, config=config, dtype="auto")
+        part = base_checkpoint(Model(name=name))
+        return AutoModelForSequenceClassification.from_pretrained(
+            name, config=config, dtype="auto", key_mapping=part and part.renames
+        )
     except OSError as error:
         raise UserError(f"the adapter's base {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error

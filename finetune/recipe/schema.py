@@ -557,12 +557,16 @@ class Tracking(Section):
     samples: bool = False  # write samples/rank-*.jsonl: the rows of each step and process
 
 
+Mode = Literal["full", "lora", "qlora"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+
 class Recipe(Section):
     """One reproducible run."""
 
     run: Run
     model: Model
-    mode: Literal["full", "lora", "qlora"]
+    mode: Mode
     lora: Lora | None = None
     quantization: Quantization | None = None
     data: Data
