@@ -74,7 +74,7 @@ def load_trained(folder: Path, base: str | None = None) -> Any:
     magnitudes of DoRA, which it starts anew.
     """
     if not (folder / "adapter_config.json").is_file():
-        return _auto_class(str(folder)).from_pretrained(folder, dtype="auto")
+        return auto_class(str(folder)).from_pretrained(folder, dtype="auto")
     from peft import PeftModel
 
     with warnings.catch_warnings():
@@ -83,7 +83,7 @@ def load_trained(folder: Path, base: str | None = None) -> Any:
         return PeftModel.from_pretrained(load_base(folder, base), str(folder))
 
 
-def _auto_class(name: str) -> Any:
+def auto_class(name: str) -> Any:
     """Returns transformers' auto class of a model that generates: another one, where it is multimodal."""
     return AutoModelForMultimodalLM if is_multimodal(AutoConfig.from_pretrained(name)) else AutoModelForCausalLM
 
@@ -141,8 +141,8 @@ def gate(trained: Any, export: Path, base: str | None, console: Console, rows: i
     """
     from finetune.export.verify import ROWS, show_figures, verify_export
 
-    if trained.recipe is None or trained.recipe.objective.scores_sequences:
-        why = "no run is around it" if trained.recipe is None else "a model of scores has no answers"
+    why = _not_compared(trained)
+    if why is not None:
         console.print(f"not compared with what was trained: {why}", highlight=False)
         return None
     figures = verify_export(export, trained, rows or ROWS, base)
@@ -151,6 +151,18 @@ def gate(trained: Any, export: Path, base: str | None, console: Console, rows: i
         problems = "\n  ".join(figures.problems)
         raise RunFailure(f"{export} does not answer like what was trained:\n  {problems}")
     return figures
+
+
+def _not_compared(trained: Any) -> str | None:
+    """Returns why there is nothing to compare an export with."""
+    if trained.recipe is None:
+        return "no run is around it"
+    if trained.recipe.objective.scores_sequences:
+        return "a model of scores has no answers"
+    name = trained.recipe.model.name
+    if trained.is_checkpoint and name is not None and is_multimodal(AutoConfig.from_pretrained(name)):
+        return "of a multimodal base only results are compared, not checkpoints"
+    return None
 
 
 @dataclass(frozen=True)
@@ -211,7 +223,7 @@ def load_base(adapter: Path, elsewhere: str | None = None) -> Any:
     name = elsewhere or settings["base_model_name_or_path"]
     try:
         if settings["task_type"] != "SEQ_CLS":
-            return _auto_class(name).from_pretrained(name, dtype="auto")
+            return auto_class(name).from_pretrained(name, dtype="auto")
         config = labelled(model_config(Model(name=name)), read_labels(adapter))
         config.get_text_config().pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id
         part = base_checkpoint(Model(name=name))

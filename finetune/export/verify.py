@@ -30,7 +30,7 @@ from finetune.data.building import OpenedSources
 from finetune.data.dataset import build_dataset, build_held_out, until_end
 from finetune.data.samples import Example
 from finetune.errors import UserError
-from finetune.export.commands import load_trained
+from finetune.export.commands import auto_class, load_trained
 from finetune.export.trained import Trained, find_trained
 from finetune.models.config import first_line, load_tokenizer, model_config
 from finetune.models.weights import add_adapters
@@ -202,8 +202,13 @@ _FREE |= {"transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"
 
 
 def _compare_configs(figures: Figures, recipe: Recipe, export: Path, base: str | None) -> None:
-    model = recipe.model.model_copy(update={"name": base, "revision": None}) if base else recipe.model
-    settings = [_settings(config.to_dict()) for config in (model_config(model), AutoConfig.from_pretrained(export))]
+    name, revision = (base, None) if base else (recipe.model.name, recipe.model.revision)
+    theirs, code = AutoConfig.from_pretrained(export), recipe.model.trust_remote_code
+    if recipe.model.config is not None:
+        ours: Any = model_config(recipe.model)
+    else:
+        ours = AutoConfig.from_pretrained(str(name), revision=revision or "main", trust_remote_code=code)
+    settings = [_settings(config.to_dict()) for config in (ours, theirs)]
     for key in sorted(settings[0].keys() | settings[1].keys()):
         ours, theirs = (one.get(key) for one in settings)
         if ours != theirs:
@@ -283,7 +288,7 @@ def _untrained(recipe: Recipe, base: str | None) -> Any:
 def _load_export(export: Path, figures: Figures, base: str | None) -> Any | None:
     """Returns the export in fp32; None where transformers cannot load it."""
     try:
-        load: Any = AutoModelForCausalLM.from_pretrained
+        load: Any = auto_class(str(export)).from_pretrained
         model, report = load(export, dtype=torch.float32, output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
         figures.problems.append(f"transformers cannot load it: {first_line(error)}")
