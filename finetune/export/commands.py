@@ -15,6 +15,7 @@ from rich.markup import escape
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -23,7 +24,11 @@ from transformers import (
 
 from finetune.errors import UserError
 from finetune.export.scoring import is_scoring, read_labels
+from finetune.models.base_checkpoint import base_checkpoint
+from finetune.models.config import model_config
 from finetune.models.score_model import labelled
+from finetune.models.text_part import is_multimodal
+from finetune.recipe.schema import Model
 
 
 def answer_prompts(run_dir: Path, prompts: list[str], max_new_tokens: int, temperature: float, as_json: bool) -> None:
@@ -73,10 +78,15 @@ def load_trained(folder: Path) -> Any:
     transformers 5.23 loads adapters by itself as well, but not the magnitudes of DoRA, which it starts anew.
     """
     if not (folder / "adapter_config.json").is_file():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        return _auto_class(str(folder)).from_pretrained(folder, dtype="auto")
     from peft import PeftModel
 
     return PeftModel.from_pretrained(load_base(folder), str(folder))
+
+
+def _auto_class(name: str) -> Any:
+    """Returns transformers' auto class of a model that generates: another one, where it is multimodal."""
+    return AutoModelForMultimodalLM if is_multimodal(AutoConfig.from_pretrained(name)) else AutoModelForCausalLM
 
 
 def _read_prompts(as_json: bool) -> Iterator[str]:
@@ -165,9 +175,12 @@ def load_base(adapter: Path) -> Any:
     name = settings["base_model_name_or_path"]
     try:
         if settings["task_type"] != "SEQ_CLS":
-            return AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-        config = labelled(AutoConfig.from_pretrained(name), read_labels(adapter))
+            return _auto_class(name).from_pretrained(name, dtype="auto")
+        config = labelled(model_config(Model(name=name)), read_labels(adapter))
         config.get_text_config().pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id
-        return AutoModelForSequenceClassification.from_pretrained(name, config=config, dtype="auto")
+        part = base_checkpoint(Model(name=name))
+        return AutoModelForSequenceClassification.from_pretrained(
+            name, config=config, dtype="auto", key_mapping=part and part.renames
+        )
     except OSError as error:
         raise UserError(f"the adapter's base {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
