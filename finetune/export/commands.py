@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,21 @@ from finetune.recipe.schema import Model
 
 
 def answer_prompts(run_dir: Path, prompts: list[str], max_new_tokens: int, temperature: float, as_json: bool) -> None:
-    """Print an answer to each prompt; without prompts, read them from standard input. Raises UserError."""
+    """Print each prompt with its answer; without prompts, read them from standard input. Raises UserError."""
     model, tokenizer = load_result(run_dir)
     for prompt in prompts or _read_prompts(as_json):
-        if not as_json and len(prompts) > 1:
+        if prompts and not as_json:
             print(f"> {prompt}")
         streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         answer = _generate(model, tokenizer, prompt, max_new_tokens, temperature, streamer)
         if as_json:
             print(json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False), flush=True)
+
+
+def answers(run_dir: Path, prompts: Sequence[str], max_new_tokens: int, temperature: float) -> list[str]:
+    """Returns the answer to each prompt. Raises UserError where there is no result."""
+    model, tokenizer = load_result(run_dir)
+    return [_generate(model, tokenizer, prompt, max_new_tokens, temperature, None) for prompt in prompts]
 
 
 def model_folder(run_dir: Path) -> Path:
