@@ -98,7 +98,7 @@ def _change_tables() -> None:
     ctypes.cast(hooks, ctypes.POINTER(ctypes.c_void_p))[0] = _changed_table(hooks, _HOOK_ENTRIES, answers)
 
 
-def _changed_table(instance: int | None, size: int, changes: dict[int, int]) -> int:
+def _changed_table(instance: Any, size: int, changes: dict[int, int]) -> int:
     """Returns the address of a copy of an object's table of virtual functions, some of them replaced."""
     first = ctypes.cast(instance, ctypes.POINTER(ctypes.c_void_p))[0]
     assert first is not None
