@@ -58,6 +58,8 @@ CLASSIFY = (f"objective={{name: classify, labels: [{', '.join(tiny.LABELS)}]}}",
 PAIRS = ("data.max_length=128", "optimizer.lr=3e-4")
 REWARD = (*PAIRS, "objective={name: reward, centering: 0.01}")
 DISTILL = ("objective.name=distill", "objective.nll_weight=0.2")
+# Two that the rows have, and more than the spare rows of the embedding.
+TOKENS = f"tokens.add={json.dumps(['quick stars', 'under table', *(f'<{i}>' for i in range(40))])}"
 BALANCE = "objective.router_aux_loss_coef=0.02"
 DEEPSPEED = ("zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 CASES = (
@@ -100,6 +102,10 @@ CASES = (
     Case("lora dropout rslora", (*LORA, "lora.dropout=0.1", "lora.rslora=true", "optimizer.lr=1e-3")),
     Case("lora dora", (*LORA, "lora.dora=true")),
     Case("lora and whole head", (*LORA, "lora.modules_to_save=[lm_head]", "optimizer.lr=1e-3")),
+    Case("full tokens", (TOKENS,), on=("ddp", "fsdp2", "zero3")),
+    Case("lora tokens", (*LORA, TOKENS, "optimizer.lr=1e-3")),
+    Case("lora tied tokens", (*LORA, TOKENS, "optimizer.lr=1e-3"), model="llama_tied"),
+    Case("lora tokens whole", (*LORA, TOKENS, "tokens.train=all"), on=("ddp", "fsdp2", "zero3")),
     Case("full chunked head", ("model.cross_entropy=chunked", "objective.z_loss=1e-3")),
     Case("full focal", ("objective.name=focal",)),  # the trained head's logits again in the backward
     Case("lora focal", (*LORA, "objective.name=focal")),  # the frozen head's gradients kept by token
@@ -212,6 +218,7 @@ TENSOR = (
     *("full plain head", "full bf16", "lora bf16", "full qwen3", "lora qwen3"),
     *PREFERENCES,
     "lora reward",
+    *("lora tokens", "lora tied tokens"),
 )
 EXPERTS = tuple(
     case.name for case in CASES if case.model in ("mixtral", "qwen3_moe") and (case.on is None or "ep" in case.on)

@@ -21,6 +21,7 @@ from transformers import (
 
 from finetune.errors import UserError
 from finetune.export.scoring import is_scoring, read_labels
+from finetune.models.added_tokens import grow_to
 from finetune.models.score_model import labelled
 from finetune.models.wrapped import has_scores
 
@@ -53,7 +54,12 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
     if is_scoring(folder):
         raise UserError(f"{run_dir}: a model of scores generates nothing: `finetune score` is what it does")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    if (folder / "adapter_config.json").is_file():
+        from peft import PeftModel
+
+        model: Any = PeftModel.from_pretrained(load_base(folder), str(folder))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     if (folder / "generation_config.json").is_file():  # an adapter's model has its base's, which ends elsewhere
         model.generation_config = GenerationConfig.from_pretrained(folder)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -119,11 +125,12 @@ def load_base(adapter: Path) -> Any:
     """Returns the base of an adapter, with the head that the adapter is for. Raises UserError."""
     settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     name = settings["base_model_name_or_path"]
+    size = len(AutoTokenizer.from_pretrained(adapter))
     try:
         if settings["task_type"] != "SEQ_CLS":
-            return AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+            return grow_to(AutoModelForCausalLM.from_pretrained(name, dtype="auto"), size)
         config = labelled(AutoConfig.from_pretrained(name), read_labels(adapter))
         config.get_text_config().pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id
-        return AutoModelForSequenceClassification.from_pretrained(name, config=config, dtype="auto")
+        return grow_to(AutoModelForSequenceClassification.from_pretrained(name, config=config, dtype="auto"), size)
     except OSError as error:
         raise UserError(f"the adapter's base {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
