@@ -30,6 +30,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure
+from finetune.export.base_layout import BaseLayout, adapter_for_base, name_in_adapter, write_base_settings
 from finetune.export.scoring import LABELS, write_score_settings
 from finetune.export.weight_files import (
     SHARD_BYTES,
@@ -42,10 +43,11 @@ from finetune.export.weight_files import (
     with_own_class,
 )
 from finetune.models.added_tokens import has_added_tokens, split_rows
+from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.urls import without_credentials
-from finetune.utils import fsync
+from finetune.utils import fsync, unwrap_peft
 
 
 def save_result(
@@ -72,26 +74,32 @@ def save_result(
         main.do(write_settings, engine.unwrapped, tokenizer, end_ids, adapter, partial)
         main.settle()
         if adapter:
-            expected = _write_adapter(engine, main, partial)
+            expected, copied = _write_adapter(engine, main, partial), {}
         else:
-            expected = _write_weights(engine, main, dtype, partial, shard_bytes)
+            expected, copied = _write_weights(engine, main, dtype, partial, shard_bytes)
         main.do((partial / "README.md").write_text, card, "utf-8")  # peft has written one of its own
         main.settle()
     except RunFailure:
         if engine.is_main:
             shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
         raise
-    _verify(engine, main, expected, partial)
+    _verify(engine, main, Verification(partial, expected, copied), partial)
     main.do(finish_replace, folder)
     main.settle()
 
 
-def _write_weights(engine: Engine, main: MainRank, dtype: torch.dtype, folder: Path, shard_bytes: int) -> State:
-    """Gather and write one tensor at a time. Returns what the files must hold."""
+def _write_weights(
+    engine: Engine, main: MainRank, dtype: torch.dtype, folder: Path, shard_bytes: int
+) -> tuple[State, dict[str, Path]]:
+    """Gather and write one tensor at a time. Returns what the files must hold, and the files of copied tensors."""
     model = with_own_class(engine.unwrapped)
-    main.do(write_config, model, dtype, folder)
     shapes = {name: cast(tensor, dtype) for name, tensor in engine.saved_shapes(False).items()}
-    layout, writer = DiskLayout(model, shapes), WeightsWriter(folder, shard_bytes)
+    writer, layout = WeightsWriter(folder, shard_bytes), DiskLayout(model, shapes)
+    if (base := base_of(model)) is None:
+        main.do(write_config, model, dtype, folder)
+    else:
+        main.do(write_base_settings, base, model.config, dtype, folder)
+        layout = BaseLayout(base, shapes)
 
     def write(name: str, tensor: Tensor) -> None:
         converted = layout.convert(name, cast(tensor, dtype))
@@ -101,8 +109,12 @@ def _write_weights(engine: Engine, main: MainRank, dtype: torch.dtype, folder: P
     for name, tensor in engine.full_tensors(False, dtype):
         main.do(write, name, tensor)
         del tensor  # before the next one is gathered
+    copied: dict[str, Path] = {}
+    if isinstance(layout, BaseLayout):
+        main.do(layout.copy_untouched, writer)
+        copied = layout.copied
     main.do(writer.finish)
-    return layout.expected
+    return layout.expected, copied
 
 
 def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:
@@ -118,7 +130,13 @@ def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:
     if has_added_tokens(model):
         main.do(_append, folder / "adapter_model.safetensors", rows)
     shapes, rows = split_rows(engine.saved_shapes(True))
-    return {**get_peft_model_state_dict(model, _with_tied(model, shapes), **tables), **rows} if engine.is_main else {}
+    if not engine.is_main:
+        return {}
+    expected = {**get_peft_model_state_dict(model, _with_tied(model, shapes), **tables), **rows}
+    if (base := base_of(model)) is not None:
+        main.do(adapter_for_base, model, base.part, folder)
+        expected = {name_in_adapter(base.part, name): tensor for name, tensor in expected.items()}
+    return expected
 
 
 def _with_tied(model: Any, state: State) -> State:
@@ -137,8 +155,12 @@ def _append(file: Path, tensors: State) -> None:
     save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
 
 
-def _verify(engine: Engine, main: MainRank, expected: State, folder: Path) -> None:
-    verification = Verification(folder, expected)
+def base_of(model: Any) -> BaseCheckpoint | None:
+    """Returns the base that a model is the text part of; on a rank that has read no weights, None."""
+    return getattr(unwrap_peft(model), "base_checkpoint", None)
+
+
+def _verify(engine: Engine, main: MainRank, verification: Verification, folder: Path) -> None:
     for file in engine.ranks.gather(weight_files(folder) if engine.is_main else None)[0]:
         main.do(verification.read, file)
         engine.ranks.barrier()  # so that the collective timeout has to cover one file only
@@ -165,6 +187,18 @@ def write_settings(
         model.generation_config = generation_config(model, tokenizer, end_ids)
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def write_tokenizer(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int], folder: Path) -> None:
+    """Write what an export of a checkpoint needs in addition to weights, also of a run that never ends. Raises
+    OSError."""
+    partial = partial_path(folder)
+    partial.mkdir(exist_ok=True)
+    tokenizer.save_pretrained(partial)
+    if not has_scores(model):
+        generation_config(unwrap_peft(model), tokenizer, end_ids).save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
 
 
 def generation_config(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int]) -> GenerationConfig:

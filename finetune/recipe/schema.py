@@ -482,6 +482,8 @@ class Train(Section):
     epochs: Annotated[Positive, Field(le=10**6)] | None = None  # passes over the data; a fraction is allowed
     max_steps: Count | None = None  # optimizer steps; if both are given, whichever ends first
     stop_when: StopWhen | None = None  # end earlier, by a metric of the evaluations
+    # Weights of the result, `model/`. last: those of the last step; best: of the best checkpoint by `checkpoint.best`.
+    result: Literal["last", "best"] = "last"
     # Compute type. fp32, bf16 and fp16 store, reduce and step trained weights in fp32; bf16_true does all in bf16, to
     # save memory.
     precision: Literal["fp32", "bf16", "fp16", "bf16_true"] = "bf16"
@@ -575,12 +577,16 @@ class Tracking(Section):
     samples: bool = False  # write samples/rank-*.jsonl: the rows of each step and process
 
 
+Mode = Literal["full", "lora", "qlora"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+
 class Recipe(Section):
     """One reproducible run."""
 
     run: Run
     model: Model
-    mode: Literal["full", "lora", "qlora"]
+    mode: Mode
     lora: Lora | None = None
     quantization: Quantization | None = None
     tokens: Tokens | None = None
