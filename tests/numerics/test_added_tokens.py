@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.errors import UserError
 from finetune.export.commands import load_result, merge_adapter
+from finetune.export.folder import export_folder
+from finetune.export.trained import find_trained
 from finetune.models.added_tokens import ROWS, add_tokens, start_rows
 from finetune.models.attention import attention_for
 from finetune.models.config import load_tokenizer, model_config
@@ -97,16 +99,19 @@ def test_peft_generate_and_merge_read_the_result_alike(
     recipe: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path, name: str, train: str
 ) -> None:
     recipe.update(mode="lora", lora={"rank": 4}, tokens={"add": MANY, "train": train}, optimizer={"lr": 1e-2})
+    recipe["checkpoint"] = {"every_steps": 6}
     recipe["model"]["name"] = str(made / name)
     train_here(write_recipe(recipe))
     folder = tmp_path / "runs" / "run"
     merge_adapter(folder, tmp_path / "merged")
+    export_folder(find_trained(folder, "6"), tmp_path / "of checkpoint")
     model, tokenizer = load_result(folder)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "merged")(TEXT)["input_ids"]])
     assert ids.max() > 345  # an added one
     logits = model(input_ids=ids).logits
-    for other in (merged, AutoPeftModelForCausalLM.from_pretrained(folder / "model").eval()):
+    of_checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / "of checkpoint")
+    for other in (merged, of_checkpoint, AutoPeftModelForCausalLM.from_pretrained(folder / "model").eval()):
         torch.testing.assert_close(other(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-5)
     table = merged.get_input_embeddings().weight
     assert merged.config.vocab_size == len(table) == len(tokenizer) == 388
