@@ -82,6 +82,8 @@ CASES = (
     Case("lora mistral window", LORA, model="mistral"),
     Case("full qwen3", (), model="qwen3"),
     Case("lora qwen3", LORA, model="qwen3"),
+    Case("full text part", (), model="mistral3"),  # of a multimodal model
+    Case("lora text part", (*LORA, "optimizer.lr=1e-3"), model="gemma3"),
     Case("full checkpointing", ("train.activation_checkpointing=true",)),
     Case("full compile", ("train.compile=true",), on=("ddp", "fsdp2", "pp", "ulysses")),
     Case(
@@ -188,7 +190,7 @@ SHARED_TOKENS = (
     *("full", "lora", "full accumulate 1", "full auto rows", "full unpacked", "full token budget", "full stream"),
     *PREFERENCES,
     *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16", "full distill", "lora distill"),
-    "full reward",
+    *("full reward", "full text part"),
 )
 UNDER_PIPELINES = tuple(
     case.name
@@ -215,7 +217,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 TENSOR = (
     *("full", "lora", "full unpacked", "lora unpacked", "full tied", "lora tied", "full mistral window"),
     *("full checkpointing selective", "lora dropout rslora", "lora and whole head", "lora tied chunked head"),
-    *("full plain head", "full bf16", "lora bf16", "full qwen3", "lora qwen3"),
+    *("full plain head", "full bf16", "lora bf16", "full qwen3", "lora qwen3", "full text part", "lora text part"),
     *PREFERENCES,
     "lora reward",
     *("lora tokens", "lora tied tokens"),
@@ -306,6 +308,8 @@ def base_recipe(folder: Path) -> dict[str, Any]:
 def prepare(folder: Path) -> None:
     for model in tiny.MODELS:
         tiny.save_model(folder, model)
+    for model in {case.model for case in CASES} & tiny.MULTIMODAL.keys():
+        tiny.save_multimodal(folder, model)
     tiny.write_rows(folder / "rows.jsonl", tiny.conversations(300))
     tiny.write_rows(folder / "held_out.jsonl", tiny.conversations(24, seed=1))
     made_rows = {"preference": tiny.preferences, "unpaired": tiny.unpaired, "classification": tiny.texts}
