@@ -46,7 +46,7 @@ def prepare(recipe: Recipe) -> tuple[list[Prepared], list[str]]:
     from finetune.data.dataset import template_notes  # torch, which the commands of the cache do without
     from finetune.models.config import load_tokenizer
 
-    tokenizer = load_tokenizer(recipe.model)
+    tokenizer = load_tokenizer(recipe.model, recipe.tokens)
     opened = OpenedSources(recipe)
     notes = template_notes(recipe, tokenizer, opened)
     prepared: list[Prepared] = []
