@@ -492,6 +492,7 @@ def export(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: RUN_DIR/export-TO[-step-N].")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the base's.")] = None,
     base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
+    verify: Annotated[bool, typer.Option(help="Compare the export with what was trained.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Export a result or a checkpoint, also of a run that was stopped, tensor by tensor on any machine.
@@ -503,8 +504,32 @@ def export(
         import_transformers()
         from finetune.export.commands import ExportOptions, export_run
 
-    exported = export_run(run_dir, ExportOptions(to, step, out, dtype, base), Console(stderr=True))
+    exported = export_run(run_dir, ExportOptions(to, step, out, dtype, base, verify), Console(stderr=True))
     print(json.dumps(exported) if as_json else f"exported to {exported['out']}")
+
+
+@app.command(cls=Command)
+def verify(
+    export: Annotated[Path, typer.Argument(help="Folder that was exported.", metavar="EXPORT")],
+    against: Annotated[Path, typer.Option(help="Run directory that it is of.", metavar="RUN_DIR")],
+    step: Annotated[str | None, typer.Option(metavar="N|best", help="Checkpoint. Default: as exported.")] = None,
+    base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Held-out rows to compare on.")] = 32,
+    as_json: AsJson = False,
+) -> None:
+    """Compare an export with its run on held-out rows: KL per trained token, likeliest tokens, greedy texts, rendered
+    tokens, end tokens, names of tensors. Exit status 1 beyond the thresholds of its format.
+
+    Example: [bold]python -m finetune verify my-model --against runs/quickstart-lora[/bold]
+    """
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.export.commands import verify_run
+
+    figures = verify_run(export, against, step, base, rows, Console(stderr=as_json))
+    if as_json and figures is not None:
+        print(json.dumps(figures.as_dict()))
 
 
 @app.command(cls=Command)

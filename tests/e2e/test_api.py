@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 
 import finetune
 from finetune.errors import UserError
@@ -30,3 +32,20 @@ def test_importing_the_package_imports_nothing_else() -> None:
     code = "import sys; before = set(sys.modules); import finetune; print(*set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "pydantic", "yaml", "typer", "finetune.api"} & set(done.stdout.split())
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells in order, in one namespace, from the folder that it lies in."""
+    for name in ("recipes", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path / "docs")
+    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    namespace: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), namespace)
+    assert len(namespace["losses"]) == 10
+    assert namespace["losses"][-1] < namespace["losses"][0]
+    assert (tmp_path / "runs" / "notebook" / "model" / "config.json").is_file()
