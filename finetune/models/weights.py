@@ -26,7 +26,7 @@ from finetune.models.attention import AttentionChoice
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.compiled import compile_layers
-from finetune.models.config import dtypes, first_line
+from finetune.models.config import dtypes, first_line, model_config
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Quantization, Recipe
@@ -72,6 +72,8 @@ def load_model(
         raise UserError(f"{type(config).__name__} has no LM head to train")
     rotate_per_document(model)
     keep_weights_unpacked(model)
+    if recipe.objective.drops_nothing:
+        model.base_config = model_config(recipe.model)  # whose dropout the result has
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
     if recipe.lora is not None:
         torch.manual_seed(recipe.run.seed + 1)  # the adapters do not depend on how many draws the base took
