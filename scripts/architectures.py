@@ -40,6 +40,7 @@ from finetune.data.samples import Example, Sequence
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, choose_attention
 from finetune.models.attention.isolation import FAILURES, Computed, Differences, compare, randomize
+from finetune.models.attention.mixers import run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.tiny_config import VOCABULARY, tiny_config
@@ -53,6 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16},
@@ -162,6 +164,7 @@ def plain(config: Any) -> Computed:
 def as_in_a_run(config: Any, choice: AttentionChoice, reference: Computed) -> tuple[Differences, float]:
     model = model_of(config, choice.implementation)
     rotate_per_document(model)
+    run_per_document(model, choice.mixers)
     model.config.use_cache = False
     loss_model = CausalLMWithLoss(model)
     forward = ForwardPass(choice, make_objective(Settings()))

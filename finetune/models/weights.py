@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import AttentionChoice
+from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.compiled import compile_layers
 from finetune.models.config import dtypes, first_line
@@ -70,6 +71,7 @@ def load_model(
     if not labels and model.get_output_embeddings() is None:
         raise UserError(f"{type(config).__name__} has no LM head to train")
     rotate_per_document(model)
+    run_per_document(model, attention.mixers)
     keep_weights_unpacked(model)
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
     if recipe.lora is not None:
@@ -80,7 +82,8 @@ def load_model(
         # would be fp32 on one backend and 16 bit on another.
         model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.to(types.compute))
     if recipe.train.activation_checkpointing:
-        recompute_activations(model, recipe.train.activation_checkpointing)
+        around = recomputed_alike if attention.mixers else None
+        recompute_activations(model, recipe.train.activation_checkpointing, around)
     if recipe.train.compile:
         compile_layers(model)
     return model.train()
