@@ -23,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # both spellings of every option
 )
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe file (YAML).", metavar="RECIPE")]
@@ -129,6 +130,68 @@ def reference(
         leave_group()
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def launch(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            help="Recipe to train, with overrides; or options of accelerate launch, then -m finetune COMMAND ...",
+            metavar="RECIPE [KEY=VALUE]...",
+        ),
+    ],
+    config_file: Annotated[Path | None, typer.Option(help="Accelerate config. Default: one process a device.")] = None,
+    num_processes: Annotated[int | None, typer.Option(min=1, help="World size, if not that of the config.")] = None,
+) -> None:
+    """Train a recipe on one process or several: accelerate launch, but Ctrl-C saves, and an error is one message.
+
+    Other options are accelerate's: launch --num_machines 2 --machine_rank 0 ... -m finetune train RECIPE. A launch by
+    torchrun begins with its name: launch torchrun --nnodes 1:4 ... -m finetune train RECIPE. The exit status is that
+    of the training processes, 75 where they were stopped and have saved.
+
+    Example: [bold]python -m finetune launch --config-file accelerate_configs/ddp.yaml --num-processes 2
+    recipes/quickstart/full.yaml[/bold]
+    """
+    from finetune.training.launcher import launch as run
+
+    quiet_libraries()
+    raise SystemExit(run(words, config_file, num_processes))
+
+
+@app.command()
+def new(
+    model: Annotated[str | None, typer.Option(help="Hub id or local folder.")] = None,
+    data: Annotated[str | None, typer.Option(help="File, folder, URL or dataset of the hub.")] = None,
+    mode: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run. Default: of data and mode.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: NAME.yaml in this folder.")] = None,
+) -> None:
+    """Write a recipe that fits a model and your rows; asks for what is not given.
+
+    It looks at the rows and chooses format, objective, length, batch, steps, warm-up and evaluation by them, with the
+    reasons as comments.
+
+    Example: [bold]python -m finetune new --model HuggingFaceTB/SmolLM2-135M --data faq.csv --mode lora[/bold]
+    """
+    from finetune.recipe.schema import MODES  # light: an answer that is missing costs no imports
+
+    model = model or _answer("--model", "Model (hub id or folder)")
+    data = data or _answer("--data", "Data (file, folder, URL or dataset of the hub)")
+    mode = mode or _answer("--mode", f"Mode ({', '.join(MODES)})", "lora")
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.planning.new import Wanted, write_new
+
+    write_new(Wanted(model, data, mode, name, output), Console())
+
+
+def _answer(option: str, question: str, default: str | None = None) -> str:
+    """Asks a person. Raises UserError where there is no terminal to ask on."""
+    if not sys.stdin.isatty():
+        raise UserError(f"new: no {option}, and no terminal to ask on")
+    return typer.prompt(question, default=default)
+
+
 @app.command()
 def check(
     recipe: Annotated[Path, typer.Argument(help="Recipe file, or a folder of them.", metavar="RECIPE|FOLDER")],
@@ -140,7 +203,7 @@ def check(
 ) -> None:
     """Validate a recipe without training: schema, launch, chat template, loss masks, data.
 
-    In a folder, every recipe is checked, without its data.
+    In a folder, every recipe is checked, without its data, and against the accelerate config, if one is given.
 
     Example: [bold]python -m finetune check recipes/quickstart/full.yaml
     --config-file accelerate_configs/fsdp2.yaml --num-processes 4[/bold]
@@ -150,7 +213,7 @@ def check(
 
     with few_collections():
         if recipe.is_dir():
-            reports = check_folder(recipe, overrides or ())
+            reports = check_folder(recipe, overrides or (), config_file, num_processes)
         else:
             reports = [check_recipe(recipe, overrides or (), config_file, num_processes, recipe_only)]
     failed = [report for report in reports if report.error]
@@ -339,6 +402,8 @@ def merge(
 ) -> None:
     """Merge a run's adapter into its base model: a plain model folder, for servers without adapter support.
 
+    Short for `export --to hf`, of the result.
+
     Example: [bold]python -m finetune merge runs/quickstart-lora[/bold]
     """
     quiet_libraries()
@@ -347,6 +412,31 @@ def merge(
         from finetune.export.commands import merge_adapter
 
     print(f"merged into {merge_adapter(run_dir, out or run_dir / 'merged')}")
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    to: Annotated[str, typer.Option(help="hf: a plain model folder, adapters merged.")] = "hf",
+    step: Annotated[
+        str | None, typer.Option(metavar="N|best", help="A checkpoint. Default: the result, or the newest checkpoint.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: RUN_DIR/export-TO[-step-N].")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the base's.")] = None,
+    base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Export a result or a checkpoint, also of a run that was stopped, tensor by tensor on any machine.
+
+    Example: [bold]python -m finetune export runs/quickstart-lora --to hf --step best -o my-model[/bold]
+    """
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.export.commands import ExportOptions, export_run
+
+    exported = export_run(run_dir, ExportOptions(to, step, out, dtype, base), Console(stderr=True))
+    print(json.dumps(exported) if as_json else f"exported to {exported['out']}")
 
 
 @app.command()

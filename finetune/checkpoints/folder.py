@@ -12,6 +12,7 @@ checksums are for disks that lie. It loses that name before it is deleted, too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
@@ -159,6 +161,17 @@ def score(metrics: Metrics, name: str | None) -> float | None:
     return metrics[name] if metric_direction(name) == "lower" else -metrics[name]
 
 
+def best_checkpoint(root: Path, metric: str | None) -> Path | None:
+    """Returns the checkpoint that is best by a metric of its evaluation; None where none was measured by it."""
+    scored = []
+    for folder in list_checkpoints(root):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # a damaged one
+            metrics = json.loads((folder / "state.json").read_text(encoding="utf-8"))["metrics"]
+            if (value := score(metrics, metric)) is not None:
+                scored.append((value, folder))
+    return min(scored)[1] if scored else None
+
+
 class Retention:
     """Keeps the newest checkpoints and the best by a metric. Only verified ones count, so that a good one remains."""
 
@@ -214,7 +227,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint; the last four fields are None where its state.json cannot be read."""
+    """One checkpoint; step to written are None where its state.json cannot be read."""
 
     path: str
     bytes: int
@@ -225,6 +238,7 @@ class CheckpointInfo:
     steps: int | None = None  # of the run
     metrics: dict[str, float] | None = None
     written: dict[str, Any] | None = None  # where, world_size, host, at (UTC)
+    best: bool = False  # of those that were measured, by the run's `checkpoint.best`
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -237,10 +251,20 @@ def describe_checkpoints(run_dir: Path, verify: bool) -> list[CheckpointInfo]:
     root = run_dir / "checkpoints"
     folders = [*list_checkpoints(root), *list_set_aside(root)]
     tracked = track(folders, "reading", transient=True, console=Console(stderr=True), disable=not verify)
-    return [_describe(folder, verify) for folder in tracked]
+    best = best_checkpoint(root, _best_metric(run_dir))
+    return [_describe(folder, verify, folder == best) for folder in tracked]
 
 
-def _describe(folder: Path, verify: bool) -> CheckpointInfo:
+def _best_metric(run_dir: Path) -> str | None:
+    """Returns the run's `checkpoint.best`."""
+    try:
+        recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return ((recipe or {}).get("checkpoint") or {}).get("best")
+
+
+def _describe(folder: Path, verify: bool, best: bool) -> CheckpointInfo:
     problem = find_problem(folder, read=verify)
     fields: dict[str, Any] = {}
     try:
@@ -249,7 +273,7 @@ def _describe(folder: Path, verify: bool) -> CheckpointInfo:
     except (OSError, ValueError, KeyError) as error:
         problem = problem or f"its state.json cannot be read: {error}"
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    return CheckpointInfo(str(folder), size, folder.name.startswith("aside"), verify, problem, **fields)
+    return CheckpointInfo(str(folder), size, folder.name.startswith("aside"), verify, problem, best=best, **fields)
 
 
 def show_checkpoints(console: Console, run_dir: Path, checkpoints: list[CheckpointInfo]) -> None:
@@ -278,4 +302,6 @@ def _row(entry: CheckpointInfo) -> Iterator[str]:
         yield "[red]damaged[/red]"
     else:
         state = "[green]verified[/green]" if entry.verified else "complete"
-        yield f"{state}\nset aside" if entry.set_aside else state
+        yield "\n".join(
+            [state, *(["set aside"] if entry.set_aside else []), *(["[bold]best[/bold]"] if entry.best else [])]
+        )

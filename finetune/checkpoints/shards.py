@@ -144,10 +144,15 @@ class PartReader:
             else:
                 _fill(state[field], pieces)
 
-    def _state_types(self, name: str) -> dict[str, torch.dtype]:
-        """Returns the types of a parameter's optimizer state, by field."""
-        firsts = {field: ranges[0] for field, ranges in self._ranges[name].items() if field != WEIGHT}
-        return {field: self._open[r.file].get_slice(r.key)[:1].dtype for field, r in firsts.items()}
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Returns the type of a stored weight."""
+        first = self._ranges[name][WEIGHT][0]
+        return self._open[first.file].get_slice(first.key)[:1].dtype
+
+    def fill_weight(self, name: str, weight: Tensor) -> None:
+        """Fill a contiguous tensor with a stored weight. Raises UserError where elements are missing."""
+        part = Part(name, tuple(weight.shape), 0, weight.numel(), weight, 0)
+        _fill(weight, self._pieces(part, WEIGHT))
 
     def _pieces(self, part: Part, field: str) -> list[StoredPiece]:
         """Returns the stored ranges that overlap a part, read lazily. Raises UserError where elements are missing."""
@@ -169,6 +174,31 @@ class PartReader:
         file, suffix = self._open[stored.file], stored.key.removeprefix(field)
         scales, book, phase = (file.get_tensor(f"{field}:{what}{suffix}") for what in ("scales", "book", "phase"))
         return Blocks(values, scales, book, int(phase))
+
+
+class WeightReader:
+    """The weights of a checkpoint's files, one at a time, on any machine: neither optimizer state nor an engine.
+
+    Files are mapped, and what was read stays resident until they are closed: they are opened again every few tensors.
+    """
+
+    def __init__(self, files: list[Path], mapped_bytes: int = 2**28):
+        self._files, self._limit, self._read = files, mapped_bytes, 0
+        self._parts = PartReader(files)
+        stored = {name: self._parts.stored_dtype(name) for name in self._parts.shapes}
+        self.shapes = {  # (device meta)
+            name: torch.empty(json.loads(self._parts.shapes[name]), dtype=dtype, device="meta")
+            for name, dtype in stored.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """Returns a parameter in full. Raises UserError where elements are missing."""
+        if self._read > self._limit:
+            self._parts, self._read = PartReader(self._files), 0
+        weight = torch.empty_like(self.shapes[name], device="cpu")
+        self._parts.fill_weight(name, weight)
+        self._read += weight.nbytes
+        return weight
 
 
 def _fill(tensor: Tensor, pieces: list[StoredPiece]) -> None:

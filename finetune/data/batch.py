@@ -29,6 +29,14 @@ class Targets(NamedTuple):
     sequence: Tensor  # (S,) int64: index of the sequence that each is from
 
 
+class DistinctTargets(NamedTuple):
+    """The targets without repetitions: of a beginning that two answers share, each token is predicted once for both."""
+
+    positions: Tensor  # (U,) int64
+    ids: Tensor  # (U,) int64
+    of_target: Tensor  # (S,) int64: index of each target among these
+
+
 class Ends(NamedTuple):
     """The last token of each sequence."""
 
@@ -63,6 +71,7 @@ class Batch:
     sequence_tokens: tuple[int, ...]  # (D,) tokens; of a part of the row (`token_shard`), those that are in it
     sequence_targets: tuple[int, ...]  # (D,) targets, likewise
     target_columns: dict[str, Tensor] = field(default_factory=dict)  # (S, ...) each, of the targets in their order
+    distinct_targets: DistinctTargets | None = None  # None: all targets are
     row_lengths: tuple[int, ...] = ()  # tokens of each row of the recipe in it; none in a dummy
     index: int = 0  # of this micro-batch within its step, over all processes; seeds dropout
 
@@ -81,6 +90,7 @@ class Batch:
             self,
             inputs={name: call(tensor) for name, tensor in self.inputs.items()},
             targets=Targets(*map(call, self.targets)),
+            distinct_targets=self.distinct_targets and DistinctTargets(*map(call, self.distinct_targets)),
             ends=Ends(*map(call, self.ends)),
             columns={name: call(tensor) for name, tensor in self.columns.items()},
             target_columns={name: call(tensor) for name, tensor in self.target_columns.items()},
@@ -90,6 +100,7 @@ class Batch:
     def tensors(self) -> Iterator[Tensor]:
         yield from self.inputs.values()
         yield from self.targets
+        yield from self.distinct_targets or ()
         yield from self.ends
         yield from self.columns.values()
         yield from self.target_columns.values()
@@ -112,7 +123,8 @@ def collate(
     each is not trained.
 
     shares_prompts: what both sequences of a pair begin with is in the row once, before what follows in the first. The
-    positions of the second go on from there, for its attention sees both; and a place may predict a token of each:
+    positions of the second go on from there, for its attention sees both. A place may predict a token of each, or the
+    same for both, which is computed once (`distinct_targets`):
 
         sequence         |---- first ---|  second
         input_ids      [[  1, 11, 12,  2,    13,  2 ]]        of 1 11 12 2  and  1 11 13 2
@@ -147,15 +159,17 @@ def collate(
     predicting = np.flatnonzero(loss_mask[1:])
     offsets = np.concatenate(([0], np.cumsum(per_example)))
     input_row, position_row = torch.from_numpy(row)[:, None]  # (1, T) each
+    targets = Targets(
+        torch.from_numpy(places[predicting]),
+        torch.from_numpy(input_ids[predicting + 1].astype(np.int64)),
+        torch.from_numpy(np.repeat(np.arange(len(lengths)), num_targets)),
+    )
     return Batch(
         inputs={"input_ids": input_row, "position_ids": position_row},
         sequence_lengths=(*own_lengths, *padding),
         prefix_lengths=(*prefixes, *(0 for _ in padding)),
-        targets=Targets(
-            torch.from_numpy(places[predicting]),
-            torch.from_numpy(input_ids[predicting + 1].astype(np.int64)),
-            torch.from_numpy(np.repeat(np.arange(len(lengths)), num_targets)),
-        ),
+        targets=targets,
+        distinct_targets=_distinct(targets) if any(prefixes) else None,
         ends=Ends(torch.from_numpy(np.cumsum(own_lengths) - 1), torch.arange(len(lengths))),
         columns={
             name: torch.from_numpy(np.hstack([example.columns[name] for example in examples]).astype(np.float64))
@@ -193,6 +207,13 @@ def _prefix_lengths(per_example: ListLike[int], shared: NDArray[np.int64]) -> tu
     """Returns for each sequence what it shares with the one before it: of a pair, the second."""
     pairs = zip(per_example, shared.tolist(), strict=True)
     return tuple(prefix * (i == 1) for count, prefix in pairs for i in range(count))
+
+
+def _distinct(targets: Targets) -> DistinctTargets | None:
+    both, of_target = np.unique(np.stack([targets.positions, targets.ids]), axis=1, return_inverse=True)
+    if both.shape[1] == len(targets.ids):
+        return None
+    return DistinctTargets(*torch.from_numpy(both), torch.from_numpy(of_target.reshape(-1)))
 
 
 def dummy_batch(example: Example, index: int, padded_to: int | None) -> Batch:

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.building import OpenedSources
-from finetune.data.chat.template import resolve_template
+from finetune.data.chat.template import template_of
 from finetune.data.chat.template_check import check_template
 from finetune.data.examples import Examples, check_caps, prepare_examples
 from finetune.data.loader import OrderedRows
@@ -219,7 +219,7 @@ def template_notes(
 
     Raises UserError where its masks cannot be right.
     """
-    template = resolve_template(recipe.model.chat_template, tokenizer, recipe.model.chat_template_arguments)
+    template = template_of(recipe.model, tokenizer)
     if template is not None:
         tokenizer.chat_template = template.text
     findings = check_template(tokenizer, template, trained_part(recipe.objective))

@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune import __version__
 from finetune.data.building import EntryBuild, OpenedSource, OpenedSources, build_source
 from finetune.data.chat.renderer import Renderer, build_renderer
-from finetune.data.chat.template import asks_for_today, dated, resolve_template
+from finetune.data.chat.template import asks_for_today, dated, template_of
 from finetune.data.objective_rows import objective_rows, trained_part
 from finetune.data.samples import Example, concatenate_sizes
 from finetune.data.token_cache import CacheEntry, DataReport, entries_folder, find_or_build, load
@@ -41,7 +41,7 @@ from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut, Mixture, Source
 
-CODE_VERSION = 5  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
+CODE_VERSION = 6  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
 # Of a source: what chooses among its examples, or names them.
 _NOT_IN_AN_ENTRY = {"weight", "name", "max_epochs"}
 
@@ -179,8 +179,7 @@ def prepare_examples(
 
 def recipe_renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Renderer:
     """The renderer of a recipe's rows. Raises UserError."""
-    model = recipe.model
-    template = resolve_template(model.chat_template, tokenizer, model.chat_template_arguments)
+    template = template_of(recipe.model, tokenizer)
     return build_renderer(tokenizer, template, trained_part(recipe.objective), recipe.objective.name == "classify")
 
 

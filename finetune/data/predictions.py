@@ -10,6 +10,7 @@ from; examples in it are found by a hash of their tokens:
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import shutil
@@ -25,8 +26,8 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
 from finetune.data.samples import Example
-from finetune.data.token_cache import entries_folder, lock_of, temporary_folder
-from finetune.errors import RunFailure, UserError
+from finetune.data.token_cache import entries_folder, load_or_write, temporary_folder
+from finetune.errors import UserError
 
 CODE_VERSION = 1  # raise it where an entry's layout changes, or what is accepted in a file
 IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"  # columns of targets: (S, k) int64, float32
@@ -139,20 +140,8 @@ def find_or_write(
 ) -> Predictions:
     """Returns the entry, which one process fills while others wait. Raises UserError, also what `fill` raises."""
     folder = entries_folder() / key
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with lock_of(folder):
-            if (found := load_predictions(key)) is not None:
-                return found
-            write_entry(folder, per_target, of, fill)
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or folder}: the data cache cannot be written: {error.strerror or error}; "
-            "set FINETUNE_CACHE to a folder with room"
-        ) from None
-    if (found := load_predictions(key)) is None:
-        raise RunFailure(f"{folder}: was written a moment ago and cannot be read; is the disk in order?")
-    return found
+    write = functools.partial(write_entry, folder, per_target, of, fill)
+    return load_or_write(folder, lambda: load_predictions(key), write, "reads a teacher's file")[0]
 
 
 def write_entry(folder: Path, per_target: int, of: dict[str, Any], fill: Callable[[PredictionsWriter], None]) -> None:

@@ -40,6 +40,7 @@ class Conversation:
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the functions that may be called
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # values of the chat template's variables
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import filelock
 import numpy as np
@@ -44,6 +44,8 @@ from finetune.data.samples import Example, ExampleSizes, Sequence
 from finetune.data.sources.files import cache_root
 from finetune.data.tokenizing import ChunkResult
 from finetune.errors import RunFailure, UserError
+
+Entry = TypeVar("Entry")
 
 
 @dataclass
@@ -190,24 +192,36 @@ def find_or_build(
 ) -> tuple[CacheEntry, float | None]:
     """Returns the entry, and the seconds that building it took; None where it was there already.
 
-    build: fills an EntryWriter. metadata: for people, see `cache list`. Any number of processes may ask at once: one
-    builds, the others wait for it. Raises UserError where the cache cannot be written, and whatever `build` raises.
+    build: fills an EntryWriter. metadata: for people, see `cache list`. Raises UserError where the cache cannot be
+    written, and whatever `build` raises.
     """
-    if (entry := load(folder)) is not None:
+    what = f"tokenises {metadata.get('source', folder.name)}"
+    return load_or_write(folder, lambda: load(folder), lambda: _build(folder, metadata, build), what)
+
+
+def load_or_write(
+    folder: Path, load: Callable[[], Entry | None], write: Callable[[], None], what: str
+) -> tuple[Entry, float | None]:
+    """Returns what `load` finds in a folder of the cache, and the seconds of `write` where it had to be written first.
+
+    Any number of processes may ask at once: one writes, the others wait for it and log that it `what`. Raises UserError
+    where the cache cannot be written, and whatever `write` raises.
+    """
+    if (entry := load()) is not None:
         return entry, None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder, metadata):
-            if (entry := load(folder)) is not None:
+        with _locked(folder, what):
+            if (entry := load()) is not None:
                 return entry, None
             begun = time.monotonic()
-            _build(folder, metadata, build)
+            write()
     except OSError as error:
         raise UserError(
             f"{error.filename or folder}: the data cache cannot be written: {error.strerror or error}; "
             "set FINETUNE_CACHE to a folder with room"
         ) from None
-    if (entry := load(folder)) is None:
+    if (entry := load()) is None:
         raise RunFailure(f"{folder}: was written a moment ago and cannot be read; is the disk in order?")
     return entry, time.monotonic() - begun
 
@@ -218,13 +232,13 @@ def lock_of(folder: Path) -> filelock.BaseFileLock:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, metadata: dict[str, Any]) -> Iterator[None]:
+def _locked(folder: Path, what: str) -> Iterator[None]:
     """Holds the entry's lock; logs once which process it waits for. A process that dies releases its lock."""
     lock, builder = lock_of(folder), folder.with_suffix(".builder")
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
-        log.warning("waiting for %s, which tokenises %s", _builder_name(builder), metadata.get("source", folder.name))
+        log.warning("waiting for %s, which %s", _builder_name(builder), what)
         lock.acquire()
     except NotImplementedError:
         raise UserError(f"{folder.parent}: this file system has no locks; set FINETUNE_CACHE to a local disk") from None

@@ -1,15 +1,17 @@
-"""`generate` and `merge`: use the result of a finished run."""
+"""`generate`, `merge` and `export`: use what a run has trained."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markup import escape
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,7 +24,6 @@ from transformers import (
 from finetune.errors import UserError
 from finetune.export.scoring import is_scoring, read_labels
 from finetune.models.score_model import labelled
-from finetune.models.wrapped import has_scores
 
 
 def answer_prompts(run_dir: Path, prompts: list[str], max_new_tokens: int, temperature: float, as_json: bool) -> None:
@@ -53,11 +54,23 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
     if is_scoring(folder):
         raise UserError(f"{run_dir}: a model of scores generates nothing: `finetune score` is what it does")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model = load_trained(folder)
     if (folder / "generation_config.json").is_file():  # an adapter's model has its base's, which ends elsewhere
         model.generation_config = GenerationConfig.from_pretrained(folder)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     return model.to(device).eval(), tokenizer
+
+
+def load_trained(folder: Path) -> Any:
+    """Returns the model of a result: an adapter through peft, on its base.
+
+    transformers 5.23 loads adapters by itself as well, but not the magnitudes of DoRA, which it starts anew.
+    """
+    if not (folder / "adapter_config.json").is_file():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load_base(folder), str(folder))
 
 
 def _read_prompts(as_json: bool) -> Iterator[str]:
@@ -89,30 +102,55 @@ def _generate(
 
 
 def merge_adapter(run_dir: Path, out: Path) -> Path:
-    """Write base + adapter as one plain model folder, complete or absent; returns `out`.
+    """Write base + adapter of a run's result as one plain model folder, complete or absent; returns `out`.
 
-    The base is loaded unquantised also for qlora: merging into 4-bit weights would round the adapter away. The sum is
+    The base is read unquantised also for qlora: merging into 4-bit weights would round the adapter away. The sum is
     computed in fp32 and saved in the base's type. Raises UserError.
     """
-    from peft import PeftModel
+    from finetune.export.folder import check_absent, export_folder
+    from finetune.export.trained import find_trained
 
-    adapter = model_folder(run_dir)
-    settings = adapter / "adapter_config.json"
-    if not settings.is_file():
+    if not (model_folder(run_dir) / "adapter_config.json").is_file():
         raise UserError(f"{run_dir}: no adapter here (no model/adapter_config.json); a full run needs no merging")
-    if out.exists():
-        raise UserError(f"{out} exists already: remove it, or choose another --out")
-    base = load_base(adapter)
-    dtype = base.dtype
-    merged: Any = PeftModel.from_pretrained(base.to(torch.float32), str(adapter)).merge_and_unload()
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    merged.to(dtype).save_pretrained(partial)
-    if not has_scores(merged):
-        GenerationConfig.from_pretrained(adapter).save_pretrained(partial)
-    AutoTokenizer.from_pretrained(adapter).save_pretrained(partial)
-    partial.rename(out)
+    check_absent(out)
+    export_folder(find_trained(run_dir), out)
     return out
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What `export` was asked for."""
+
+    to: str = "hf"
+    step: str | None = None
+    out: Path | None = None
+    dtype: str | None = None
+    base: str | None = None
+
+
+_DTYPES = ("float32", "bfloat16", "float16")
+FORMATS = ("hf",)
+
+
+def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[str, Any]:
+    """Export a result or a checkpoint; returns where it is. Raises UserError."""
+    from finetune.export.folder import export_folder
+    from finetune.export.trained import find_trained
+
+    if options.to not in FORMATS:
+        raise UserError(f"--to {options.to}: expected one of {', '.join(FORMATS)}")
+    if options.dtype is not None and options.dtype not in _DTYPES:
+        raise UserError(f"--dtype {options.dtype}: expected one of {', '.join(_DTYPES)}")
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: no such run directory")
+    trained = find_trained(run_dir, options.step)
+    suffix = f"-step-{trained.step}" if trained.is_checkpoint else ""
+    out = options.out or run_dir / f"export-{options.to}{suffix}"
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    what = f"step {trained.step}" if trained.is_checkpoint else "the result"
+    console.print(f"exporting {what} of {escape(str(run_dir))}", highlight=False)
+    export_folder(trained, out, dtype, options.base, console.print)
+    return {"out": str(out), "to": options.to, "step": trained.step}
 
 
 def load_base(adapter: Path) -> Any:

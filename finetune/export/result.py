@@ -43,7 +43,7 @@ from finetune.export.weight_files import (
 from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.urls import without_credentials
-from finetune.utils import fsync
+from finetune.utils import fsync, unwrap_peft
 
 
 def save_result(
@@ -141,6 +141,18 @@ def write_settings(
         model.generation_config = generation_config(model, tokenizer, end_ids)
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def write_tokenizer(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int], folder: Path) -> None:
+    """Write what an export of a checkpoint needs in addition to weights, also of a run that never ends. Raises
+    OSError."""
+    partial = partial_path(folder)
+    partial.mkdir(exist_ok=True)
+    tokenizer.save_pretrained(partial)
+    if not has_scores(model):
+        generation_config(unwrap_peft(model), tokenizer, end_ids).save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
 
 
 def generation_config(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int]) -> GenerationConfig:

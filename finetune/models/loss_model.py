@@ -58,6 +58,8 @@ class TargetTokens:
     weights: Tensor | None = None  # (S,) of the tokens in `Outputs.total`; None: 1 each
     differentiable: bool = False  # `Outputs.token_losses` has a graph, for objectives not linear in the tokens' losses
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # (S, ...) each, that the loss reads
+    # Of more targets than these, each of which is one of them: its index (N,). Losses are of those N.
+    of_target: Tensor | None = None
 
 
 class CausalLMWithLoss(WrappedModel):
@@ -101,7 +103,11 @@ class CausalLMWithLoss(WrappedModel):
             _give_losses(head, self.choice.implementation)
 
     def _read(self, targets: TargetTokens, inputs: dict[str, Any]) -> Outputs:
-        return Outputs(*self._losses(targets, inputs))
+        losses = self._losses(targets, inputs)
+        if targets.of_target is None:
+            return Outputs(*losses)
+        each, *details = (values[targets.of_target] for values in (losses.each, *losses.details))
+        return Outputs(each.sum(), each, tuple(details))
 
     def _losses(self, targets: TargetTokens, inputs: dict[str, Any]) -> HeadLosses:
         if self.choice.implementation == "plain":

@@ -153,10 +153,12 @@ class Objective:
         if self.scores:
             return ScoredPositions(batch.ends.positions)
         weights = None if self.token_weights is None else self.token_weights(batch)
-        return TargetTokens(
-            *(batch.targets.positions, batch.targets.ids, self.token_loss, weights, self.differentiable),
-            batch.target_columns,
-        )
+        how = self.token_loss, weights, self.differentiable, batch.target_columns
+        each_alone = weights is not None or batch.target_columns or not self.differentiable
+        if each_alone or batch.distinct_targets is None:
+            return TargetTokens(batch.targets.positions, batch.targets.ids, *how)
+        positions, ids, of_target = batch.distinct_targets
+        return TargetTokens(positions, ids, *how, of_target)
 
     def loss(self, terms: Terms, counts: Counts) -> Tensor:  # ()
         """Returns a micro-batch's part of the step's loss."""

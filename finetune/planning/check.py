@@ -38,7 +38,9 @@ class CheckReport:
         return "\n".join([f"{self.recipe}: ok", *facts, *(f"  note: {note}" for note in self.notes)])
 
 
-def check_folder(folder: Path, overrides: Sequence[str]) -> list[CheckReport]:
+def check_folder(
+    folder: Path, overrides: Sequence[str], config_file: Path | None = None, num_processes: int | None = None
+) -> list[CheckReport]:
     """Check every recipe below a folder, without data; files in a folder named `base` are parts of others.
 
     Raises UserError where there is none.
@@ -46,7 +48,7 @@ def check_folder(folder: Path, overrides: Sequence[str]) -> list[CheckReport]:
     paths = sorted(path for path in folder.rglob("*.yaml") if "base" not in path.relative_to(folder).parts[:-1])
     if not paths:
         raise UserError(f"{folder}: no recipes (*.yaml) in this folder")
-    return [check_recipe(path, overrides, recipe_only=True) for path in paths]
+    return [check_recipe(path, overrides, config_file, num_processes, recipe_only=True) for path in paths]
 
 
 def check_recipe(

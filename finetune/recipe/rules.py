@@ -100,6 +100,11 @@ def early_stop_has_evaluations(recipe: Recipe) -> Iterator[Finding]:
         yield "train.stop_when", "needs evaluations during the run: set `data.eval` and `evaluate.every_steps`"
 
 
+def best_result_is_measured(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.train.result == "best" and recipe.checkpoint.best is None:
+        yield "train.result", "`best` needs a metric: set `checkpoint.best`, such as `checkpoint: {best: eval_loss}`"
+
+
 def generation_has_prompts(recipe: Recipe) -> Iterator[Finding]:
     wants = recipe.evaluate.generate or recipe.evaluate.exact_match
     if wants and recipe.data.eval and all(source.format == "text" for source in recipe.data.eval_sources):
@@ -390,6 +395,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     frozen_dtype,
     evaluation_has_data,
     early_stop_has_evaluations,
+    best_result_is_measured,
     generation_has_prompts,
     answer_pattern,
     one_warmup,

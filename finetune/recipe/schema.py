@@ -47,7 +47,7 @@ _BUILT_IN = (
 )
 
 
-def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
+def check_template_arguments(value: dict[str, Any]) -> dict[str, Any]:
     """Checks for names that Jinja can set and values that JSON can represent."""
     for name, item in value.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
@@ -70,7 +70,7 @@ Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_list_to_tuple), Field(stri
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple), Field(strict=False, min_length=1)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 
-TemplateArguments = Annotated[dict[str, Any], Field(min_length=1), AfterValidator(_template_arguments)]
+TemplateArguments = Annotated[dict[str, Any], Field(min_length=1), AfterValidator(check_template_arguments)]
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 CHECKPOINT_NAME = r"^(aside-)?step-\d{8}(-\d+)?$"
@@ -106,6 +106,10 @@ class Model(Section):
     chat_template: str | None = None  # null: the tokenizer's own; else a built-in name or a Jinja file
     # Values of the template's variables, such as `enable_thinking: false`; the result's template begins with them.
     chat_template_arguments: TemplateArguments | None = None
+    # An answer without reasoning, where the template's begin with an empty thought (Qwen 3) or its generation prompt
+    # opens one (R1's distills). trained: the model learns to write it, as it would have to in use; given: it is the end
+    # of the generation prompt, also of the result's template, and not trained.
+    empty_thought: Literal["trained", "given"] = "trained"
     trust_remote_code: bool = False  # runs Python code from the model's repository: only if you trust it
 
     @model_validator(mode="after")
@@ -459,6 +463,8 @@ class Train(Section):
     epochs: Annotated[Positive, Field(le=10**6)] | None = None  # passes over the data; a fraction is allowed
     max_steps: Count | None = None  # optimizer steps; if both are given, whichever ends first
     stop_when: StopWhen | None = None  # end earlier, by a metric of the evaluations
+    # Weights of the result, `model/`. last: those of the last step; best: of the best checkpoint by `checkpoint.best`.
+    result: Literal["last", "best"] = "last"
     # Compute type. fp32, bf16 and fp16 store, reduce and step trained weights in fp32; bf16_true does all in bf16, to
     # save memory.
     precision: Literal["fp32", "bf16", "fp16", "bf16_true"] = "bf16"
@@ -551,12 +557,16 @@ class Tracking(Section):
     samples: bool = False  # write samples/rank-*.jsonl: the rows of each step and process
 
 
+Mode = Literal["full", "lora", "qlora"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+
 class Recipe(Section):
     """One reproducible run."""
 
     run: Run
     model: Model
-    mode: Literal["full", "lora", "qlora"]
+    mode: Mode
     lora: Lora | None = None
     quantization: Quantization | None = None
     data: Data

@@ -127,7 +127,7 @@ class Meters:
             self._flops.of(
                 batch.sequence_lengths[: len(batch.sequence_tokens)],
                 batch.sequence_lengths,
-                batch.counts["target_tokens"] * parallelism.tokens,
+                _at_head(batch) * parallelism.tokens,
                 batch.prefix_lengths,
             )
             for batch in batches
@@ -141,6 +141,11 @@ class Meters:
         hardware = _mean(ranks, "hardware_flops") / seconds / 1e12
         use = {"tflops_per_device": model}
         return use if self._peak is None else {**use, "mfu": model / self._peak, "hfu": hardware / self._peak}
+
+
+def _at_head(batch: Batch) -> int:
+    """Returns the targets that the LM head computes."""
+    return batch.counts["target_tokens"] if batch.distinct_targets is None else len(batch.distinct_targets.ids)
 
 
 def _speed(tokens: float, supervised: float, seconds: float, devices: int) -> Line:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
 
 from finetune.data.batch import Batch
-from finetune.data.chat.template import resolve_template
+from finetune.data.chat.template import template_of
 from finetune.data.chat.template_check import turn_end_ids
 from finetune.data.dataset import Dataset, Question, Stream, answer, questions, until_end
 from finetune.data.examples import Examples
@@ -173,7 +173,7 @@ def end_ids(
     assert isinstance(tokenizer.eos_token_id, int)  # load_tokenizer sees to it
     ends = {tokenizer.eos_token_id, *_ends_of_base(recipe.model, tokenizer)}
     formats = {format for data in datasets if data for format in data.formats}
-    template = resolve_template(recipe.model.chat_template, tokenizer, recipe.model.chat_template_arguments)
+    template = template_of(recipe.model, tokenizer)
     if template is not None and formats - {"text", "tokens"}:
         ends |= turn_end_ids(tokenizer, template)
     for data in datasets:

@@ -8,6 +8,7 @@ It knows no objective by name and nothing of how tensors lie on devices; the eng
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from rich.markup import escape
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from finetune.checkpoints.folder import best_checkpoint
+from finetune.checkpoints.resume import resume
 from finetune.checkpoints.saver import Saver
 from finetune.data.batch import Batch
 from finetune.data.dataset import Dataset, Stream
@@ -29,7 +32,7 @@ from finetune.data.prefetch import Feed, fed_steps
 from finetune.engine.base import Engine
 from finetune.engine.optimizer_step import NonFinite
 from finetune.errors import RunFailure, Stopped, UserError
-from finetune.export.result import model_card, save_result
+from finetune.export.result import model_card, save_result, write_tokenizer
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.config import dtypes
 from finetune.models.wrapped import Outputs
@@ -130,6 +133,7 @@ class Trainer:
         if self.engine.is_main:
             write_atomically(self.folder / "recipe.yaml", dump_recipe(self.recipe))
             self.plan.write(self.folder / "plan.json")
+            write_tokenizer(self.engine.unwrapped, self.tokenizer, self.end_ids, self.folder / "tokenizer")
             show_plan(self.console, self.recipe, self.plan)
         config = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
         self.log = RunLog(self.engine, self.recipe, self.folder, self.state.step + 1, config, self.tracker_ids)
@@ -421,10 +425,26 @@ class Trainer:
 
     def _save_result(self) -> None:
         # `last_loss` is None if a finished run was only evaluated again.
-        card = model_card(self.recipe, asdict(self.plan), asdict(self.state), self.last_loss, self.evaluation)
+        state, loss, evaluation = self.state, self.last_loss, self.evaluation
+        if self.recipe.train.result == "best":
+            state, evaluation = self._restore_best()
+            loss = loss if state.step == self.state.step else None
+        card = model_card(self.recipe, asdict(self.plan), asdict(state), loss, evaluation)
         adapter, frozen = self.recipe.mode != "full", dtypes(self.recipe).frozen
         save_result(self.engine, self.tokenizer, self.end_ids, adapter, frozen, card, self.folder / "model")
         self.say(f"saved [bold]{self.folder / 'model'}[/bold]")
+
+    def _restore_best(self) -> tuple[State, dict[str, float]]:
+        """Puts the weights of the best checkpoint into the model, for `train.result: best`; returns its state and
+        evaluation. Collective."""
+        root, metric = self.folder / "checkpoints", self.recipe.checkpoint.best
+        best = self.engine.ranks.gather(best_checkpoint(root, metric) if self.engine.is_main else None)[0]
+        if best is None:
+            raise RunFailure(f"train.result: best: no checkpoint in {root} was measured by {metric}; use `last`")
+        state = State(**resume(self.engine, self.recipe, best, self.data.summary()).progress)
+        evaluation = json.loads((best / "state.json").read_text(encoding="utf-8"))["metrics"]
+        self.say(f"the result is that of step {state.step}, the best by {metric} ({evaluation[str(metric)]:.4g})")
+        return state, evaluation
 
     def _write_status(self, status: Status) -> None:
         self.status = status

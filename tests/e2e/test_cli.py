@@ -131,6 +131,7 @@ def test_console_script() -> None:
         (["check", "absent.yaml"], "absent.yaml"),
         (["generate", "runs/absent", "hello"], "runs/absent: no result here"),
         (["merge", "runs/absent"], "runs/absent: no result here"),
+        (["export", "runs/absent"], "runs/absent: no such run directory"),
     ],
 )
 def test_what_was_typed_wrongly_is_status_2(here: Callable[..., Outcome], arguments: list[str], fragment: str) -> None:

@@ -82,9 +82,9 @@ def test_stopped_and_gone_on_is_bitwise_the_run_never_stopped(long_recipe: dict[
 def test_a_signal_to_one_rank_stops_all_and_another_backend_resumes(
     long_recipe: dict[str, Any], write_recipe: Any
 ) -> None:
-    """Through scripts/launch.py, which gives schedulers the exit status that accelerate launch loses."""
+    """By `finetune launch`, which gives schedulers the exit status that accelerate launch loses, in both its forms."""
     path, run = write_recipe(long_recipe), Path(long_recipe["run"]["dir"]) / "run"
-    launch = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--num_processes", "2", "--config_file"]
+    launch = [sys.executable, "-m", "finetune", "launch", "--num_processes", "2", "--config_file"]
     arguments = ["-m", "finetune", "train", str(path)]
     process = start([*launch, str(ROOT / "accelerate_configs" / "ddp.yaml"), *arguments], run)
     ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if p.environ().get("RANK") == "1"]
@@ -94,10 +94,12 @@ def test_a_signal_to_one_rank_stops_all_and_another_backend_resumes(
     done = len(steps_of(run))
     assert f"stopped by SIGTERM after step {done} of {STEPS}" in output
     assert json.loads((run / "status.json").read_text()) == {"status": "stopped", "step": done, "steps": STEPS}
-    process = start([*launch, str(ROOT / "accelerate_configs" / "fsdp2.yaml"), *arguments], run, done + 2)
-    process.send_signal(signal.SIGTERM)  # to the launcher: passed on
+    process = start([*launch, str(ROOT / "accelerate_configs" / "fsdp2.yaml"), str(path)], run, done + 2)
+    process.send_signal(signal.SIGINT)  # Ctrl-C: to the launcher, which forwards it
     status, output = end(process)
     assert status == 75, output
+    assert "Traceback" not in output
+    assert output.splitlines()[-1].startswith("stopped by SIGINT after step ")
     assert [line["step"] for line in steps_of(run)] == list(range(1, len(steps_of(run)) + 1))
 
 

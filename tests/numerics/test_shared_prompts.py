@@ -80,20 +80,24 @@ def sequence_losses(outputs: Outputs, batch: Batch) -> Tensor:  # (D,)
     return zeros.index_add(0, batch.targets.sequence, outputs.token_losses)
 
 
-def losses_of(model: Any, choice: AttentionChoice, examples: list[Example], shares: bool) -> tuple[Tensor, Tensor]:
+def losses_of(
+    model: Any, choice: AttentionChoice, examples: list[Example], shares: bool, head: str = "plain"
+) -> tuple[Tensor, Tensor]:
     """Returns the losses of each sequence (D,), and that of the objective."""
     batch = collate(examples, shares_prompts=shares)
     forward = ForwardPass(choice, Objective(log_odds, token_loss=NLL, differentiable=True))
-    outputs = forward(CausalLMWithLoss(model, "plain"), batch)
+    outputs = forward(CausalLMWithLoss(model, head), batch)
     return sequence_losses(outputs, batch), forward.objective.loss(log_odds(outputs, batch), batch.counts)
 
 
-def check_equal(model: Any, choice: AttentionChoice, examples: list[Example], tolerance: float) -> None:
+def check_equal(
+    model: Any, choice: AttentionChoice, examples: list[Example], tolerance: float, head: str = "plain"
+) -> None:
     """Losses and gradients of both layouts; relative to the largest of each tensor."""
     found = []
     for shares in (True, False):
         model.zero_grad(set_to_none=True)
-        each, loss = losses_of(model, choice, examples, shares)
+        each, loss = losses_of(model, choice, examples, shares, head)
         loss.backward()
         gradients = [p.grad.clone() for p in model.parameters() if p.requires_grad and p.grad is not None]
         found.append([each.detach(), loss.detach(), *gradients])
@@ -118,7 +122,7 @@ def test_losses_and_gradients_are_those_of_whole_sequences(name: str, mode: str,
     if checkpointing:
         model.enable_input_require_grads()
         recompute_activations(model, checkpointing)
-    check_equal(model, choice, row_of(SHAPES), 5e-6)
+    check_equal(model, choice, row_of(SHAPES), 5e-6, "chunked" if mode == "full" else "plain")
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +147,32 @@ def test_any_pairs(in_fp64: tuple[Any, AttentionChoice], shapes: list[Shape]) ->
     for name, values in shared.inputs.items():
         assert torch.equal(values[:, places], whole.inputs[name])
     assert torch.equal(shared.targets.ids, whole.targets.ids)
+    assert whole.distinct_targets is None
+    check_distinct(shared, examples)
+
+
+def check_distinct(batch: Batch, examples: list[Example]) -> None:
+    """Each target is among the distinct ones, and trained tokens that a pair has in common are one of these."""
+    in_common = [example.sequences[0].loss_mask[: example.shared_tokens].sum() for example in examples]
+    if (distinct := batch.distinct_targets) is None:
+        assert not any(in_common)
+        return
+    assert torch.equal(distinct.positions[distinct.of_target], batch.targets.positions)
+    assert torch.equal(distinct.ids[distinct.of_target], batch.targets.ids)
+    assert len(distinct.ids) == len(batch.targets.ids) - sum(in_common)
+
+
+@pytest.mark.parametrize("head", ["plain", "chunked"])
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_the_head_computes_what_answers_share_once(head: str, differentiable: bool) -> None:
+    model, batch, rows = model_of("llama"), collate(row_of(SHAPES), shares_prompts=True), []
+    loss_model = CausalLMWithLoss(model, head)
+    model.lm_head.register_forward_pre_hook(lambda module, given: rows.append(given[0].shape[1]))
+    forward = ForwardPass(choice_of("llama"), Objective(log_odds, differentiable=differentiable))
+    outputs = forward(loss_model, batch)
+    assert batch.counts["target_tokens"] == len(outputs.token_losses) == 56
+    assert rows == [48 if differentiable else 56]  # four of each of two pairs
+    torch.testing.assert_close(outputs.total, outputs.token_losses.sum())
 
 
 # --- isolation

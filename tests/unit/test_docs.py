@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from conftest import script
 
 from finetune.cli import app
 from finetune.data.formats.converters import FORMATS
@@ -17,14 +18,17 @@ from finetune.recipe import Recipe, load_recipe
 from finetune.recipe.load import key_is_known
 
 ROOT = Path(__file__).parents[2]
-README, CONTRIBUTING, CHANGELOG, DATA, CLUSTER = (
-    (ROOT / name).read_text(encoding="utf-8")
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/data.md", "docs/cluster.md")
-)
-PAGES = {"README": README, "CONTRIBUTING": CONTRIBUTING, "CHANGELOG": CHANGELOG, "data": DATA, "cluster": CLUSTER}
+FILES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
+README, CONTRIBUTING = PAGES["README"], PAGES["CONTRIBUTING"]
+LINKED = [*FILES, ROOT / "benchmarks" / "README.md"]
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]  (typer says Command, it is a group)
 OURS = "finetune|recipes|scripts|tests|accelerate_configs|docs|benchmarks"  # folders of the repository
 PLACEHOLDERS = ("recipes/mine/",)  # what a reader would make
+WRITTEN_BY_RUNS = {"summary.md"}
 LIBRARIES_SAY = {"CalledProcessError", "ChildFailedError"}  # not messages of ours
 
 every_page = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES.keys())
@@ -41,7 +45,7 @@ def test_keys_exist(page: str) -> None:
 @every_page
 def test_files_exist(page: str) -> None:
     named = set(re.findall(rf"(?<![\w<.-])(?<!\w/)(?:\./)?((?:{OURS})/[\w./-]*\w/?)(?![\w<*-])", page))
-    named |= set(re.findall(r"`(\w+\.(?:md|toml|txt|sh|py|svg))`", page)) | set(re.findall(r"\]\(([\w./]+)\)", page))
+    named |= set(re.findall(r"`(\w+\.(?:md|toml|txt|sh|py|svg))`", page)) - WRITTEN_BY_RUNS
     wanted = {name for name in named if not name.startswith(PLACEHOLDERS)}
     assert sorted(name for name in wanted if not (ROOT / name).exists()) == []
 
@@ -50,6 +54,8 @@ def test_files_exist(page: str) -> None:
 def test_commands_and_options_exist(page: str) -> None:
     for command, rest in re.findall(r"-m finetune (\w+)([^\n`]*)", page):
         assert command in COMMANDS
+        if command == "launch" and "-m finetune" in rest:
+            continue  # options of accelerate or torchrun
         group = getattr(COMMANDS[command], "commands", None)  # such as `cache`, whose commands are list and clean
         named = group[rest.split()[0]] if group and rest.split() else COMMANDS[command]
         known = {option for parameter in named.params for option in parameter.opts}
@@ -76,33 +82,72 @@ def test_tables_are_where_contributing_says() -> None:
         assert missing == []
 
 
-def test_readme_knows_every_accelerate_config() -> None:
-    listed = set(re.findall(r"^\| `(\w+)` \| [^`|]*(?:`\w+`[^`|]*)* \|", README, re.MULTILINE))
+def anchors(text: str) -> set[str]:
+    """Returns the names that headings have as targets of links, on GitHub and on the site."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", LINKED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_links_lead_somewhere(path: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = path if not name else (path.parent / name)
+        if name.startswith(("https://", "http://")):
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
+            broken.append(link)
+    assert broken == []
+
+
+def test_made_pages_are_current() -> None:
+    made = script("scripts/make_docs.py")
+    again = "what the code says has changed: python scripts/make_docs.py"
+    assert made.keys_page() == PAGES["recipe-keys"], again
+    assert made.readme() == README, again
+    recipes = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").glob("*/*.yaml"))
+    assert sorted(re.findall(r"\]\((recipes/[^)]+)\)", README)) == [name for name in recipes if "/base/" not in name]
+
+
+def test_every_key_has_its_place_on_the_page() -> None:
+    named = re.findall(r"^##+ ([\w.]+)$", PAGES["recipe-keys"], re.MULTILINE)
+    assert len(named) > 110
+    assert len(set(named)) == len(named)
+    assert [key for key in named if key != "extends" and not key_is_known(key)] == []
+
+
+def test_readme_is_short() -> None:
+    """About nine hundred words: the rest has its page."""
+    assert len(README.split()) <= 1000
+
+
+def test_parallelism_knows_every_accelerate_config() -> None:
+    listed = set(re.findall(r"^\| `(\w+)` \| [^`|]*(?:`\w+`[^`|]*)* \|", PAGES["parallelism"], re.MULTILINE))
     assert {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")} <= listed
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_readme_shows_a_row_of_every_format(name: str) -> None:
-    row = re.search(rf"^\| `{name}` \| `(\{{.+\}})` \|", README, re.MULTILINE)
+def test_data_shows_a_row_of_every_format(name: str) -> None:
+    row = re.search(rf"^\| `{name}` \| `(\{{.+\}})` \|", PAGES["data"], re.MULTILINE)
     assert row is not None
     parse_row(json.loads(row[1]), name)
 
 
-def test_readme_recipe_loads(tmp_path: Path) -> None:
+def test_shown_recipe_loads(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "recipes" / "base", tmp_path / "base")
     path = tmp_path / "mine" / "lora.yaml"
     path.parent.mkdir()
-    shown = re.search(r"```yaml\n# recipes/mine/lora.yaml\n(.+?)```", README, re.DOTALL)
+    shown = re.search(r"```yaml\n# recipes/mine/lora.yaml\n(.+?)```", PAGES["recipes"], re.DOTALL)
     assert shown is not None
     path.write_text(shown[1], encoding="utf-8")
     recipe = load_recipe(path)
     assert (recipe.run.name, recipe.data.train[0].path) == ("my-lora", "data/train.jsonl")
 
 
-def test_readme_quotes_messages_that_the_code_has() -> None:
+def test_troubleshooting_quotes_messages_that_the_code_has() -> None:
     code = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "finetune").rglob("*.py")))
-    table = README.partition("| you see |")[2]
-    cells = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
+    cells = re.findall(r"^\| ([^|]+) \|", PAGES["troubleshooting"], re.MULTILINE)
     quoted = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
     assert len(quoted) >= 12
     assert [text for text in quoted if text not in code and text not in LIBRARIES_SAY] == []

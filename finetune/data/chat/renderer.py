@@ -13,9 +13,11 @@ Neither the header before it nor the newline after it. Labels are aligned with t
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,17 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.encoding import Encoder, Tokens, encoder
-from finetune.data.chat.template import Jinja, Span, Template, built_in_templates, own_template, traits_of
+from finetune.data.chat.template import (
+    EMPTY_THOUGHT,
+    Jinja,
+    Span,
+    Template,
+    built_in_templates,
+    own_template,
+    special_tokens,
+    traits_of,
+    unknown_argument,
+)
 from finetune.data.chat.trained_spans import Chat, parts_of
 from finetune.data.samples import BadRow, Conversation, Drawable, Ids, Preference, PromptCompletion, Text
 from finetune.errors import UserError
@@ -78,7 +90,8 @@ class Renderer:
                 f"one of {', '.join(built_in_templates())} or to the path of a .jinja file"
             )
         self._check_no_special(sample)
-        return [(Rendered(text, spans),) for text, spans in parts_of(self.chat, sample, self.train_on)]
+        chat = _with_arguments(self.chat, sample.template_arguments) if sample.template_arguments else self.chat
+        return [(Rendered(text, spans),) for text, spans in parts_of(chat, sample, self.train_on)]
 
     def tokenise(self, rendered: Sequence[Rendered]) -> list[Tokens]:
         """Ids and masks of many, in one call of the tokenizer."""
@@ -188,7 +201,7 @@ def build_renderer(
     plain = tokenizer("a")["input_ids"]
     adds_bos = tokenizer.bos_token_id is not None and plain[:1] == [tokenizer.bos_token_id]
     ends_plain = not is_scored or plain[-1:] == [tokenizer.eos_token_id]
-    special = _special_tokens(tokenizer)
+    special = special_tokens(tokenizer)
     chat = chat_of(tokenizer, template) if template else None
     return Renderer(
         *(tokenizer, template, train_on, special, adds_bos, chat, encoder(tokenizer), _special_text(tokenizer)),
@@ -196,17 +209,29 @@ def build_renderer(
     )
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Returns special tokens by the names that templates know: bos_token, eos_token, ..."""
-    return {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-
-
 def chat_of(tokenizer: PreTrainedTokenizerBase, template: Template) -> Chat:
     """Returns the template as this tokenizer uses it, with its traits."""
-    jinja = Jinja(template, _special_tokens(tokenizer))
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     tokens = tuple(str(token) for token in added.values() if str(token))
-    return Chat(jinja, traits_of(jinja, tokens), tokens)
+    return _chat(template, tuple(special_tokens(tokenizer).items()), tokens, "{}")
+
+
+@lru_cache(maxsize=64)
+def _chat(template: Template, special: tuple[tuple[str, str], ...], tokens: tuple[str, ...], arguments: str) -> Chat:
+    """arguments: of a row, as JSON. A template has other traits under other arguments."""
+    jinja = Jinja(template, dict(special), json.loads(arguments))
+    chat = Chat(jinja, traits_of(jinja, tokens), tokens)
+    if EMPTY_THOUGHT not in template.text or EMPTY_THOUGHT in jinja.arguments:
+        return chat
+    return replace(chat, thinking=_with_arguments(chat, {EMPTY_THOUGHT: False}))
+
+
+def _with_arguments(chat: Chat, arguments: Mapping[str, Any]) -> Chat:
+    """Returns the template as it is under more arguments. Raises BadRow for those it does not know."""
+    if problem := unknown_argument(chat.jinja.template, arguments):
+        raise BadRow(f"chat_template_arguments: {problem}")
+    every = json.dumps({**chat.jinja.arguments, **arguments}, sort_keys=True)
+    return _chat(chat.jinja.template, tuple(chat.jinja.special.items()), chat.tokens, every)
 
 
 def _special_text(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:

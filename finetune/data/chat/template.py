@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property, lru_cache
 from itertools import product
@@ -27,6 +27,8 @@ from transformers.utils import chat_template_utils
 
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
+from finetune.recipe.schema import Model
+from finetune.utils import common_prefix_length
 
 TEMPLATES = Path(__file__).parent / "templates"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -50,20 +52,32 @@ def built_in_templates() -> list[str]:
     return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 
+def template_of(model: Model, tokenizer: PreTrainedTokenizerBase) -> Template | None:
+    """Returns the template of a recipe, with all that `model` says about it."""
+    given = model.empty_thought == "given"
+    return resolve_template(model.chat_template, tokenizer, model.chat_template_arguments, gives_thought=given)
+
+
 def resolve_template(
-    chat_template: str | None, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None
+    chat_template: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    gives_thought: bool = False,
 ) -> Template | None:
     """`model.chat_template`: null is the tokenizer's own (None if it has none); else a built-in name or a Jinja file.
 
     arguments: `model.chat_template_arguments`, which become the values that the template begins with.
-    Raises UserError for a name or file that does not exist, and for arguments that the template does not know.
+    gives_thought: `model.empty_thought: given`, which becomes the end of its generation prompt.
+    Raises UserError for a name or file that does not exist, and for what the template does not know.
     """
     template = _named_template(chat_template, tokenizer)
-    if not arguments:
-        return template
-    if template is None:
-        raise UserError("model.chat_template_arguments: the tokenizer has no chat template; give model.chat_template")
-    return with_arguments(template, arguments)
+    if template is None and (arguments or gives_thought):
+        key = "chat_template_arguments" if arguments else "empty_thought"
+        raise UserError(f"model.{key}: the tokenizer has no chat template; give model.chat_template")
+    if template and arguments:
+        template = with_arguments(template, arguments)
+    return with_empty_thought(template, special_tokens(tokenizer)) if template and gives_thought else template
 
 
 def with_arguments(template: Template, arguments: Mapping[str, Any]) -> Template:
@@ -75,12 +89,8 @@ def with_arguments(template: Template, arguments: Mapping[str, Any]) -> Template
     {%- if x is not defined %}{%- set x = false %}{%- endif %}
     {{ x }}
     """
-    for name in arguments:
-        known = set(re.findall(r"[A-Za-z_]\w*", template.text))
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean `{close[0]}`?" if close else ""
-            raise UserError(f"model.chat_template_arguments: {template.name} has no variable `{name}`{hint}")
+    if problem := unknown_argument(template, arguments):
+        raise UserError(f"model.chat_template_arguments: {problem}")
     settings = (
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
         for name, value in sorted(arguments.items())
@@ -88,6 +98,49 @@ def with_arguments(template: Template, arguments: Mapping[str, Any]) -> Template
     # Jinja drops the newline after a block (trim_blocks, which transformers sets), and nothing of the template itself.
     prefix = "".join(settings) + "\n"
     return template if template.text.startswith(prefix) else Template(prefix + template.text, template.name)
+
+
+def unknown_argument(template: Template, arguments: Iterable[str]) -> str:
+    """Returns which argument a template has no variable for; "" where it has all."""
+    known = set(re.findall(r"[A-Za-z_]\w*", template.text))
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean `{close[0]}`?" if close else ""
+            return f"{template.name} has no variable `{name}`{hint}"
+    return ""
+
+
+EMPTY_THOUGHT = "empty_thought"  # the variable by which one conversation does without what `with_empty_thought` adds
+
+
+def with_empty_thought(template: Template, special: Mapping[str, str]) -> Template:
+    """A template whose generation prompt ends with an empty thought, as `enable_thinking: false` is for Qwen 3.
+
+    In its text, like arguments: who serves the result and wants it to think, gives `empty_thought: false`.
+    Raises UserError where the template's answers begin with none.
+    """
+    jinja = Jinja(template, special)
+    thought = traits_of(jinja, special.values()).empty_thought
+    if thought is None:
+        raise UserError(
+            f"model.empty_thought: given: {template.name} writes no empty thought before an answer; leave it out"
+        )
+    if not thought.text:  # its generation prompt ends with one
+        return template
+    # No newline of the template's own end gets lost or appears: Jinja drops the last one (keep_trailing_newline).
+    suffix = f"{{%+ if add_generation_prompt and {EMPTY_THOUGHT} | default(true) %}}{{{{ {_literal(thought.text)} }}}}"
+    given = Template(template.text.removesuffix("\n") + suffix + "{% endif %}", template.name)
+    question = probe(1)[:1]
+    for added, prompt in (("", False), (thought.text, True)):
+        if Jinja(given, special).text(question, prompt=prompt) != jinja.text(question, prompt=prompt) + added:
+            raise UserError(f"model.empty_thought: given: {template.name} does not end where its text does")
+    return given
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Returns special tokens by the names that templates know: bos_token, eos_token, ..."""
+    return {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
 
 
 def _literal(value: Any) -> str:
@@ -209,10 +262,11 @@ def _compiled(template: str) -> Any:
 
 @dataclass(frozen=True)
 class Jinja:
-    """A chat template and the special tokens that it may name (bos_token, eos_token, ...)."""
+    """A chat template, the special tokens that it may name (bos_token, eos_token, ...), and a row's arguments."""
 
     template: Template
     special: Mapping[str, str]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self, messages: Messages, tools: Tools = (), *, prompt: bool = False) -> str:
         """Returns the rendered text, with the generation prompt after it if `prompt`."""
@@ -230,6 +284,7 @@ class Jinja:
             "documents": None,
             "add_generation_prompt": prompt,
             **self.special,
+            **self.arguments,
         }
         try:
             # transformers gives a message's reasoning the other names that templates know it by.
@@ -291,6 +346,20 @@ class CallForm:
 
 
 @dataclass(frozen=True)
+class EmptyThought:
+    """What stands before an answer without reasoning, where a template knows reasoning.
+
+    Qwen 3          prompt <|im_start|>assistant\\n           text <think>\\n\\n</think>\\n\\n
+    R1's distills   prompt <｜Assistant｜><think>\\n           text \\n</think>\\n\\n     opener <think>\\n
+    Nemotron 3      prompt <|im_start|>assistant\\n<think>\\n  text \\n</think>\\n       before <think></think>
+    """
+
+    text: str  # that the model writes; "" where the prompt ends with it
+    opener: str = ""  # the end of the generation prompt that a rendered answer does not have
+    before: str = ""  # what a rendered answer has in its place
+
+
+@dataclass(frozen=True)
 class Traits:
     """Text before and after an answer, and which parts of a conversation a template supports."""
 
@@ -303,6 +372,7 @@ class Traits:
     calls: CallForm | None = None  # None where the template writes no tool calls
     writes_tools: bool = False
     writes_reasoning: bool = False
+    empty_thought: EmptyThought | None = None
 
     def as_dicts(self, conversation: Conversation) -> list[dict[str, Any]]:
         """Returns the messages as the template sees them."""
@@ -383,8 +453,45 @@ def traits_of(jinja: Jinja, tokens: Iterable[str]) -> Traits:
         tail[tail.index(end) + len(end) :] if end else tail,
         _call_form(jinja),
         _writes(jinja, TOOL, one, tools=[probe_tool()]),
-        _writes(jinja, THOUGHT, [one[0], _as_dict(Message("assistant", ANSWER, reasoning=THOUGHT), CallForm())]),
+        _writes(jinja, THOUGHT, [one[0], _thoughtful()]),
+        _empty_thought(jinja, question, prompted, text),
     )
+
+
+def _thoughtful() -> dict[str, Any]:
+    return _as_dict(Message("assistant", ANSWER, reasoning=THOUGHT), CallForm())
+
+
+def _empty_thought(jinja: Jinja, question: str, prompted: str, text: str) -> EmptyThought | None:
+    """Returns how an answer without reasoning begins behind the prompt: like one with reasoning, but for its text.
+
+    Where the template leaves reasoning out, and its prompt ends with an opening tag: with the closing one, and with
+    the white space that follows the opening one before it, and twice after it.
+    """
+    if not prompted.startswith(question) or prompted == question:
+        return None
+    try:
+        thoughtful = jinja.text([*probe(1)[:1], _thoughtful()])
+    except BadRow:
+        thoughtful = ""
+    begin = thoughtful[len(prompted) : thoughtful.rfind(ANSWER)] if thoughtful.startswith(prompted) else ""
+    written = begin.replace(THOUGHT, "") if THOUGHT in begin else ""
+    tag = re.search(r"<(/?)(\w+)>(\s*)$", prompted)
+    if text.startswith(prompted):
+        if tag and tag[1] and tag.start() >= len(question):
+            return EmptyThought("")
+        return EmptyThought(written) if written and text[len(prompted) :].startswith(written) else None
+    shared = common_prefix_length(prompted, text)
+    if shared < len(question) or tag is None:
+        return None
+    shared = min(shared, tag.start())  # <think> and </think> begin alike
+    opener, before = prompted[shared:], text[shared : text.rfind(ANSWER)]
+    is_closed, name, space = tag.groups()
+    if is_closed:
+        return EmptyThought("", opener, before)
+    if not written and before.strip() in ("", f"</{name}>"):
+        written = before or f"{space}</{name}>{space * 2}"
+    return EmptyThought(written, opener, before) if written else None
 
 
 def _longer(jinja: Jinja) -> str:

@@ -160,7 +160,18 @@ def _thought_notes(renderer: Renderer, chat: Chat) -> tuple[list[str], str | Non
         if not chat.traits.writes_reasoning:
             raise
         return [f"rows without `reasoning` will be refused: {error}"], THOUGHT
-    return [], None
+    thought = chat.traits.empty_thought
+    if thought is None:
+        return [], None
+    if not thought.text:
+        return [
+            f"rows without `reasoning`: the answer alone is trained, behind the prompt {chat.traits.prompt[-40:]!r}"
+        ], None
+    how = "which the model would have to write in use" if thought.opener else "as the template writes it"
+    return [
+        f"rows without `reasoning`: the empty thought {thought.text!r} is trained before the answer, {how}; "
+        "model.empty_thought: given makes it the end of the generation prompt"
+    ], None
 
 
 def _history_notes(renderer: Renderer, chat: Chat, two: list[list[str]], train_on: str) -> Iterator[str]:

@@ -17,9 +17,11 @@ model sees when it writes it. Turns that agree with one another stay together, a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import compress
+from typing import Any
 
 from finetune.data.chat.template import Jinja, Messages, Span, Tools, Traits
 from finetune.data.samples import BadRow, Conversation, Message
@@ -36,6 +38,7 @@ class Chat:
     jinja: Jinja
     traits: Traits
     tokens: tuple[str, ...]
+    thinking: Chat | None = None  # for answers with reasoning, where the generation prompt ends with an empty thought
 
     @property
     def name(self) -> str:
@@ -68,6 +71,8 @@ def parts_of(chat: Chat, conversation: Conversation, train_on: str) -> list[Part
 
     Raises BadRow where the template leaves something of the row out, UserError where no mask can be right.
     """
+    if chat.traits.empty_thought and not chat.traits.writes_reasoning:
+        conversation = _thoughts_apart(conversation)
     messages, tools = chat.traits.as_dicts(conversation), conversation.tools
     answers = [i for i, message in enumerate(conversation.messages) if message.role == "assistant" and message.train]
     trained = answers[-1:] if train_on == "last_assistant" else answers
@@ -76,7 +81,8 @@ def parts_of(chat: Chat, conversation: Conversation, train_on: str) -> list[Part
     turns = []
     for i in trained if train_on != "all" else ():
         so_far = (full_text, marks) if i == len(messages) - 1 else chat.jinja.marked(messages[: i + 1], tools)
-        written = _written(chat, messages, tools, i, so_far)
+        with_thought = chat.thinking if conversation.messages[i].reasoning else None
+        written = _written(with_thought or chat, messages, tools, i, so_far)
         _check_written(chat, conversation.messages[i], i, written.text)
         turns.append(_turn(chat, written, i))
     _check_context(chat, conversation, messages, full_text)
@@ -177,6 +183,8 @@ def _in_other_history(
     """Returns (prompt, where message `i` begins, the text and marks that it begins in), for a prompt that `so_far`
     does not begin with. Raises where there is no such place."""
     text, marks = so_far
+    if opened := _behind_an_opened_thought(chat, messages[i], prompt, so_far):
+        return prompt, len(prompt), opened
     # gpt-oss drops the reasoning before a tool's call once the answer is known: not what the model saw when it wrote
     # it. What is added does not depend on it.
     history = [
@@ -195,6 +203,41 @@ def _in_other_history(
     if chat.traits.writes_reasoning and "reasoning_content" not in messages[i]:
         raise BadRow(f"{reason}. Or give the message its `reasoning`, which the template prompts for")
     raise BadRow(reason) if chat.traits.prompt_fits else UserError(reason)  # other rows fit, or none
+
+
+def _behind_an_opened_thought(
+    chat: Chat, message: Mapping[str, Any], prompt: str, so_far: tuple[str, list[Span]]
+) -> tuple[str, list[Span]] | None:
+    """Returns (text, marks) where the prompt opens a thought that the rendered answer does not have: the thought, or an
+    empty one, behind the prompt, and then the answer as it is rendered. None where it is not so."""
+    thought, (text, marks) = chat.traits.empty_thought, so_far
+    if thought is None or not thought.opener or not prompt.endswith(thought.opener):
+        return None
+    answer_at = len(prompt) - len(thought.opener) + len(thought.before)
+    if not text.startswith(prompt.removesuffix(thought.opener) + thought.before):
+        return None
+    reasoning = message.get("reasoning_content", "")
+    if reasoning and (chat.traits.writes_reasoning or not thought.text):
+        return None
+    written = (reasoning.strip("\n") if thought.text[:1] == "\n" else reasoning) + thought.text
+    moved = len(prompt) + len(written) - answer_at
+    spans = [(begin + moved, end + moved) for begin, end in marks if end > answer_at]
+    return prompt + written + text[answer_at:], [(len(prompt), end) for _, end in spans[:1]] + spans[1:]
+
+
+THOUGHT_IN_CONTENT = re.compile(r"\s*<think>(.*?)</think>\s*(.+)", re.DOTALL)
+
+
+def _thoughts_apart(conversation: Conversation) -> Conversation:
+    """Returns it with reasoning that stands in the content of answers next to it: a template would cut it off."""
+
+    def apart(message: Message) -> Message:
+        found = THOUGHT_IN_CONTENT.fullmatch(message.content)
+        if message.role != "assistant" or message.reasoning is not None or found is None:
+            return message
+        return replace(message, reasoning=found[1].strip("\n") or None, content=found[2])
+
+    return replace(conversation, messages=tuple(map(apart, conversation.messages)))
 
 
 def _rewritten(name: str, i: int, expected: str, text: str) -> str:

@@ -19,7 +19,20 @@ from finetune.data.formats.messages import (
     read_turn,
     to_conversation,
 )
-from finetune.data.formats.values import Misfit, Row, columns_of, has_value, kind, names, number, optional_text, shown
+from finetune.data.formats.values import (
+    Misfit,
+    Row,
+    columns_of,
+    from_json,
+    has_value,
+    json_object,
+    kind,
+    mapping,
+    names,
+    number,
+    optional_text,
+    shown,
+)
 from finetune.data.formats.values import text as text_of
 from finetune.data.samples import (
     BadRow,
@@ -34,12 +47,17 @@ from finetune.data.samples import (
     Text,
 )
 from finetune.errors import UserError
+from finetune.recipe.schema import check_template_arguments
 from finetune.utils import common_prefix_length
 
 Messages = list[Message]
 
 # Columns of chat rows whose loss would go unseen: the messages speak of a picture that is not there.
 MEDIA = ("images", "videos", "audios")
+
+# Of the chat template's variables, for a row; the other name is TRL's (docs "Dataset formats and types").
+ARGUMENTS, OTHER_ARGUMENTS = "chat_template_arguments", ("chat_template_kwargs",)
+CHAT = ("tools", "system", ARGUMENTS)  # of every format of chat
 
 
 def messages(row: Row) -> Conversation:
@@ -188,21 +206,21 @@ FORMATS: dict[str, Callable[[Row], Sample]] = {
 FIELDS: dict[str, Fields] = {
     "messages": Fields(
         ("messages",),
-        ("tools", "system"),
+        CHAT,
         "lists of role and content",
         rank=1,
         other_names=tuple({"messages": name} for name in ("conversation", "conversations", "dialog", "dialogue")),
     ),
     "sharegpt": Fields(
         ("conversations",),
-        ("tools", "system"),
+        CHAT,
         "lists of from and value",
         rank=1,
         other_names=tuple({"conversations": name} for name in ("conversation", "messages", "dialog", "dialogue")),
     ),
     "alpaca": Fields(
         ("instruction", "output"),
-        ("input", "system", "history", "tools"),
+        ("input", "history", *CHAT),
         "an instruction and its answer",
         rank=2,
         other_names=(
@@ -213,7 +231,7 @@ FIELDS: dict[str, Fields] = {
     ),
     "prompt_completion": Fields(
         ("prompt", "completion"),
-        ("tools", "system"),
+        CHAT,
         "a prompt and its completion",
         rank=2,
         other_names=(
@@ -236,22 +254,22 @@ FIELDS: dict[str, Fields] = {
     ),
     "preference": Fields(
         ("chosen", "rejected"),
-        ("prompt", "tools", "system", "margin"),
+        ("prompt", "margin", *CHAT),
         "a better and a worse answer",
         rank=0,
         other_names=({"prompt": "question"}, {"prompt": "input"}, {"prompt": "instruction"}),  # orca_dpo_pairs
     ),
-    "ranked": Fields(("prompt", "responses", "scores"), ("tools", "system"), "answers and their scores", rank=0),
+    "ranked": Fields(("prompt", "responses", "scores"), CHAT, "answers and their scores", rank=0),
     "unpaired": Fields(
         ("label",),
-        ("prompt", "completion", "messages", "tools", "system"),
+        ("prompt", "completion", "messages", *CHAT),
         "whether an answer is good",
         rank=0,
         is_labelled=True,
     ),
     "classification": Fields(
         ("label",),
-        ("text", "messages", "tools", "system"),
+        ("text", "messages", *CHAT),
         "the class of a text",
         rank=0,
         other_names=({"text": "sentence"},),  # GLUE
@@ -285,7 +303,38 @@ def read(row: Row, format: str, columns: Mapping[str, str] | None = None) -> Sam
         taken = set(columns.values())
         rest = {name: value for name, value in row.items() if name not in taken}
         row = {**rest, **{field: row[column] for field, column in columns.items()}}
-    return FORMATS[format](row)
+    sample = FORMATS[format](row)
+    given = [name for name in (ARGUMENTS, *OTHER_ARGUMENTS) if name in row and has_value(row[name])]
+    if not given or ARGUMENTS not in FIELDS[format].all:
+        return sample
+    if len(given) > 1:
+        raise BadRow(f"the row has {names(given)}, which are the same; keep one")
+    return _with_arguments(sample, _template_arguments(row[given[0]], given[0]))
+
+
+def _template_arguments(value: Any, where: str) -> dict[str, Any]:
+    """Values of the chat template's variables, an object or the JSON of one."""
+    decoded = from_json(value, where) if isinstance(value, str) else value
+    expected = 'values of the chat template\'s variables, such as {"enable_thinking": false}'
+    arguments = json_object(mapping(decoded, where, expected), where)
+    try:
+        return check_template_arguments(arguments)
+    except ValueError as error:
+        raise BadRow(f"{where}: {error}") from None
+
+
+def _with_arguments(sample: Any, arguments: Mapping[str, Any]) -> Any:
+    """Returns a sample with the arguments in each conversation of it."""
+    if isinstance(sample, Conversation):
+        return replace(sample, template_arguments=arguments)
+    if isinstance(sample, PromptCompletion):
+        return _with_arguments(sample.as_conversation(), arguments)
+    if isinstance(sample, Preference):
+        chosen, rejected = (_with_arguments(one, arguments) for one in (sample.chosen, sample.rejected))
+        return replace(sample, chosen=chosen, rejected=rejected)
+    if isinstance(sample, Ranked):
+        return replace(sample, answers=tuple(_with_arguments(one, arguments) for one in sample.answers))
+    return replace(sample, sample=_with_arguments(sample.sample, arguments)) if isinstance(sample, Labelled) else sample
 
 
 # --- fields of a row

@@ -246,14 +246,21 @@ def _describe_mapping(columns: Columns) -> str:
     return f" with `columns: {{{pairs}}}`" if pairs else ""
 
 
-def _nothing_fits(row: Row, columns: Columns | None) -> str:
-    nearest, why = nearest_format(row, columns)
+def question_and_answer(row: Row) -> tuple[str, str] | None:
+    """Returns the columns of a table of texts that most likely hold them: the first, and the longest of the others."""
     texts = {
         str(column): value for column, value in row.items() if isinstance(value, str) and re.search("[^\\W\\d]", value)
     }
-    if not columns and len(texts) > 1:
-        asked, *others = texts
-        answer = max(others, key=lambda column: len(texts[column]))
+    if len(texts) < 2:
+        return None
+    asked, *others = texts
+    return asked, max(others, key=lambda column: len(texts[column]))
+
+
+def _nothing_fits(row: Row, columns: Columns | None) -> str:
+    nearest, why = nearest_format(row, columns)
+    if not columns and (pair := question_and_answer(row)):
+        asked, answer = pair
         why += (
             f"\nIf `{asked}` is asked and `{answer}` the answer: `format: prompt_completion` and "
             f"`columns: {{prompt: {asked}, completion: {answer}}}`"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from finetune.data.chat.template import resolve_template
+from finetune.data.chat.template import template_of
 from finetune.data.dataset import build_dataset, template_notes
 from finetune.data.token_text import Look, to_json_lines
 from finetune.errors import UserError
@@ -82,7 +82,7 @@ def inspect(recipe: Recipe, recipe_path: Path, options: InspectOptions, console:
 def _build_view(recipe: Recipe, recipe_path: Path, use_eval: bool) -> DatasetView:
     tokenizer = load_tokenizer(recipe.model)
     notes = template_notes(recipe, tokenizer)
-    template = resolve_template(recipe.model.chat_template, tokenizer, recipe.model.chat_template_arguments)
+    template = template_of(recipe.model, tokenizer)
     sources = _sources(recipe, use_eval)
     if recipe.data.streaming and not use_eval:
         notes.append(f"data.streaming: only the first {recipe.data.window:,} rows of each source are inspected")

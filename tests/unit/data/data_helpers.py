@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat.renderer import labels_of
-from finetune.data.chat.template import TEMPLATES
+from finetune.data.chat.template import TEMPLATES, Template, with_empty_thought
 from finetune.data.examples import prepare_examples
 from finetune.data.samples import Example, Sequence
 from finetune.recipe import Recipe
@@ -70,7 +70,11 @@ def byte_level(
 
 
 def family_template(name: str, *, tags: bool = False) -> str:
-    """A template of `templates/`, or a "built-in" one; without `tags`, nothing says what the assistant writes."""
+    """A template of `templates/`, or a "built-in" one, or "given" with an empty thought in its generation prompt;
+    without `tags`, nothing says what the assistant writes."""
+    if name.startswith("given "):
+        plain = Template(family_template(name.removeprefix("given "), tags=tags), name)
+        return with_empty_thought(plain, {"bos_token": "", "eos_token": ""}).text
     folder = TEMPLATES if name.startswith("built-in ") else Path(__file__).parent / "templates"
     text = (folder / f"{name.removeprefix('built-in ')}.jinja").read_text(encoding="utf-8").removesuffix("\n")
     if tags:

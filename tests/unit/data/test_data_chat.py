@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_helpers import byte_level, conversation, sentencepiece_like, word_level
+from data_helpers import byte_level, conversation, family_template, sentencepiece_like, word_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_data_templates import FAMILIES
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat.encoding import Offsets, is_clean, tokens_in_spans
@@ -227,20 +228,20 @@ def test_an_empty_thought_is_trained_because_the_model_has_to_write_it():
     assert tokenizer.decode(labels[labels != UNTRAINED]) == "<think>\n\n</think>\n\nfine<|im_end|>"
 
 
-R1_LIKE = (
+PREFACED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\nOnce ' }}{% endif %}"
 )
 
 
 def test_a_prompt_that_the_answer_does_not_follow_is_refused_with_the_reason():
-    """The model would be prompted for a thought that it was not trained on."""
-    tokenizer = STYLES["chatml"].tokenizer(R1_LIKE)
+    """The model would be prompted with words that it was not trained on."""
+    tokenizer = STYLES["chatml"].tokenizer(PREFACED)
     with pytest.raises(UserError, match=r"message 1 \(assistant\)[\s\S]*{% generation %}[\s\S]*model\.chat_template"):
         render(as_conversation(conversation("hello", "fine")), tokenizer)
 
 
-def test_a_template_that_prompts_for_a_thought_needs_one():
+def test_a_template_that_prompts_for_a_thought_gets_an_empty_one():
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
         "{{ '<think>\n' + m['reasoning_content'] + '\n</think>' if m['reasoning_content'] else '<think></think>' }}"
@@ -251,10 +252,27 @@ def test_a_template_that_prompts_for_a_thought_needs_one():
     hello = Message("user", "hello")
     _, labels = render(Conversation((hello, Message("assistant", "fine", reasoning="quick"))), tokenizer)
     assert tokenizer.decode(labels[labels != UNTRAINED]) == "quick\n</think>fine<|im_end|>"
-    with pytest.raises(BadRow, match="give the message its `reasoning`"):
-        render(Conversation((hello, Message("assistant", "fine"))), tokenizer)
-    (note,) = check_template(tokenizer)
-    assert note.startswith("note: rows without `reasoning` will be refused")
+    ids, labels = render(Conversation((hello, Message("assistant", "fine"))), tokenizer)
+    assert tokenizer.decode(labels[labels != UNTRAINED]) == "\n</think>fine<|im_end|>"
+    assert tokenizer.decode(ids[labels == UNTRAINED]).endswith("assistant\n<think>\n\n")  # and the last newline
+    assert check_template(tokenizer)[0] == (
+        "note: rows without `reasoning`: the empty thought '\\n</think>' is trained before the answer, which the model "
+        "would have to write in use; model.empty_thought: given makes it the end of the generation prompt"
+    )
+
+
+def test_thoughts_in_the_content_are_not_lost_where_a_template_cuts_them_off():
+    """As the rows of R1's answers are published. Under a template that writes them they stay as they are."""
+    tokenizer = byte_level(("<s>", "<｜end▁of▁sentence｜>"), template=family_template("r1_distill"), eos_token="<s>")
+    said = "<think>\nWell.\n</think>\n\nfour<three"
+    for content, thought in ((said, "Well."), ("<think>\n\n</think>\n\nfour<three", ""), ("four<three", "")):
+        sample = Conversation((Message("user", "two?"), Message("assistant", content)))
+        _, labels = render(sample, tokenizer)
+        assert tokenizer.decode(labels[labels != UNTRAINED]) == f"{thought}\n</think>\n\nfour<three<s>"
+    (rendered,) = build_renderer(STYLES["chatml"].tokenizer(shaped("chatml", "none"))).draw(
+        Conversation((Message("user", "two?"), Message("assistant", said)))
+    )
+    assert said in rendered[0].text
 
 
 def test_a_system_message_that_the_template_refuses_is_a_bad_row():
@@ -473,6 +491,60 @@ def test_arguments_that_a_template_does_not_know():
         resolve_template(None, byte_level(), {"enable_thinking": True})
 
 
+# --- model.empty_thought, and arguments of a row
+
+
+@pytest.mark.parametrize("name", ["qwen3", "r1_distill", "nemotron3"])
+def test_an_empty_thought_that_is_given_ends_the_prompt_of_all_who_use_the_template(name: str):
+    """`resolve_template` with it: apply_chat_template gives it, the answer alone is trained, a thought behind none."""
+    tokenizer = FAMILIES[name].tokenizer(family_template(name))
+    question, asked = conversation("hello"), {"add_generation_prompt": True, "tokenize": False}
+    without = tokenizer.apply_chat_template(question, **asked)
+    for _ in range(2):  # once more changes nothing
+        template = resolve_template(None, tokenizer, gives_thought=True)
+        assert template is not None
+        tokenizer.chat_template = template.text
+    prompt = tokenizer.apply_chat_template(question, **asked)
+    assert re.fullmatch(re.escape(without) + r"(<think>\n)?\n</think>\n+", prompt)
+    assert tokenizer.apply_chat_template(question, **asked, empty_thought=False) == without
+    ids, labels = render(as_conversation(conversation("hello", "fine")), tokenizer)
+    first = int((labels != UNTRAINED).argmax())
+    assert tokenizer.decode(ids[:first]) == prompt
+    assert tokenizer.decode(ids[first:]).startswith("fine<")
+    thoughtful = Conversation((Message("user", "hello"), Message("assistant", "fine", reasoning="Hm.")))
+    ids, labels = render(thoughtful, tokenizer)
+    assert tokenizer.decode(ids[: int((labels != UNTRAINED).argmax())]) == without
+    (note, *_) = check_template(tokenizer)
+    assert note.startswith("note: rows without `reasoning`: the answer alone is trained, behind the prompt ")
+
+
+def test_an_empty_thought_that_a_template_does_not_have():
+    with pytest.raises(UserError, match=r"model.empty_thought: given: .* writes no empty thought before an answer"):
+        resolve_template(None, STYLES["chatml"].tokenizer(shaped("chatml", "none")), gives_thought=True)
+    with pytest.raises(UserError, match=r"model.empty_thought: the tokenizer has no chat template"):
+        resolve_template(None, byte_level(), gives_thought=True)
+
+
+@pytest.mark.parametrize("name", ["nemotron3", "deepseek_v31"])
+def test_arguments_of_a_row_are_as_if_the_caller_gave_them(name: str):
+    """Over those of the recipe, in the prompt and in what is trained behind it."""
+    key = "enable_thinking" if name == "nemotron3" else "thinking"
+    tokenizer = FAMILIES[name].tokenizer(family_template(name))
+    recipes = resolve_template(None, tokenizer, {key: True})
+    sample = as_conversation(conversation("hello", "fine"))
+    for template in (None, recipes):
+        maker = build_renderer(tokenizer, template)
+        for value in (False, True):
+            asked = {"add_generation_prompt": True, "tokenize": False, key: value}
+            prompt = tokenizer.apply_chat_template(conversation("hello"), **asked)
+            ((one,),) = maker.draw(replace(sample, template_arguments={key: value}))
+            ((begin, _),) = one.spans
+            assert one.text[:begin] == prompt
+            assert one.text[begin:].startswith("fine") != value
+    with pytest.raises(BadRow, match=r"chat_template_arguments: .* has no variable `enable_think`"):
+        maker.draw(replace(sample, template_arguments={"enable_think": True}))
+
+
 # --- special tokens in what a row says
 
 
@@ -599,7 +671,7 @@ def test_a_turn_that_is_written_differently_later_is_an_example_of_its_own():
             "more than the answer",
         ),
         (shaped("chatml", "none") + "{% if false %}{% generation %}{% endgeneration %}{% endif %}", "marks nothing"),
-        (R1_LIKE, "differently once its answer is known"),
+        (PREFACED, "differently once its answer is known"),
         ("{{ raise_exception('no') }}", "refuses this conversation: no"),
         ("{% for m in messages %}", "line 1: not a Jinja template"),
     ],

@@ -322,6 +322,19 @@ GOOD_ROWS: dict[str, tuple[str, dict, Sample]] = {
         Conversation((Q, A), (TOOL,) * 4),
     ),
     "tools as JSON": ("messages", {**GOOD["messages"], "tools": json.dumps([SCHEMA])}, Conversation((Q, A), (TOOL,))),
+    "arguments of the template": (
+        "messages",
+        {**GOOD["messages"], "chat_template_arguments": {"enable_thinking": False, "date": None}},
+        Conversation((Q, A), template_arguments={"enable_thinking": False}),
+    ),
+    "arguments by TRL's name, as JSON": (
+        "preference",
+        {"prompt": "q", "chosen": "a", "rejected": "b", "chat_template_kwargs": '{"depth": {"a": 1}}'},
+        Preference(
+            Conversation((Q, A), template_arguments={"depth": {"a": 1}}),
+            Conversation((Q, Message("assistant", "b")), template_arguments={"depth": {"a": 1}}),
+        ),
+    ),
     "no tools": ("messages", {**GOOD["messages"], "tools": "[]", "system": ""}, Conversation((Q, A))),
     "a system column": (
         "messages",

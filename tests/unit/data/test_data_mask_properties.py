@@ -14,7 +14,7 @@ import pytest
 from data_helpers import family_template
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_data_templates import ADD, CALL, FAMILIES, Family, drawn, texts
+from test_data_templates import ADD, CALL, EMPTY_THOUGHT, FAMILIES, Family, drawn, texts
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.data.chat.renderer import UNTRAINED, Renderer, build_renderer, labels_of
@@ -29,6 +29,10 @@ def _plain(end: str, before: str = "", form: Callable[[str], str] = str) -> Call
 def _qwen3(message: Message) -> str:
     thought = (message.reasoning or "").strip("\n")
     return f"<think>\n{thought}\n</think>\n\n" + message.content.lstrip("\n") + "<|im_end|>"
+
+
+def _r1(message: Message) -> str:
+    return (message.reasoning or "").strip("\n") + f"\n</think>\n\n{message.content}<｜end▁of▁sentence｜>"
 
 
 def _harmony(message: Message) -> str:
@@ -50,6 +54,8 @@ WRITES: dict[str, Callable[[Message], str]] = {
     "qwen25": _plain("<|im_end|>"),
     "qwen3": _qwen3,
     "qwen3_thinking": lambda message: _qwen3(message).removeprefix("<think>\n"),
+    "given qwen3": lambda message: _qwen3(message).removeprefix("" if message.reasoning else EMPTY_THOUGHT),
+    "nemotron3": lambda message: f"{message.reasoning or ''}\n</think>\n{message.content}<|im_end|>",
     "gemma2": _plain("<end_of_turn>", form=str.strip),
     "built-in gemma": _plain("<end_of_turn>", form=str.strip),
     "phi3": _plain("<|end|>"),
@@ -57,6 +63,9 @@ WRITES: dict[str, Callable[[Message], str]] = {
     "zephyr": _plain("</s>"),
     "deepseek_v3": _plain("<｜end▁of▁sentence｜>"),
     "deepseek_r1": _plain("<｜end▁of▁sentence｜>"),
+    "r1_distill": _r1,
+    "given r1_distill": lambda message: _r1(message).removeprefix("" if message.reasoning else "\n</think>\n\n"),
+    "deepseek_v31": lambda message: f"{message.reasoning or ''}</think>{message.content}<｜end▁of▁sentence｜>",
     "gpt_oss": _harmony,
     "built-in chatml": _plain("<|im_end|>"),
     "built-in llama3": _plain("<|eot_id|>"),
@@ -149,6 +158,8 @@ def in_use(maker: Renderer, sample: Conversation, i: int) -> list[int]:
         tools=[dict(tool) for tool in sample.tools] or None,
         chat_template=maker.tokenizer.chat_template,
         add_generation_prompt=True,
+        # Of a template that gives an empty thought: what asks it to think.
+        **({"empty_thought": False} if sample.messages[i].reasoning else {}),
         **maker.tokenizer.special_tokens_map,
     )
     return maker.tokenizer(rendered[0], add_special_tokens=False)["input_ids"]

@@ -96,6 +96,11 @@ class Family:
         return byte_level(self.specials, template=template, words=self.words, greedy=self.greedy, **named)
 
 
+def texts(family: Family, name: str) -> list[str]:
+    found = getattr(family, name)
+    return [found] if isinstance(found, str) else found
+
+
 CHATML = Family(
     ("<|im_start|>", "<|im_end|>"),
     "<|im_end|>",
@@ -229,6 +234,13 @@ def _prompted(text: str | list[str]) -> list[str]:
     return [one.replace("«<think>\n", "<think>\n«") for one in ([text] if isinstance(text, str) else text)]
 
 
+def _given(text: str | list[str]) -> list[str]:
+    """With an empty thought given by the prompt; a thought that is not empty is written behind the prompt's own."""
+    return [
+        one.replace("«" + EMPTY_THOUGHT, EMPTY_THOUGHT + "«") for one in ([text] if isinstance(text, str) else text)
+    ]
+
+
 GEMMA2 = Family(
     ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
     "<eos>",
@@ -282,6 +294,68 @@ DEEPSEEK_V3 = Family(
     NO_REASONING,
     bos="<｜begin▁of▁sentence｜>",
     refused=("thoughts",),
+)
+R1 = "<｜begin▁of▁sentence｜><｜User｜>"
+R1_TWO = f"{R1}hello<｜Assistant｜>I am fine<｜end▁of▁sentence｜><｜User｜>and you?<｜Assistant｜>"
+R1_DISTILL = replace(
+    DEEPSEEK_V3,
+    words=("<think>", "</think>"),
+    one=f"{R1}what is two?<｜Assistant｜><think>\n«\n</think>\n\nfour<｜end▁of▁sentence｜>»",
+    two=[
+        f"{R1}hello<｜Assistant｜><think>\n«\n</think>\n\nI am fine<｜end▁of▁sentence｜>»",
+        f"{R1_TWO}<think>\n«\n</think>\n\nso am I<｜end▁of▁sentence｜>»",
+    ],
+    system="<｜begin▁of▁sentence｜>Be quick.<｜User｜>what is two?<｜Assistant｜>"
+    "<think>\n«\n</think>\n\nfour<｜end▁of▁sentence｜>»",
+    thoughts=[
+        "<｜begin▁of▁sentence｜><｜User｜>hello<｜Assistant｜><think>\n"
+        "«quick 1\n</think>\n\nI am fine<｜end▁of▁sentence｜>»",
+        f"{R1_TWO}<think>\n«quick 3\n</think>\n\nso am I<｜end▁of▁sentence｜>»",
+    ],
+    tools=NO_TOOLS,
+    refused=("tools",),
+)
+
+
+def _v31(text: str | list[str]) -> list[str]:
+    """With no white space about thoughts, and `</think>` kept in earlier turns."""
+    texts = [text] if isinstance(text, str) else text
+    texts = [one.replace("<think>\n«", "<think>«").replace("\n</think>\n\n", "</think>") for one in texts]
+    return [one.replace("<｜Assistant｜>I am fine", "<｜Assistant｜></think>I am fine") for one in texts]
+
+
+NEMOTRON_SYSTEM = "<|im_start|>system\n<|im_end|>\n"
+NEMOTRON_TOOLS = (
+    "<|im_start|>system\n\n\n# Tools\n\n<tools>\n<function>\n<name>add</name>\n</function>\n</tools><|im_end|>\n"
+    "<|im_start|>user\ntwo and two?<|im_end|>\n<|im_start|>assistant\n"
+)
+NEMOTRON_CALL = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n"
+    "</tool_call>\n<|im_end|>"
+)
+NEMOTRON_TWO = (
+    f"{NEMOTRON_SYSTEM}<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n<think></think>I am fine<|im_end|>\n"
+    "<|im_start|>user\nand you?<|im_end|>\n<|im_start|>assistant\n"
+)
+NEMOTRON3 = replace(
+    QWEN3,
+    one=NEMOTRON_SYSTEM + CHATML.one.replace("«", "<think>\n«\n</think>\n"),
+    two=[
+        f"{NEMOTRON_SYSTEM}<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        "<think>\n«\n</think>\nI am fine<|im_end|>»\n",
+        f"{NEMOTRON_TWO}<think>\n«\n</think>\nso am I<|im_end|>»\n",
+    ],
+    system=CHATML.system.replace("«", "<think>\n«\n</think>\n"),
+    tools=[
+        f"{NEMOTRON_TOOLS}<think>\n«\n</think>\n{NEMOTRON_CALL}»\n",
+        f"{NEMOTRON_TOOLS}<think></think>{NEMOTRON_CALL}\n<|im_start|>user\n<tool_response>\n4\n</tool_response>\n"
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n«\n</think>\nfour<|im_end|>»\n",
+    ],
+    thoughts=[
+        f"{NEMOTRON_SYSTEM}<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        "<think>\n«quick 1\n</think>\nI am fine<|im_end|>»\n",
+        f"{NEMOTRON_TWO}<think>\n«quick 3\n</think>\nso am I<|im_end|>»\n",
+    ],
 )
 OSS_TOOLS = (
     f"{HARMONY}<|start|>developer<|message|>\n\n# Tools\n\n## functions\n\nnamespace functions {{\n\n// Adds.\n"
@@ -348,6 +422,8 @@ FAMILIES = {
     "qwen3_thinking": replace(
         QWEN3, **{name: _prompted(getattr(QWEN3, name)) for name in ("one", "two", "system", "tools", "thoughts")}
     ),
+    "given qwen3": replace(QWEN3, **{name: _given(getattr(QWEN3, name)) for name in ("one", "two", "system", "tools")}),
+    "nemotron3": NEMOTRON3,
     "gemma2": GEMMA2,
     "built-in gemma": replace(
         GEMMA2,
@@ -369,6 +445,17 @@ FAMILIES = {
     "zephyr": ZEPHYR,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_r1": replace(DEEPSEEK_V3, tools=NO_TOOLS, refused=("tools", "thoughts")),
+    "r1_distill": R1_DISTILL,
+    "given r1_distill": replace(
+        R1_DISTILL,
+        **{
+            name: [one.replace("«\n</think>\n\n", "\n</think>\n\n«") for one in texts(R1_DISTILL, name)]
+            for name in ("one", "two", "system")
+        },
+    ),
+    "deepseek_v31": replace(
+        R1_DISTILL, **{name: _v31(getattr(R1_DISTILL, name)) for name in ("one", "two", "system", "thoughts")}
+    ),
     "gpt_oss": GPT_OSS,
     "built-in chatml": replace(
         CHATML,
@@ -442,11 +529,6 @@ def only_last(shown: str) -> str:
     return re.sub("[«»]", "", context) + "«" + last
 
 
-def texts(family: Family, name: str) -> list[str]:
-    found = getattr(family, name)
-    return [found] if isinstance(found, str) else found
-
-
 WORKING = [(f, n) for f, family in FAMILIES.items() for n in CONVERSATIONS if n not in family.refused]
 REFUSED = [(f, n) for f, family in FAMILIES.items() for n in family.refused]
 
@@ -472,12 +554,17 @@ def test_one_turn_alone(name, tags):
     assert drawn(tokenizer, TWO, "last_assistant") == wanted
 
 
+# Whose generation prompt opens a thought that a rendered answer without reasoning does not have.
+OPENED = ("r1_distill", "given r1_distill", "deepseek_v31", "nemotron3")
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ids_are_those_of_apply_chat_template(name):
     tokenizer = FAMILIES[name].tokenizer(family_template(name))
     for sample in (ONE, TWO):
         theirs = tokenizer.apply_chat_template(Traits().as_dicts(sample))["input_ids"]
-        assert drawn(tokenizer, sample)[-1][0] == theirs
+        if name not in OPENED:
+            assert drawn(tokenizer, sample)[-1][0] == theirs
         assert drawn(tokenizer, sample, "all") == [(theirs, [UNTRAINED, *theirs[1:]])]
 
 
@@ -554,7 +641,7 @@ def test_every_built_in_template_is_tested():
     assert {f"built-in {name}" for name in built_in_templates()} < set(FAMILIES)
 
 
-REWRITES = ("qwen3", "qwen3_thinking", "gpt_oss")
+REWRITES = ("qwen3", "qwen3_thinking", "given qwen3", "gpt_oss", *OPENED)
 
 
 @pytest.mark.parametrize("tags", [False, True], ids=["as published", "tagged"])

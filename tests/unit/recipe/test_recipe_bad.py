@@ -312,6 +312,11 @@ CASES = [
         {4: EVAL, 7: "train: {max_steps: 9, stop_when: {patience: 2}}"},
     ),
     Bad(
+        "a best result without a metric",
+        [":7: train.result: `best` needs a metric: set `checkpoint.best`, such as `checkpoint: {best: eval_loss}`"],
+        {4: EVAL, 7: "train: {max_steps: 9, result: best}"},
+    ),
+    Bad(
         "generation where prompts are trained",
         [
             ":8: evaluate.generate: under `objective.train_on: all` the prompt is trained as well and cannot be "

@@ -1,0 +1,172 @@
+"""`export --to hf`: the trained model as a plain Hugging Face folder, whole or absent, the same bytes every time.
+
+Everything is written to OUT.partial and renamed at the end. Weight files there are complete under their own names, so
+an export that was stopped goes on after the last one, if it would write the same: `progress.json` says what of.
+
+    model*.safetensors, config.json, generation_config.json, tokenizer files, README.md
+    export.json     what was exported: base with its revision, hash of adapter or checkpoint, versions
+    verify.json     how it compares with the run (verify.py)
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from finetune.errors import RunFailure, UserError
+from finetune.export.result import model_card, partial_path, write_config
+from finetune.export.streamed import StreamedModel
+from finetune.export.tensor_files import write_shards
+from finetune.export.trained import Trained
+from finetune.export.weight_files import SHARD_BYTES
+from finetune.utils import fsync, write_atomically
+
+PROGRESS = "progress.json"
+METADATA = "export.json"
+_PACKAGES = ("torch", "transformers", "peft", "safetensors")
+# Of the base, in addition to weights and what the tokenizer writes: code, and what images and audio go through.
+_COPIED = ("*.py", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+Say = Callable[[str], object]
+
+
+def export_folder(
+    trained: Trained,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    base: str | None = None,
+    say: Say = lambda text: None,
+    shard_bytes: int = SHARD_BYTES,
+) -> StreamedModel:
+    """Write the trained model to `out`. Returns what was written, without values.
+
+    Raises UserError where there is something at `out` already or nothing can be made of this run, RunFailure where the
+    disk is full: what was written until then is kept for the next try.
+    """
+    check_absent(out)
+    model, partial = StreamedModel(trained, dtype, base), partial_path(out)
+    about = describe(model)
+    try:
+        _start(partial, {**about, "shard_bytes": shard_bytes})
+        write_shards(
+            *(partial, model.shapes, model.make, shard_bytes), lambda n, total: say(f"weights: file {n} of {total}")
+        )
+        _write_settings(model, partial)
+        (partial / METADATA).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        (partial / "README.md").write_text(_card(trained), encoding="utf-8")
+        finish(partial, out)
+    except OSError as error:
+        raise not_written(out, error) from error
+    return model
+
+
+def check_absent(out: Path) -> None:
+    if out.exists():
+        raise UserError(f"{out} exists already: remove it, or choose another --out")
+
+
+def not_written(out: Path, error: OSError) -> RunFailure:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return RunFailure(
+        f"{out} could not be written: {error}; {partial_path(out)} has what was. "
+        f"{'Free space' if full else 'Fix this'} and run the same command again, which goes on from there"
+    )
+
+
+def _start(partial: Path, about: dict[str, Any]) -> None:
+    """Keep the files of a stopped export of the same; remove those of any other."""
+    progress = partial / PROGRESS
+    text = json.dumps(about, indent=1) + "\n"
+    if partial.exists() and not (progress.is_file() and progress.read_text(encoding="utf-8") == text):
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    write_atomically(progress, text)
+
+
+def finish(partial: Path, out: Path) -> None:
+    (partial / PROGRESS).unlink(missing_ok=True)
+    for path in (*partial.rglob("*"), partial):
+        fsync(path)
+    partial.rename(out)
+    fsync(out.resolve().parent)
+
+
+def describe(model: StreamedModel) -> dict[str, Any]:
+    """Returns what an export is of; the same for the same, without times and places."""
+    trained = model.trained
+    return {
+        "run": trained.recipe.run.name if trained.recipe else trained.folder.name,
+        "step": trained.step,
+        "trained": trained.identity(),
+        "base": model.base.identity() if model.base else None,
+        "dtype": str(model.result_dtype).removeprefix("torch."),
+        "head_untied": model.unties,
+        "versions": {name: metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def _write_settings(model: StreamedModel, folder: Path) -> None:
+    """Write config, generation config and tokenizer."""
+    trained, base = model.trained, model.base
+    copied = base is not None and trained.is_adapter and not model.is_scoring
+    if copied:
+        assert base is not None
+        config = json.loads((base.folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps(_changed(config, model), indent=2) + "\n", encoding="utf-8")
+        for path in (path for pattern in _COPIED for path in sorted(base.folder.glob(pattern))):
+            shutil.copyfile(path, folder / path.name)
+    else:
+        if model.is_scoring:  # transformers scores the last token that is no padding
+            tokenizer = AutoTokenizer.from_pretrained(trained.settings)
+            model.model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        write_config(model.model, model.result_dtype, folder)
+    for path in sorted(trained.settings.iterdir()):
+        if path.name in _SETTINGS or path.suffix == ".jinja":
+            shutil.copyfile(path, folder / path.name)
+    if (templates := trained.settings / "additional_chat_templates").is_dir():
+        shutil.copytree(templates, folder / templates.name, dirs_exist_ok=True)
+
+
+_SETTINGS = {
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+}
+
+
+def _changed(config: dict[str, Any], model: StreamedModel) -> dict[str, Any]:
+    """Returns the base's config with what training changed: rows of the vocabulary, a head that is tied no more."""
+    sections = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    for part in sections:
+        if model.unties and ("tie_word_embeddings" in part or part is config):
+            part["tie_word_embeddings"] = False
+        if (rows := model.added_rows) is not None and "vocab_size" in part:
+            part["vocab_size"] = rows
+        for key in ("dtype", "torch_dtype"):
+            if key in part:
+                part[key] = str(model.result_dtype).removeprefix("torch.")
+    return config
+
+
+def _card(trained: Trained) -> str:
+    """Returns the card of the result, or one for a checkpoint."""
+    if not trained.is_checkpoint and (trained.folder / "README.md").is_file():
+        return (trained.folder / "README.md").read_text(encoding="utf-8")
+    plan_file = trained.run_dir / "plan.json"
+    if not (trained.is_checkpoint and trained.recipe is not None and plan_file.is_file()):
+        return f"# {trained.folder.name}\n"
+    plan = json.loads(plan_file.read_text(encoding="utf-8"))
+    state = json.loads((trained.folder / "state.json").read_text(encoding="utf-8"))
+    return model_card(trained.recipe, plan, state, None, state["metrics"])

@@ -1,0 +1,331 @@
+"""The trained model as tensors of a Hugging Face folder, made one at a time from the base's files and what was trained.
+
+    base's files ─┐
+                  ├─ patch (merging.py) ─ the files' layout (weight_files.py) ─ cast ─ a tensor of the result
+    adapter or checkpoint
+
+Tensors that were not trained are the base's, bit for bit, and so are those that its files hold in addition to what
+transformers loads (parts for prediction several tokens ahead, image towers).
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from finetune.errors import UserError
+from finetune.export.merging import Patch, adapter_patches
+from finetune.export.scoring import is_scoring, read_labels
+from finetune.export.tensor_files import TensorFiles
+from finetune.export.trained import Trained
+from finetune.export.weight_files import INDEX, DiskLayout
+from finetune.models.config import dtypes, first_line, model_config
+from finetune.models.score_model import labelled
+from finetune.models.weights import add_adapters, without_weights
+from finetune.models.wrapped import has_scores
+from finetune.objectives import score_labels
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that training started from, in files."""
+
+    name: str
+    revision: str | None  # the commit, where it is from the hub
+    folder: Path
+    files: TensorFiles
+
+    def identity(self) -> dict[str, Any]:
+        hub = None if Path(self.name).exists() else self.name
+        return {"name": hub or Path(self.name).name, "revision": self.revision, "tensors": self.files.identity}
+
+
+def find_base(name: str, revision: str | None) -> Base:
+    """Returns the files of a hub id or a local folder. Raises UserError where it is gone or has no safetensors."""
+    folder, commit = Path(name), None
+    if not folder.is_dir():
+        try:
+            patterns = ["*.json", "*.safetensors", "*.py", "*.jinja", "*.model"]
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+            commit = folder.name
+        except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+            raise UserError(
+                f"the base model {name!r} is neither a folder here nor on the hub: {first_line(error)}; put it where "
+                "the run found it, or give --base FOLDER"
+            ) from None
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        files = [folder / file for file in sorted(set(index["weight_map"].values()))]
+    else:
+        files = [folder / "model.safetensors"]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise UserError(
+            f"the base model {name!r} has no {missing[0]}: tensors are read from safetensors only; load it in "
+            "transformers and save it by `save_pretrained`, or download it again"
+        )
+    _check_not_quantised(folder, name)
+    return Base(name, commit, folder, TensorFiles(files))
+
+
+def _check_not_quantised(folder: Path, name: str) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if (settings := config.get("quantization_config")) is not None:
+        raise UserError(
+            f"the base model {name!r} is stored in {settings.get('quant_method')}: an update added to quantised "
+            "weights is lost in their rounding. Train and export from the unquantised model, and quantise the export"
+        )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters in memory that make some tensors of the files together."""
+
+    names: list[str]
+    shapes: dict[str, torch.Size]  # of the tensors of the files
+    is_renaming: bool  # one tensor, under another name at most
+
+    @property
+    def on_disk(self) -> list[str]:
+        return list(self.shapes)
+
+
+class StreamedModel:
+    """Shapes of all tensors of the result, and the values of one at a time.
+
+    dtype: of floating-point tensors; None: as the base's files have them, or as the run writes its result. base: a
+    folder or hub id in place of the one that the run names. Raises UserError where what was trained does not fit the
+    base, or cannot be merged.
+    """
+
+    def __init__(self, trained: Trained, dtype: torch.dtype | None = None, base: str | None = None):
+        self.trained, self.base = trained, _base_of(trained, base)
+        self.model = _skeleton(trained, base)
+        self.is_scoring = has_scores(self.model)
+        if self.is_scoring and trained.is_checkpoint:
+            raise UserError(f"{trained.folder}: checkpoints of models of scores are not exported: let the run finish")
+        self._dtype = dtype
+        self.result_dtype = dtype or _result_dtype(trained, self.base)
+        self._patches = _patches(trained, base)
+        shapes, self._aliases = _own_tensors(self.model)
+        self.unties = any(self._keys(alias) != self._keys(first) for alias, first in self._aliases.items())
+        if self.unties:
+            shapes |= {alias: torch.empty_like(shapes[first]) for alias, first in self._aliases.items()}
+        self._groups = {name: group for group in _groups(self.model, shapes) for name in group.on_disk}
+        self._disk_name = {g.names[0]: name for name, g in self._groups.items() if g.is_renaming}
+        self._made: dict[str, Tensor] = {}
+        self.shapes = {name: self._meta(name) for name in self._groups}
+        self.shapes |= {name: self._cast_meta(self._base().files.meta(name)) for name in self._extras()}
+        self._check()
+
+    @property
+    def added_rows(self) -> int | None:
+        """Returns the rows of the embeddings where training added some, else None."""
+        name = next((n for n, p in self.model.named_parameters() if p is self.model.get_input_embeddings().weight), "")
+        disk_name = self._disk_name.get(name)
+        rows = self.shapes[disk_name].shape[0] if disk_name else None
+        return rows if rows != self.model.config.get_text_config().vocab_size else None
+
+    def make(self, name: str) -> Tensor:
+        """Returns the values of a tensor."""
+        if name not in self._made:
+            group = self._groups.get(name)
+            if group is None or not any(n in self._patches for n in group.names):
+                values = self._base().files.read(self._source(name))
+                return values.to(self.shapes[name].dtype)
+            self._made.update(self._make(group))
+        return self._made.pop(name)
+
+    def _make(self, group: _Group) -> dict[str, Tensor]:
+        patches = [self._patches.get(name) for name in group.names]
+        if group.is_renaming:
+            name, patch, source = group.on_disk[0], patches[0], self._source(group.on_disk[0])
+            assert patch is not None
+            base = None if patch.kind == "full" else self._base().files.read(source)
+            return {name: patch.apply(base, self.shapes[name].shape, self.shapes[name].dtype)}
+        if all(patch is not None and patch.kind == "full" for patch in patches):
+            state = {n: self._patches[n].full() for n in group.names}  # pyright: ignore[reportOptionalCall]
+            return {name: t.to(self.shapes[name].dtype) for name, t in _converted(self.model, state).items()}
+        updates = {}
+        parameters = dict(self.model.named_parameters())
+        for name, patch in zip(group.names, patches, strict=True):
+            shape = parameters[name].shape
+            updates[name] = torch.zeros(shape) if patch is None else patch.apply(None, shape, torch.float32)
+        made = {}
+        for name, update in _converted(self.model, updates).items():
+            made[name] = (self._base().files.read(name).float() + update).to(self.shapes[name].dtype)
+        return made
+
+    def _base(self) -> Base:
+        assert self.base is not None
+        return self.base
+
+    def _source(self, name: str) -> str:
+        """Returns the base's tensor for one of the result: that of the twin, where both were tied and are no more."""
+        if self.base is not None and name in self.base.files:
+            return name
+        group = self._groups[name]
+        return self._disk_name.get(self._aliases.get(group.names[0], ""), name)
+
+    def _keys(self, name: str) -> tuple[str, ...]:
+        return self._patches[name].keys if name in self._patches else ()
+
+    def _meta(self, name: str) -> Tensor:
+        """Returns shape and type of a tensor of the result. Raises UserError where nothing has it."""
+        group, source = self._groups[name], self._source(name)
+        patch = self._patches.get(group.names[0]) if group.is_renaming else None
+        in_base = self.base is not None and source in self.base.files
+        if patch is not None and patch.kind == "full":
+            shape: Any = self.trained.shapes[patch.keys[0]].shape
+        elif in_base:
+            shape = self._base().files.meta(source).shape
+        elif all(n in self._patches and self._patches[n].kind == "full" for n in group.names):
+            shape = group.shapes[name]
+        else:
+            where = self.base.folder if self.base else self.trained.folder
+            raise UserError(f"{where}: has no tensor {source}, which {type(self.model).__name__} needs")
+        # A run's own result has one type; a base's tensors keep theirs.
+        keeps = in_base and self.trained.is_adapter
+        dtype = self._base().files.meta(source).dtype if keeps else self.result_dtype
+        return self._cast_meta(torch.empty(shape, dtype=dtype, device="meta"))
+
+    def _cast_meta(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor
+
+    def _extras(self) -> list[str]:
+        """Returns what the base's files have in addition to the model, but for copies of tied tensors."""
+        if self.base is None or self.is_scoring or not self.trained.is_adapter:
+            return []
+        known = set(self._groups)
+        if self._aliases and not self.unties:
+            tied = {alias: torch.empty(0, device="meta") for alias in self._aliases}
+            known |= {name for group in _groups(self.model, tied) for name in group.on_disk}
+        return [name for name in self.base.files.names() if name not in known]
+
+    def _check(self) -> None:
+        """Raises UserError for what cannot be merged in the layout of the files."""
+        names = {name for group in self._groups.values() for name in group.names}
+        if unknown := sorted(set(self._patches) - names - set(self._aliases)):
+            raise UserError(f"{self.trained.folder}: trains {unknown[0]}, which the model has not: another base?")
+        for group in self._groups.values():
+            kinds = {patch.kind for name in group.names if (patch := self._patches.get(name)) is not None}
+            if not group.is_renaming and not kinds <= {"lora"} and not kinds <= {"full"}:
+                raise UserError(
+                    f"{group.names[0]}: {' and '.join(sorted(kinds))} of a tensor that files hold in another layout "
+                    "than transformers is not merged tensor by tensor: merge it in memory by peft's `merge_and_unload`"
+                )
+
+
+def _skeleton(trained: Trained, base: str | None) -> Any:
+    """Returns transformers' model without weights, tied."""
+    config, labels = _config(trained, base), _labels(trained)
+    if labels:
+        model = without_weights(labelled(config, labels), AutoModelForSequenceClassification)
+    else:
+        model = without_weights(config, AutoModelForCausalLM)
+    model.tie_weights()
+    return model
+
+
+def _config(trained: Trained, base: str | None) -> Any:
+    recipe = trained.recipe
+    if recipe is not None and base is None:
+        return model_config(recipe.model)
+    if recipe is not None and recipe.model.config is not None:
+        return model_config(recipe.model)
+    name, revision = (base, None) if base else _base_name(trained)
+    assert name is not None  # a model from scratch has a recipe
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision or "main")
+    except (OSError, ValueError) as error:
+        raise UserError(f"the base model {name!r} cannot be loaded: {first_line(error)}; give --base FOLDER") from None
+
+
+def _base_name(trained: Trained) -> tuple[str | None, str | None]:
+    """Returns name and revision of the base; None for a model from scratch."""
+    if trained.recipe is not None:
+        return trained.recipe.model.name, trained.recipe.model.revision
+    settings = json.loads((trained.folder / "adapter_config.json").read_text(encoding="utf-8"))
+    return settings["base_model_name_or_path"], settings.get("revision")
+
+
+def _base_of(trained: Trained, base: str | None) -> Base | None:
+    name, revision = (base, None) if base else _base_name(trained)
+    return find_base(name, revision) if name is not None else None
+
+
+def _labels(trained: Trained) -> tuple[str, ...]:
+    if trained.is_adapter and not trained.is_checkpoint:
+        return read_labels(trained.folder) if is_scoring(trained.folder) else ()
+    assert trained.recipe is not None
+    return score_labels(trained.recipe.objective)
+
+
+def _result_dtype(trained: Trained, base: Base | None) -> torch.dtype:
+    if trained.recipe is not None and not (trained.is_adapter and base is not None):
+        return dtypes(trained.recipe).frozen
+    assert base is not None
+    types = Counter(base.files.meta(name).dtype for name in base.files.names())
+    return next(dtype for dtype, _ in types.most_common() if dtype.is_floating_point)
+
+
+def _patches(trained: Trained, base: str | None) -> dict[str, Patch]:
+    if not trained.is_adapter:
+        return {name: Patch("full", (name,), full=partial(trained.read, name)) for name in trained.shapes}
+    from peft import PeftConfig, get_peft_model
+
+    model = _skeleton(trained, base)
+    with warnings.catch_warnings():
+        # Of tied weights, patterns for experts and gradient checkpointing: what they warn of is handled or not done.
+        warnings.simplefilter("ignore")
+        if trained.is_checkpoint:
+            assert trained.recipe is not None
+            assert trained.recipe.lora is not None
+            adapted = add_adapters(model, trained.recipe.lora, torch.float32)
+        else:
+            config = PeftConfig.from_pretrained(str(trained.folder))
+            if config.peft_type != "LORA" or getattr(config, "bias", "none") != "none":
+                raise UserError(f"{trained.folder}: only LoRA without trained biases is merged, not {config.peft_type}")
+            adapted = get_peft_model(model, config)
+    return adapter_patches(adapted, trained)
+
+
+def _own_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the tensors by their first name, and the first name of each further one."""
+    shapes, aliases = dict[str, Tensor](), dict[str, str]()
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in first:
+            aliases[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+            shapes[name] = tensor.detach()
+    return shapes, aliases
+
+
+def _groups(model: Any, shapes: Mapping[str, Tensor]) -> Iterator[_Group]:
+    layout, names = DiskLayout(model, dict(shapes)), list[str]()
+    for name, tensor in shapes.items():
+        names.append(name)
+        if converted := layout.convert(name, tensor):
+            is_renaming = len(names) == len(converted) == 1 and next(iter(converted.values())) is tensor
+            yield _Group(names, {name: one.shape for name, one in converted.items()}, is_renaming)
+            names = []
+
+
+def _converted(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    layout, made = DiskLayout(model, {name: tensor.to("meta") for name, tensor in state.items()}), dict[str, Tensor]()
+    for name in list(state):
+        made |= layout.convert(name, state.pop(name))
+    return made

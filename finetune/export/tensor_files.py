@@ -1,0 +1,178 @@
+"""Reads single tensors of safetensors files, and writes files tensor by tensor: never a file, or a model, in memory.
+
+The library maps a whole file, and what was read of it stays resident; here each tensor is read into memory of its own.
+The format: eight bytes with the length of a JSON header, the header, the tensors' bytes without gaps
+(https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.errors import UserError
+from finetune.export.weight_files import INDEX, SHARD_BYTES, shard_name
+from finetune.utils import fsync
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class _Place:
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+
+
+class TensorFiles:
+    """The tensors of some safetensors files, by name. Raises UserError for a file that is none."""
+
+    def __init__(self, files: Iterable[Path]):
+        self._places: dict[str, _Place] = {}
+        digest = hashlib.sha256()
+        for file in files:
+            header, start = _header(file)
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + json.dumps(header, sort_keys=True).encode())
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    dtype = DTYPES.get(entry["dtype"])
+                    if dtype is None:
+                        raise UserError(f"{file}: {name} is of type {entry['dtype']}, which is not read here")
+                    shape, (low, _) = tuple(entry["shape"]), entry["data_offsets"]
+                    self._places[name] = _Place(file, dtype, shape, start + low)
+        self.identity = digest.hexdigest()  # of names, shapes, types and sizes
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def names(self) -> list[str]:
+        return list(self._places)
+
+    def meta(self, name: str) -> Tensor:
+        """Returns shape and type, without values (device `meta`)."""
+        place = self._places[name]
+        return torch.empty(place.shape, dtype=place.dtype, device="meta")
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor in memory of its own. Raises UserError where the file ends before it does."""
+        place = self._places[name]
+        tensor = torch.empty(place.shape, dtype=place.dtype)
+        flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+        with place.file.open("rb", buffering=0) as file:
+            file.seek(place.offset)
+            view, done = flat.numpy().data, 0
+            while done < flat.numel():
+                count = file.readinto(view[done : done + (1 << 26)])
+                if not count:
+                    raise UserError(f"{place.file}: ends within {name}: restore the file")
+                done += count
+        return tensor
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > file.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            return json.loads(opened.read(length)), 8 + length
+    except (OSError, ValueError, struct.error) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
+
+
+# --- writing
+
+
+def nbytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def plan_shards(shapes: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> list[list[str]]:
+    """Returns the tensors of each file, in order: at most `shard_bytes`, but for a larger tensor by itself."""
+    shards, held = [[]], 0
+    for name, tensor in shapes.items():
+        if shards[-1] and held + nbytes(tensor) > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += nbytes(tensor)
+    return shards
+
+
+def write_shards(
+    folder: Path,
+    shapes: Mapping[str, Tensor],
+    make: Callable[[str], Tensor],
+    shard_bytes: int = SHARD_BYTES,
+    written: Callable[[int, int], object] = lambda done, total: None,
+) -> None:
+    """Write model*.safetensors and their index; files that are there already, complete, are kept.
+
+    shapes: of all tensors, in order (device `meta`); make: the values of one. Raises OSError.
+    """
+    shards = plan_shards(shapes, shard_bytes)
+    for number, names in enumerate(shards, 1):
+        path = folder / shard_name(number, len(shards))
+        if not path.exists():
+            _write_file(path, {name: shapes[name] for name in names}, make)
+        written(number, len(shards))
+    if len(shards) > 1:
+        places = {name: shard_name(i, len(shards)) for i, names in enumerate(shards, 1) for name in names}
+        index = {
+            "metadata": {"total_size": sum(map(nbytes, shapes.values()))},
+            "weight_map": dict(sorted(places.items())),
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_file(path: Path, shapes: Mapping[str, Tensor], make: Callable[[str], Tensor]) -> None:
+    """Write a file under another name, flush and rename it: under its own name it is complete."""
+    partial = path.with_name(path.name + ".partial")
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in shapes.items():
+        start, end = end, end + nbytes(tensor)
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with partial.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, expected in shapes.items():
+            tensor = make(name)
+            assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), name
+            write_values(file, tensor)
+            del tensor  # before the next one is made
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    fsync(path.parent)
+
+
+def write_values(file: Any, tensor: Tensor) -> None:
+    if tensor.numel():
+        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,130 @@
+"""What a run has trained, read from its result or from one of its checkpoints: no cluster, no engine, one tensor at a
+time.
+
+A checkpoint has the trained parameters in full precision by their names in memory; a result has an adapter, or all
+weights in the type they are used in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from finetune.checkpoints.folder import best_checkpoint, find_problem, list_checkpoints, step_folder
+from finetune.checkpoints.shards import WeightReader
+from finetune.errors import UserError
+from finetune.export.tensor_files import TensorFiles
+from finetune.recipe import Recipe, load_recipe
+from finetune.utils import sha256_file
+
+ADAPTER = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Where trained weights are, and what they are of."""
+
+    run_dir: Path
+    recipe: Recipe | None  # None: a folder of an adapter or a model that no run is around
+    folder: Path  # the checkpoint, the adapter or the model
+    step: int | None  # of a checkpoint
+    shapes: Mapping[str, Tensor]  # (device meta) by the name in the file
+    read: Callable[[str], Tensor]
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return self.step is not None
+
+    @property
+    def is_adapter(self) -> bool:
+        if self.step is None:
+            return (self.folder / "adapter_config.json").is_file()
+        return self.recipe is not None and self.recipe.mode != "full"
+
+    @property
+    def settings(self) -> Path:
+        """Returns the folder with tokenizer and generation config."""
+        if self.step is None:
+            return self.folder
+        for folder in (self.run_dir / "tokenizer", self.run_dir / "model"):
+            if (folder / "tokenizer_config.json").is_file():
+                return folder
+        raise UserError(
+            f"{self.run_dir}: no tokenizer/ and no model/ here, so the chat template of this run is not known: resume "
+            "the run once, which writes tokenizer/ when it starts"
+        )
+
+    def key(self, name: str) -> str | None:
+        """Returns the key of a parameter, by its name in peft's model or in transformers'; None if it has none here."""
+        if self.is_checkpoint or not self.is_adapter:
+            return name if name in self.shapes else None
+        key = name.replace(".modules_to_save.default", "").replace("_vector.default.weight", "_vector")
+        key = key.replace(".default", "")
+        return key if key in self.shapes else None
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what was exported, for the metadata."""
+        if self.step is not None:
+            return {"checkpoint": self.folder.name, "sha256": sha256_file(self.folder / "manifest.json")}
+        if self.is_adapter:
+            return {"adapter": ADAPTER, "sha256": sha256_file(self.folder / ADAPTER)}
+        files = sorted(self.folder.glob("*.safetensors"))
+        return {"model": {file.name: sha256_file(file) for file in files}}
+
+
+def find_trained(run_dir: Path, step: str | None = None) -> Trained:
+    """Returns a run's result, or the checkpoint of a step; step: a number, or best. Without a result, the newest
+    checkpoint. Raises UserError where there is neither."""
+    recipe_file = run_dir / "recipe.yaml"
+    recipe = load_recipe(recipe_file) if recipe_file.is_file() else None
+    result = next((f for f in (run_dir / "model", run_dir) if _has_weights(f)), None)
+    if step is None and result is not None:
+        return _result(run_dir, recipe, result)
+    checkpoints = list_checkpoints(run_dir / "checkpoints")
+    if not checkpoints or recipe is None:
+        what = "no checkpoint either" if step is None else "no checkpoint"
+        raise UserError(
+            f"{run_dir}: no result here (no model/config.json or model/adapter_config.json), and {what}; has the run "
+            "saved anything? `checkpoint.every_steps` saves while it trains"
+        )
+    return _checkpoint(run_dir, recipe, _chosen(run_dir, recipe, step) if step else checkpoints[0])
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def _result(run_dir: Path, recipe: Recipe | None, folder: Path) -> Trained:
+    files = TensorFiles(sorted(folder.glob("*.safetensors")))
+    return Trained(run_dir, recipe, folder, None, {name: files.meta(name) for name in files.names()}, files.read)
+
+
+def _checkpoint(run_dir: Path, recipe: Recipe, folder: Path) -> Trained:
+    if problem := find_problem(folder, read=False):
+        raise UserError(f"{folder} cannot be trusted: {problem}")
+    reader = WeightReader(sorted(folder.glob("rank-*.safetensors")))
+    step = json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"]
+    return Trained(run_dir, recipe, folder, step, reader.shapes, reader.read)
+
+
+def _chosen(run_dir: Path, recipe: Recipe, step: str) -> Path:
+    root = run_dir / "checkpoints"
+    present = ", ".join(str(int(path.name.removeprefix("step-"))) for path in list_checkpoints(root))
+    if step == "best":
+        folder = best_checkpoint(root, recipe.checkpoint.best)
+        if folder is None:
+            raise UserError(
+                f"--step best: no checkpoint of {run_dir} was measured by checkpoint.best "
+                f"({recipe.checkpoint.best or 'the recipe sets none'}); give one of the steps {present}"
+            )
+        return folder
+    if not step.isdecimal():
+        raise UserError(f"--step {step}: expected a number or `best`; there are the steps {present}")
+    if not (folder := step_folder(root, int(step))).is_dir():
+        raise UserError(f"--step {step}: {root} has no such checkpoint; there are the steps {present}")
+    return folder

@@ -1,0 +1,188 @@
+"""`finetune launch`: `accelerate launch` that forwards signals to its processes, and ends mistakes in one message.
+
+    python -m finetune launch [--config-file FILE] [--num-processes N] RECIPE [KEY=VALUE]...
+    python -m finetune launch [options of accelerate launch] -m finetune train|reference|doctor ...
+    python -m finetune launch torchrun [options of torchrun] -m finetune train RECIPE ... --config-file FILE
+
+    75   stopped by SIGTERM, SIGINT or SIGUSR1, and saved: run the same command again
+    else the status of the process that failed first: 2 for what the user can fix, 1 for a failure
+
+`accelerate launch` reports 1 for a run that has saved and asks to be started again, dies of SIGUSR1, prints a traceback
+of its own below each message, and at SIGTERM gives its processes thirty seconds. Here it has a session of its own, so
+Ctrl-C does not reach it, and its children get each signal instead of it. A second signal ends them at once. Only a
+launcher that would restart ended processes (`--max_restarts`) gets the signal itself, as SIGTERM, which it forwards; it
+is given ten minutes for it. So one machine of an elastic launch can be taken away: its ranks and all others save, and
+the others continue.
+
+Run as a program, this is that launcher: accelerate's or torch's, without its tracebacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from finetune.engine.launch import read_config_file
+from finetune.errors import STOPPED_STATUS, UserError
+from finetune.recipe import load_recipe
+from finetune.tracking.metrics import read_status
+from finetune.training.signals import SIGNALS
+
+ACCELERATE, TORCHRUN = "accelerate.commands.launch", "torch.distributed.run"
+PROGRAM = ("-m", "finetune")
+DEFAULTS = {
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # s, where the launcher itself is signalled
+    # Or a machine that comes back waits for an address that the others have long agreed on
+    # (https://github.com/pytorch/pytorch/issues/135712).
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
+
+def launch(words: Sequence[str], config_file: Path | None = None, num_processes: int | None = None) -> int:
+    """Starts the processes and waits for them; returns the exit status. Raises UserError before any is started.
+
+    words: RECIPE [KEY=VALUE]..., or options of a launcher and the program after `-m finetune`, see above.
+    """
+    module, options, program = _split(words)
+    run_dir = _check_recipe(program)
+    if config_file is not None:
+        read_config_file(str(config_file), num_processes)
+    if module == TORCHRUN:
+        program = [*program, *(["--config-file", str(config_file)] if config_file else [])]
+        sizes = ["--nproc_per_node", str(num_processes)] if num_processes else []
+    else:
+        sizes = ["--config_file", str(config_file)] if config_file else []
+        sizes += ["--num_processes", str(num_processes)] if num_processes else []
+    before = _written_at(run_dir)
+    status, received = _wait_for([module, *sizes, *options, *PROGRAM, *program])
+    ended = read_status(run_dir) if run_dir and _written_at(run_dir) != before else None
+    not_begun = bool(run_dir and received and ended is None)
+    if not_begun:
+        print(f"stopped by {signal.Signals(received[0]).name} before the first step", file=sys.stderr)
+    return STOPPED_STATUS if status and (not_begun or ended == "stopped") else status
+
+
+def _split(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
+    """Returns the launcher's module, its options, and the arguments of `finetune`. Raises UserError.
+
+    >>> _split(["lora.yaml", "optimizer.lr=1e-4"])
+    ('accelerate.commands.launch', [], ['train', 'lora.yaml', 'optimizer.lr=1e-4'])
+    >>> _split(["torchrun", "--nnodes", "2", "-m", "finetune", "train", "lora.yaml"])
+    ('torch.distributed.run', ['--nnodes', '2'], ['train', 'lora.yaml'])
+    """
+    module, words = (TORCHRUN, list(words[1:])) if words[:1] == ["torchrun"] else (ACCELERATE, list(words))
+    starts = [i for i in range(len(words)) if tuple(words[i : i + 2]) == PROGRAM]
+    if starts:
+        return module, words[: starts[0]], words[starts[0] + 2 :]
+    if module == TORCHRUN or not words or words[0].startswith("-"):
+        raise UserError(
+            f"launch: no program. Give a recipe first, or end {words[0] + ' ...' if words else 'the options'} "
+            "with `-m finetune train RECIPE`"
+        )
+    return module, [], ["train", *words]
+
+
+def _check_recipe(program: Sequence[str]) -> Path | None:
+    """Returns the run directory of `train RECIPE [KEY=VALUE]...`; None for another command. Raises UserError."""
+    if program[:1] != ["train"]:
+        return None
+    words = [word for word in program[1:] if not word.startswith("-")]
+    if not words:
+        raise UserError("launch: `train` needs a recipe: `-m finetune train RECIPE`")
+    run = load_recipe(Path(words[0]), words[1:]).run
+    return Path(run.dir) / run.name
+
+
+def _written_at(run_dir: Path | None) -> int | None:
+    """Returns when status.json was written, in nanoseconds."""
+    try:
+        return None if run_dir is None else (run_dir / "status.json").stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _wait_for(words: list[str]) -> tuple[int, list[int]]:
+    """Returns the launcher's exit status, and the signals that came meanwhile. words: module and its arguments."""
+    restarts = any(word.replace("-", "_").startswith("__max_restarts") for word in words)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited: schedulers signal the launcher as well, which would die
+    command = [sys.executable, "-m", "finetune.training.launcher", *words]
+    launcher = subprocess.Popen(command, start_new_session=True, env={**DEFAULTS, **os.environ})
+    received: list[int] = []
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _frame: (received.append(number), _forward(launcher, number, restarts)))
+    return launcher.wait(), received
+
+
+def _forward(launcher: subprocess.Popen[bytes], number: int, restarts: bool) -> None:
+    """To the training processes; to the launcher itself where it has not started any, or would start others."""
+    children = psutil.Process(launcher.pid).children()
+    if restarts or not children:
+        launcher.send_signal(signal.SIGTERM)
+        return
+    for process in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+# --- the launcher
+
+
+def run_launcher(module: str, arguments: Sequence[str]) -> int:
+    """Runs a launcher's module; returns the exit status of the process that failed first, 0 where none did."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have said what is wrong
+    sys.argv = [module, *(_with_defaults(arguments) if module == ACCELERATE else arguments)]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except subprocess.CalledProcessError as error:
+        return _status("the process", error.returncode)
+    except ChildFailedError as error:
+        # In the order in which they were noticed; those that the launcher has then ended come later.
+        rank, first = next(iter(error.failures.items()))
+        return _status(f"rank {rank}", first.exitcode)
+    except SignalException as error:
+        return 128 + error.sigval
+    except (ValueError, ImportError) as error:  # how accelerate says that options do not fit
+        print(f"error: {module}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _with_defaults(arguments: Sequence[str]) -> list[str]:
+    """Returns accelerate's arguments with what it would take, and warn of, where neither a config file nor options
+    describe the launch: one process for each device."""
+    import torch
+    from accelerate.commands.config.config_args import default_config_file
+
+    words = list(arguments[: arguments.index("-m")])
+    is_described = os.path.isfile(default_config_file) or (words and (len(words) > 2 or words[0] != "--num_processes"))
+    if is_described:
+        return list(arguments)
+    count = int(words[1]) if words else max(1, torch.accelerator.device_count())
+    several = ["--multi_gpu", "--main_process_port", "0"] if count > 1 else []
+    fixed = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", *several]
+    return ["--num_processes", str(count), *fixed, *arguments[len(words) :]]
+
+
+def _status(process: str, code: int) -> int:
+    """Returns an exit status as a shell would; says which signal has ended the process."""
+    if code >= 0:
+        return code
+    killed = " Most often the system did so for want of memory: `dmesg` says so" if code == -signal.SIGKILL else ""
+    print(f"error: {process} was ended by {signal.Signals(-code).name}.{killed}", file=sys.stderr)
+    return 128 - code
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_launcher(sys.argv[1], sys.argv[2:]))

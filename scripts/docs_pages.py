@@ -1,0 +1,50 @@
+"""A hook of mkdocs: pages of the site whose files lie outside docs/, and links that lead out of the site.
+
+README.md is the front page. Links between the pages go on working; one to code, which the site does not have, becomes
+the name of the file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+PAGES = {  # file of the repository: page of the site
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    from mkdocs.structure.files import File
+
+    for source, page in PAGES.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Returns a page whose links name pages of the site."""
+    sources = {site: source for source, site in PAGES.items()}
+    folder = PurePosixPath(sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
+
+    def link(found: re.Match[str]) -> str:
+        text, name, anchor = found.groups(default="")
+        path = os.path.normpath(folder / name).replace(os.sep, "/")
+        target = PAGES.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if target is None:
+            return text.strip("`").join("``")
+        return f"[{text}]({target}{anchor})"
+
+    return re.sub(r"\[([^\]]*)\]\((?!https?://|#)([^)#\s]+)(#[^)\s]*)?\)", link, markdown)

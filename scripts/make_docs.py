@@ -1,0 +1,193 @@
+"""Writes what the documentation takes from the code: docs/recipe-keys.md and the tables of recipes.
+
+    python scripts/make_docs.py            # after a change of finetune/recipe/schema.py or of a recipe
+
+docs/recipe-keys.md has every key of a recipe: type, limits and default from the JSON Schema, its meaning from the
+comments of finetune/recipe/schema.py. README.md has a table of recipes between two marks; who needs what is from the
+recipes' headers. A test holds both to what the code says.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import json
+import re
+import textwrap
+import tokenize
+from collections.abc import Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from finetune.recipe import schema as module
+from finetune.recipe.schema import OBJECTIVE_KEYS, Recipe, Section, recipe_json_schema
+
+ROOT = Path(__file__).parents[1]
+MARKS = ("<!-- recipes: made by scripts/make_docs.py -->", "<!-- /recipes -->")
+NAMES = {  # of the folders of recipes
+    "smollm2-135m": "SmolLM2 135M",
+    "llama3.2-1b": "Llama 3.2 1B",
+    "llama3.2-3b": "Llama 3.2 3B",
+    "llama3.1-8b": "Llama 3.1 8B",
+    "llama3.3-70b": "Llama 3.3 70B",
+    "mistral-7b-v0.3": "Mistral 7B v0.3",
+    "mistral-nemo-12b": "Mistral Nemo 12B",
+    "mistral-small-24b": "Mistral Small 24B",
+    "mixtral-8x7b": "Mixtral 8x7B",
+    "gsm8k": "GSM8K, any model",
+    "quickstart": "quickstart, no download",
+}
+
+
+def comments_of(section: type[BaseModel]) -> dict[str, str]:
+    """Returns the comment of each key: the lines above it and the one behind it."""
+    source = textwrap.dedent(inspect.getsource(section))
+    lines = source.splitlines()
+    found = {  # line: comment
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    texts = {}
+    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]  (it is a class)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            above = node.lineno - 1
+            while lines[above - 1].lstrip().startswith("#"):
+                above -= 1
+            behind = range(above + 1, (node.end_lineno or node.lineno) + 1)
+            texts[node.target.id] = " ".join(found[line] for line in behind if line in found)
+    return texts
+
+
+def type_of(described: dict[str, Any]) -> str:
+    """Returns the type of a key of the JSON Schema in words."""
+    if "anyOf" in described:
+        return " or ".join(type_of(choice) for choice in described["anyOf"])
+    if "$ref" in described:
+        return "keys, see below"
+    if "enum" in described or "const" in described:
+        return ", ".join(f"`{value}`" for value in described.get("enum", [described.get("const")]))
+    kind = {"array": "list", "object": "mapping", "string": "text", "boolean": "`true`, `false`", "null": "`null`"}
+    return kind.get(described["type"]) or str(described["type"])
+
+
+def limits_of(annotation: object, metadata: Sequence[object]) -> list[str]:
+    """Returns the limits of a number in words. Those beyond a million only keep out slips of the hand."""
+    found = []
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            found += limits_of(None, item.metadata)
+        for name, says in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
+            bound = getattr(item, name, None)
+            if isinstance(bound, (int, float)) and bound < 10**6:
+                found.append(f"{says} {bound:g}")
+    inner = get_args(annotation)
+    is_annotated = hasattr(annotation, "__metadata__")
+    for kind in inner[:1] if is_annotated else inner if get_origin(annotation) in (Union, UnionType) else ():
+        found += limits_of(kind, ())
+    return [*(limits_of(None, inner[1:]) if is_annotated else []), *found]
+
+
+def nested(section: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """Returns the section that a key holds, alone, as a choice, or in a list."""
+    waiting: list[Any] = [section.model_fields[key].annotation]
+    while waiting:
+        kind = waiting.pop(0)
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+        waiting += get_args(kind)
+    return None
+
+
+def keys_page() -> str:
+    """Returns docs/recipe-keys.md."""
+    schema = json.loads(recipe_json_schema())
+    full = Recipe.model_json_schema(mode="validation")  # knows what is required
+    top = comments_of(Recipe)
+    parts = [
+        "# Recipe keys\n",
+        "Every key of a recipe, from `finetune/recipe/schema.py` (this page is made by\n"
+        "`python scripts/make_docs.py`). A key that is not here is refused. `a.b` is key `b` of section `a`,\n"
+        "in YAML and on the command line (`a.b=value`).\n",
+        f"## extends\n\n{schema['properties']['extends']['description'].capitalize()}.\n",
+    ]
+    for name in Recipe.model_fields:
+        section = nested(Recipe, name)
+        if section is None:
+            described = type_of(schema["properties"][name])
+            parts.append(f"## {name}\n\n*{described}. Required.* {top.get(name, '')}".rstrip() + "\n")
+        else:
+            parts += section_part(name, section, full)
+    return "\n".join(parts)
+
+
+def section_part(prefix: str, section: type[BaseModel], full: dict[str, Any]) -> list[str]:
+    """Returns heading, purpose and keys of a section, and of those within it."""
+    purpose = inspect.cleandoc(section.__doc__) if section.__doc__ and section.__doc__ != Section.__doc__ else ""
+    parts = [f"## {'Keys of ' if '.' in prefix else ''}{prefix}\n"] + ([purpose + "\n"] if purpose else [])
+    described, comments, inner = full["$defs"][section.__name__], comments_of(section), []
+    if section is module.Objective:
+        rows = "".join(
+            f"| `{name}` | {', '.join(f'`{key}`' for key in keys) or 'none'} |\n"
+            for name, keys in OBJECTIVE_KEYS.items()
+        )
+        parts.append(f"Keys that only some objectives read:\n\n| `objective.name` | keys |\n| --- | --- |\n{rows}")
+    for key, about in described["properties"].items():
+        field = section.model_fields[key]
+        limits = dict.fromkeys(limits_of(field.annotation, field.metadata))
+        limited = " ".join(["", *([" and ".join(limits)] if limits else [])])
+        words = [re.sub(r"^(number|integer)( or )?", rf"\1{limited}\2", type_of(about))]
+        default = about.get("default")
+        shown = default if isinstance(default, str) else json.dumps(default)
+        words.append("Required" if key in described.get("required", []) else f"Default: `{shown}`")
+        text = f"### {prefix}.{key}\n\n*{'. '.join(words)}.*"
+        if comments.get(key):
+            meaning = re.sub(r"<(\w+)>(?=[^`]*(?:`[^`]*`[^`]*)*$)", r"&lt;\1&gt;", comments[key].rstrip(".") + ".")
+            starts_with_value = re.match(r"\w+:", meaning)
+            text += "\n\n" + textwrap.fill(meaning if starts_with_value else meaning[0].upper() + meaning[1:], 100)
+        parts.append(text + "\n")
+        held = nested(section, key)
+        if held is not None:
+            inner.append((f"{prefix}.{key}", held))
+    for name, held in inner:
+        parts += section_part(name, held, full)
+    return parts
+
+
+def recipes_table() -> str:
+    """Returns the table of recipes: a row for each model, with what a header says of where it runs."""
+    rows = ["| model | recipes | the smallest of them needs |", "| --- | --- | --- |"]
+    for folder, name in NAMES.items():
+        paths = sorted((ROOT / "recipes" / folder).glob("*.yaml"))
+        links = ", ".join(f"[{path.stem}](recipes/{folder}/{path.name})" for path in paths)
+        places = [re.search(r"# Where: +([^;\n]+)", path.read_text(encoding="utf-8")) for path in paths]
+        needs = min((place[1].strip() for place in places if place), key=gigabytes)
+        rows.append(f"| {name} | {links} | {needs} |")
+    return "\n".join(rows) + "\n"
+
+
+def gigabytes(place: str) -> float:
+    found = re.search(r"(?:(\w+) GPUs? of )?(\d+) GB", place)
+    number = {"two": 2, "four": 4, "eight": 8}.get((found[1] or "") if found else "", 1)
+    return number * float(found[2]) if found else 0
+
+
+def readme() -> str:
+    """Returns README.md with the table of recipes as it should be."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(MARKS[0])
+    return f"{before}{MARKS[0]}\n\n{recipes_table()}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+
+
+def main() -> None:
+    (ROOT / "docs" / "recipe-keys.md").write_text(keys_page(), encoding="utf-8")
+    (ROOT / "README.md").write_text(readme(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What scripts/quickstart.sh taught: a table of before and after, and runs/quickstart.svg with every step's loss.
+
+python scripts/quickstart_report.py [RUNS]      # default: runs; status 1 where a stage learnt less than it should
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+WIDTH, HEIGHT, TOP, BOTTOM = 760, 300, 56, 44  # of the picture, in pixels
+PANELS = ((48, 404), (460, 640))  # from, to: loss by step; the held-out measure by share of the steps
+LOWEST_LOSS = 1e-4  # where the axis of the loss ends
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    learns: str
+    metric: str  # of the held-out rows
+    measure: str  # the same for people
+    enough: float
+    color: str
+
+    def lines(self, runs: Path) -> list[dict[str, float]]:
+        text = (runs / f"quickstart-{self.name}" / "metrics.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+
+STAGES = (
+    Stage("full", "a date, however written -> 2021-03-03", "exact_match", "exact match", 0.99, "#0072b2"),
+    Stage("lora", "the same dates -> 3 March 2021", "exact_match", "exact match", 0.95, "#d55e00"),
+    Stage("dpo-lora", "3 March 2021 rather than 2021-03-03", "eval_rewards/accuracy", "pairs right", 0.90, "#007a5a"),
+)
+
+
+def table(runs: Path) -> tuple[Table, bool]:
+    """Returns the table of before and after, and whether every stage learnt enough."""
+    shown = Table(title="Held-out dates, before -> after")
+    for heading in ("stage", "learns", "measure", "before", "after"):
+        shown.add_column(heading, justify="right" if heading in ("before", "after") else "left")
+    passed = True
+    for stage in STAGES:
+        scores = [line[stage.metric] for line in stage.lines(runs) if stage.metric in line]
+        enough = scores[-1] >= stage.enough
+        passed &= enough
+        after = f"{scores[-1]:.1%}" + ("" if enough else f" (expected {stage.enough:.0%})")
+        shown.add_row(stage.name, stage.learns, stage.measure, f"{scores[0]:.1%}", after)
+    return shown, passed
+
+
+def picture(runs: Path) -> str:
+    """Returns an SVG: on the left the loss of each step, on the right the held-out measure from start to end."""
+    (left, right), (start, end) = PANELS
+    floor = HEIGHT - BOTTOM
+    decades = range(int(math.log10(LOWEST_LOSS)), 2)
+    steps = max(int(line["step"]) for stage in STAGES for line in stage.lines(runs))
+
+    def loss_at(step: float, loss: float) -> str:
+        height = (math.log10(max(loss, LOWEST_LOSS)) - decades[0]) / (decades[-1] - decades[0])
+        return f"{left + (right - left) * step / steps:.1f},{floor - (floor - TOP) * height:.1f}"
+
+    def score_at(share: float, score: float) -> str:
+        return f"{start + (end - start) * share:.1f},{floor - (floor - TOP) * score:.1f}"
+
+    parts = [f'<text x="{left}" y="30" class="head">Loss of each step</text>']
+    parts += [f'<text x="{start}" y="30" class="head">Held-out dates, start to end</text>']
+    for exponent in decades:
+        y = loss_at(0, 10.0**exponent).split(",")[1]
+        parts.append(f'<path d="M{left} {y}H{right}" class="grid"/>')
+        parts.append(f'<text x="{left - 6}" y="{y}" class="tick" text-anchor="end">{10.0**exponent:g}</text>')
+    for percent in (0, 50, 100):
+        y = score_at(0, percent / 100).split(",")[1]
+        parts.append(f'<path d="M{start} {y}H{end}" class="grid"/>')
+        parts.append(f'<text x="{start - 6}" y="{y}" class="tick" text-anchor="end">{percent} %</text>')
+    parts.append(f'<text x="{left}" y="{floor + 26}" class="tick">step 1</text>')
+    parts.append(f'<text x="{right}" y="{floor + 26}" class="tick" text-anchor="end">step {steps}</text>')
+    for i, stage in enumerate(STAGES):
+        lines = stage.lines(runs)
+        losses = " ".join(loss_at(line["step"], line["loss"]) for line in lines if "loss" in line)
+        measured = [(line["step"], line[stage.metric]) for line in lines if stage.metric in line]
+        scores = " ".join(score_at(step / measured[-1][0], score) for step, score in measured)
+        parts.append(f'<polyline points="{losses}" stroke="{stage.color}" class="curve" opacity="0.75"/>')
+        parts.append(f'<polyline points="{scores}" stroke="{stage.color}" class="curve"/>')
+        label = f'<tspan font-weight="600">{stage.name}</tspan> {measured[-1][1]:.1%}'
+        parts.append(f'<text x="{end + 10}" y="{TOP + 4 + 18 * i}" fill="{stage.color}">{label}</text>')
+    style = (
+        "text{font:12px system-ui,sans-serif}.head{font-weight:600;font-size:14px;fill:#222}"
+        ".tick{fill:#666;dominant-baseline:middle}.grid{stroke:#ddd}.curve{fill:none;stroke-width:1.5}"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
+        f"<title>Loss and held-out scores of the quickstart</title><style>{style}</style>"
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def main() -> None:
+    runs = Path(sys.argv[1] if len(sys.argv) > 1 else "runs")
+    shown, passed = table(runs)
+    print()
+    Console().print(shown)
+    path = runs / "quickstart.svg"
+    path.write_text(picture(runs), encoding="utf-8")
+    print(f"The picture, for a browser: {path}")
+    raise SystemExit(0 if passed else "less than expected: please report this with the output above")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""`finetune launch`: real launchers, whose mistakes end in one message and whose status is that of the processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import ROOT
+
+from finetune.errors import UserError
+from finetune.training.launcher import _split, _status, launch
+
+CONFIGS = ROOT / "accelerate_configs"
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    """Exit status, and all that a person sees."""
+    command = [sys.executable, "-m", "finetune", "launch", *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_mistake_is_one_message(recipe: dict[str, Any], write_recipe: Any, processes: int) -> None:
+    """That only the ranks can see: the launcher has started them."""
+    recipe["data"]["train"][0]["path"] = "absent.jsonl"
+    options = ["--config-file", CONFIGS / "ddp.yaml", "--num_processes", processes]
+    if processes == 1:
+        options = []  # not described at all: one process here, without accelerate's warnings
+    status, output = run(*options, write_recipe(recipe))
+    lines = [line for line in output.splitlines() if "deepspeed" not in line.lower()]
+    assert status == 2, output
+    assert len(lines) == 1, output
+    assert lines[0].startswith("error: absent.jsonl: ")
+
+
+def test_what_is_wrong_with_the_command_starts_nothing(recipe: dict[str, Any], write_recipe: Any) -> None:
+    path = write_recipe(recipe)
+    wrong = [
+        ([str(path), "optimizer.lr=fast"], None, "optimizer.lr: expected a number"),
+        ([str(path)], Path("absent.yaml"), "absent.yaml: cannot be read"),
+        (["--num_machines", "2"], None, "no program"),
+        (["torchrun", "--nnodes", "2"], None, "no program"),
+        (["-m", "finetune", "train"], None, "`train` needs a recipe"),
+    ]
+    for words, config, fragment in wrong:
+        with pytest.raises(UserError, match=fragment):
+            launch(words, config)
+    assert psutil.Process().children() == []
+
+
+def test_the_words_of_a_launch() -> None:
+    torch, accelerate = "torch.distributed.run", "accelerate.commands.launch"
+    assert _split(["a.yaml", "b=1"]) == (accelerate, [], ["train", "a.yaml", "b=1"])
+    assert _split(["--num_machines", "2", "-m", "finetune", "doctor"]) == (
+        accelerate,
+        ["--num_machines", "2"],
+        ["doctor"],
+    )
+    assert _split(["torchrun", "--nnodes", "1:4", "-m", "finetune", "train", "a.yaml"]) == (
+        torch,
+        ["--nnodes", "1:4"],
+        ["train", "a.yaml"],
+    )
+
+
+def test_a_killed_process_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _status("rank 1", -9) == 137
+    assert "rank 1 was ended by SIGKILL. Most often the system did so for want of memory" in capsys.readouterr().err
+    assert _status("rank 1", 2) == 2
+    assert capsys.readouterr().err == ""

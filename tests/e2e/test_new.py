@@ -1,0 +1,165 @@
+"""`finetune new`: the recipe that it writes passes `check`, makes enough steps, and nothing is overwritten."""
+
+from __future__ import annotations
+
+import csv
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import yaml
+from rich.console import Console
+
+from finetune.errors import UserError
+from finetune.planning.check import check_recipe
+from finetune.planning.new import GOAL_STEPS, Lengths, Rows, Wanted, fit_rows, write_new
+from finetune.recipe import load_recipe
+
+
+def words(drawn: random.Random, least: int, most: int) -> str:
+    return " ".join(drawn.choice(("river", "stone", "light", "cloud")) for _ in range(drawn.randint(least, most)))
+
+
+def table(folder: Path, columns: tuple[str, ...], count: int = 300) -> Path:
+    """A CSV as people have it: an id, a question, an answer."""
+    drawn, path = random.Random(0), folder / "table.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("id", *columns))
+        writer.writerows((i, words(drawn, 3, 9) + "?", words(drawn, 5, 30)) for i in range(count))
+    return path
+
+
+def texts(folder: Path) -> Path:
+    drawn, path = random.Random(0), folder / "book.txt"
+    path.write_text("\n".join(words(drawn, 3, 90) for _ in range(200)), encoding="utf-8")
+    return path
+
+
+def new(model: Path | str, data: Path, mode: str = "lora", output: Path | None = None) -> str:
+    """Writes the recipe; returns what is printed."""
+    console = Console(file=io.StringIO(), width=80)
+    write_new(Wanted(str(model), str(data), mode, None, output), console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["questions", "other names", "chat", "text", "pairs", "marked", "classes", "few"])
+def test_what_is_written_passes_check(made: Path, tmp_path: Path, kind: str) -> None:
+    files = {
+        "questions": lambda: table(tmp_path, ("question", "answer")),
+        "other names": lambda: table(tmp_path, ("frage", "antwort")),
+        "chat": lambda: tiny.write_rows(tmp_path / "chat.jsonl", tiny.conversations(400)),
+        "text": lambda: texts(tmp_path),
+        "pairs": lambda: tiny.write_rows(tmp_path / "pairs.jsonl", tiny.preferences(200)),
+        "marked": lambda: tiny.write_rows(tmp_path / "marked.jsonl", tiny.unpaired(200)),
+        "classes": lambda: tiny.write_rows(
+            tmp_path / "c.jsonl", [{"text": f"a text {i}", "label": ("no", "yes")[i % 2]} for i in range(100)]
+        ),
+        "few": lambda: tiny.write_rows(tmp_path / "few.jsonl", tiny.conversations(8)),
+    }
+    output = tmp_path / "mine" / "recipe.yaml"
+    printed = new(made / "llama", files[kind](), "full" if kind == "text" else "lora", output)
+    report = check_recipe(output, ())
+    assert report.error is None
+    assert [note for note in report.notes if "step" in note] == ([] if kind != "few" else report.notes)
+    recipe = load_recipe(output)
+    assert recipe.objective.name == {"pairs": "dpo", "marked": "kto", "classes": "classify"}.get(kind, "sft")
+    if kind == "other names":
+        assert recipe.data.train[0].columns == {"prompt": "frage", "completion": "antwort"}
+        assert "`frage` is taken for the question" in " ".join(printed.replace("│", " ").split())
+    if kind != "few":
+        assert report.facts["steps"] >= 0.9 * GOAL_STEPS
+        assert "held out" in printed
+    assert "rows dropped" not in " ".join(report.notes)
+    commands = [line.strip() for line in printed.splitlines() if line.startswith("  python -m finetune ")]
+    assert commands[:2] == [f"python -m finetune {name} {output}" for name in ("check", "launch")]
+    assert len(commands) == 3
+
+
+def test_a_template_for_a_tokenizer_without_one(made: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "base"
+    tokenizer = AutoTokenizer.from_pretrained(made / "llama")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_bytes((made / "llama" / "config.json").read_bytes())
+    for columns, template in ((("question", "answer"), "chatml"), (("prompt", "completion"), None)):
+        output = tmp_path / f"{columns[0]}.yaml"
+        new(folder, table(tmp_path, columns), output=output)
+        assert load_recipe(output).model.chat_template == template
+        assert check_recipe(output, ()).error is None
+
+
+def test_lengths_are_estimated_where_the_hub_is_out_of_reach(tmp_path: Path) -> None:
+    output = tmp_path / "recipe.yaml"
+    printed = new("some-org/some-model", table(tmp_path, ("question", "answer")), "qlora", output)
+    assert "some-org/some-model: its tokenizer is not on this machine, and the hub cannot be reached" in printed
+    assert "estimated from characters, 4 a token" in " ".join(printed.split())
+    assert load_recipe(output).mode == "qlora"
+    assert "at most" in output.read_text(encoding="utf-8")
+
+
+def test_mistakes_are_messages_and_leave_files_alone(made: Path, tmp_path: Path) -> None:
+    data, output = table(tmp_path, ("question", "answer")), tmp_path / "recipe.yaml"
+    output.write_text("mine", encoding="utf-8")
+    numbers = tiny.write_rows(tmp_path / "numbers.jsonl", [{"a": 1, "b": 2}])
+    alike = tiny.write_rows(tmp_path / "alike.jsonl", [{"text": "x", "label": "good"}] * 30)
+    (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
+    other = tmp_path / "other.yaml"
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"output": output}, "exists already and is left as it is"),
+        ({"model": tmp_path / "absent"}, "no such folder"),
+        ({"data": tmp_path / "absent.csv"}, "no such file or folder"),
+        ({"data": numbers}, "no format fits the first row"),
+        ({"data": alike}, "`label` is good in every row"),
+        ({"data": tmp_path / "empty.jsonl"}, "has no rows|no row can be read"),
+        ({"mode": "qlorra"}, "expected full, lora, qlora"),
+    ]
+    for changes, message in wrong:
+        with pytest.raises(UserError, match=message):
+            new(**{"model": made / "llama", "data": data, "output": other, **changes})
+        assert not other.exists()
+    assert output.read_text(encoding="utf-8") == "mine"
+
+
+def test_settings_follow_the_size_of_the_data() -> None:
+    """300 short rows: short sequences, small steps. 200,000 of any length: as recipes/base has it."""
+    rows = Rows("messages", None, "", 300, (), True, (), ())
+    few = fit_rows(Lengths(np.full(300, 40), np.full(300, 20), False, 1.0), rows, 4096)
+    assert (few.max_length, few.rows, few.held_out) == (64, 4, 0.1)
+    assert few.steps >= GOAL_STEPS
+    long = np.random.default_rng(0).integers(100, 6000, 5000)
+    many = fit_rows(Lengths(long, long, False, 40.0), rows, 4096)
+    assert (many.max_length, many.rows, many.epochs, many.held_out) == (4096, 8, 2, 0.01)
+    assert many.overlong == (long > 4096).sum()
+
+
+def test_what_is_not_given_is_asked_for(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sys
+
+    from finetune.cli import main
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    data, output = table(tmp_path, ("question", "answer")), tmp_path / "recipe.yaml"
+    monkeypatch.setattr(sys, "argv", ["finetune", "new", "--data", str(data), "--output", str(output)])
+    monkeypatch.setattr(sys, "stdin", Terminal(f"{made / 'llama'}\n\n"))  # the model; the mode as suggested
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+    assert yaml.safe_load(output.read_text(encoding="utf-8"))["extends"].endswith("base/lora.yaml")
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "no --model, and no terminal to ask on" in capsys.readouterr().err
