@@ -28,7 +28,7 @@ from finetune.models.attention.per_document import prepare
 
 
 def choice_of(config: Any, **settings: Any) -> AttentionChoice:
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     return choose_attention("auto", model_class, config, "cpu", False, **settings)
 
 
@@ -134,4 +134,4 @@ def test_compiled_layers_take_one_document_per_forward() -> None:
 @pytest.mark.parametrize("sizes", [Parallelism(context=2), Parallelism(sequence=2)])
 def test_tokens_of_a_mixers_document_cannot_be_shared(sizes: Parallelism) -> None:
     with pytest.raises(UserError, match="Qwen3_5GatedDeltaNet runs along each document whole, so its tokens cannot"):
-        apply_context_parallel(choice_of(qwen3_5()), None, sizes, 0)
+        apply_context_parallel(choice_of(qwen3_5()), lambda length: ((0, length),), sizes, 0)

@@ -69,9 +69,13 @@ def run_per_document(model: Any, mixers: Mixers) -> list[Any]:
 
 
 def with_positional_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hook before the forward of a mixer, for hooks that see positional arguments only: the first becomes one."""
+    """A hook before the forward of a mixer, for hooks around a module's backward, which see positional inputs only and
+    run where these have gradients: its first argument becomes one that has."""
     name = next(iter(inspect.signature(module.forward).parameters))
-    return ((kwargs.pop(name),), kwargs) if not args and name in kwargs else (args, kwargs)
+    value = args[0] if args else kwargs.pop(name)
+    if torch.is_grad_enabled() and not value.requires_grad:
+        value = value.detach().requires_grad_()
+    return (value, *args[1:]), kwargs
 
 
 def is_mixer(module: Any) -> bool:
