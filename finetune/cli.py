@@ -6,29 +6,95 @@ import atexit
 import gc
 import json
 import os
+import re
 import sys
 import time
+import traceback
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError, unforeseen
-from finetune.startup import few_collections, growing_segments, import_transformers, large_pages, quiet_libraries
+from finetune.startup import (
+    few_collections,
+    growing_segments,
+    import_transformers,
+    is_verbose,
+    large_pages,
+    quiet_libraries,
+    verbose_libraries,
+)
 
 app = typer.Typer(
     help="Fine-tune language models: the recipe fixes the maths, the accelerate config only decides where it runs.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # both spellings of every option
 )
 
+_VERBOSE = ("-v", "--verbose")
+
+
+class Command(TyperCommand):
+    """A command that takes -v after its name as well, and whose help is filled to the terminal's width."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", self.help or "")
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if set(_VERBOSE) & set(args):
+            verbose_libraries()
+        return super().parse_args(ctx, [word for word in args if word not in _VERBOSE])
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        packages = ("finetune", "torch", "transformers", "accelerate", "peft", "deepspeed")
+        installed = {one.metadata["Name"].lower(): one.version for one in metadata.distributions()}
+        known = [f"{name} {installed[name]}" for name in packages if name in installed]
+        print(", ".join([*known, f"Python {sys.version.split()[0]}"]))
+        raise typer.Exit
+
+
+@app.callback()
+def _every_command(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Show versions and exit.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option(*_VERBOSE, help="Also messages of the libraries, and the traceback of every error.")
+    ] = False,
+) -> None:
+    if verbose:
+        verbose_libraries()
+
+
+def _recipe_keys(incomplete: str) -> Iterator[str]:
+    """Yields keys of a recipe that begin like what was typed, for the completion of overrides."""
+    from finetune.recipe.schema import Recipe
+
+    schema = Recipe.model_json_schema()
+    for section, described in schema["properties"].items():
+        of_section = [part.get("$ref") for part in (described, *described.get("anyOf", ()))]
+        fields = [name for ref in of_section if ref for name in schema["$defs"][ref.rpartition("/")[2]]["properties"]]
+        for key in [f"{section}.{name}" for name in fields] or [section]:
+            if key.startswith(incomplete):
+                yield f"{key}="
+
+
 RecipePath = Annotated[Path, typer.Argument(help="Recipe file (YAML).", metavar="RECIPE")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Override recipe keys: section.key=value.", metavar="[KEY=VALUE]...")
+    list[str] | None,
+    typer.Argument(
+        help="Override recipe keys: section.key=value.", metavar="[KEY=VALUE]...", autocompletion=_recipe_keys
+    ),
 ]
 RunDir = Annotated[Path, typer.Argument(help="Run directory, such as runs/quickstart-full.", metavar="RUN_DIR")]
 _RANK_0_DELAY_S = 30.0  # by which its imports may take longer than another rank's
@@ -65,10 +131,12 @@ def _print_error(message: str) -> None:
     if rank and not in_group:
         time.sleep(_RANK_0_DELAY_S)
     prefix = f"[rank {rank}] " if rank else ""
+    if is_verbose():
+        traceback.print_exc()
     print(f"{prefix}error: {message}", file=sys.stderr, flush=True)
 
 
-@app.command()
+@app.command(cls=Command)
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -98,16 +166,16 @@ def train(
         leave_group()
 
 
-@app.command()
+@app.command(cls=Command)
 def reference(
     recipe: RecipePath,
     overrides: Overrides = None,
     config_file: Annotated[Path | None, typer.Option(help="Accelerate config, when launched by torchrun.")] = None,
 ) -> None:
-    """Compute what another model says of a recipe's data into the cache, on the launched processes: the reference's
-    log-probabilities (of objective.reference_model, or of the initial model), or the predictions of objective.teacher.
+    """Compute the log-probabilities of a reference, or the predictions of a teacher, before the run, into the cache.
 
-    Runs with that reference or teacher and data then begin at once, on any launch.
+    Of objective.reference_model (or the initial model), or of objective.teacher, on the launched processes. Runs with
+    that model and data then begin at once, on any launch.
 
     Example: [bold]accelerate launch --config_file accelerate_configs/fsdp2.yaml -m finetune reference RECIPE[/bold]
     """
@@ -130,13 +198,13 @@ def reference(
         leave_group()
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command(cls=Command, context_settings={"ignore_unknown_options": True})
 def launch(
     words: Annotated[
         list[str],
         typer.Argument(
             help="Recipe to train, with overrides; or options of accelerate launch, then -m finetune COMMAND ...",
-            metavar="RECIPE [KEY=VALUE]...",
+            metavar="RECIPE",
         ),
     ],
     config_file: Annotated[Path | None, typer.Option(help="Accelerate config. Default: one process a device.")] = None,
@@ -157,7 +225,7 @@ def launch(
     raise SystemExit(run(words, config_file, num_processes))
 
 
-@app.command()
+@app.command(cls=Command)
 def new(
     model: Annotated[str | None, typer.Option(help="Hub id or local folder.")] = None,
     data: Annotated[str | None, typer.Option(help="File, folder, URL or dataset of the hub.")] = None,
@@ -192,7 +260,7 @@ def _answer(option: str, question: str, default: str | None = None) -> str:
     return typer.prompt(question, default=default)
 
 
-@app.command()
+@app.command(cls=Command)
 def check(
     recipe: Annotated[Path, typer.Argument(help="Recipe file, or a folder of them.", metavar="RECIPE|FOLDER")],
     overrides: Overrides = None,
@@ -228,7 +296,7 @@ def check(
         raise SystemExit(2)
 
 
-@app.command()
+@app.command(cls=Command)
 def inspect(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -267,7 +335,7 @@ def inspect(
     inspect(loaded, recipe, options, Console())
 
 
-@app.command()
+@app.command(cls=Command)
 def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Tokenise a recipe's data into the cache before the run, without a GPU, on all cores.
 
@@ -299,7 +367,7 @@ cache_app = typer.Typer(
 app.add_typer(cache_app, name="cache")
 
 
-@cache_app.command("list")
+@cache_app.command("list", cls=Command)
 def list_cache(as_json: AsJson = False) -> None:
     """List cached datasets with source, size, last use and origin.
 
@@ -316,7 +384,7 @@ def list_cache(as_json: AsJson = False) -> None:
         show_entries(Console(), entries_folder(), entries)
 
 
-@cache_app.command("clean")
+@cache_app.command("clean", cls=Command)
 def clean_cache(
     older_than: Annotated[str, typer.Option(help="Minimum time since last use: 12h, 30d, 8w.", metavar="AGE")] = "30d",
     everything: Annotated[bool, typer.Option("--all", help="Regardless of last use.")] = False,
@@ -350,7 +418,7 @@ def clean_cache(
         print(f"kept, because it is being built: {entry.path}")
 
 
-@app.command()
+@app.command(cls=Command)
 def generate(
     run_dir: RunDir,
     prompt: Annotated[list[str] | None, typer.Argument(help="Prompts. Default: read from the terminal.")] = None,
@@ -370,7 +438,7 @@ def generate(
     answer_prompts(run_dir, prompt or [], max_new_tokens, temperature, as_json)
 
 
-@app.command()
+@app.command(cls=Command)
 def score(
     run_dir: RunDir,
     data: Annotated[str, typer.Option(help="File of pairs, answers or texts: a path as in a recipe's `data.train`.")],
@@ -395,7 +463,7 @@ def score(
         show_metrics(Console(), metrics)
 
 
-@app.command()
+@app.command(cls=Command)
 def merge(
     run_dir: RunDir,
     out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/merged.")] = None,
@@ -414,7 +482,7 @@ def merge(
     print(f"merged into {merge_adapter(run_dir, out or run_dir / 'merged')}")
 
 
-@app.command()
+@app.command(cls=Command)
 def export(
     run_dir: RunDir,
     to: Annotated[str, typer.Option(help="hf: a plain model folder, adapters merged.")] = "hf",
@@ -424,6 +492,7 @@ def export(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: RUN_DIR/export-TO[-step-N].")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the base's.")] = None,
     base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
+    verify: Annotated[bool, typer.Option(help="Compare the export with what was trained.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Export a result or a checkpoint, also of a run that was stopped, tensor by tensor on any machine.
@@ -435,11 +504,35 @@ def export(
         import_transformers()
         from finetune.export.commands import ExportOptions, export_run
 
-    exported = export_run(run_dir, ExportOptions(to, step, out, dtype, base), Console(stderr=True))
+    exported = export_run(run_dir, ExportOptions(to, step, out, dtype, base, verify), Console(stderr=True))
     print(json.dumps(exported) if as_json else f"exported to {exported['out']}")
 
 
-@app.command()
+@app.command(cls=Command)
+def verify(
+    export: Annotated[Path, typer.Argument(help="Folder that was exported.", metavar="EXPORT")],
+    against: Annotated[Path, typer.Option(help="Run directory that it is of.", metavar="RUN_DIR")],
+    step: Annotated[str | None, typer.Option(metavar="N|best", help="Checkpoint. Default: as exported.")] = None,
+    base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Held-out rows to compare on.")] = 32,
+    as_json: AsJson = False,
+) -> None:
+    """Compare an export with its run on held-out rows: KL per trained token, likeliest tokens, greedy texts, rendered
+    tokens, end tokens, names of tensors. Exit status 1 beyond the thresholds of its format.
+
+    Example: [bold]python -m finetune verify my-model --against runs/quickstart-lora[/bold]
+    """
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.export.commands import verify_run
+
+    figures = verify_run(export, against, step, base, rows, Console(stderr=as_json))
+    if as_json and figures is not None:
+        print(json.dumps(figures.as_dict()))
+
+
+@app.command(cls=Command)
 def checkpoints(
     run_dir: RunDir,
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare checksums.")] = False,
@@ -463,7 +556,7 @@ def checkpoints(
         raise SystemExit(2)
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor(
     folder: Annotated[
         list[Path] | None, typer.Option(help="Measure the disk of this folder; may be repeated. Default: runs.")
@@ -490,7 +583,7 @@ def doctor(
     leave_group()
 
 
-@app.command()
+@app.command(cls=Command)
 def schema() -> None:
     """Print the recipe's JSON Schema.
 

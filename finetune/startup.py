@@ -56,11 +56,29 @@ def growing_segments() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
+_VERBOSE = "FINETUNE_VERBOSE"
+
+
+def verbose_libraries() -> None:
+    """Let `quiet_libraries` be, in this process and in those that it starts."""
+    os.environ[_VERBOSE] = "1"
+
+
+def is_verbose() -> bool:
+    return os.environ.get(_VERBOSE) == "1"
+
+
 def quiet_libraries() -> None:
-    """Limit libraries to warnings on the main process and errors on the others; before they are imported."""
+    """Limit libraries to warnings on the main process and errors on the others; before they are imported. With -v
+    their messages are shown instead."""
     import logging
     import warnings
 
+    if is_verbose():
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info")
+        logging.basicConfig(level=logging.INFO)
+        return
     main_process = int(os.environ.get("RANK", "0")) == 0
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forks after threads; the tokenizer warns on every one
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if main_process else "error")

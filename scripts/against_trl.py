@@ -38,6 +38,8 @@ class Case:
     theirs: dict[str, Any]  # arguments of TRL's config
     trainer: str = "dpo"
     format: str = "preference"
+    rows: str = "preference"  # name of the file
+    model: str = "llama"
 
 
 def of_dpo(loss: str, beta: float = 0.1, **smoothing: float) -> Case:
@@ -66,6 +68,15 @@ CASES = (
         {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 0.1},
         trainer="kto",
         format="unpaired",
+        rows="unpaired",
+    ),
+    Case(
+        "reward",
+        {"name": "reward", "centering": 0.01},
+        {"center_rewards_coefficient": 0.01},
+        trainer="reward",
+        rows="margins",
+        model="reward",
     ),
 )
 
@@ -94,11 +105,11 @@ def ours(folder: Path, case: Case) -> tuple[list[float], dict[str, Any]]:
 
     recipe = {
         "run": {"name": case.name, "dir": str(folder / "runs")},
-        "model": {"name": str(folder / "llama")},
+        "model": {"name": str(folder / case.model)},
         "mode": "full",
         "objective": case.ours,
         "data": {
-            "train": [{"path": str(folder / f"{case.format}.jsonl"), "format": case.format}],
+            "train": [{"path": str(folder / f"{case.rows}.jsonl"), "format": case.format}],
             "max_length": 256,
             "packing": False,
         },
@@ -115,9 +126,10 @@ def ours(folder: Path, case: Case) -> tuple[list[float], dict[str, Any]]:
 
 def theirs(folder: Path, case: Case) -> tuple[list[float], dict[str, Any]]:
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-    rows = [json.loads(line) for line in (folder / f"{case.format}.jsonl").read_text(encoding="utf-8").splitlines()]
+    loaded = AutoModelForSequenceClassification if case.trainer == "reward" else AutoModelForCausalLM
+    rows = [json.loads(line) for line in (folder / f"{case.rows}.jsonl").read_text(encoding="utf-8").splitlines()]
     chosen, config = TRAINERS[case.trainer]()
     losses: list[float] = []
 
@@ -128,7 +140,7 @@ def theirs(folder: Path, case: Case) -> tuple[list[float], dict[str, Any]]:
             return loss
 
     trainer = Recorded(
-        model=AutoModelForCausalLM.from_pretrained(folder / "llama", dtype="float32"),
+        model=loaded.from_pretrained(folder / case.model, dtype="float32"),
         args=config(
             output_dir=str(folder / "trl" / case.name),
             max_steps=STEPS,
@@ -154,7 +166,7 @@ def theirs(folder: Path, case: Case) -> tuple[list[float], dict[str, Any]]:
             **case.theirs,
         ),
         train_dataset=Dataset.from_list(rows[::-1]),
-        processing_class=AutoTokenizer.from_pretrained(folder / "llama"),
+        processing_class=AutoTokenizer.from_pretrained(folder / case.model),
     )
     trainer.train()
     return losses, {name: tensor.detach() for name, tensor in trainer.model.state_dict().items()}
@@ -194,7 +206,24 @@ def _orpo() -> tuple[Any, Callable[..., Any]]:
     return OverTheAnswer, ORPOConfig
 
 
-TRAINERS = {"dpo": _dpo, "kto": _kto, "cpo": _cpo, "orpo": _orpo}
+def _reward() -> tuple[Any, Callable[..., Any]]:
+    from trl import RewardConfig, RewardTrainer
+
+    return RewardTrainer, RewardConfig
+
+
+TRAINERS = {"dpo": _dpo, "kto": _kto, "cpo": _cpo, "orpo": _orpo, "reward": _reward}
+
+
+def save_reward_model(folder: Path) -> None:
+    """The Llama with a head of scores, so that both begin with the same."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder / "llama", num_labels=1)
+    model.save_pretrained(folder / "reward")
+    tiny.tokenizer().save_pretrained(folder / "reward")
 
 
 def compare(folder: Path, case: Case) -> Comparison:
@@ -219,6 +248,9 @@ def main() -> int:
     tiny.save_model(folder, "llama")
     tiny.write_rows(folder / "preference.jsonl", tiny.preferences(ROWS))
     tiny.write_rows(folder / "unpaired.jsonl", tiny.unpaired(ROWS))
+    margins = [{**row, "margin": i / ROWS} for i, row in enumerate(tiny.preferences(ROWS))]
+    tiny.write_rows(folder / "margins.jsonl", margins)
+    save_reward_model(folder)
     compared = [compare(folder, case) for case in CASES if case.name in arguments.only]
     for one in compared:
         mark = "same" if one.passed else "DIFFERENT"

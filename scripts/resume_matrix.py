@@ -46,7 +46,6 @@ OVERRIDES = (
     "data.eval=[]",
     f"checkpoint={{every_steps: {STOP}, keep: 3}}",
     "tracking.samples=true",
-    "objective.share_prompts=auto",  # parity.py writes prompts twice on one process: `objective` may not change
 )
 EVERYWHERE = tuple(case for case in parity.CASES if case.name in ("full", "full dpo", "lora", "lora dropout rslora"))
 NO_DROPOUT = ("cp", "ulysses", "fsdp2_cp", "pp", "pp_dp")  # where ranks share rows, a rule refuses it

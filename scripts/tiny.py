@@ -49,6 +49,97 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 128, "mamba_n_heads": 8}
     | {"mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "position_embedding_type": "nope"},
 }
+_VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28}
+_HEADS: dict[str, Any] = {"num_attention_heads": 2, "patch_size": 14}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 14,
+}
+_QWEN_VISION |= {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+_TEXT: dict[str, Any] = {**_SHAPE, "head_dim": 16}
+# Multimodal models, of which the text part is trained. Ids of images are beyond those of the tokenizer.
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "model_type": "mistral3",
+        "text_config": {"model_type": "mistral", **_TEXT},
+        "vision_config": {"model_type": "pixtral", **_VISION, **_HEADS, "head_dim": 16},
+        "image_token_index": 370,
+        "tie_word_embeddings": False,
+    },
+    "gemma3": {  # tied
+        "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text", **_TEXT, "tie_word_embeddings": True, "sliding_window": 8}
+        | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION, **_HEADS},
+        "mm_tokens_per_image": 4,
+        "image_token_index": 370,
+        "boi_token_index": 371,
+        "eoi_token_index": 372,
+    },
+    "qwen3_vl": {  # transformers has no causal class of its text part
+        "model_type": "qwen3_vl",
+        "text_config": {"model_type": "qwen3_vl_text", **_TEXT, "rope_parameters": _MROPE},
+        "vision_config": {"model_type": "qwen3_vl", **_QWEN_VISION},
+        "image_token_id": 370,
+        "video_token_id": 371,
+        "vision_start_token_id": 372,
+        "vision_end_token_id": 373,
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        "text_config": {"model_type": "qwen2_5_vl_text", **_TEXT, "rope_parameters": _MROPE},
+        "vision_config": {**_QWEN_VISION, "model_type": "qwen2_5_vl", "fullatt_block_indexes": [0]},
+        "image_token_id": 370,
+        "video_token_id": 371,
+        "vision_start_token_id": 372,
+        "vision_end_token_id": 373,
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5",
+        "text_config": {"model_type": "qwen3_5_text", **_TEXT, "layer_types": ["linear_attention", "full_attention"]}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
+        | {"linear_value_head_dim": 16, "rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
+        "vision_config": {**_QWEN_VISION, "model_type": "qwen3_5"},
+        "image_token_id": 370,
+        "video_token_id": 371,
+        "vision_start_token_id": 372,
+        "vision_end_token_id": 373,
+    },
+    "llama4": {
+        "model_type": "llama4",
+        "text_config": {"model_type": "llama4_text", **_TEXT, "intermediate_size_mlp": 128, "num_local_experts": 4}
+        | {"intermediate_size": 64, "attention_chunk_size": 16, "interleave_moe_layer_step": 2},
+        "vision_config": {"model_type": "llama4_vision_model", **_VISION, "num_attention_heads": 2}
+        | {"patch_size": 14, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
+        "image_token_index": 370,
+        "boi_token_index": 371,
+        "eoi_token_index": 372,
+    },
+    "mllama": {  # one layer looks at images
+        "model_type": "mllama",
+        "text_config": {"model_type": "mllama_text_model", **_SHAPE, "num_hidden_layers": 4}
+        | {"cross_attention_layers": [1]},
+        "vision_config": {"model_type": "mllama_vision_model", **_VISION, "attention_heads": 2, "patch_size": 14}
+        | {"num_global_layers": 1, "vision_output_dim": 64, "intermediate_layers_indices": [0]}
+        | {"supported_aspect_ratios": [[1, 1]], "max_num_tiles": 1},
+        "image_token_index": 383,
+    },
+    "gemma4": {
+        "model_type": "gemma4",
+        "text_config": {"model_type": "gemma4_text", **_TEXT, "sliding_window": 8, "global_head_dim": 16}
+        | {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": 384, "num_kv_shared_layers": 0, "tie_word_embeddings": True},
+        "vision_config": {"model_type": "gemma4_vision", **_VISION, **_HEADS, "head_dim": 16, "num_key_value_heads": 2},
+        "audio_config": None,
+        "image_token_id": 370,
+        "audio_token_id": 371,
+        "video_token_id": 372,
+    },
+}
 
 
 def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -155,4 +246,24 @@ def save_model(folder: Path, name: str, **changes: Any) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**MODELS[name], **changes})).save_pretrained(folder / name)
     tokenizer().save_pretrained(folder / name)
+    return folder / name
+
+
+def save_multimodal(folder: Path, name: str, **changes: Any) -> Path:
+    """The same of `MULTIMODAL`, written by the multimodal class itself; with settings of an image processor."""
+    import torch
+    from transformers import AutoConfig, AutoModelForMultimodalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForMultimodalLM.from_config(AutoConfig.for_model(**{**MULTIMODAL[name], **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)  # nothing is zero or one
+    model.save_pretrained(folder / name)
+    settings = json.loads((path := folder / name / "config.json").read_text(encoding="utf-8"))
+    if name == "mistral3":  # as published: by transformers' default it would be tied, if values did not differ
+        del settings["tie_word_embeddings"]
+    path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    tokenizer().save_pretrained(folder / name)
+    (folder / name / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}\n', encoding="utf-8")
     return folder / name

@@ -124,6 +124,8 @@ def check_finished(folder: Path, changes: list[str], step: int, steps: int) -> N
 _FIXED = ("mode", "lora", "optimizer.name", "batch.rows")
 # Weights or the order of samples depend on these; `checkpoint.accept_changes` allows another value.
 _ACCEPTABLE: tuple[str, ...] = get_args(Acceptable)
+# Among these, and free: the same numbers, computed in another way.
+_SAME_MATHS = ("objective.share_prompts:",)
 
 
 def recipe_changes(recipe: Recipe, folder: Path, data: dict[str, Any], saved_data: dict[str, Any]) -> list[str]:
@@ -135,7 +137,8 @@ def recipe_changes(recipe: Recipe, folder: Path, data: dict[str, Any], saved_dat
     now = yaml.safe_load(dump_recipe(recipe))
     rows = [f"data.train, the rows themselves: {line}" for line in _differences("", saved_data, data)]
     refused_keys = [key for key in _ACCEPTABLE if key not in recipe.checkpoint.accept_changes]
-    fixed, refused = _differences_at(_FIXED, saved, now), _differences_at(refused_keys, saved, now)
+    fixed, others = _differences_at(_FIXED, saved, now), _differences_at(refused_keys, saved, now)
+    refused = [line for line in others if not line.startswith(_SAME_MATHS)]
     if "data.train" in refused_keys:
         refused += rows
     if fixed or refused:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,27 +16,38 @@ from rich.markup import escape
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     TextStreamer,
 )
 
-from finetune.errors import UserError
+from finetune.errors import RunFailure, UserError
 from finetune.export.scoring import is_scoring, read_labels
+from finetune.models.base_checkpoint import base_checkpoint
+from finetune.models.config import model_config
 from finetune.models.score_model import labelled
+from finetune.models.text_part import is_multimodal
+from finetune.recipe.schema import Model
 
 
 def answer_prompts(run_dir: Path, prompts: list[str], max_new_tokens: int, temperature: float, as_json: bool) -> None:
-    """Print an answer to each prompt; without prompts, read them from standard input. Raises UserError."""
+    """Print each prompt with its answer; without prompts, read them from standard input. Raises UserError."""
     model, tokenizer = load_result(run_dir)
     for prompt in prompts or _read_prompts(as_json):
-        if not as_json and len(prompts) > 1:
+        if prompts and not as_json:
             print(f"> {prompt}")
         streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         answer = _generate(model, tokenizer, prompt, max_new_tokens, temperature, streamer)
         if as_json:
             print(json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False), flush=True)
+
+
+def answers(run_dir: Path, prompts: Sequence[str], max_new_tokens: int, temperature: float) -> list[str]:
+    """Returns the answer to each prompt. Raises UserError where there is no result."""
+    model, tokenizer = load_result(run_dir)
+    return [_generate(model, tokenizer, prompt, max_new_tokens, temperature, None) for prompt in prompts]
 
 
 def model_folder(run_dir: Path) -> Path:
@@ -61,16 +73,25 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def load_trained(folder: Path) -> Any:
+def load_trained(folder: Path, base: str | None = None) -> Any:
     """Returns the model of a result: an adapter through peft, on its base.
 
-    transformers 5.23 loads adapters by itself as well, but not the magnitudes of DoRA, which it starts anew.
+    base: where that is, if not where the adapter says. transformers 5.23 loads adapters by itself as well, but not the
+    magnitudes of DoRA, which it starts anew.
     """
     if not (folder / "adapter_config.json").is_file():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        return auto_class(str(folder)).from_pretrained(folder, dtype="auto")
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(load_base(folder), str(folder))
+    with warnings.catch_warnings():
+        # For patterns that peft 0.21 itself adds for stacked experts, and that do match: it looks for modules only.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+        return PeftModel.from_pretrained(load_base(folder, base), str(folder))
+
+
+def auto_class(name: str) -> Any:
+    """Returns transformers' auto class of a model that generates: another one, where it is multimodal."""
+    return AutoModelForMultimodalLM if is_multimodal(AutoConfig.from_pretrained(name)) else AutoModelForCausalLM
 
 
 def _read_prompts(as_json: bool) -> Iterator[str]:
@@ -113,8 +134,41 @@ def merge_adapter(run_dir: Path, out: Path) -> Path:
     if not (model_folder(run_dir) / "adapter_config.json").is_file():
         raise UserError(f"{run_dir}: no adapter here (no model/adapter_config.json); a full run needs no merging")
     check_absent(out)
-    export_folder(find_trained(run_dir), out)
+    trained = find_trained(run_dir)
+    export_folder(trained, out)
+    gate(trained, out, None, Console(stderr=True))
     return out
+
+
+def gate(trained: Any, export: Path, base: str | None, console: Console, rows: int | None = None) -> Any:
+    """Compare an export with its run; returns the figures, None where there is nothing to compare on.
+
+    Raises RunFailure where it does not answer like the run; it is kept, with verify.json.
+    """
+    from finetune.export.verify import ROWS, show_figures, verify_export
+
+    why = _not_compared(trained)
+    if why is not None:
+        console.print(f"not compared with what was trained: {why}", highlight=False)
+        return None
+    figures = verify_export(export, trained, rows or ROWS, base)
+    show_figures(console, figures)
+    if not figures.passed:
+        problems = "\n  ".join(figures.problems)
+        raise RunFailure(f"{export} does not answer like what was trained:\n  {problems}")
+    return figures
+
+
+def _not_compared(trained: Any) -> str | None:
+    """Returns why there is nothing to compare an export with."""
+    if trained.recipe is None:
+        return "no run is around it"
+    if trained.recipe.objective.scores_sequences:
+        return "a model of scores has no answers"
+    name = trained.recipe.model.name
+    if trained.is_checkpoint and name is not None and is_multimodal(AutoConfig.from_pretrained(name)):
+        return "of a multimodal base only results are compared, not checkpoints"
+    return None
 
 
 @dataclass(frozen=True)
@@ -126,6 +180,7 @@ class ExportOptions:
     out: Path | None = None
     dtype: str | None = None
     base: str | None = None
+    verify: bool = True
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -150,18 +205,36 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
     what = f"step {trained.step}" if trained.is_checkpoint else "the result"
     console.print(f"exporting {what} of {escape(str(run_dir))}", highlight=False)
     export_folder(trained, out, dtype, options.base, console.print)
-    return {"out": str(out), "to": options.to, "step": trained.step}
+    figures = gate(trained, out, options.base, console) if options.verify else None
+    compared = {"kl_mean": figures.kl_mean, "top1": figures.top1} if figures else {}
+    return {"out": str(out), "to": options.to, "step": trained.step, **compared}
 
 
-def load_base(adapter: Path) -> Any:
-    """Returns the base of an adapter, with the head that the adapter is for. Raises UserError."""
+def verify_run(export: Path, run_dir: Path, step: str | None, base: str | None, rows: int, console: Console) -> Any:
+    """Compare an export with a run; returns the figures. Raises UserError, and RunFailure as `gate`."""
+    from finetune.export.verify import find_against
+
+    for folder in (export, run_dir):
+        if not folder.exists():
+            raise UserError(f"{folder}: no such folder")
+    return gate(find_against(run_dir, export, step), export, base, console, rows)
+
+
+def load_base(adapter: Path, elsewhere: str | None = None) -> Any:
+    """Returns the base of an adapter, with the head that the adapter is for. Raises UserError.
+
+    elsewhere: where it is, if not where the adapter says.
+    """
     settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    name = settings["base_model_name_or_path"]
+    name = elsewhere or settings["base_model_name_or_path"]
     try:
         if settings["task_type"] != "SEQ_CLS":
-            return AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-        config = labelled(AutoConfig.from_pretrained(name), read_labels(adapter))
+            return auto_class(name).from_pretrained(name, dtype="auto")
+        config = labelled(model_config(Model(name=name)), read_labels(adapter))
         config.get_text_config().pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id
-        return AutoModelForSequenceClassification.from_pretrained(name, config=config, dtype="auto")
+        part = base_checkpoint(Model(name=name))
+        return AutoModelForSequenceClassification.from_pretrained(
+            name, config=config, dtype="auto", key_mapping=part and part.renames
+        )
     except OSError as error:
         raise UserError(f"the adapter's base {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error

@@ -115,7 +115,7 @@ def describe(model: StreamedModel) -> dict[str, Any]:
 def _write_settings(model: StreamedModel, folder: Path) -> None:
     """Write config, generation config and tokenizer."""
     trained, base = model.trained, model.base
-    copied = base is not None and trained.is_adapter and not model.is_scoring
+    copied = base is not None and (trained.is_adapter or model.part is not None) and not model.is_scoring
     if copied:
         assert base is not None
         config = json.loads((base.folder / "config.json").read_text(encoding="utf-8"))

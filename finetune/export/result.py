@@ -29,6 +29,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure
+from finetune.export.base_layout import BaseLayout, adapter_for_base, name_in_adapter, write_base_settings
 from finetune.export.scoring import LABELS, write_score_settings
 from finetune.export.weight_files import (
     SHARD_BYTES,
@@ -40,6 +41,7 @@ from finetune.export.weight_files import (
     weight_files,
     with_own_class,
 )
+from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.urls import without_credentials
@@ -70,26 +72,32 @@ def save_result(
         main.do(write_settings, engine.unwrapped, tokenizer, end_ids, adapter, partial)
         main.settle()
         if adapter:
-            expected = _write_adapter(engine, main, partial)
+            expected, copied = _write_adapter(engine, main, partial), {}
         else:
-            expected = _write_weights(engine, main, dtype, partial, shard_bytes)
+            expected, copied = _write_weights(engine, main, dtype, partial, shard_bytes)
         main.do((partial / "README.md").write_text, card, "utf-8")  # peft has written one of its own
         main.settle()
     except RunFailure:
         if engine.is_main:
             shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
         raise
-    _verify(engine, main, expected, partial)
+    _verify(engine, main, Verification(partial, expected, copied), partial)
     main.do(finish_replace, folder)
     main.settle()
 
 
-def _write_weights(engine: Engine, main: MainRank, dtype: torch.dtype, folder: Path, shard_bytes: int) -> State:
-    """Gather and write one tensor at a time. Returns what the files must hold."""
+def _write_weights(
+    engine: Engine, main: MainRank, dtype: torch.dtype, folder: Path, shard_bytes: int
+) -> tuple[State, dict[str, Path]]:
+    """Gather and write one tensor at a time. Returns what the files must hold, and the files of copied tensors."""
     model = with_own_class(engine.unwrapped)
-    main.do(write_config, model, dtype, folder)
     shapes = {name: cast(tensor, dtype) for name, tensor in engine.saved_shapes(False).items()}
-    layout, writer = DiskLayout(model, shapes), WeightsWriter(folder, shard_bytes)
+    writer, layout = WeightsWriter(folder, shard_bytes), DiskLayout(model, shapes)
+    if (base := base_of(model)) is None:
+        main.do(write_config, model, dtype, folder)
+    else:
+        main.do(write_base_settings, base, model.config, dtype, folder)
+        layout = BaseLayout(base, shapes)
 
     def write(name: str, tensor: Tensor) -> None:
         converted = layout.convert(name, cast(tensor, dtype))
@@ -99,8 +107,12 @@ def _write_weights(engine: Engine, main: MainRank, dtype: torch.dtype, folder: P
     for name, tensor in engine.full_tensors(False, dtype):
         main.do(write, name, tensor)
         del tensor  # before the next one is gathered
+    copied: dict[str, Path] = {}
+    if isinstance(layout, BaseLayout):
+        main.do(layout.copy_untouched, writer)
+        copied = layout.copied
     main.do(writer.finish)
-    return layout.expected
+    return layout.expected, copied
 
 
 def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:
@@ -110,11 +122,19 @@ def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:
     model = engine.unwrapped
     state = {name: tensor for name, tensor in engine.full_tensors(True) if tensor is not None}
     main.do(lambda: model.save_pretrained(folder, state_dict=state))
-    return get_peft_model_state_dict(model, engine.saved_shapes(True)) if engine.is_main else {}
+    expected = get_peft_model_state_dict(model, engine.saved_shapes(True)) if engine.is_main else {}
+    if (base := base_of(model)) is not None:
+        main.do(adapter_for_base, model, base.part, folder)
+        expected = {name_in_adapter(base.part, name): tensor for name, tensor in expected.items()}
+    return expected
 
 
-def _verify(engine: Engine, main: MainRank, expected: State, folder: Path) -> None:
-    verification = Verification(folder, expected)
+def base_of(model: Any) -> BaseCheckpoint | None:
+    """Returns the base that a model is the text part of; on a rank that has read no weights, None."""
+    return getattr(unwrap_peft(model), "base_checkpoint", None)
+
+
+def _verify(engine: Engine, main: MainRank, verification: Verification, folder: Path) -> None:
     for file in engine.ranks.gather(weight_files(folder) if engine.is_main else None)[0]:
         main.do(verification.read, file)
         engine.ranks.barrier()  # so that the collective timeout has to cover one file only

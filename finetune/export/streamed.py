@@ -23,7 +23,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from finetune.errors import UserError
 from finetune.export.merging import Patch, adapter_patches
@@ -33,9 +33,11 @@ from finetune.export.trained import Trained
 from finetune.export.weight_files import INDEX, DiskLayout
 from finetune.models.config import dtypes, first_line, model_config
 from finetune.models.score_model import labelled
+from finetune.models.text_part import TextPart, text_part_of
 from finetune.models.weights import add_adapters, without_weights
 from finetune.models.wrapped import has_scores
 from finetune.objectives import score_labels
+from finetune.recipe.schema import Model
 
 
 @dataclass(frozen=True)
@@ -111,13 +113,14 @@ class StreamedModel:
 
     def __init__(self, trained: Trained, dtype: torch.dtype | None = None, base: str | None = None):
         self.trained, self.base = trained, _base_of(trained, base)
-        self.model = _skeleton(trained, base)
+        self.part = _part_of(trained, base)
+        self.model = _skeleton(trained, base) if self.part is None else self.part.base_without_weights()
         self.is_scoring = has_scores(self.model)
         if self.is_scoring and trained.is_checkpoint:
             raise UserError(f"{trained.folder}: checkpoints of models of scores are not exported: let the run finish")
         self._dtype = dtype
         self.result_dtype = dtype or _result_dtype(trained, self.base)
-        self._patches = _patches(trained, base)
+        self._patches = _patches(trained, base, self.part)
         shapes, self._aliases = _own_tensors(self.model)
         self.unties = any(self._keys(alias) != self._keys(first) for alias, first in self._aliases.items())
         if self.unties:
@@ -135,7 +138,7 @@ class StreamedModel:
         name = next((n for n, p in self.model.named_parameters() if p is self.model.get_input_embeddings().weight), "")
         disk_name = self._disk_name.get(name)
         rows = self.shapes[disk_name].shape[0] if disk_name else None
-        return rows if rows != self.model.config.get_text_config().vocab_size else None
+        return rows if rows != self.model.get_input_embeddings().weight.shape[0] else None
 
     def make(self, name: str) -> Tensor:
         """Returns the values of a tensor."""
@@ -196,7 +199,7 @@ class StreamedModel:
             where = self.base.folder if self.base else self.trained.folder
             raise UserError(f"{where}: has no tensor {source}, which {type(self.model).__name__} needs")
         # A run's own result has one type; a base's tensors keep theirs.
-        keeps = in_base and self.trained.is_adapter
+        keeps = in_base and (self.trained.is_adapter or patch is None)
         dtype = self._base().files.meta(source).dtype if keeps else self.result_dtype
         return self._cast_meta(torch.empty(shape, dtype=dtype, device="meta"))
 
@@ -205,7 +208,7 @@ class StreamedModel:
 
     def _extras(self) -> list[str]:
         """Returns what the base's files have in addition to the model, but for copies of tied tensors."""
-        if self.base is None or self.is_scoring or not self.trained.is_adapter:
+        if self.base is None or self.is_scoring or not (self.trained.is_adapter or self.part):
             return []
         known = set(self._groups)
         if self._aliases and not self.unties:
@@ -225,6 +228,12 @@ class StreamedModel:
                     f"{group.names[0]}: {' and '.join(sorted(kinds))} of a tensor that files hold in another layout "
                     "than transformers is not merged tensor by tensor: merge it in memory by peft's `merge_and_unload`"
                 )
+
+
+def _part_of(trained: Trained, base: str | None) -> TextPart | None:
+    """Returns the text part that was trained, of a multimodal base; None with a head of scores, which only it has."""
+    name, revision = (base, None) if base else _base_name(trained)
+    return None if name is None or _labels(trained) else text_part_of(Model(name=name, revision=revision))
 
 
 def _skeleton(trained: Trained, base: str | None) -> Any:
@@ -247,9 +256,9 @@ def _config(trained: Trained, base: str | None) -> Any:
     name, revision = (base, None) if base else _base_name(trained)
     assert name is not None  # a model from scratch has a recipe
     try:
-        return AutoConfig.from_pretrained(name, revision=revision or "main")
-    except (OSError, ValueError) as error:
-        raise UserError(f"the base model {name!r} cannot be loaded: {first_line(error)}; give --base FOLDER") from None
+        return model_config(Model(name=name, revision=revision))
+    except UserError as error:
+        raise UserError(f"the base model {name!r} cannot be loaded: {error}; give --base FOLDER") from None
 
 
 def _base_name(trained: Trained) -> tuple[str | None, str | None]:
@@ -262,6 +271,8 @@ def _base_name(trained: Trained) -> tuple[str | None, str | None]:
 
 def _base_of(trained: Trained, base: str | None) -> Base | None:
     name, revision = (base, None) if base else _base_name(trained)
+    if name is not None and not (trained.is_adapter or trained.is_checkpoint) and _part_of(trained, base):
+        name, revision = str(trained.folder), None  # it has all of the base that was not trained
     return find_base(name, revision) if name is not None else None
 
 
@@ -280,12 +291,19 @@ def _result_dtype(trained: Trained, base: Base | None) -> torch.dtype:
     return next(dtype for dtype, _ in types.most_common() if dtype.is_floating_point)
 
 
-def _patches(trained: Trained, base: str | None) -> dict[str, Patch]:
+def _patches(trained: Trained, base: str | None, part: TextPart | None) -> dict[str, Patch]:
+    """Returns what was trained, by names in the base's own class."""
+    if part is not None and not (trained.is_adapter or trained.is_checkpoint):
+        return {}
+    in_base = part.in_base if part is not None else str
     if not trained.is_adapter:
-        return {name: Patch("full", (name,), full=partial(trained.read, name)) for name in trained.shapes}
+        return {in_base(name): Patch("full", (name,), full=partial(trained.read, name)) for name in trained.shapes}
     from peft import PeftConfig, get_peft_model
 
-    model = _skeleton(trained, base)
+    if part is None or trained.is_checkpoint:  # which has the names of the text part alone
+        model = _skeleton(trained, base)
+    else:
+        model, in_base = part.base_without_weights(), str
     with warnings.catch_warnings():
         # Of tied weights, patterns for experts and gradient checkpointing: what they warn of is handled or not done.
         warnings.simplefilter("ignore")
@@ -298,7 +316,7 @@ def _patches(trained: Trained, base: str | None) -> dict[str, Patch]:
             if config.peft_type != "LORA" or getattr(config, "bias", "none") != "none":
                 raise UserError(f"{trained.folder}: only LoRA without trained biases is merged, not {config.peft_type}")
             adapted = get_peft_model(model, config)
-    return adapter_patches(adapted, trained)
+    return {in_base(name): patch for name, patch in adapter_patches(adapted, trained).items()}
 
 
 def _own_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +171,12 @@ class WeightsWriter:
 class Verification:
     """Verifies one folder: `read` every file of `weight_files`, then `finish`. Holds one tensor in memory.
 
-    expected: shape and dtype of every tensor in the files, by name. A failure is a RunFailure that names file, tensor
-    and reason.
+    expected: shape and dtype of every tensor in the files, by name; copied: the files that others are from, bit for
+    bit. A failure is a RunFailure that names file, tensor and reason.
     """
 
-    def __init__(self, folder: Path, expected: dict[str, Tensor]):
-        self._folder, self._expected = folder, expected
+    def __init__(self, folder: Path, expected: dict[str, Tensor], copied: Mapping[str, Path] | None = None):
+        self._folder, self._expected, self._copied = folder, expected, copied or {}
         self._places: dict[str, str] = {}  # tensor -> file
         self._bytes = 0
 
@@ -191,11 +191,15 @@ class Verification:
 
     def _check(self, file: str, name: str, tensor: Tensor) -> None:
         expected = self._expected.get(name)
-        if expected is None:
+        if expected is None and name not in self._copied:
             raise self._failure(file, f"{name}: the model has no such tensor")
         if name in self._places:
             raise self._failure(file, f"{name}: is in {self._places[name]} as well")
-        if (problem := _difference(tensor, expected)) is not None:
+        if expected is None:
+            problem = _difference_from_file(tensor, name, self._copied[name])
+        else:
+            problem = _difference(tensor, expected)
+        if problem is not None:
             raise self._failure(file, f"{name}: {problem}")
         self._places[name] = file
         self._bytes += tensor.nbytes
@@ -204,7 +208,7 @@ class Verification:
         """Check that nothing is missing and that the index is right. Raises RunFailure."""
         files = weight_files(self._folder)
         index = self._json(INDEX) if len(files) > 1 else {}
-        for name in self._expected:
+        for name in (*self._expected, *self._copied):
             if name not in self._places:
                 place = index.get("weight_map", {}).get(name, "*.safetensors")
                 raise self._failure(place, f"{name}: is missing")
@@ -248,6 +252,15 @@ def _difference(tensor: Tensor, expected: Tensor) -> str | None:
     if tensor.is_floating_point() and (broken := int((~torch.isfinite(tensor)).sum())):
         return f"{broken} of {tensor.numel()} values are not finite in {_name(tensor.dtype)}"
     return None
+
+
+def _difference_from_file(tensor: Tensor, name: str, file: Path) -> str | None:
+    with safe_open(file, framework="pt") as tensors:
+        original = tensors.get_tensor(name)
+    same = tensor.dtype == original.dtype and tensor.shape == original.shape
+    if same and torch.equal(tensor.flatten().view(torch.uint8), original.flatten().view(torch.uint8)):
+        return None
+    return f"is not the one of {file}"
 
 
 def _name(dtype: torch.dtype) -> str:

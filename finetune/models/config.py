@@ -17,7 +17,26 @@ from finetune.recipe.schema import Model, Recipe
 
 
 def model_config(model: Model) -> PretrainedConfig:
-    """Returns the Hugging Face config of the recipe's model. Raises UserError where there is none."""
+    """Returns the Hugging Face config of what is trained: of a multimodal model, its text part. Raises UserError."""
+    config = base_config(model)
+    if not config.sub_configs:
+        return config
+    from finetune.models.text_part import is_multimodal, text_part_of
+
+    if model.config is None:
+        part = text_part_of(model)
+        return copy.deepcopy(part.text.config) if part else config
+    if is_multimodal(config):
+        text = config.get_text_config(decoder=True).model_type
+        raise UserError(
+            f"model.config: {config.model_type!r} has other parts than text, which would never be trained: give its "
+            f"text part alone, `model_type: {text}`"
+        )
+    return config
+
+
+def base_config(model: Model) -> PretrainedConfig:
+    """Returns the Hugging Face config of the recipe's model as it is. Raises UserError where there is none."""
     try:
         if model.config is not None:
             _check_config_keys(model.config)
@@ -35,11 +54,16 @@ MAX_LAYERS = 1000
 
 
 def check_sizes(model: Model, config: PretrainedConfig) -> None:
-    """Raises UserError for a `model.config` of which no model can be made, by making one without memory.
+    """Raises UserError for a `model.config` of which no model can be made, by making one without memory; and for a
+    multimodal model whose text part is no model by itself.
 
     Call it before an engine starts: ZeRO-3 changes how models are made.
     """
     if model.config is None:
+        if base_config(model).sub_configs:
+            from finetune.models.text_part import check_text_part
+
+            check_text_part(model)
         return
     from finetune.models.weights import without_weights
 

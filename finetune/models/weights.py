@@ -25,6 +25,7 @@ from finetune.models.activations import recompute_activations
 from finetune.models.attention import AttentionChoice
 from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
+from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.compiled import compile_layers
 from finetune.models.config import dtypes, first_line
 from finetune.models.score_model import labelled, score_head, start_score_head
@@ -126,8 +127,11 @@ def _base_model(
     name = recipe.model.name
     assert name is not None  # the schema wants it where there is no config
     load: Any = auto
-    if placement.layers is not None and recipe.quantization is None:
-        load = _some_layers(auto._model_mapping[type(config)], placement.layers)
+    layers = placement.layers if recipe.quantization is None else None
+    if (base := base_checkpoint(recipe.model)) is not None:
+        common["key_mapping"] = base.renames
+    if layers is not None or base is not None:
+        load = _partly(auto._model_mapping[type(config)], layers, r"\.layers\.\d+\." if base is None else "")
     try:
         model, report = load.from_pretrained(
             name,
@@ -140,8 +144,18 @@ def _base_model(
     except (OSError, ValueError) as error:
         raise UserError(f"model.name: {recipe.model.name!r} cannot be loaded: {first_line(error)}") from error
     if load is not auto:
-        _complete(model, load.__mro__[1], without_weights(config, auto, **common))
+        model.__class__ = load.__mro__[1]
+    if layers is not None:
+        _complete(model, without_weights(config, auto, dtype=dtype, attn_implementation=attention.implementation))
+    if base is not None:
+        model._weight_conversions = [one for one in model._weight_conversions if not _is_ours(one, base.renames)]
+        if auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
+            model.base_checkpoint = base
     return model, set(report["missing_keys"])
+
+
+def _is_ours(conversion: Any, renames: dict[str, str]) -> bool:
+    return conversion._original_source_patterns[0] in renames
 
 
 def quantization_config(
@@ -184,25 +198,29 @@ def without_weights(config: PretrainedConfig, auto: Any = AutoModelForCausalLM, 
         return auto.from_config(config, **common)
 
 
-def _some_layers(model_class: Any, layers: frozenset[int]) -> Any:
-    """Returns the class of a model that lacks the other decoder layers before its weights are read, so that theirs are
-    not."""
+def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str) -> Any:
+    """Returns the class of a model that is but a part of what its files have.
 
-    class SomeLayers(model_class):
-        _keys_to_ignore_on_load_unexpected = [r"\.layers\.\d+\."]  # noqa: RUF012 (transformers' name and type)
+    layers: the decoder layers that it has before weights are read, so that others' are not; None: all. ignored: the
+    pattern of names in files that are none of this part's.
+    """
+
+    class Partly(model_class):
+        _keys_to_ignore_on_load_unexpected = [ignored]  # noqa: RUF012 (transformers' name and type)
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            for i in range(len(self.base_model.layers)):
-                if i not in layers:
-                    self.base_model.layers[i] = torch.nn.Identity()
+            others = {*range(len(self.base_model.layers))} - layers if layers is not None else ()
+            for i in others:
+                self.base_model.layers[i] = torch.nn.Identity()
 
-    return SomeLayers
+    # transformers finds conversions by the names of class and module.
+    Partly.__name__, Partly.__module__ = model_class.__name__, model_class.__module__
+    return Partly
 
 
-def _complete(model: Any, model_class: Any, skeleton: Any) -> None:
-    """Turn a model of `_some_layers` into one of its own class, with the layers that it lacks on `meta`."""
-    model.__class__ = model_class
+def _complete(model: Any, skeleton: Any) -> None:
+    """Give a model of some layers the others, on `meta`."""
     for i, layer in enumerate(model.base_model.layers):
         if isinstance(layer, torch.nn.Identity):
             model.base_model.layers[i] = skeleton.base_model.layers[i]
@@ -231,11 +249,15 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
     from peft import LoraConfig, get_peft_model
 
     _check_names(model, lora)
+    # Llama 4's router is a linear layer by class, but returns two tensors.
+    linear = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    routers = [name for name, module in linear if type(module).__module__.startswith("transformers.models.")]
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (peft says int; it only divides)
         lora_dropout=lora.dropout,
         target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+        exclude_modules=routers if lora.targets == "all-linear" and routers else None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,

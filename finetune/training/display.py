@@ -11,12 +11,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from finetune.data.token_text import visible
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe
+from finetune.startup import is_verbose
 from finetune.tracking import Totals
 from finetune.training.evaluation import Generation
-
-_SHOWN_CHARACTERS = 300
 
 
 def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
@@ -72,11 +72,13 @@ def show_evaluation(console: Console, step: int, metrics: dict[str, float], gene
     console.print(f"step {step}: {'  '.join(numbers)}", highlight=False)
     if not generations:
         return
-    table = Table("prompt", "output", "reference", "")  # the last: "=" where output and reference agree
-    for generation in generations:
-        texts = (generation.prompt, generation.output, generation.reference)
-        cells = (text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…" for text in texts)
-        table.add_row(*map(escape, cells), "=" if generation.matches else "x")
+    table = Table(expand=True)
+    for name in ("question", "answer", "expected"):  # a line each; with -v in full
+        table.add_column(name, ratio=1, no_wrap=not is_verbose(), overflow="fold" if is_verbose() else "ellipsis")
+    table.add_column("equal", no_wrap=True)
+    for one in generations:
+        texts = (visible(" ".join(text.split())) for text in (one.question, one.output, one.reference))
+        table.add_row(*map(escape, texts), "yes" if one.matches else "no")
     console.print(table)
 
 

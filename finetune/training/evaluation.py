@@ -20,7 +20,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
 
 from finetune.data.batch import Batch
 from finetune.data.chat.template import template_of
-from finetune.data.chat.template_check import turn_end_ids
+from finetune.data.chat.template_check import last_question, turn_end_ids
 from finetune.data.dataset import Dataset, Question, Stream, answer, questions, until_end
 from finetune.data.examples import Examples
 from finetune.data.loader import Loader
@@ -42,6 +42,7 @@ _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
 @dataclass(frozen=True)
 class Generation:
     prompt: str
+    question: str  # what was said last in the prompt, in the user's words
     output: str
     reference: str
     matches: bool
@@ -113,7 +114,8 @@ class Evaluator:
         output, reference = self._text(output_ids), self._text(question.reference)
         expected = answer(reference, self.recipe.answer)
         matches = expected is not None and answer(output, self.recipe.answer) == expected
-        return Generation(str(self.tokenizer.decode(question.prompt)), output, reference, matches)
+        prompt = str(self.tokenizer.decode(question.prompt))
+        return Generation(prompt, last_question(prompt, self.tokenizer), output, reference, matches)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import pytest
 import tiny
 import yaml
 from transformers import AutoTokenizer
+from typer.main import get_command
 
 from finetune.cli import app, main
 
@@ -94,6 +95,64 @@ def test_check_imports_no_engine(recipe: dict[str, Any], write_recipe: Any) -> N
     command = [sys.executable, "-c", code, str(write_recipe(recipe))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert not {"finetune.engine.base", "finetune.models.weights"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_versions(here: Callable[..., Outcome], flag: str) -> None:
+    code, out, _ = here(flag)
+    assert code == 0
+    assert re.fullmatch(r"finetune [\d.]+, torch \S+, transformers \S+, .*, Python 3\S+\n", out)
+
+
+def options_of_commands() -> list[tuple[str, str]]:
+    found = [(name, option) for name, one in get_command(app).commands.items() for option in one_of(one)]
+    return [(name, option) for name, option in found if "-" in option.strip("-")]
+
+
+def one_of(command: Any) -> list[str]:
+    return [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
+
+
+@pytest.mark.parametrize(("name", "option"), options_of_commands())
+def test_both_spellings_of_every_option(here: Callable[..., Outcome], name: str, option: str) -> None:
+    """Each is known, and lacks its value or the command's argument."""
+    said = [here(name, spelling)[2] for spelling in (option, "--" + option[2:].replace("-", "_"))]
+    assert "No such option" not in said[0]
+    assert said[0].replace("_", "-") == said[1].replace("_", "-")
+
+
+def test_completion_of_commands_and_of_keys() -> None:
+    """As bash asks for it, of the console script."""
+    script = Path(sys.executable).with_name("finetune")
+    for words, count, offered in (
+        ("finetune che", 1, "check checkpoints"),
+        ("finetune train a.yaml optimizer.l", 3, "optimizer.lr="),
+    ):
+        asked = {"_FINETUNE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+        done = subprocess.run([script], capture_output=True, text=True, timeout=60, env={**os.environ, **asked})
+        assert (done.stdout.split(), done.stderr) == (offered.split(), "")
+
+
+@pytest.mark.parametrize("arguments", [("-v", "train", "absent.yaml"), ("train", "absent.yaml", "--verbose")])
+def test_verbose_shows_where_an_error_is_from(
+    monkeypatch: pytest.MonkeyPatch, here: Callable[..., Outcome], arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("FINETUNE_VERBOSE", "0")  # put back afterwards
+    code, _, err = here(*arguments)
+    assert code == 2
+    assert err.startswith("Traceback")
+    assert err.splitlines()[-2:] == ["error: absent.yaml: 1 problem", "  absent.yaml: no such file"]
+
+
+def test_a_folder_is_checked_against_a_launch(
+    here: Callable[..., Outcome], recipe: dict[str, Any], write_recipe: Any, tmp_path: Path
+) -> None:
+    write_recipe(recipe)
+    config = ROOT / "accelerate_configs" / "ddp.yaml"
+    assert here("check", tmp_path, "--config_file", config)[0] == 0
+    code, _, err = here("check", tmp_path, "--config-file", config, "--num_processes", 3)
+    assert code == 2
+    assert "batch.rows: 4 must be divisible by rows_per_device x processes (2 x 3 = 6)" in err
 
 
 def test_the_commands_are_these() -> None:

@@ -117,6 +117,12 @@ def test_every_key_has_its_place_on_the_page() -> None:
     assert [key for key in named if key != "extends" and not key_is_known(key)] == []
 
 
+def test_the_site_has_every_page() -> None:
+    listed = re.findall(r"^ +- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = script("scripts/docs_pages.py").PAGES.values()
+    assert sorted(listed) == sorted([*pages, *(path.name for path in (ROOT / "docs").glob("*.md"))])
+
+
 def test_readme_is_short() -> None:
     """About nine hundred words: the rest has its page."""
     assert len(README.split()) <= 1000

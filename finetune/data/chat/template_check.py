@@ -22,12 +22,14 @@ from finetune.data.chat.template import (
     Template,
     asks_for_today,
     dated,
+    own_template,
     probe_call,
     probe_tool,
 )
 from finetune.data.chat.trained_spans import Chat, parts_of
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
+from finetune.utils import common_prefix_length
 
 
 def check_template(
@@ -216,6 +218,28 @@ def turn_end_ids(tokenizer: PreTrainedTokenizerBase, template: Template) -> set[
     single_token = set(end_of_turn) if len(end_of_turn) == 1 else set()
     last = {_ids(tokenizer, text)[-1] for text in _up_to_the_end(chat)}
     return last & (added | single_token)
+
+
+def last_question(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns what a user says last in a prompt, without the template's text around it; else the prompt.
+
+    "<|im_start|>user\\nWhen?<|im_end|>\\n<|im_start|>assistant\\n": "When?"
+    """
+    template = own_template(tokenizer)
+    if template is None:
+        return prompt
+    jinja = chat_of(tokenizer, template).jinja
+    asked, answered = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
+    try:
+        first, later = jinja.text([asked], prompt=True), jinja.text([asked, answered, asked], prompt=True)
+    except (BadRow, UserError):
+        return prompt
+    # A first message follows BOS or a system message, a later one the end of an answer: what both have in common is the
+    # message's own.
+    before, before_later = first.partition(QUESTION)[0], later.rpartition(QUESTION)[0]
+    common = common_prefix_length(before[::-1], before_later[::-1])
+    asked_last = prompt.removesuffix(first.partition(QUESTION)[2])
+    return asked_last.rpartition(before[len(before) - common :])[2] if common else asked_last
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -132,7 +132,7 @@ def _store(path: Path, outcome: Verdict) -> None:
 
 
 def _try(tiny: PretrainedConfig, implementation: str | None, prepare: Prepare) -> Verdict:
-    with _quietly():
+    with quietly():
         try:
             plain = Trial(tiny, None)
             reference = plain.alone()
@@ -201,7 +201,7 @@ def _words(error: BaseException) -> str:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Random numbers, warnings and the log are as if nothing had been tried."""
     verbosity = logging.get_verbosity()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _without_sharding():

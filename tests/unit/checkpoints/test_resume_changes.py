@@ -54,6 +54,16 @@ def test_allowed_changes_are_reported(load: Any, checkpoint: Path, override: str
     assert recipe_changes(load(override), checkpoint, ROWS, ROWS) == [said]
 
 
+def test_shared_prompts_are_the_same_maths(load: Any, checkpoint: Path) -> None:
+    rows = ("data.train=[{path: pairs.jsonl, format: preference}]", "data.eval=[]")
+    (checkpoint / "recipe.yaml").write_text(dump_recipe(load(*rows, "objective.name=dpo")), encoding="utf-8")
+    changed = load(*rows, "objective={name: dpo, share_prompts: false}")
+    assert recipe_changes(changed, checkpoint, ROWS, ROWS) == ['objective.share_prompts: "auto" -> false']
+    message = refusal(load(*rows, "objective={name: dpo, share_prompts: false, beta: 0.2}"), checkpoint)
+    assert "objective.beta" in message
+    assert "share_prompts" not in message
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

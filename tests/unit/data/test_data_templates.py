@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat.renderer import UNTRAINED, build_renderer, labels_of
 from finetune.data.chat.template import CALL_ID, Traits, built_in_templates, own_template
-from finetune.data.chat.template_check import check_template, turn_end_ids
+from finetune.data.chat.template_check import check_template, last_question, turn_end_ids
 from finetune.data.samples import BadRow, Conversation, Message
 
 ADD = {
@@ -617,6 +617,17 @@ def test_the_tokens_that_end_a_turn(name, tags):
         template = own_template(tokenizer)
         assert template is not None
         assert turn_end_ids(tokenizer, template) == wanted
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_question_in_a_prompt_is_what_the_user_said_last(name):
+    tokenizer = FAMILIES[name].tokenizer(family_template(name, tags=False))
+    asked = [{"role": "user", "content": "the fox"}]
+    for before in ([], [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]):
+        prompt = tokenizer.apply_chat_template([*before, *asked], add_generation_prompt=True, tokenize=False)
+        assert last_question(prompt, tokenizer) == "the fox"
+    tokenizer.chat_template = None
+    assert last_question("the fox", tokenizer) == "the fox"
 
 
 @pytest.mark.parametrize("name", ["built-in mistral-v3", "built-in mistral-tekken"])

@@ -1,9 +1,11 @@
-# finetune with CUDA, for Docker and Podman; apptainer.def is the same for Apptainer. Build it in the repository:
+# finetune with CUDA, for Docker and Podman; scripts/cluster/apptainer.def is the same for Apptainer. In the repository:
 #
-#   podman build --file scripts/cluster/Containerfile --tag finetune .
-#   podman run --rm --device nvidia.com/gpu=all --ipc=host --ulimit memlock=-1 --volume "$PWD:/work" finetune doctor
+#   docker build --tag finetune .
+#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --volume "$PWD:/work" finetune doctor
+#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --volume "$PWD:/work" finetune launch RECIPE
 #
-# Passes hadolint. Not built: it was written where no registry is in reach.
+# hadolint 2.15 finds nothing. It has never been built: it was written where no Docker daemon runs. With Podman,
+# `--device nvidia.com/gpu=all` in place of `--gpus all`.
 FROM docker.io/library/python:3.12-slim-bookworm
 
 # g++: DeepSpeed compiles its CPU optimizer at the first start; libaio: ZeRO on NVMe; ibverbs: NCCL on InfiniBand, RoCE.
@@ -20,7 +22,8 @@ COPY finetune finetune
 COPY accelerate_configs accelerate_configs
 COPY recipes recipes
 COPY scripts scripts
-RUN pip install --no-cache-dir --constraint constraints.txt .
+# Editable, so that `finetune new` finds recipes/base.
+RUN pip install --no-cache-dir --constraint constraints.txt --editable .
 
 WORKDIR /work
 ENTRYPOINT ["python", "-m", "finetune"]

@@ -1,0 +1,63 @@
+"""Three functions for notebooks and scripts; all else is the command line's.
+
+    from finetune import generate, load_recipe, train
+
+    recipe = load_recipe("lora.yaml", "optimizer.lr=1e-4")
+    run_dir = train(recipe)
+    generate(run_dir, ["What are your opening hours?"])
+
+Each raises UserError (finetune/errors.py) for what the user can fix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune.recipe import Recipe
+from finetune.recipe import load_recipe as _load_recipe
+from finetune.startup import few_collections, import_transformers, quiet_libraries
+
+
+def load_recipe(path: str | Path, *overrides: str) -> Recipe:
+    """Returns a recipe, frozen and checked; overrides: as on the command line, `optimizer.lr=1e-4`.
+
+    `recipe.model_copy(update=...)` makes others of it.
+    """
+    return _load_recipe(path, overrides)
+
+
+def train(recipe: Recipe | str | Path, *overrides: str) -> Path:
+    """Trains a recipe, or a file with overrides, in this process; returns the run directory. An interrupt (SIGINT)
+    saves and raises `Stopped`; the same call resumes.
+
+    Several processes are started by `finetune launch` or `accelerate launch`, of a script that calls this as well.
+    """
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.engine.start import leave_group
+        from finetune.training.run import train as run
+        from finetune.training.signals import StopRequest, listening
+
+    name = "the recipe" if isinstance(recipe, Recipe) else str(recipe)
+    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, *overrides)
+    on_main = threading.current_thread() is threading.main_thread()  # the only one that may handle signals
+    with listening() if on_main else contextlib.nullcontext(StopRequest()) as stop:
+        folder = run(loaded, name, stop)
+        leave_group()
+    return folder
+
+
+def generate(
+    run_dir: str | Path, prompts: Sequence[str], max_new_tokens: int = 256, temperature: float = 0.0
+) -> list[str]:
+    """Returns the answers of a trained model (a run directory or a model folder). temperature 0: greedy."""
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.export.commands import answers
+
+    return answers(Path(run_dir), prompts, max_new_tokens, temperature)

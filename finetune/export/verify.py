@@ -1,0 +1,455 @@
+"""The gate: whether an export answers like what was trained, in figures.
+
+    rows of the run's held-out data ── the run's model, adapter beside its base ── log-probs of trained tokens ─┐
+                                    └─ the export, loaded as anyone loads it ───── log-probs ───────────────────┴ KL
+
+Teacher-forced, so that errors do not add up along a text; and what is around the weights: the tokens of rendered
+conversations, the tokens that end a generation, names of tensors, greedy texts. The run's model is computed by peft's
+forward, not by the sums that merged it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from finetune.data.building import OpenedSources
+from finetune.data.dataset import build_dataset, build_held_out, until_end
+from finetune.data.samples import Example
+from finetune.errors import UserError
+from finetune.export.commands import auto_class, load_trained
+from finetune.export.trained import Trained, find_trained
+from finetune.models.config import first_line, load_tokenizer, model_config
+from finetune.models.weights import add_adapters
+from finetune.recipe import Recipe
+from finetune.recipe.schema import HeldOut
+from finetune.utils import write_atomically
+
+VERIFY = "verify.json"
+ROWS = 32
+_KEPT_BYTES = 2**28  # of the run's log-probabilities, fp32
+_GREEDY_ROWS, _GREEDY_TOKENS = 4, 24
+_CHAT = [{"role": "user", "content": "How many days has a week?"}]
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """What a format may cost, in nats and shares."""
+
+    kl_mean: float
+    kl_max: float
+    top1: float  # least share of trained tokens with the same likeliest token
+
+
+# Rounding of weights alone, measured with room to spare (docs/export.md). The largest of some thousand tokens is up to
+# a hundred times the mean.
+THRESHOLDS = {
+    "float32": Threshold(1e-6, 1e-3, 0.999),
+    "bfloat16": Threshold(1e-3, 0.1, 0.97),
+    "float16": Threshold(1e-4, 1e-2, 0.99),
+    "q8_0": Threshold(1e-2, 1.0, 0.95),
+}
+# An update that is lost moves a model by what it had moved it; rounding moves it by much less, but for runs that
+# hardly trained.
+_LOST_SHARE, _ROUNDING = 0.25, {"float32": 1e-9, "bfloat16": 1e-5, "float16": 1e-6, "q8_0": 1e-3}
+
+
+@dataclass
+class Figures:
+    """How an export compares with its run."""
+
+    format: str
+    rows: int = 0
+    tokens: int = 0  # trained ones
+    kl_mean: float | None = None  # KL(trained, exported) per token, nats
+    kl_max: float | None = None
+    top1: float | None = None  # share of tokens with the same likeliest token
+    kl_base: float | None = None  # KL(trained, base): what training has changed; of adapters
+    greedy: float | None = None  # share of equal greedy texts
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"passed": self.passed, **asdict(self)}
+
+    def judge(self) -> None:
+        """Add what is beyond the format's thresholds to the problems."""
+        limits = THRESHOLDS[self.format]
+        for name, value, limit in (("mean", self.kl_mean, limits.kl_mean), ("maximal", self.kl_max, limits.kl_max)):
+            if value is not None and not value <= limit:
+                self.problems.append(f"{name} KL per trained token is {value:.3g}, more than {limit:g} ({self.format})")
+        if self.top1 is not None and self.top1 < limits.top1:
+            self.problems.append(f"only {self.top1:.1%} of likeliest tokens are the same, less than {limits.top1:.1%}")
+        if self.kl_mean is not None and self.kl_base is not None:
+            lost = self.kl_mean / self.kl_base if self.kl_base else 0.0
+            if self.kl_mean > _ROUNDING[self.format] and lost > _LOST_SHARE:
+                self.problems.append(
+                    f"the mean KL is {lost:.0%} of what training changed ({self.kl_base:.3g}): a part of it is lost"
+                )
+        if self.format == "float32" and self.greedy is not None and self.greedy < 1:
+            self.problems.append(f"only {self.greedy:.0%} of greedy texts are the same")
+
+
+def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | None = None) -> Figures:
+    """Compare an export with the run that it is of; write verify.json and the card. Raises UserError where the run's
+    rows, its base or the export cannot be read at all."""
+    recipe = _recipe(trained)
+    figures = Figures(export_format(export))
+    examples = held_out_examples(recipe, trained.settings, rows)
+    _compare_tokens(figures, recipe, trained.settings, export, examples)
+    _compare_configs(figures, recipe, export, base)
+    with _quiet():
+        run = _Reference.of(load_reference(trained, base), recipe, trained, examples, figures)
+        model = _load_export(export, figures, base or recipe.model.name)
+        if model is not None:
+            run.compare(model, export, figures)
+    figures.judge()
+    _write(export, trained, figures)
+    return figures
+
+
+def find_against(run_dir: Path, export: Path, step: str | None) -> Trained:
+    """Returns what an export claims to be of, or the step that was asked for. Raises UserError."""
+    about = export / "export.json"
+    if step is None and about.is_file():
+        known = json.loads(about.read_text(encoding="utf-8"))["step"]
+        step = None if known is None else str(known)
+    return find_trained(run_dir, step)
+
+
+def export_format(export: Path) -> str:
+    """Returns the type of the weights. Raises UserError for a folder that is no export."""
+    if not (export / "config.json").is_file():
+        raise UserError(f"{export}: no model here (no config.json)")
+    config = json.loads((export / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config") or {}
+    found = next((c[key] for c in (config, text) for key in ("dtype", "torch_dtype") if c.get(key)), "float32")
+    return found if found in THRESHOLDS else "float32"
+
+
+def _recipe(trained: Trained) -> Recipe:
+    if trained.recipe is None:
+        raise UserError(f"{trained.run_dir}: no recipe.yaml here, so there are no rows to compare on: give a run")
+    if trained.recipe.objective.scores_sequences:
+        raise UserError(f"{trained.run_dir}: a model of scores has no answers to compare; `finetune score` uses it")
+    return trained.recipe
+
+
+# --- rows
+
+
+def held_out_examples(recipe: Recipe, tokenizer: Path, rows: int) -> list[Example]:
+    """Returns the first rows of `data.eval`, or of `data.train`, as a tokenizer's folder renders them. Raises
+    UserError."""
+    model = recipe.model.model_copy(
+        update={"tokenizer": str(tokenizer), "chat_template": None, "chat_template_arguments": None}
+    )
+    data = recipe.data.model_copy(update={"streaming": False, "mixture": None, "overlong": "truncate"})
+    recipe = recipe.model_copy(update={"model": model, "data": data})
+    loaded, opened = load_tokenizer(model), OpenedSources(recipe)
+    if isinstance(data.eval, HeldOut):
+        held_out = build_held_out(recipe, loaded, opened)
+    else:
+        sources = tuple(
+            source.model_copy(update={"limit": min(rows, source.limit or rows), "weight": 1.0, "max_epochs": None})
+            for source in data.eval_sources or data.train
+        )
+        held_out = build_dataset(recipe, sources, loaded, opened=opened)
+    assert held_out is not None
+    return [held_out.examples[i] for i in range(min(rows, len(held_out.examples)))]
+
+
+def _compare_tokens(figures: Figures, recipe: Recipe, settings: Path, export: Path, examples: list[Example]) -> None:
+    """Compare rows and conversations as both tokenizers and templates write them, and the tokens that end them."""
+    try:
+        theirs = held_out_examples(recipe, export, len(examples))
+        tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (settings, export)]
+    except (UserError, OSError, ValueError, KeyError) as error:
+        figures.problems.append(f"the export's tokenizer does not render the run's rows: {first_line(error)}")
+        return
+    for ours, their in zip(examples, theirs, strict=False):
+        if not _same_tokens(ours, their):
+            figures.problems.append(f"{ours.path}:{ours.row} has other tokens: another tokenizer or chat template")
+            break
+    if len(theirs) != len(examples):
+        figures.problems.append(f"{len(theirs)} of {len(examples)} rows are rendered: another chat template")
+    if examples and (problem := _other_prompt(*tokenizers)):
+        figures.problems.append(problem)
+    ends = [_ends(folder) for folder in (settings, export)]
+    if ends[0] - ends[1]:
+        figures.problems.append(f"{sorted(ends[0] - ends[1])} end an answer in the run, and do not in the export")
+
+
+# What an export may have otherwise than the base.
+_FREE = {"dtype", "torch_dtype", "tie_word_embeddings", "vocab_size", "use_cache", "architectures", "_name_or_path"}
+_FREE |= {"transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "name_or_path"}
+
+
+def _compare_configs(figures: Figures, recipe: Recipe, export: Path, base: str | None) -> None:
+    name, revision = (base, None) if base else (recipe.model.name, recipe.model.revision)
+    theirs, code = AutoConfig.from_pretrained(export), recipe.model.trust_remote_code
+    if recipe.model.config is not None:
+        ours: Any = model_config(recipe.model)
+    else:
+        ours = AutoConfig.from_pretrained(str(name), revision=revision or "main", trust_remote_code=code)
+    settings = [_settings(config.to_dict()) for config in (ours, theirs)]
+    for key in sorted(settings[0].keys() | settings[1].keys()):
+        ours, theirs = (one.get(key) for one in settings)
+        if ours != theirs:
+            figures.problems.append(f"config.json: {key} is {theirs}, and {ours} in the run")
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns what decides how a model computes."""
+    return {
+        key: _settings(value) if key.endswith("_config") and isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _FREE
+    }
+
+
+def _same_tokens(ours: Example, theirs: Example) -> bool:
+    pairs = zip(ours.sequences, theirs.sequences, strict=True)
+    return all(np.array_equal(a.input_ids, b.input_ids) and np.array_equal(a.loss_mask, b.loss_mask) for a, b in pairs)
+
+
+def _other_prompt(ours: Any, theirs: Any) -> str | None:
+    """Returns how a prompt differs, as a server tokenises it: with the special tokens that a tokenizer adds itself."""
+    texts = []
+    for tokenizer in (ours, theirs):
+        has_template = bool(tokenizer.chat_template)
+        chat = tokenizer.apply_chat_template(_CHAT, add_generation_prompt=True, tokenize=False) if has_template else ""
+        texts.append((chat, tokenizer(chat or "How many?")["input_ids"]))
+    if texts[0][0] != texts[1][0]:
+        return "a prompt is rendered otherwise: another chat template"
+    if texts[0][1] != texts[1][1]:
+        return (
+            f"a prompt has other tokens: it begins with {texts[1][1][:3]} in the export, {texts[0][1][:3]} in the run"
+        )
+    return None
+
+
+def _ends(folder: Path) -> set[int]:
+    try:
+        ends = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:
+        return set()
+    return set(ends) if isinstance(ends, list) else {ends} - {None}  # pyright: ignore[reportReturnType]
+
+
+# --- models
+
+
+def load_reference(trained: Trained, base: str | None = None) -> Any:
+    """Returns the trained model in fp32, adapters beside their base: what training computed with. Raises UserError."""
+    recipe = _recipe(trained)
+    if not trained.is_checkpoint:
+        return load_trained(trained.folder, base).float().eval()
+    model = _untrained(recipe, base)
+    if trained.is_adapter:
+        assert recipe.lora is not None
+        model = add_adapters(model.float(), recipe.lora, torch.float32)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in trained.shapes:
+            parameters[name].copy_(trained.read(name))
+    return model.float().eval()
+
+
+def _untrained(recipe: Recipe, base: str | None) -> Any:
+    if recipe.model.config is not None:
+        return AutoModelForCausalLM.from_config(model_config(recipe.model))
+    name, code = base or recipe.model.name, recipe.model.trust_remote_code
+    assert name is not None
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            name, revision=recipe.model.revision or "main", trust_remote_code=code, dtype=torch.float32
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"the base model {name!r} cannot be loaded: {first_line(error)}; give --base") from None
+
+
+def _load_export(export: Path, figures: Figures, base: str | None) -> Any | None:
+    """Returns the export in fp32; None where transformers cannot load it."""
+    try:
+        load: Any = auto_class(str(export)).from_pretrained
+        model, report = load(export, dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        figures.problems.append(f"transformers cannot load it: {first_line(error)}")
+        return None
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, report.get(kind) or ())):
+            figures.problems.append(f"{kind.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
+    return model.eval()
+
+
+@dataclass
+class _Reference:
+    """What the run's model says, kept while the export is in its place."""
+
+    sequences: list[tuple[Tensor, Tensor]]  # ids (T,), mask (T,)
+    log_probs: list[Tensor]  # (S, V) each
+    prompts: list[list[int]]
+    texts: list[list[int]]
+    ends: set[int]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: Any, recipe: Recipe, trained: Trained, examples: list[Example], figures: Figures) -> _Reference:
+        sequences = [
+            (torch.from_numpy(one.input_ids.astype("int64")), torch.from_numpy(one.loss_mask))
+            for example in examples
+            for one in example.sequences
+        ]
+        kept, log_probs, kl_base, room = [], [], 0.0, _KEPT_BYTES
+        adapted = hasattr(model, "disable_adapter")
+        for ids, mask in sequences:
+            if room <= 0:
+                break
+            found = _log_probs(model, ids, mask)
+            if adapted:
+                with model.disable_adapter():
+                    kl_base += float(_kl(found, _log_probs(model, ids, mask)).sum())
+            room -= found.nbytes
+            kept.append((ids, mask))
+            log_probs.append(found)
+        figures.rows, figures.tokens = len(kept), sum(map(len, log_probs))
+        figures.kl_base = kl_base / figures.tokens if adapted and figures.tokens else None
+        ends = _ends(trained.settings)
+        prompts = [prompt for ids, mask in kept if (prompt := ids[: int(mask.int().argmax())].tolist())][:_GREEDY_ROWS]
+        texts = [_greedy(model, prompt, ends) for prompt in prompts]
+        return cls(kept, log_probs, prompts, texts, ends)
+
+    @torch.no_grad()
+    def compare(self, model: Any, export: Path, figures: Figures) -> None:
+        """Fill in how the export's model differs."""
+        rows = model.get_input_embeddings().weight.shape[0]
+        highest = max((int(ids.max()) for ids, _ in self.sequences), default=0)
+        if highest >= rows:
+            figures.problems.append(
+                f"token {highest} has no embedding: the export has {rows} rows, added ones are lost"
+            )
+            return
+        head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        if model.config.get_text_config().tie_word_embeddings and not torch.equal(head, embeddings):
+            figures.problems.append("config.json ties the head to the embeddings, and the files hold another head")
+        total, worst, same = 0.0, 0.0, 0
+        for (ids, mask), ours in zip(self.sequences, self.log_probs, strict=True):
+            theirs = _log_probs(model, ids, mask)
+            width = min(ours.shape[1], theirs.shape[1])  # padding of the vocabulary, if any
+            kl = _kl(ours[:, :width], theirs[:, :width])
+            total += float(kl.sum())
+            worst = max(worst, float(kl.max()) if kl.isfinite().all() else float("inf"))
+            same += int((ours.argmax(1) == theirs.argmax(1)).sum())
+        if figures.tokens:
+            figures.kl_mean, figures.kl_max = max(0.0, total / figures.tokens), worst
+            figures.top1 = same / figures.tokens
+        ends = _ends(export)
+        equal = [_greedy(model, p, ends) == text for p, text in zip(self.prompts, self.texts, strict=True)]
+        figures.greedy = sum(equal) / len(equal) if equal else None
+
+
+def _log_probs(model: Any, ids: Tensor, mask: Tensor) -> Tensor:  # (S, V) fp32, of the trained tokens
+    logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, :-1]
+    return torch.log_softmax(logits[mask[1:].to(logits.device)].float(), dim=-1).cpu()
+
+
+def _kl(ours: Tensor, theirs: Tensor) -> Tensor:  # (S,) nats
+    """Returns KL(ours, theirs), normalised again in fp64: in fp32 a small divergence drowns in the rounding of its
+    terms."""
+    p, q = (torch.log_softmax(one.double(), dim=1) for one in (ours, theirs))
+    return (p.exp() * (p - q)).sum(dim=1)
+
+
+def _greedy(model: Any, prompt: list[int], ends: set[int]) -> list[int]:
+    """Returns the likeliest tokens after a prompt, up to and without an end token."""
+    ids = torch.tensor([prompt], device=model.device)
+    settings = GenerationConfig(
+        max_new_tokens=_GREEDY_TOKENS, do_sample=False, eos_token_id=sorted(ends) or None, pad_token_id=0
+    )
+    mask = torch.ones_like(ids)
+    output = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)[0, len(prompt) :]
+    return until_end(output.tolist(), ends)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What transformers and peft say while they load is in the figures, or known (tied heads, experts' patterns)."""
+    loggers = [logging.getLogger(name) for name in ("transformers.modeling_utils", "transformers.loading_report")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+# --- what is written
+
+
+def _write(export: Path, trained: Trained, figures: Figures) -> None:
+    """Write verify.json and the section of the card."""
+    about = {"against": {"step": trained.step, **trained.identity()}, **figures.as_dict()}
+    about["thresholds"] = asdict(THRESHOLDS[figures.format])
+    write_atomically(export / VERIFY, json.dumps(about, indent=1) + "\n")
+    card = export / "README.md"
+    if card.is_file():
+        text = card.read_text(encoding="utf-8").partition(_SECTION)[0].rstrip() + "\n\n"
+        write_atomically(card, text + card_section(figures))
+
+
+_SECTION = "## Compared with the run"
+
+
+def card_section(figures: Figures) -> str:
+    """Returns the card's section, in Markdown."""
+    lines = [f"| {name} | {value} |" for name, value in table_of(figures)]
+    problems = [f"- {problem}" for problem in figures.problems]
+    verdict = "Every figure is within what rounding to this format costs." if figures.passed else "It does not:"
+    head = f"{_SECTION}\n\nWhether this model answers like what was trained, on {figures.rows} held-out rows."
+    return "\n".join([head, "", "| | |", "| --- | --- |", *lines, "", verdict, *problems, ""])
+
+
+def table_of(figures: Figures) -> list[tuple[str, str]]:
+    """Returns the figures that were measured, with their names."""
+    values = {
+        "format": figures.format,
+        "trained tokens": f"{figures.tokens:,}",
+        "KL per token, mean (nats)": figures.kl_mean,
+        "KL per token, maximum": figures.kl_max,
+        "KL of the base, mean": figures.kl_base,
+    }
+    shares = {"same likeliest token": figures.top1, "same greedy text": figures.greedy}
+    shown = [
+        (name, value if isinstance(value, str) else f"{value:.3g}")
+        for name, value in values.items()
+        if value is not None
+    ]
+    return [*shown, *((name, f"{value:.2%}") for name, value in shares.items() if value is not None)]
+
+
+def show_figures(console: Console, figures: Figures) -> None:
+    table = Table("compared with the run", "")
+    for name, value in table_of(figures):
+        table.add_row(name, value)
+    console.print(table)

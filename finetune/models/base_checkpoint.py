@@ -1,0 +1,75 @@
+"""The files of a multimodal base whose text part is trained: what is read of them, and what a result keeps of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import CONFIG_NAME, FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
+
+from finetune.errors import UserError
+from finetune.models.checkpoint_files import checkpoint_file, tensor_places
+from finetune.models.text_part import TextPart, key_mapping, text_part_of
+from finetune.recipe.schema import Model
+
+_PROCESSORS = (FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
+
+
+@dataclass(frozen=True)
+class BaseCheckpoint:
+    """places: the file of each tensor; renames: `key_mapping` of `from_pretrained`, for the text part alone."""
+
+    part: TextPart
+    renames: dict[str, str]
+    places: dict[str, Path]
+    config: Path
+    processors: tuple[Path, ...]
+
+
+def base_checkpoint(model: Model) -> BaseCheckpoint | None:
+    """Returns the files of a recipe's model, None where its text part is all of it.
+
+    They are downloaded where they are not here. Raises UserError where the text part's tensors are not found in them,
+    or would not be written as they are there.
+    """
+    if (part := text_part_of(model)) is None:
+        return None
+    places = tensor_places(model)
+    _check_written(model, part)
+    _check_tied(model, part, places)
+    config = checkpoint_file(model, CONFIG_NAME)
+    assert config is not None  # it was read
+    processors = tuple(path for name in _PROCESSORS if (path := checkpoint_file(model, name)))
+    return BaseCheckpoint(part, key_mapping(part), places, config, processors)
+
+
+def _check_written(model: Model, part: TextPart) -> None:
+    loaded, ours = {*part.files.values()}, {part.in_base(name) for name in part.text.state_dict()}
+    state: dict[str, Tensor] = part.base.state_dict()
+    tensors = {name: tensor for name, tensor in state.items() if name in loaded & ours}
+    if other := sorted({*revert_weight_conversion(part.base, tensors)} - {*part.files}):
+        raise UserError(
+            f"model.name: a result could not be written as {model.name!r} is: transformers would write {other[0]!r}, "
+            "which it does not have"
+        )
+
+
+def _check_tied(model: Model, part: TextPart, places: dict[str, Path]) -> None:
+    """Raises UserError where transformers would tie the LM head, as it has the embedding's values, and we
+    would not, or the other way round."""
+    if not getattr(part.base.config, "tie_word_embeddings", False):
+        return
+    ends = [name for name, own in part.files.items() if own in (f"{part.head}.weight", f"{part.embedding}.weight")]
+    tensors = []
+    for name in ends if len(ends) == 2 else []:
+        with safe_open(places[name], framework="pt") as file:
+            tensors.append(file.get_tensor(name))
+    if tensors and torch.equal(*tensors) != part.text.config.tie_word_embeddings:
+        raise UserError(
+            f"model.name: {model.name!r} has an embedding and an LM head, which its config ties or does not although "
+            "their values say otherwise: set `tie_word_embeddings` in the `text_config` of its config.json right"
+        )

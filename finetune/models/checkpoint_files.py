@@ -1,0 +1,51 @@
+"""Files of the recipe's model, in a folder or in the hub's cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from finetune.errors import UserError
+from finetune.recipe.schema import Model
+
+
+def checkpoint_file(model: Model, name: str) -> Path | None:
+    """Returns a file of the model on this machine, downloaded where it is not yet; None where the model has none of
+    that name."""
+    assert model.name is not None
+    found = cached_file(
+        model.name,
+        name,
+        revision=model.revision or "main",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return Path(found) if found else None
+
+
+def tensor_names(model: Model) -> dict[str, str]:
+    """Returns, for each tensor of the model's weights, the name of its file; of several files, none is downloaded.
+
+    Raises UserError where there are no safetensors files.
+    """
+    if index := checkpoint_file(model, SAFE_WEIGHTS_INDEX_NAME):
+        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    if (file := checkpoint_file(model, SAFE_WEIGHTS_NAME)) is None:
+        raise UserError(
+            f"model.name: {model.name!r} has neither {SAFE_WEIGHTS_INDEX_NAME} nor {SAFE_WEIGHTS_NAME}: the text part "
+            "of a multimodal model is read from safetensors files"
+        )
+    with safe_open(file, framework="pt") as tensors:
+        return dict.fromkeys(tensors.keys(), SAFE_WEIGHTS_NAME)
+
+
+def tensor_places(model: Model) -> dict[str, Path]:
+    """Returns the file of each tensor of the model's weights, downloaded. Raises UserError where one is missing."""
+    names = tensor_names(model)
+    files = {name: checkpoint_file(model, name) for name in sorted({*names.values()})}
+    if missing := [name for name, file in files.items() if file is None]:
+        raise UserError(f"model.name: {model.name!r} lacks {missing[0]}")
+    return {tensor: file for tensor, name in names.items() if (file := files[name])}

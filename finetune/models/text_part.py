@@ -1,0 +1,344 @@
+"""The text part of a multimodal model as a causal language model of its own.
+
+    from a text config        MistralForCausalLM                model.layers.0.self_attn.q_proj.weight
+    in the base's own class   Mistral3ForConditionalGeneration  model.language_model.layers.0.self_attn.q_proj.weight
+    in the base's files       as it was published               language_model.model.layers.0.self_attn.q_proj.weight
+
+Names between the first two follow from where the base's class has the module of the text; those of files from
+transformers' own conversions. Both are tried on device `meta`, for every tensor, before anything is trained.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+
+from finetune.errors import UserError
+from finetune.models.attention.isolation import FAILURES, quietly, randomize
+from finetune.models.checkpoint_files import tensor_names
+from finetune.models.config import base_config
+from finetune.models.tiny_config import PRETRAINED_POSITIONS, VOCABULARY, tiny_config
+from finetune.recipe.schema import Model
+
+_LOGIT_TOLERANCE = 1e-5  # relative
+_MULTIMODAL = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+State = dict[str, Tensor]
+
+
+def is_multimodal(config: PretrainedConfig) -> bool:
+    """Returns whether a config is of a model that has a text model as a part."""
+    if config.model_type not in _MULTIMODAL or not type(config).__module__.startswith("transformers."):
+        return False
+    return config.get_text_config(decoder=True) is not config and not getattr(config, "is_encoder_decoder", False)
+
+
+def text_config(config: PretrainedConfig, has_head: bool) -> PretrainedConfig:
+    """Returns the config of a multimodal model's text part, for which transformers' auto class then has a class.
+
+    has_head: whether there is an LM head in the model's files. Raises UserError where transformers has no text model.
+    """
+    text = copy.deepcopy(config.get_text_config(decoder=True))
+    if hasattr(config, "tie_word_embeddings"):
+        # The base's class reads its own setting, whose default may be wrong: it unties what has other values in files.
+        text.tie_word_embeddings = config.tie_word_embeddings and (text.tie_word_embeddings or not has_head)
+    if (crossed := getattr(text, "cross_attention_layers", None)) is not None:
+        # They look at images; without one they are skipped, so for texts they are no part of the model.
+        text.num_hidden_layers -= len(crossed)
+        text.cross_attention_layers = []
+    text.name_or_path = config.name_or_path
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        AutoModelForCausalLM.register(type(text), _causal_class(text), exist_ok=True)
+    return text
+
+
+def _causal_class(text: PretrainedConfig) -> Any:
+    """Returns the causal class of a config that transformers' auto class does not know: its own, or one made here."""
+    modeling = importlib.import_module(type(text).__module__.replace(".configuration_", ".modeling_"))
+    for name, value in vars(modeling).items():
+        if name.endswith("ForCausalLM") and value.config_class is type(text):
+            return value
+    try:
+        body: Any = AutoModel._model_mapping[type(text)]
+    except KeyError:
+        raise UserError(f"{type(text).__name__} has no text model in transformers") from None
+    return _made(body, type(text))
+
+
+def _made(body: Any, config_class: type[PretrainedConfig]) -> Any:
+    """Returns a causal class around a text model that transformers has only within a multimodal one."""
+    family = next(base for base in body.__mro__ if base.__module__ == body.__module__ and base is not body)
+
+    class MadeForCausalLM(family, transformers.GenerationMixin):
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' name and type)
+        _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+
+        def __init__(self, config: PretrainedConfig):
+            super().__init__(config)
+            self.model = body(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(
+            self, input_ids: Any = None, logits_to_keep: int | Tensor = 0, **arguments: Any
+        ) -> CausalLMOutputWithPast:
+            outputs = self.model(input_ids=input_ids, **arguments)
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(outputs.last_hidden_state[:, kept])
+            return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
+
+    MadeForCausalLM.__name__ = MadeForCausalLM.__qualname__ = f"{body.__name__.removesuffix('Model')}ForCausalLM"
+    MadeForCausalLM.config_class = config_class
+    MadeForCausalLM.base_model_prefix = "model"
+    return MadeForCausalLM
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """Where a base has the tensors of its text part. `base` and `text`: models of shapes alone, on `meta`."""
+
+    base: Any
+    text: Any
+    files: dict[str, str | None]  # tensors of its files, and what they are in the base, see `_loaded_names`
+    body: str  # path of the text model in the base, "model.language_model"
+    head: str  # path of its LM head, "lm_head"
+    layers: tuple[int, ...]  # of each layer of the text part, its number in the base
+
+    def in_base(self, name: str) -> str:
+        """Returns the base's name, in memory, of a tensor or module of the text part."""
+        prefix = f"{self.text.base_model_prefix}."
+        if not name.startswith(prefix):
+            return name.replace(self._text_head, self.head, 1)
+        return f"{self.body}.{_renumbered(name.removeprefix(prefix), self.layers)}"
+
+    def base_without_weights(self) -> Any:
+        """Returns the base's own model of shapes alone, its embeddings tied as they are in its files."""
+        model = copy.deepcopy(self.base)
+        model.config.tie_word_embeddings = self.text.config.tie_word_embeddings
+        model.tie_weights()
+        return model
+
+    @cached_property
+    def embedding(self) -> str:
+        """Path of the embedding in the base."""
+        return self.in_base(_path_of(self.text, self.text.get_input_embeddings()))
+
+    @cached_property
+    def _text_head(self) -> str:
+        return _path_of(self.text, self.text.get_output_embeddings())
+
+
+def _renumbered(name: str, layers: tuple[int, ...]) -> str:
+    return re.sub(r"(?<=layers\.)\d+", lambda match: str(layers[int(match[0])]), name, count=1)
+
+
+def _path_of(model: Any, module: Any) -> str:
+    return next(name for name, one in model.named_modules() if one is module)
+
+
+def text_part_of(model: Model) -> TextPart | None:
+    """Returns the text part of the recipe's model, None where it is all of it. Raises UserError where it cannot be
+    found.
+
+    The first call must be before an engine starts: ZeRO-3 changes how models are made.
+    """
+    return _text_part(model.name, model.revision, model.trust_remote_code) if model.name else None
+
+
+@cache
+def _text_part(name: str, revision: str | None, trust_remote_code: bool) -> TextPart | None:
+    model = Model(name=name, revision=revision, trust_remote_code=trust_remote_code)
+    config = base_config(model)
+    if not is_multimodal(config):
+        return None
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(
+            f"model.name: the weights of {name!r} are stored quantised, and of a multimodal model that cannot be "
+            "trained here: name a copy in 16 bits, as publishers have it for training"
+        )
+    return find_text_part(config, tensor_names(model))
+
+
+def find_text_part(config: PretrainedConfig, files: Iterable[str] | None = None) -> TextPart:
+    """Returns the text part of a multimodal config. Raises UserError where its place in the base's class is unclear.
+
+    files: names of all tensors in them; None: as transformers would write them.
+    """
+    with torch.device("meta"), no_init_weights():
+        base = _of_base_class(config)
+    names = revert_weight_conversion(base, base.state_dict()) if files is None else files
+    files, base._weight_conversions = _loaded_names(base, names)  # the latter as after loading: the way back
+    if (head := base.get_output_embeddings()) is None:
+        raise _unclear(config, f"{type(base).__name__} has no LM head")
+    head = _path_of(base, head)
+    with torch.device("meta"), no_init_weights():
+        text: Any = AutoModelForCausalLM.from_config(text_config(config, f"{head}.weight" in files.values()))
+    if not hasattr(text, text.base_model_prefix):  # Llama 4, Llama 3.2 Vision: the attribute's name in the base
+        type(text).base_model_prefix = "model"
+    body = getattr(text, text.base_model_prefix)
+    found = [name for name, module in base.named_modules() if type(module) is type(body)]
+    if len(found) != 1:
+        raise _unclear(config, f"{type(base).__name__} has {len(found)} of {type(body).__name__}")
+    crossed = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or []
+    count = text.config.num_hidden_layers + len(crossed)
+    layers = tuple(i for i in range(count) if i not in crossed)
+    part = TextPart(base, text, files, found[0], head, layers)
+    ours = {part.in_base(name): tensor.shape for name, tensor in text.state_dict().items()}
+    theirs = {name: tensor.shape for name, tensor in base.state_dict().items()}
+    if differing := [name for name, shape in ours.items() if theirs.get(name) != shape]:
+        raise _unclear(config, f"{type(base).__name__} has no {differing[0]} of that shape")
+    tied = base.get_expanded_tied_weights_keys(all_submodels=True)
+    for target, source in text.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if tied.get(part.in_base(target)) != part.in_base(source):
+            raise _unclear(config, f"{target} is tied, in {type(base).__name__} it is not")
+    return part
+
+
+def _of_base_class(config: PretrainedConfig) -> Any:
+    """Returns a new model of the class that the checkpoint says, else of the one that transformers has for it."""
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    name = (config.architectures or [str(names[config.model_type])])[0]
+    try:
+        return getattr(transformers, name)(copy.deepcopy(config))
+    except (AttributeError, ImportError) as error:
+        raise _unclear(config, " ".join(str(error).split())[:200]) from error
+
+
+def check_text_part(model: Model) -> None:
+    """Raises UserError where the text part of the recipe's model gives other logits than the base's class does for text
+    alone.
+
+    Tried with a small text part: in the base's class, made on `meta`, it takes the place of its own, so that the other
+    parts would fail if anything called them.
+    """
+    if (part := text_part_of(model)) is None:
+        return
+    config, where = base_config(model), "tried on a small copy, "
+    try:
+        with quietly():
+            difference = _logits_differ(part, config)
+    except FAILURES as error:
+        raise _unclear(config, f"{where}{type(error).__name__}: {str(error)[:200]}") from error
+    if difference > _LOGIT_TOLERANCE:
+        raise _unclear(config, f"{where}its logits differ from {type(part.base).__name__}'s by {difference:.0e}")
+
+
+def _logits_differ(part: TextPart, config: PretrainedConfig) -> float:
+    """Returns the largest difference, relative to the largest logit."""
+    small = tiny_config(part.text.config)
+    torch.manual_seed(0)
+    text: Any = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+    randomize(text)
+    config = copy.deepcopy(config)
+    name = next(name for name in config.sub_configs if getattr(config, name) is config.get_text_config(decoder=True))
+    setattr(config, name, copy.deepcopy(small))
+    with torch.device("meta"), no_init_weights():
+        base = _of_base_class(config).eval()
+    base.set_submodule(part.body, getattr(text, text.base_model_prefix))
+    base.set_submodule(part.head, text.get_output_embeddings())
+    document = torch.randint(3, VOCABULARY, (1, PRETRAINED_POSITIONS + 5), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, theirs = (one(input_ids=document, use_cache=False).logits.double() for one in (text, base))
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def _unclear(config: PretrainedConfig, why: str) -> UserError:
+    return UserError(f"the text part of {type(config).__name__} cannot be trained by itself: {why}")
+
+
+def key_mapping(part: TextPart) -> dict[str, str]:
+    """Returns `from_pretrained`'s argument that makes the text part's names of those in the base's files.
+
+    Raises UserError unless each tensor of the text part then is made of those that the base's class would make it of,
+    and of no other.
+    """
+    ours = {part.in_base(name): name for name in part.text.state_dict()}
+    wanted = {name: ours.get(loaded or "") for name, loaded in part.files.items()}
+    tied = part.text.get_expanded_tied_weights_keys(all_submodels=True)
+    if lacking := {name for name, _ in part.text.named_parameters()} - {*tied, *wanted.values()}:
+        raise _unclear(part.base.config, f"no tensor in its files is {min(lacking)}")
+    for renames in (_other_beginnings(part), _renames_of_base(part)):
+        if _loaded_names(part.text, part.files, renames)[0] == wanted:
+            return renames
+    raise _unclear(part.base.config, "transformers' names for it, alone and as a part, are not alike")
+
+
+def _other_beginnings(part: TextPart) -> dict[str, str]:
+    """Returns renames for files in which the same names begin differently: "^language_model\\." to ""."""
+    theirs = revert_weight_conversion(part.base, {part.in_base(n): t for n, t in part.text.state_dict().items()})
+    by_end = {end: name for name in theirs for end in _ends(name)}
+    renames: dict[str, str] = {}
+    for name in revert_weight_conversion(part.text, part.text.state_dict()):
+        found = next((by_end[end] for end in _ends(_renumbered(name, part.layers)) if end in by_end), None)
+        if found is None:
+            return {}
+        alike = max((end for end in _ends(name) if found == end or found.endswith(f".{end}")), key=len, default="")
+        before, after = found.removesuffix(alike), name.removesuffix(alike)
+        if before != after:
+            renames[f"^{re.escape(before)}"] = after
+    for number in {*range(max(part.layers))} - {*part.layers}:  # layers without a text part: out of the way
+        like = next((before for before in renames if re.search(r"\.layers\\\.\d+\\\.$", before)), None)
+        if like is not None:
+            renames[re.sub(r"\d+(?=\\\.$)", str(number), like)] = f"no_text.{number}."
+    return dict(sorted(renames.items(), key=lambda rename: -len(rename[0])))
+
+
+def _renames_of_base(part: TextPart) -> dict[str, str]:
+    """Returns the renames of the base's class, and then those of its text part."""
+    renames: dict[str, str] = {}
+    for one in get_model_conversion_mapping(part.base, add_legacy=False):
+        if isinstance(one, WeightRenaming) and one.scope_prefix is None:
+            renames |= dict(zip(one._original_source_patterns, one._original_target_patterns, strict=False))
+    body = part.in_base(f"{part.text.base_model_prefix}.")
+    return renames | {
+        f"^{re.escape(body)}": f"{part.text.base_model_prefix}.",
+        f"^{re.escape(part.head)}\\.": f"{part._text_head}.",
+    }
+
+
+def _ends(name: str) -> list[str]:
+    """
+    >>> _ends("model.norm.weight")
+    ['model.norm.weight', 'norm.weight', 'weight']
+    """
+    pieces = name.split(".")
+    return [".".join(pieces[i:]) for i in range(len(pieces))]
+
+
+def _loaded_names(
+    model: Any, files: Iterable[str], renames: dict[str, str] | None = None
+) -> tuple[dict[str, str | None], list[Any]]:
+    """Returns what `from_pretrained` makes of each tensor of a checkpoint, and the conversions by which it does.
+
+    That is the name of the model's tensor (the first, where several are made of it), None where it has no use for it.
+    """
+    conversions = get_model_conversion_mapping(model, renames)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    own, names = model.state_dict(), {}
+    for name in files:
+        loaded, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        names[name] = loaded if loaded in own else None
+    return names, [one for one in conversions if one.was_used()]

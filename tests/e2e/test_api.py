@@ -1,0 +1,51 @@
+"""The functions for notebooks and scripts, and the notebook that shows them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+import finetune
+from finetune.errors import UserError
+
+
+def test_a_recipe_is_trained_and_tried(recipe: dict[str, Any], write_recipe: Any) -> None:
+    loaded = finetune.load_recipe(write_recipe(recipe), "train.max_steps=2")
+    run_dir = finetune.train(loaded)
+    assert run_dir == Path(recipe["run"]["dir"]) / "run"
+    answers = finetune.generate(run_dir, ["river stone", "green"], max_new_tokens=4)
+    assert len(answers) == 2
+    assert answers == finetune.generate(run_dir / "model", ["river stone", "green"], max_new_tokens=4)
+    with pytest.raises(UserError, match="no result here"):
+        finetune.generate(run_dir.parent, ["green"])
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        getattr(finetune, "trian")  # noqa: B009
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    code = "import sys; before = set(sys.modules); import finetune; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "pydantic", "yaml", "typer", "finetune.api"} & set(done.stdout.split())
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells in order, in one namespace, from the folder that it lies in."""
+    for name in ("recipes", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path / "docs")
+    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    namespace: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), namespace)
+    assert len(namespace["losses"]) == 10
+    assert namespace["losses"][-1] < namespace["losses"][0]
+    assert (tmp_path / "runs" / "notebook" / "model" / "config.json").is_file()

@@ -1,0 +1,190 @@
+"""Multimodal checkpoints: their text part is trained as plain transformers computes it in the base's own class, each
+document alone, and comes back in the base's own layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from conftest import metrics, train_here
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+from finetune.data.dataset import build_dataset
+from finetune.data.loader import Loader
+from finetune.errors import UserError
+from finetune.export.base_layout import name_in_adapter
+from finetune.export.commands import load_result, merge_adapter
+from finetune.models.attention import attention_for
+from finetune.models.config import load_tokenizer, model_config
+from finetune.models.text_part import text_part_of
+from finetune.models.weights import Placement, load_model
+from finetune.recipe import load_recipe
+from finetune.recipe.schema import Model, Recipe
+
+STEPS = 3
+ONE_PER_FORWARD = ("qwen3_5", "llama4")  # attention that cannot keep packed documents apart
+
+
+def families(*default: str) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in default else [pytest.mark.long]) for name in tiny.MULTIMODAL]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    return lambda name: folder / name if (folder / name).exists() else tiny.save_multimodal(folder, name)
+
+
+def text_recipe(recipe: dict[str, Any], base: Path, **changes: Any) -> dict[str, Any]:
+    recipe["model"]["name"] = str(base)
+    recipe["optimizer"] = {"lr": 1e-3, "max_grad_norm": None}
+    recipe["schedule"] = {"name": "constant"}
+    recipe["train"]["max_steps"] = STEPS
+    recipe["batch"]["rows_per_device"] = 2 if base.name not in ONE_PER_FORWARD else 1
+    return {**recipe, **changes}
+
+
+def plain_step(model: Any, recipe: Recipe, step: int) -> Tensor:
+    """The mean over all target tokens of a step, by plain transformers on one document after the other."""
+    data = build_dataset(recipe, recipe.data.train, load_tokenizer(recipe.model))
+    data = data.unpacked() if recipe.batch.rows_per_device == 1 else data
+    batches = Loader(data.in_order(recipe), recipe.batch.rows, 1, 0, 1, 10**6).step(step).batches
+    losses, count = [], 0
+    for batch in batches:
+        labels = torch.full_like(batch.inputs["input_ids"], -100)
+        labels[0, batch.targets.positions + 1] = batch.targets.ids
+        lengths = list(batch.sequence_lengths)
+        for ids, expected in zip(batch.inputs["input_ids"].split(lengths, 1), labels.split(lengths, 1), strict=True):
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            losses.append(cross_entropy(logits, expected[0, 1:], ignore_index=-100, reduction="sum"))
+            count += int((expected[0, 1:] != -100).sum())
+    return torch.stack(losses).sum() / count
+
+
+def plain_losses(model: Any, trained: list[Tensor], recipe: Recipe) -> list[float]:
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = plain_step(model, recipe, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def losses_of(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run) if "loss" in line]
+
+
+def plain_base(base: Path) -> Any:
+    return AutoModelForMultimodalLM.from_pretrained(base, dtype=torch.float32).train()
+
+
+def assert_same_layout(result: Path, base: Path, touched: set[str]) -> None:
+    """Keys, shapes and types of the base; what is not touched, bit for bit; its class finds all and no more."""
+    ours, theirs = load_file(result / "model.safetensors"), load_file(base / "model.safetensors")
+    assert {n: (t.shape, t.dtype) for n, t in ours.items()} == {n: (t.shape, t.dtype) for n, t in theirs.items()}
+    changed = {name for name in ours if not torch.equal(ours[name], theirs[name])}
+    assert changed == touched
+    assert json.loads((result / "config.json").read_text()) == json.loads((base / "config.json").read_text())
+    assert (result / "preprocessor_config.json").read_bytes() == (base / "preprocessor_config.json").read_bytes()
+    _, said = AutoModelForMultimodalLM.from_pretrained(result, output_loading_info=True)
+    assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def in_files(base: Path, names: set[str]) -> set[str]:
+    """Names in files of tensors of the base's class in memory."""
+    part = text_part_of(Model(name=str(base)))
+    assert part is not None
+    return {file for file, loaded in part.files.items() if loaded in names}
+
+
+# An untied head that the config calls tied; a text part that transformers has no causal class of.
+@pytest.mark.parametrize("name", families("mistral3", "qwen3_vl"))
+def test_full(recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: Path, name: str) -> None:
+    base = bases(name)
+    path = write_recipe(text_recipe(recipe, base))
+    train_here(path)
+    model = plain_base(base)
+    wanted = plain_losses(model, list(model.parameters()), load_recipe(path))
+    assert losses_of(tmp_path / "runs" / "run") == pytest.approx(wanted, rel=1e-6)
+    trained = {n for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+    result = tmp_path / "runs" / "run" / "model"
+    assert_same_layout(result, base, in_files(base, trained))
+    saved = AutoModelForMultimodalLM.from_pretrained(result, dtype=torch.float32)
+    for (ours, p), (theirs, q) in zip(saved.named_parameters(), model.named_parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-4 if p.grad is None else 0, msg=f"{ours} {theirs}")
+    assert load_result(tmp_path / "runs" / "run")[0].config.model_type == name
+
+
+# A tied head, and towers that have modules of the same names.
+@pytest.mark.parametrize("name", families("mistral3", "gemma3"))
+def test_lora(recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: Path, name: str) -> None:
+    base = bases(name)
+    whole = name == "qwen3_vl"
+    lora = {"rank": 4, "alpha": 8, **({"modules_to_save": ["lm_head"]} if whole else {})}
+    path = write_recipe(text_recipe(recipe, base, mode="lora", lora=lora))
+    train_here(path)
+    run = tmp_path / "runs" / "run"
+
+    loaded = load_recipe(path)
+    config = model_config(loaded.model)
+    start = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", torch.device("cpu")))
+    part = text_part_of(loaded.model)
+    assert part is not None
+    adapted = PeftModel.from_pretrained(plain_base(base), str(run / "model"), is_trainable=True)
+    with torch.no_grad():
+        theirs = dict(adapted.named_parameters())
+        ours = {name_in_adapter(part, n): p for n, p in start.named_parameters() if p.requires_grad}
+        assert ours.keys() == {n for n, p in theirs.items() if p.requires_grad}
+        end = {n: theirs[n].clone() for n in ours}
+        for n, p in ours.items():
+            theirs[n].copy_(p)
+    wanted = plain_losses(adapted, [theirs[n] for n in ours], loaded)
+    assert losses_of(run) == pytest.approx(wanted, rel=1e-6)
+    for n, p in end.items():
+        torch.testing.assert_close(p, theirs[n], rtol=0, atol=2e-4)
+
+    merged = merge_adapter(run, tmp_path / "merged")
+    modules = {n.split(".lora_")[0].removeprefix("base_model.model.") + ".weight" for n in ours if ".lora_" in n}
+    assert_same_layout(merged, base, in_files(base, modules | {f"{part.head}.weight"} if whole else modules))
+    ids = torch.arange(3, 40)[None]
+    adapter, _ = load_result(run)
+    logits = AutoModelForMultimodalLM.from_pretrained(merged, dtype=torch.float32).eval()(input_ids=ids).logits
+    torch.testing.assert_close(adapter(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_but_text_is_in_memory(recipe: dict[str, Any], write_recipe: Any, bases: Any) -> None:
+    loaded = load_recipe(write_recipe(text_recipe(recipe, bases("gemma3"), mode="lora", lora={"rank": 4})))
+    config = model_config(loaded.model)
+    model = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", torch.device("cpu")))
+    assert config.model_type == "gemma3_text"
+    plain = AutoModelForCausalLM.from_config(config)
+    adapters = sum(p.numel() for n, p in model.named_parameters() if ".lora_" in n)
+    assert sum(p.numel() for p in model.parameters()) - adapters == sum(p.numel() for p in plain.parameters())
+
+
+def test_what_cannot_be_is_refused(recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="give its text part alone, `model_type: mistral`"):
+        model_config(Model(config=tiny.MULTIMODAL["mistral3"], tokenizer="x"))
+    quantised = tiny.save_multimodal(tmp_path, "gemma3")
+    settings = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps({**settings, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(UserError, match="stored quantised"):
+        text_part_of(Model(name=str(quantised)))
+    tied = tiny.save_multimodal(tmp_path / "tied", "mistral3", text_config=tied_text(), tie_word_embeddings=True)
+    assert model_config(Model(name=str(tied))).tie_word_embeddings
+
+
+def tied_text() -> dict[str, Any]:
+    return {**tiny.MULTIMODAL["mistral3"]["text_config"], "tie_word_embeddings": True}
