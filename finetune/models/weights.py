@@ -147,6 +147,8 @@ def _base_model(
         model.__class__ = load.__mro__[1]
     if layers is not None:
         _complete(model, without_weights(config, auto, dtype=dtype, attn_implementation=attention.implementation))
+    if conversions := getattr(model, "_weight_conversions", None):  # under ZeRO-3, those without a use as well
+        model._weight_conversions = [one for one in conversions if one.was_used()]
     if base is not None:
         model._weight_conversions = [one for one in model._weight_conversions if not _is_ours(one, base.renames)]
         if auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
