@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.data.batch import UNSHARDED
 from finetune.engine.context_parallel import apply_context_parallel
 from finetune.engine.parallelism import Parallelism
 from finetune.errors import UserError
@@ -134,4 +135,4 @@ def test_compiled_layers_take_one_document_per_forward() -> None:
 @pytest.mark.parametrize("sizes", [Parallelism(context=2), Parallelism(sequence=2)])
 def test_tokens_of_a_mixers_document_cannot_be_shared(sizes: Parallelism) -> None:
     with pytest.raises(UserError, match="Qwen3_5GatedDeltaNet runs along each document whole, so its tokens cannot"):
-        apply_context_parallel(choice_of(qwen3_5()), lambda length: ((0, length),), sizes, 0)
+        apply_context_parallel(choice_of(qwen3_5()), UNSHARDED, sizes, 0)
