@@ -53,6 +53,7 @@ LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
 # each by its own size, makes steps of their rounding; the bound on parameters is for the rate's size of step.
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}", "optimizer.lr=1e-3")
 DEEP = ("pp_interleaved", "pp_4")  # four stages
+HYBRID = ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload")
 ATTENTION = "lora.targets=[q_proj, k_proj, v_proj, o_proj]"
 CLASSIFY = (f"objective={{name: classify, labels: [{', '.join(tiny.LABELS)}]}}",)
 PAIRS = ("data.max_length=128", "optimizer.lr=3e-4")
@@ -162,6 +163,17 @@ CASES = (
     Case("full qwen3_moe balance unpacked", (BALANCE, "data.packing=false"), model="qwen3_moe"),
     Case("full mixtral offloaded", ("train.activation_offload=true",), model="mixtral", on=("ep",)),
     Case("full mixtral bf16", ("train.precision=bf16",), "mixtral", None, BF16_LOSS_RELATIVE, float("inf")),
+    # Mixers run per document, of which ranks have different numbers.
+    Case("full qwen3_5", (), model="qwen3_5", on=HYBRID),
+    Case("lora qwen3_5", LORA, model="qwen3_5", on=HYBRID),
+    Case("full qwen3_5 checkpointing", ("train.activation_checkpointing=true",), model="qwen3_5", on=HYBRID),
+    Case("full granite_hybrid", ("batch.rows_per_device=2",), model="granite_hybrid", on=HYBRID),
+    Case(
+        "lora granite_hybrid checkpointing selective",
+        (*LORA, "train.activation_checkpointing=selective"),
+        model="granite_hybrid",
+        on=HYBRID,
+    ),
     Case("full paged_adamw", ("optimizer.name=paged_adamw",)),
     Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
     Case("qlora", QLORA),
