@@ -41,6 +41,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", **_SHAPE, **_EXPERTS, "num_local_experts": 8, "intermediate_size": 32},
     "qwen3_moe": {"model_type": "qwen3_moe", **_SHAPE, **_EXPERTS, "num_experts": 8, "moe_intermediate_size": 32}
     | {"head_dim": 16, "norm_topk_prob": True},
+    # Hybrids: a gated delta net, or Mamba 2, and a layer of attention.
+    "qwen3_5": {"model_type": "qwen3_5_text", **_SHAPE, "layer_types": ["linear_attention", "full_attention"]}
+    | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "granite_hybrid": {"model_type": "granitemoehybrid", **_SHAPE, "layer_types": ["mamba", "attention"]}
+    | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 128, "mamba_n_heads": 8}
+    | {"mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "position_embedding_type": "nope"},
 }
 _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28}
 _HEADS: dict[str, Any] = {"num_attention_heads": 2, "patch_size": 14}
@@ -58,10 +65,31 @@ _TEXT: dict[str, Any] = {**_SHAPE, "head_dim": 16}
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "mistral3": {
         "model_type": "mistral3",
-        "text_config": {"model_type": "mistral", **_TEXT},
+        "text_config": {"model_type": "mistral", **_TEXT, "sliding_window": None},
         "vision_config": {"model_type": "pixtral", **_VISION, **_HEADS, "head_dim": 16},
         "image_token_index": 370,
         "tie_word_embeddings": False,
+    },
+    "ministral3": {
+        "model_type": "mistral3",
+        "text_config": {"model_type": "ministral3", **_TEXT, "tie_word_embeddings": True}
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            }
+            | {
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            }
+        },
+        "vision_config": {"model_type": "pixtral", **_VISION, **_HEADS, "head_dim": 16},
+        "image_token_index": 370,
     },
     "gemma3": {  # tied
         "model_type": "gemma3",

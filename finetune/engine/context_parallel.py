@@ -91,6 +91,9 @@ def _obstacle(choice: AttentionChoice, parallelism: Parallelism) -> str | None:
     """What the parallelism rules cannot know before the model's class and the installed packages are known."""
     if not choice.isolates_documents:
         return f"{choice.reason}, so its tokens cannot be sharded: use data parallel only"
+    if choice.mixers:
+        names = ", ".join(choice.mixers)
+        return f"{names} runs along each document whole, so its tokens cannot be sharded: use data parallel only"
     if choice.implementation in WITHIN_DOCUMENTS:
         return None
     if parallelism.context > 1 and choice.implementation == "flash_attention_2":
@@ -153,7 +156,7 @@ def token_ranks(parallelism: Parallelism, rank: int) -> TokenRanks:
 def _summed(groups: list[Any], tensor: Tensor) -> Tensor:
     """Returns the sum over the ranks of all groups, on each of them; nothing is sent for an empty tensor (of a dummy).
 
-    Each rank goes on with the same sum, and the loss is the sum of what the ranks make of it: so is the gradient.
+    Each rank continues with the same sum, and the loss is the sum of what the ranks make of it: so is the gradient.
     """
     summed: Any = _SumOverRanks.apply(groups, tensor) if tensor.numel() else tensor
     return summed

@@ -3,6 +3,7 @@ document alone, and comes back in the base's own layout."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +14,18 @@ import tiny
 import torch
 from conftest import metrics, train_here
 from peft import PeftModel
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSequenceClassification
 
 from finetune.data.dataset import build_dataset
 from finetune.data.loader import Loader
 from finetune.errors import UserError
 from finetune.export.base_layout import name_in_adapter
-from finetune.export.commands import load_result, merge_adapter
+from finetune.export.commands import ExportOptions, export_run, load_result, merge_adapter
+from finetune.export.score import load_scorer
 from finetune.models.attention import attention_for
 from finetune.models.config import load_tokenizer, model_config
 from finetune.models.text_part import text_part_of
@@ -31,7 +34,15 @@ from finetune.recipe import load_recipe
 from finetune.recipe.schema import Model, Recipe
 
 STEPS = 3
-ONE_PER_FORWARD = ("qwen3_5", "llama4")  # attention that cannot keep packed documents apart
+# Recipes that ship, and the tiny models of the same classes.
+RECIPES = {
+    "mistral-small-3.2-24b": "mistral3",
+    "ministral3-8b": "ministral3",
+    "llama4-scout": "llama4",
+    "gemma3-4b": "gemma3",
+    "gemma4-31b": "gemma4",
+    "qwen3.5-9b": "qwen3_5",
+}
 
 
 def families(*default: str) -> list[Any]:
@@ -49,14 +60,15 @@ def text_recipe(recipe: dict[str, Any], base: Path, **changes: Any) -> dict[str,
     recipe["optimizer"] = {"lr": 1e-3, "max_grad_norm": None}
     recipe["schedule"] = {"name": "constant"}
     recipe["train"]["max_steps"] = STEPS
-    recipe["batch"]["rows_per_device"] = 2 if base.name not in ONE_PER_FORWARD else 1
+    recipe["batch"]["rows_per_device"] = 1  # of some, attention cannot keep packed documents apart
     return {**recipe, **changes}
 
 
 def plain_step(model: Any, recipe: Recipe, step: int) -> Tensor:
     """The mean over all target tokens of a step, by plain transformers on one document after the other."""
     data = build_dataset(recipe, recipe.data.train, load_tokenizer(recipe.model))
-    data = data.unpacked() if recipe.batch.rows_per_device == 1 else data
+    packs = attention_for(recipe, model_config(recipe.model), "cpu").isolates_documents
+    data = data if packs else data.unpacked()
     batches = Loader(data.in_order(recipe), recipe.batch.rows, 1, 0, 1, 10**6).step(step).batches
     losses, count = [], 0
     for batch in batches:
@@ -124,11 +136,11 @@ def test_full(recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: P
     saved = AutoModelForMultimodalLM.from_pretrained(result, dtype=torch.float32)
     for (ours, p), (theirs, q) in zip(saved.named_parameters(), model.named_parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=2e-4 if p.grad is None else 0, msg=f"{ours} {theirs}")
-    assert load_result(tmp_path / "runs" / "run")[0].config.model_type == name
+    assert load_result(tmp_path / "runs" / "run")[0].config.model_type == tiny.MULTIMODAL[name]["model_type"]
 
 
-# A tied head, and towers that have modules of the same names.
-@pytest.mark.parametrize("name", families("mistral3", "gemma3"))
+# A tied head, and a tower that has modules of the same names.
+@pytest.mark.parametrize("name", families("gemma3"))
 def test_lora(recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: Path, name: str) -> None:
     base = bases(name)
     whole = name == "qwen3_vl"
@@ -162,6 +174,53 @@ def test_lora(recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: P
     adapter, _ = load_result(run)
     logits = AutoModelForMultimodalLM.from_pretrained(merged, dtype=torch.float32).eval()(input_ids=ids).logits
     torch.testing.assert_close(adapter(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_is_exported_in_the_base_s_layout(
+    recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: Path
+) -> None:
+    """Of a tied head, which has no weights of its own to be left as they were."""
+    base, run, out = bases("gemma3"), tmp_path / "runs" / "run", tmp_path / "exported"
+    train_here(write_recipe(text_recipe(recipe, base, checkpoint={"every_steps": STEPS})))
+    export_run(run, ExportOptions(step=str(STEPS), out=out), Console(file=io.StringIO()))
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, run / "model"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert json.loads((out / "config.json").read_text()) == json.loads((base / "config.json").read_text())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_a_head_of_scores_makes_a_text_model(
+    recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: Path, mode: str
+) -> None:
+    rows = tiny.write_rows(tmp_path / "pairs.jsonl", tiny.preferences(60))
+    data = {"train": [{"path": str(rows), "format": "preference"}], "max_length": 128}
+    values = text_recipe(recipe, bases("mistral3"), mode=mode, objective={"name": "reward"}, data=data)
+    train_here(write_recipe({**values, "lora": {"rank": 4}} if mode == "lora" else values))
+    run = tmp_path / "runs" / "run"
+    result = run / "model" if mode == "full" else merge_adapter(run, tmp_path / "merged")
+    model, said = AutoModelForSequenceClassification.from_pretrained(result, output_loading_info=True)
+    assert (type(model).__name__, model.config.model_type) == ("MistralForSequenceClassification", "mistral")
+    assert not said["missing_keys"]
+    assert not said["unexpected_keys"]
+    scorer = load_scorer(run).model
+    ids = torch.arange(3, 30)[None]
+    torch.testing.assert_close(model.eval()(input_ids=ids).logits, scorer(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("folder", RECIPES)
+def test_recipes_that_ship(made: Path, bases: Any, tmp_path: Path, folder: str) -> None:
+    base, run = bases(RECIPES[folder]), tmp_path / f"{folder}-lora"
+    sources = {"train": made / "rows.jsonl", "eval": made / "held_out.jsonl"}
+    overrides = [f"data.{key}=[{{path: {path}, format: messages}}]" for key, path in sources.items()]
+    overrides += [f"model.name={base}", "model.chat_template=null", "data.max_length=64", "train.max_steps=2"]
+    overrides += [f"run.dir={tmp_path}", "evaluate.generate=0", "train.precision=fp32", "batch.rows=8"]
+    train_here(Path(__file__).parents[2] / "recipes" / folder / "lora.yaml", *overrides)
+    assert len(losses_of(run)) == 2
+    merge_adapter(run, tmp_path / "merged")
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
 
 
 def test_nothing_but_text_is_in_memory(recipe: dict[str, Any], write_recipe: Any, bases: Any) -> None:
