@@ -229,7 +229,9 @@ def new(
     data: Annotated[str | None, typer.Option(help="File, folder, URL or dataset of the hub.")] = None,
     mode: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run. Default: of data and mode.")] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: NAME.yaml in this folder.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: NAME.yaml in this folder.")
+    ] = None,
 ) -> None:
     """Write a recipe that fits a model and your rows; asks for what is not given.
 
