@@ -147,7 +147,7 @@ def gate(trained: Any, export: Path, base: str | None, console: Console, rows: i
     """
     from finetune.export.verify import ROWS, show_figures, verify_export
 
-    why = _not_compared(trained)
+    why = _not_compared(trained, base)
     if why is not None:
         console.print(f"not compared with what was trained: {why}", highlight=False)
         return None
@@ -159,13 +159,13 @@ def gate(trained: Any, export: Path, base: str | None, console: Console, rows: i
     return figures
 
 
-def _not_compared(trained: Any) -> str | None:
+def _not_compared(trained: Any, base: str | None) -> str | None:
     """Returns why there is nothing to compare an export with."""
     if trained.recipe is None:
         return "no run is around it"
     if trained.recipe.objective.scores_sequences:
         return "a model of scores has no answers"
-    name = trained.recipe.model.name
+    name = base or trained.recipe.model.name
     if trained.is_checkpoint and name is not None and is_multimodal(AutoConfig.from_pretrained(name)):
         return "of a multimodal base only results are compared, not checkpoints"
     return None

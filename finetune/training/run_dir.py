@@ -76,7 +76,7 @@ def in_use(engine: Engine, folder: Path) -> Iterator[None]:
 
 
 def _held_by_another(lock: FileLock, folder: Path) -> str | None:
-    """Takes the lock, or returns who holds it, for a message: empty if that is not known."""
+    """Takes the lock, or returns who holds it, for a message. Raises RunFailure where the disk refuses."""
     launch = folder / ".launch.json"
     for seconds in (0, _WAIT_S):
         try:
@@ -92,6 +92,9 @@ def _held_by_another(lock: FileLock, folder: Path) -> str | None:
         except NotImplementedError:
             log.warning("%s: this file system has no locks: make sure that a run is launched only once", lock.lock_file)
             return None
+        except OSError as error:
+            lock.release()
+            raise disk_failure(folder, error) from error
     try:
         holder = json.loads(launch.read_bytes())
         return f" (process {holder['process']} on {holder['host']}, since {holder['since']})"
@@ -123,8 +126,13 @@ class RunLog:
     ):
         main = engine.is_main
         self._metrics = StepLog(folder / "metrics.jsonl", first_step) if main else None
-        self._samples = _samples(engine, folder / "samples", first_step) if recipe.tracking.samples else None
-        self._trackers = Trackers(recipe, folder, config, ids) if main else None
+        try:
+            self._samples = _samples(engine, folder / "samples", first_step) if recipe.tracking.samples else None
+            self._trackers = Trackers(recipe, folder, config, ids) if main else None
+        except BaseException:
+            if self._metrics:
+                self._metrics.close()
+            raise
         self._thread = Background("run-log")
 
     def write(self, entry: dict[str, Any], step: int) -> None:

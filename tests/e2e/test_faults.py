@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -276,6 +278,56 @@ def test_no_room_for_a_file_of_the_run(interrupted: tuple[Path, list[float]], ru
     train_here(path)
     assert losses(run) == before
     assert json.loads((run / "status.json").read_text())["status"] == "finished"
+
+
+class Opened:
+    """Notes each file below a folder that Python opens for writing, and lets one of them find the disk full."""
+
+    def __init__(self) -> None:
+        self.folder, self.seen, self.full = "", dict[str, None](), ""
+        sys.addaudithook(self._hook)  # for good: it can be told nothing to watch, but not be removed
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not self.folder or not isinstance(arguments[0], str) or not arguments[2] & 0o3:
+            return
+        path = os.path.abspath(arguments[0])
+        if not path.startswith(self.folder + os.sep):
+            return
+        name = re.sub(r"(\.partial|\.tmp|-\w{8})(?=/|$)", "", path.removeprefix(self.folder + os.sep))
+        self.seen[name] = None
+        if name == self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    @contextlib.contextmanager
+    def below(self, folder: Path, full: str = "") -> Iterator[dict[str, None]]:
+        self.folder, self.full, self.seen = str(folder), full, {}
+        try:
+            yield self.seen
+        finally:
+            self.folder = ""
+
+
+@pytest.mark.long
+def test_no_room_for_any_file_of_a_run(saving: dict[str, Any], write_recipe: Any, run: Path) -> None:
+    """One after the other: a message each, what is there stays intact, and with room again the run is what it was."""
+    saving["train"]["max_steps"] = 2
+    saving["tracking"] = {"samples": True}
+    path, opened = write_recipe(saving), Opened()
+    with opened.below(run) as written:
+        train_here(path)
+    assert {"metrics.jsonl", "model/config.json", "checkpoints/.partial-step/manifest.json"} <= written.keys()
+    before = losses(run)
+    for i, name in enumerate([name for name in written if name != ".lock"]):
+        other = run.with_name(f"other{i}")
+        with opened.below(other, name), pytest.raises((RunFailure, UserError), match=r"(?i)no space|not be written"):
+            train_here(path, f"run.name={other.name}")
+        status = other / "status.json"
+        assert name == "status.json" or not status.exists() or json.loads(status.read_text())["status"] == "failed", (
+            name
+        )
+        train_here(path, f"run.name={other.name}")
+        assert losses(other) == before, name
+        assert json.loads(status.read_text())["status"] == "finished", name
 
 
 @pytest.mark.parametrize("limit", [3_000, 30_000, 400_000])
