@@ -92,9 +92,7 @@ def _recipe_keys(incomplete: str) -> Iterator[str]:
 RecipePath = Annotated[Path, typer.Argument(help="Recipe file (YAML).", metavar="RECIPE")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        help="Override recipe keys: section.key=value.", metavar="[KEY=VALUE]...", autocompletion=_recipe_keys
-    ),
+    typer.Argument(help="Override recipe keys: section.key=value.", metavar="KEY=VALUE", autocompletion=_recipe_keys),
 ]
 RunDir = Annotated[Path, typer.Argument(help="Run directory, such as runs/quickstart-full.", metavar="RUN_DIR")]
 _RANK_0_DELAY_S = 30.0  # by which its imports may take longer than another rank's
@@ -266,7 +264,9 @@ def check(
     overrides: Overrides = None,
     config_file: Annotated[Path | None, typer.Option(help="Also check against this accelerate config.")] = None,
     num_processes: Annotated[int | None, typer.Option(help="World size, if not that of the config.")] = None,
-    recipe_only: Annotated[bool, typer.Option(help="Check the recipe only: no tokenizer, no data.")] = False,
+    recipe_only: Annotated[
+        bool, typer.Option("--recipe-only", help="Check the recipe only: no tokenizer, no data.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Validate a recipe without training: schema, launch, chat template, loss masks, data.
@@ -421,8 +421,10 @@ def clean_cache(
 @app.command(cls=Command)
 def generate(
     run_dir: RunDir,
-    prompt: Annotated[list[str] | None, typer.Argument(help="Prompts. Default: read from the terminal.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    prompt: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts. Default: read from the terminal.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:

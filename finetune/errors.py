@@ -1,4 +1,4 @@
-"""The exceptions that a command turns into its exit status, and the message of what nobody foresaw."""
+"""The exceptions that a command turns into its exit status, and the message of an unforeseen error."""
 
 from __future__ import annotations
 

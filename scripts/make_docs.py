@@ -3,8 +3,8 @@
     python scripts/make_docs.py            # after a change of finetune/recipe/schema.py or of a recipe
 
 docs/recipe-keys.md has every key of a recipe: type, limits and default from the JSON Schema, its meaning from the
-comments of finetune/recipe/schema.py. README.md has a table of recipes between two marks; who needs what is from the
-recipes' headers. A test holds both to what the code says.
+comments of finetune/recipe/schema.py. docs/recipes.md has a table of recipes between two marks; who needs what is from
+the recipes' headers. A test holds both to what the code says.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ NAMES = {  # of the folders of recipes
     "mistral-nemo-12b": "Mistral Nemo 12B",
     "mistral-small-24b": "Mistral Small 24B",
     "mixtral-8x7b": "Mixtral 8x7B",
+    "mistral-small-3.2-24b": "Mistral Small 3.2 24B",
+    "ministral3-8b": "Ministral 3 8B",
+    "llama4-scout": "Llama 4 Scout",
+    "gemma3-4b": "Gemma 3 4B",
+    "gemma4-31b": "Gemma 4 31B",
+    "qwen3.5-9b": "Qwen3.5 9B",
     "gsm8k": "GSM8K, any model",
     "quickstart": "quickstart, no download",
 }
@@ -164,7 +170,7 @@ def recipes_table() -> str:
     rows = ["| model | recipes | the smallest of them needs |", "| --- | --- | --- |"]
     for folder, name in NAMES.items():
         paths = sorted((ROOT / "recipes" / folder).glob("*.yaml"))
-        links = ", ".join(f"[{path.stem}](recipes/{folder}/{path.name})" for path in paths)
+        links = ", ".join(f"[{path.stem}](../recipes/{folder}/{path.name})" for path in paths)
         places = [re.search(r"# Where: +([^;\n]+)", path.read_text(encoding="utf-8")) for path in paths]
         needs = min((place[1].strip() for place in places if place), key=gigabytes)
         rows.append(f"| {name} | {links} | {needs} |")
@@ -177,16 +183,16 @@ def gigabytes(place: str) -> float:
     return number * float(found[2]) if found else 0
 
 
-def readme() -> str:
-    """Returns README.md with the table of recipes as it should be."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def recipes_page() -> str:
+    """Returns docs/recipes.md with the table of recipes as it should be."""
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     before, _, rest = text.partition(MARKS[0])
     return f"{before}{MARKS[0]}\n\n{recipes_table()}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 
 
 def main() -> None:
     (ROOT / "docs" / "recipe-keys.md").write_text(keys_page(), encoding="utf-8")
-    (ROOT / "README.md").write_text(readme(), encoding="utf-8")
+    (ROOT / "docs" / "recipes.md").write_text(recipes_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

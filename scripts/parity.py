@@ -58,6 +58,8 @@ CLASSIFY = (f"objective={{name: classify, labels: [{', '.join(tiny.LABELS)}]}}",
 PAIRS = ("data.max_length=128", "optimizer.lr=3e-4")
 REWARD = (*PAIRS, "objective={name: reward, centering: 0.01}")
 DISTILL = ("objective.name=distill", "objective.nll_weight=0.2")
+# Two that the rows have, and more than the spare rows of the embedding.
+TOKENS = f"tokens.add={json.dumps(['quick stars', 'under table', *(f'<{i}>' for i in range(40))])}"
 BALANCE = "objective.router_aux_loss_coef=0.02"
 DEEPSPEED = ("zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 CASES = (
@@ -80,6 +82,8 @@ CASES = (
     Case("lora mistral window", LORA, model="mistral"),
     Case("full qwen3", (), model="qwen3"),
     Case("lora qwen3", LORA, model="qwen3"),
+    Case("full text part", (), model="mistral3"),  # of a multimodal model
+    Case("lora text part", (*LORA, "optimizer.lr=1e-3"), model="gemma3"),
     Case("full checkpointing", ("train.activation_checkpointing=true",)),
     Case("full compile", ("train.compile=true",), on=("ddp", "fsdp2", "pp", "ulysses")),
     Case(
@@ -100,6 +104,10 @@ CASES = (
     Case("lora dropout rslora", (*LORA, "lora.dropout=0.1", "lora.rslora=true", "optimizer.lr=1e-3")),
     Case("lora dora", (*LORA, "lora.dora=true")),
     Case("lora and whole head", (*LORA, "lora.modules_to_save=[lm_head]", "optimizer.lr=1e-3")),
+    Case("full tokens", (TOKENS,), on=("ddp", "fsdp2", "zero3")),
+    Case("lora tokens", (*LORA, TOKENS, "optimizer.lr=1e-3")),
+    Case("lora tied tokens", (*LORA, TOKENS, "optimizer.lr=1e-3"), model="llama_tied"),
+    Case("lora tokens whole", (*LORA, TOKENS, "tokens.train=all"), on=("ddp", "fsdp2", "zero3")),
     Case("full chunked head", ("model.cross_entropy=chunked", "objective.z_loss=1e-3")),
     Case("full focal", ("objective.name=focal",)),  # the trained head's logits again in the backward
     Case("lora focal", (*LORA, "objective.name=focal")),  # the frozen head's gradients kept by token
@@ -182,7 +190,7 @@ SHARED_TOKENS = (
     *("full", "lora", "full accumulate 1", "full auto rows", "full unpacked", "full token budget", "full stream"),
     *PREFERENCES,
     *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16", "full distill", "lora distill"),
-    "full reward",
+    *("full reward", "full text part"),
 )
 UNDER_PIPELINES = tuple(
     case.name
@@ -209,9 +217,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 TENSOR = (
     *("full", "lora", "full unpacked", "lora unpacked", "full tied", "lora tied", "full mistral window"),
     *("full checkpointing selective", "lora dropout rslora", "lora and whole head", "lora tied chunked head"),
-    *("full plain head", "full bf16", "lora bf16", "full qwen3", "lora qwen3"),
+    *("full plain head", "full bf16", "lora bf16", "full qwen3", "lora qwen3", "full text part", "lora text part"),
     *PREFERENCES,
     "lora reward",
+    *("lora tokens", "lora tied tokens"),
 )
 EXPERTS = tuple(
     case.name for case in CASES if case.model in ("mixtral", "qwen3_moe") and (case.on is None or "ep" in case.on)
@@ -299,6 +308,8 @@ def base_recipe(folder: Path) -> dict[str, Any]:
 def prepare(folder: Path) -> None:
     for model in tiny.MODELS:
         tiny.save_model(folder, model)
+    for model in {case.model for case in CASES} & tiny.MULTIMODAL.keys():
+        tiny.save_multimodal(folder, model)
     tiny.write_rows(folder / "rows.jsonl", tiny.conversations(300))
     tiny.write_rows(folder / "held_out.jsonl", tiny.conversations(24, seed=1))
     made_rows = {"preference": tiny.preferences, "unpaired": tiny.unpaired, "classification": tiny.texts}

@@ -58,10 +58,31 @@ _TEXT: dict[str, Any] = {**_SHAPE, "head_dim": 16}
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "mistral3": {
         "model_type": "mistral3",
-        "text_config": {"model_type": "mistral", **_TEXT},
+        "text_config": {"model_type": "mistral", **_TEXT, "sliding_window": None},
         "vision_config": {"model_type": "pixtral", **_VISION, **_HEADS, "head_dim": 16},
         "image_token_index": 370,
         "tie_word_embeddings": False,
+    },
+    "ministral3": {
+        "model_type": "mistral3",
+        "text_config": {"model_type": "ministral3", **_TEXT, "tie_word_embeddings": True}
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            }
+            | {
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            }
+        },
+        "vision_config": {"model_type": "pixtral", **_VISION, **_HEADS, "head_dim": 16},
+        "image_token_index": 370,
     },
     "gemma3": {  # tied
         "model_type": "gemma3",

@@ -282,7 +282,7 @@ def show_checkpoints(console: Console, run_dir: Path, checkpoints: list[Checkpoi
         console.print(f"{run_dir} has no checkpoints")
         return
     title = f"{run_dir}/checkpoints"
-    table = Table("step", "metrics", "size", "written (UTC)", "by", "", title=title, title_justify="left")
+    table = Table("step", "metrics", "size", "written (UTC)", "by", "state", title=title, title_justify="left")
     for entry in checkpoints:
         table.add_row(*_row(entry))
     console.print(table)

@@ -123,8 +123,8 @@ def collate(
     each is not trained.
 
     shares_prompts: what both sequences of a pair begin with is in the row once, before what follows in the first. The
-    positions of the second go on from there, for its attention sees both. A place may predict a token of each, or the
-    same for both, which is computed once (`distinct_targets`):
+    positions of the second continue from there, for its attention sees both. A place may predict a token of each, or
+    the same for both, which is computed once (`distinct_targets`):
 
         sequence         |---- first ---|  second
         input_ids      [[  1, 11, 12,  2,    13,  2 ]]        of 1 11 12 2  and  1 11 13 2

@@ -83,7 +83,7 @@ class Window:
 
 
 class StreamedRows:
-    """The rows of a run, at any position. Positions go on for as long as the sources may be read.
+    """The rows of a run, at any position. Positions continue for as long as the sources may be read.
 
     For one thread at a time: it reads files as it goes.
     """

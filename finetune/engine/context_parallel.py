@@ -153,7 +153,7 @@ def token_ranks(parallelism: Parallelism, rank: int) -> TokenRanks:
 def _summed(groups: list[Any], tensor: Tensor) -> Tensor:
     """Returns the sum over the ranks of all groups, on each of them; nothing is sent for an empty tensor (of a dummy).
 
-    Each rank goes on with the same sum, and the loss is the sum of what the ranks make of it: so is the gradient.
+    Each rank continues with the same sum, and the loss is the sum of what the ranks make of it: so is the gradient.
     """
     summed: Any = _SumOverRanks.apply(groups, tensor) if tensor.numel() else tensor
     return summed

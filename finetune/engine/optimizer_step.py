@@ -81,7 +81,7 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
         for chunk in gradient.split(_CHUNK):
             wide = buffer[: len(chunk)].copy_(chunk)
             cpu_total += torch.dot(wide, wide)
-    return total + cpu_total.to(device)
+    return total + cpu_total.to(device) if on_cpu else total
 
 
 class StepInBackward:

@@ -28,7 +28,8 @@ class Ranks:
         """Returns each value summed over all ranks, in fp64. One collective, one synchronisation."""
         numbers = torch.tensor([v for v in values if not isinstance(v, Tensor)], dtype=torch.float64)
         tensors = [v.detach().double() for v in values if isinstance(v, Tensor)]
-        local = torch.cat([*([torch.stack(tensors)] if tensors else []), numbers.to(self._device)])  # one copy for all
+        copied = [_without_waiting(numbers, self._device)] if len(numbers) else []  # one copy for all
+        local = torch.cat([*([torch.stack(tensors)] if tensors else []), *copied])
         summed = self._all_reduced(local).tolist()
         of_tensors, of_numbers = iter(summed[: len(tensors)]), iter(summed[len(tensors) :])
         return [next(of_tensors if isinstance(v, Tensor) else of_numbers) for v in values]
@@ -42,7 +43,7 @@ class Ranks:
         names = [*of_device, *(name for name in named if name not in of_device)]
         flat = [(named[name].detach().double() / self._copies).reshape(-1) for name in names]
         here, there = flat[: len(of_device)], flat[len(of_device) :]
-        local = torch.cat([*here, *([torch.cat(there).to(self._device)] if there else [])])
+        local = torch.cat([*here, *([_without_waiting(torch.cat(there), self._device)] if there else [])])
         pieces = self._all_reduced(local).cpu().split([part.numel() for part in flat])
         summed = {name: piece.view(named[name].shape) for name, piece in zip(names, pieces, strict=True)}
         return {name: summed[name] for name in named}
@@ -51,7 +52,7 @@ class Ranks:
         """Returns equally many numbers of every rank, in rank order, in fp64. One collective, one synchronisation."""
         if self._size == 1:
             return [list(values)]
-        local = torch.tensor(values, dtype=torch.float64, device=self._device)
+        local = _without_waiting(torch.tensor(values, dtype=torch.float64), self._device)
         everyone = [torch.empty_like(local) for _ in range(self._size)]
         with self._stopwatch.waiting():
             torch.distributed.all_gather(everyone, local)
@@ -86,3 +87,8 @@ class Ranks:
             with self._stopwatch.waiting():
                 torch.distributed.all_reduce(local)
         return local
+
+
+def _without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
+    """Returns a copy on the device. From pinned memory: else the process would wait for all that runs there."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

@@ -25,6 +25,7 @@ from transformers import (
 
 from finetune.errors import RunFailure, UserError
 from finetune.export.scoring import is_scoring, read_labels
+from finetune.models.added_tokens import grow_to
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.config import model_config
 from finetune.models.score_model import labelled
@@ -227,14 +228,16 @@ def load_base(adapter: Path, elsewhere: str | None = None) -> Any:
     """
     settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     name = elsewhere or settings["base_model_name_or_path"]
+    size = len(AutoTokenizer.from_pretrained(adapter))
     try:
         if settings["task_type"] != "SEQ_CLS":
-            return auto_class(name).from_pretrained(name, dtype="auto")
+            return grow_to(auto_class(name).from_pretrained(name, dtype="auto"), size)
         config = labelled(model_config(Model(name=name)), read_labels(adapter))
         config.get_text_config().pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id
         part = base_checkpoint(Model(name=name))
-        return AutoModelForSequenceClassification.from_pretrained(
+        base = AutoModelForSequenceClassification.from_pretrained(
             name, config=config, dtype="auto", key_mapping=part and part.renames
         )
+        return grow_to(base, size)
     except OSError as error:
         raise UserError(f"the adapter's base {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error

@@ -76,7 +76,7 @@ def not_written(out: Path, error: OSError) -> RunFailure:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return RunFailure(
         f"{out} could not be written: {error}; {partial_path(out)} has what was. "
-        f"{'Free space' if full else 'Fix this'} and run the same command again, which goes on from there"
+        f"{'Free space' if full else 'Fix this'} and run the same command again, which continues from there"
     )
 
 

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from finetune.errors import UserError
 from finetune.export.trained import Trained
+from finetune.models.added_tokens import ROWS
+from finetune.models.config import load_tokenizer
 
 _BLOCK = 1 << 24  # elements that are added at a time, 64 MB in fp32
 _PREFIX = "base_model.model."  # peft's, before transformers' names
@@ -48,7 +50,8 @@ class Patch:
         if self.kind == "rows":
             assert self.full is not None
             assert base is not None
-            result = base.to(dtype)
+            result = torch.zeros(shape, dtype=dtype)  # the base may lack the last rows
+            result[: len(base)] = base
             result[list(self.rows)] = self.full().to(dtype)
             return result
         return self._add(base, shape, dtype)
@@ -102,6 +105,7 @@ def adapter_patches(model: Any, trained: Trained) -> dict[str, Patch]:
             for name, _ in module.original_module.named_parameters():
                 key = reader.take(f"{path}.modules_to_save.default.{name}")
                 patches[f"{_plain(path)}.{name}"] = Patch("full", (key,), full=partial(trained.read, key))
+    patches |= reader.rows_of_checkpoint()
     patches |= reader.resized(model.get_base_model())
     reader.check_all_taken()
     return patches
@@ -125,6 +129,20 @@ class _Reader:
             raise UserError(f"{self._trained.folder}: no tensor for {name}: this adapter belongs to another model")
         self._left.difference_update(keys)
         return keys[0]
+
+    def rows_of_checkpoint(self) -> dict[str, Patch]:
+        """Returns the rows of tokens that the recipe adds, by their names in memory."""
+        recipe, patches = self._trained.recipe, {}
+        for key in [key for key in sorted(self._left) if key.endswith(f".{ROWS}")]:
+            assert recipe is not None
+            first, count = len(load_tokenizer(recipe.model)), len(self._trained.shapes[key])
+            self._left.discard(key)
+            full = partial(self._trained.read, key)
+            patch = Patch("rows", (key,), full=full, rows=tuple(range(first, first + count)))
+            name = f"{key.removesuffix(ROWS)}weight"
+            tied = [other for other, one in self._first.items() if one == name]
+            patches |= {_plain(other.removeprefix(_PREFIX)): patch for other in tied}
+        return patches
 
     def resized(self, base: Any) -> dict[str, Patch]:
         """Returns embeddings that peft wrote with the adapter: replaced where rows were added, else the base's own."""

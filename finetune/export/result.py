@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import yaml
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import custom_object_save
@@ -41,6 +42,7 @@ from finetune.export.weight_files import (
     weight_files,
     with_own_class,
 )
+from finetune.models.added_tokens import has_added_tokens, split_rows
 from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
@@ -119,14 +121,38 @@ def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:
     """Write the adapter through peft. Returns what the file must hold."""
     from peft import get_peft_model_state_dict
 
-    model = engine.unwrapped
-    state = {name: tensor for name, tensor in engine.full_tensors(True) if tensor is not None}
-    main.do(lambda: model.save_pretrained(folder, state_dict=state))
-    expected = get_peft_model_state_dict(model, engine.saved_shapes(True)) if engine.is_main else {}
+    model: Any = engine.unwrapped
+    # peft would save a grown embedding whole; its new rows are all that is needed of it.
+    tables: dict[str, Any] = {"save_embedding_layers": False} if has_added_tokens(model) else {}
+    state, rows = split_rows({name: tensor for name, tensor in engine.full_tensors(True) if tensor is not None})
+    state = _with_tied(model, state)
+    main.do(lambda: model.save_pretrained(folder, state_dict=state, **tables))
+    if has_added_tokens(model):
+        main.do(_append, folder / "adapter_model.safetensors", rows)
+    shapes, rows = split_rows(engine.saved_shapes(True))
+    if not engine.is_main:
+        return {}
+    expected = {**get_peft_model_state_dict(model, _with_tied(model, shapes), **tables), **rows}
     if (base := base_of(model)) is not None:
         main.do(adapter_for_base, model, base.part, folder)
         expected = {name_in_adapter(base.part, name): tensor for name, tensor in expected.items()}
     return expected
+
+
+def _with_tied(model: Any, state: State) -> State:
+    """Returns the tensors also by the other names of those that are tied: peft saves modules that are trained in full
+    one by one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if "modules_to_save" in name:
+            names.setdefault(id(parameter), []).append(name)
+    tied = {name: next((one for one in group if one in state), None) for group in names.values() for name in group}
+    return {**{name: state[one] for name, one in tied.items() if one is not None}, **state}
+
+
+def _append(file: Path, tensors: State) -> None:
+    """Raises OSError or SafetensorError."""
+    save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
 
 
 def base_of(model: Any) -> BaseCheckpoint | None:

@@ -220,7 +220,7 @@ class Metrics:
 
 
 def show_metrics(console: Console, metrics: Mapping[str, float]) -> None:
-    table = Table("", "mean")
+    table = Table("metric", "mean")
     for name, value in metrics.items():
         table.add_row(name, f"{value:,}" if name == "rows" else f"{value:.4f}")
     console.print(table)

@@ -193,6 +193,8 @@ class StreamedModel:
             shape: Any = self.trained.shapes[patch.keys[0]].shape
         elif in_base:
             shape = self._base().files.meta(source).shape
+            if patch is not None and patch.kind == "rows":
+                shape = (max(shape[0], max(patch.rows) + 1), *shape[1:])
         elif all(n in self._patches and self._patches[n].kind == "full" for n in group.names):
             shape = group.shapes[name]
         else:
@@ -310,7 +312,7 @@ def _patches(trained: Trained, base: str | None, part: TextPart | None) -> dict[
         if trained.is_checkpoint:
             assert trained.recipe is not None
             assert trained.recipe.lora is not None
-            adapted = add_adapters(model, trained.recipe.lora, torch.float32)
+            adapted = add_adapters(model, trained.recipe.lora, torch.float32, trained.recipe.tokens)
         else:
             config = PeftConfig.from_pretrained(str(trained.folder))
             if config.peft_type != "LORA" or getattr(config, "bias", "none") != "none":

@@ -13,7 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.errors import UserError
-from finetune.recipe.schema import Model, Recipe
+from finetune.models.added_tokens import add_tokens
+from finetune.recipe.schema import Model, Recipe, Tokens
 
 
 def model_config(model: Model) -> PretrainedConfig:
@@ -117,9 +118,9 @@ def depends_on_length(rope_type: str) -> bool:
     return "dynamic" in rope_type or rope_type == "longrope"
 
 
-def check_token_ids(config: PretrainedConfig, tokenizer_size: int) -> None:
-    """Raises UserError where the tokenizer has ids the embedding table does not."""
-    rows = config.get_text_config().vocab_size
+def check_token_ids(config: PretrainedConfig, tokenizer_size: int, tokens: Tokens | None = None) -> None:
+    """Raises UserError where the tokenizer has ids the embedding table does not. tokens: for which it grows."""
+    rows = config.get_text_config().vocab_size + (len(tokens.add) if tokens else 0)
     if tokenizer_size > rows:
         raise UserError(
             f"the tokenizer has {tokenizer_size} tokens, the model's embedding {rows} rows: "
@@ -177,12 +178,12 @@ def dtypes(recipe: Recipe) -> Dtypes:
     return Dtypes(trained=trained, frozen=frozen, compute=compute)
 
 
-def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
+def load_tokenizer(model: Model, tokens: Tokens | None = None) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of `model.tokenizer`, else of `model.name`. Raises UserError where it cannot be loaded or
     is not a fast one.
 
     Padding never reaches the loss: training rows have none. It is used on the left when generating, so a tokenizer
-    without a pad token gets an end token for it, in memory and in the saved result alike.
+    without a pad token gets an end token for it, in memory and in the saved result alike. tokens: to add.
     """
     source = model.tokenizer or model.name
     assert source is not None  # the schema wants one of the two
@@ -203,6 +204,8 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
         raise UserError(f"the tokenizer of {source!r} has no end token (eos_token): generation would never stop")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokens is not None:
+        add_tokens(tokenizer, tokens)
     return tokenizer
 
 

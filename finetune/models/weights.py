@@ -22,14 +22,15 @@ from transformers.initialization import no_init_weights
 
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
+from finetune.models.added_tokens import add_tokens, start_rows, train_rows
 from finetune.models.attention import AttentionChoice
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.compiled import compile_layers
-from finetune.models.config import dtypes, first_line
+from finetune.models.config import dtypes, first_line, load_tokenizer
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.wrapped import SCORE, has_scores
-from finetune.recipe.schema import Lora, Quantization, Recipe
+from finetune.recipe.schema import Lora, Quantization, Recipe, Tokens
 from finetune.utils import full_shape
 
 
@@ -70,12 +71,24 @@ def load_model(
         model, _ = _base_model(recipe, config, attention, base_dtype, placement, AutoModelForCausalLM)
     if not labels and model.get_output_embeddings() is None:
         raise UserError(f"{type(config).__name__} has no LM head to train")
+    first_added = 0
+    if recipe.tokens is not None:
+        if base_checkpoint(recipe.model) is not None:
+            raise UserError(
+                f"tokens.add: {recipe.model.name!r} is multimodal, and its result keeps the tables of the base: train "
+                "without new tokens, or use one of its unused ones"
+            )
+        tokenizer = load_tokenizer(recipe.model)
+        first_added = len(tokenizer)
+        start_rows(model, first_added, add_tokens(tokenizer, recipe.tokens))
     rotate_per_document(model)
     keep_weights_unpacked(model)
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
     if recipe.lora is not None:
         torch.manual_seed(recipe.run.seed + 1)  # the adapters do not depend on how many draws the base took
-        model = add_adapters(model, recipe.lora, types.trained)
+        model = add_adapters(model, recipe.lora, types.trained, recipe.tokens)
+        if recipe.tokens is not None and recipe.tokens.train != "all":
+            train_rows(model, first_added, len(recipe.tokens.add), types.trained)
     if types.compute != torch.float32:
         # Hidden states begin in the compute type: the embedding table may be in fp32, and then the full residual stream
         # would be fp32 on one backend and 16 bit on another.
@@ -237,8 +250,8 @@ def parameter_counts(model: Any) -> tuple[int, int]:
 # --- LoRA adapters through peft, imported where there are any: it takes a second, for it imports bitsandbytes
 
 
-def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
-    """Returns the model with its weights frozen and adapters in `dtype` that train.
+def add_adapters(model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | None = None) -> Any:
+    """Returns the model with its weights frozen and adapters in `dtype` that train. tokens: which it has got.
 
     Raises UserError where `lora.targets` or `lora.modules_to_save` name nothing of the model, and where DoRA would
     divide by zero.
@@ -246,6 +259,8 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
     from peft import LoraConfig, get_peft_model
 
     _check_names(model, lora)
+    tables = _tables_to_train(model, lora) if tokens and tokens.train == "all" else ()
+    whole = [*(lora.modules_to_save or ()), *tables]
     # Llama 4's router is a linear layer by class, but returns two tensors.
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     routers = [name for name, module in linear if type(module).__module__.startswith("transformers.models.")]
@@ -257,8 +272,8 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype) -> Any:
         exclude_modules=routers if lora.targets == "all-linear" and routers else None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
-        modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,
-        ensure_weight_tying=bool(lora.modules_to_save) and bool(model.config.tie_word_embeddings),
+        modules_to_save=whole or None,
+        ensure_weight_tying=bool(whole) and bool(model.config.tie_word_embeddings),
         task_type="SEQ_CLS" if has_scores(model) else "CAUSAL_LM",  # the former trains the head of scores in full
     )
     try:
@@ -290,6 +305,14 @@ def keep_input_types(model: Any) -> None:
             continue
         if all(isinstance(dropout, torch.nn.Identity) for dropout in module.lora_dropout.values()):
             module.cast_input_dtype_enabled = False
+
+
+def _tables_to_train(model: Any, lora: Lora) -> list[str]:
+    """Returns the names of the embedding and of a head of its own, but for those that the recipe names."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tables = [embedding, *([head] if head is not None and head.weight is not embedding.weight else [])]
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if any(module is t for t in tables)]
+    return [name for name in names if name not in (lora.modules_to_save or ())]
 
 
 def _rename_tied(model: Any) -> None:

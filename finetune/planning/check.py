@@ -163,8 +163,8 @@ def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: P
             opened.open(source)
     sources_are_good = len(problems.messages) == found
     with problems:
-        tokenizer = load_tokenizer(recipe.model)
-        check_token_ids(config := training_config(recipe), len(tokenizer))
+        tokenizer = load_tokenizer(recipe.model, recipe.tokens)
+        check_token_ids(config := training_config(recipe), len(tokenizer), recipe.tokens)
         check_sizes(recipe.model, config)
         check_same_vocabulary("objective.reference_model", recipe.objective.reference_model, tokenizer, recipe.model)
         if recipe.batch.rows_per_device == "auto":

@@ -237,7 +237,7 @@ def _networks(diagnosis: Diagnosis) -> Table:
 
 def _collectives(links: Links) -> Table:
     title = f"collectives of all ranks, over {links.backend}"
-    table = Table("", "4 KiB", "message", "time", "bus bandwidth", "1 GB", title=title, title_justify="left")
+    table = Table("collective", "4 KiB", "message", "time", "bus bandwidth", "1 GB", title=title, title_justify="left")
     for one in links.collectives:
         per_gigabyte = one.seconds / one.bytes * 1e9
         cells = (f"{1e6 * one.latency:,.0f} µs", readable_bytes(one.bytes), f"{1e3 * one.seconds:,.1f} ms")
@@ -246,7 +246,7 @@ def _collectives(links: Links) -> Table:
 
 
 def _pairs(links: Links) -> Table:
-    table = Table("ranks", "", "4 KiB", "bandwidth", title="point to point, one way", title_justify="left")
+    table = Table("ranks", "where", "4 KiB", "bandwidth", title="point to point, one way", title_justify="left")
     for pair in links.pairs:
         where = "between nodes" if pair.between_nodes else "same node"
         latency, bandwidth = f"{1e6 * pair.latency:,.0f} µs", f"{pair.bandwidth / 1e9:.2f} GB/s"

@@ -46,7 +46,7 @@ def prepare(recipe: Recipe) -> tuple[list[Prepared], list[str]]:
     from finetune.data.dataset import template_notes  # torch, which the commands of the cache do without
     from finetune.models.config import load_tokenizer
 
-    tokenizer = load_tokenizer(recipe.model)
+    tokenizer = load_tokenizer(recipe.model, recipe.tokens)
     opened = OpenedSources(recipe)
     notes = template_notes(recipe, tokenizer, opened)
     prepared: list[Prepared] = []
@@ -88,7 +88,10 @@ def show_entries(console: Console, folder: Path, entries: Sequence[CachedEntry])
     if not entries:
         console.print(f"{folder}: the cache is empty", soft_wrap=True, highlight=False)
         return
-    table = Table("source", "tokenizer", "tokens", "size", "last used (UTC)", "written by")
+    table = Table("last used (UTC)", "tokens", "size")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_column("source, tokenizer, written by", overflow="fold")
     for entry in entries:
         table.add_row(*_cells(entry))
     console.print(table)
@@ -98,12 +101,13 @@ def show_entries(console: Console, folder: Path, entries: Sequence[CachedEntry])
 
 def _cells(entry: CachedEntry) -> Iterator[str]:
     key, written = entry.of or {}, entry.made or {}
-    if not entry.is_whole:
-        yield "[yellow]incomplete[/yellow]"
-    else:
-        yield escape(f"{key['source']}\n{key['format']}") if key else "[yellow]unknown[/yellow]"
-    yield escape(f"{key['tokenizer']}\nmax_length {key['max_length']:,}") if key else "?"
+    yield f"{datetime.fromtimestamp(entry.used, timezone.utc):%Y-%m-%d %H:%M}"
     yield f"{entry.tokens:,}" if entry.tokens is not None else "?"
     yield readable_bytes(entry.bytes)
-    yield f"{datetime.fromtimestamp(entry.used, timezone.utc):%Y-%m-%d %H:%M}"
-    yield escape(f"finetune {key['finetune']}\n{written['host']}") if key and written else "?"
+    if not entry.is_whole:
+        yield "[yellow]incomplete[/yellow]"
+    elif not key:
+        yield "[yellow]unknown[/yellow]"
+    else:
+        of = f"{key['source']} ({key['format']})\n{key['tokenizer']}, max_length {key['max_length']:,}"
+        yield escape(f"{of}\nfinetune {key['finetune']}" + (f", {written['host']}" if written else ""))

@@ -342,7 +342,8 @@ def _item_of(annotation: Any) -> Any:
 def _is_text(key: Key) -> bool:
     """Whether the schema expects text, or text or null, at `key`."""
     annotation = _annotation_at(key)
-    return annotation is str or str in typing.get_args(annotation)
+    is_list = typing.get_origin(annotation) is tuple
+    return annotation is str or (str in typing.get_args(annotation) and not is_list)
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:

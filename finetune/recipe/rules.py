@@ -204,6 +204,8 @@ def reference_at_hand(recipe: Recipe) -> Iterator[Finding]:
         return
     if recipe.mode == "full":
         yield key, "`adapters_off` needs adapters, and `mode: full` has none: use `precomputed`, or `mode: lora`"
+    if recipe.tokens is not None:
+        yield key, "`adapters_off` is not the initial model where tokens are added (tokens.add): use `precomputed`"
     if recipe.lora is not None and recipe.lora.modules_to_save:
         modules = ", ".join(recipe.lora.modules_to_save)
         yield (
@@ -245,6 +247,20 @@ def distillation(recipe: Recipe) -> Iterator[Finding]:
         yield "objective.jsd_beta", "has an effect under `divergence: jsd` only: remove it"
     if recipe.data.streaming:
         yield "data.streaming", "a teacher's distributions are looked up by example before the run: set it to false"
+
+
+def tokens_are_trained(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.tokens is None:
+        return
+    if recipe.mode == "full" and recipe.tokens.train == "added":
+        yield "tokens.train", "`mode: full` trains all rows: remove it, or use `mode: lora`"
+    for key in ("reference_model", "teacher"):
+        other = getattr(recipe.objective, key)
+        if other is not None and not other.endswith(".parquet"):
+            yield (
+                f"objective.{key}",
+                "lacks the tokens that `tokens.add` adds: remove one of the two",
+            )
 
 
 def objective_takes_formats(recipe: Recipe) -> Iterator[Finding]:
@@ -409,6 +425,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     reference_at_hand,
     dropout_of_pairs,
     distillation,
+    tokens_are_trained,
     objective_takes_formats,
     pairs_are_ranked,
     answers_are_whole,

@@ -70,6 +70,15 @@ Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_list_to_tuple), Field(stri
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple), Field(strict=False, min_length=1)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 
+
+def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ValueError(f"{twice[0]!r} is given twice")
+    if any(not name.strip() for name in names):
+        raise ValueError("a token needs a character that is not white space")
+    return names
+
+
 TemplateArguments = Annotated[dict[str, Any], Field(min_length=1), AfterValidator(check_template_arguments)]
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -139,6 +148,16 @@ class Lora(Section):
     rslora: bool = False  # Kalajdzievski 2023, https://arxiv.org/abs/2312.03732
     dora: bool = False  # Liu et al. 2024, https://arxiv.org/abs/2402.09353
     modules_to_save: Names | None = None  # modules trained fully in addition to the adapters, such as lm_head
+
+
+class Tokens(Section):
+    """Tokens that the tokenizer and the model get in addition."""
+
+    # Each begins as the mean of what the tokenizer made of its text before, in the embedding and an LM head of its own.
+    add: Annotated[Names, AfterValidator(_distinct)]
+    # lora, qlora: train the rows of the added tokens only, or embedding and head in full. null: added. `mode: full`
+    # trains all.
+    train: Literal["added", "all"] | None = None
 
 
 class Quantization(Section):
@@ -496,6 +515,7 @@ Acceptable = Literal[
     "run.seed",
     "model",
     "quantization",
+    "tokens",
     "data.train",
     "data.max_length",
     "data.overlong",
@@ -569,6 +589,7 @@ class Recipe(Section):
     mode: Mode
     lora: Lora | None = None
     quantization: Quantization | None = None
+    tokens: Tokens | None = None
     data: Data
     objective: Objective = Objective()
     batch: Batch

@@ -59,7 +59,7 @@ class ReferenceColumns:
 
     def __init__(self, recipe: Recipe, engine: Engine, training: Data, held_out: Dataset | None, console: Console):
         """Looks for them, which needs no model. Raises UserError where there are none and the recipe's initial model is
-        not the reference, and where a run goes on that had another one."""
+        not the reference, and where a run resumes that had another one."""
         assert isinstance(training, Dataset)  # a rule refuses streams
         self._recipe, self._engine, self._console = recipe, engine, console
         self._folder = run_folder(recipe) / "reference"
@@ -94,7 +94,7 @@ class ReferenceColumns:
         if self._recipe.checkpoint.resume == "auto" and checkpoints and before["model"] != now["model"]:
             raise UserError(
                 f"the weights of {reference.model.name!r} are not those that this run began with and is compared with: "
-                "restore them, or start over with another `run.name` or `checkpoint.resume=never`; to go on with "
+                "restore them, or start over with another `run.name` or `checkpoint.resume=never`; to continue with "
                 f"another reference all the same, remove {self._folder}"
             )
         return now

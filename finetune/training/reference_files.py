@@ -139,7 +139,7 @@ def described(recipe: Recipe, dependencies: Dependencies, data: Dataset, key: st
 
 
 class Unfinished:
-    """The log-probabilities of a pass as it goes, on disk: one that was stopped goes on. For one process."""
+    """The log-probabilities of a pass as it goes, on disk: one that was stopped continues. For one process."""
 
     def __init__(self, file: Path, count: int):
         """count: of the sequences."""

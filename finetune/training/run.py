@@ -102,7 +102,7 @@ def compute_reference(
         return
     if not recipe.objective.reads_reference or recipe.objective.value("reference") != "precomputed":
         raise UserError(f"{recipe_file}: nothing to compute: no reference is read that is `precomputed`")
-    tokenizer, name = load_tokenizer(recipe.model), recipe.objective.reference_model
+    tokenizer, name = load_tokenizer(recipe.model, recipe.tokens), recipe.objective.reference_model
     check_same_vocabulary("objective.reference_model", name, tokenizer, recipe.model)
     of_reference = recipe_of_reference(recipe)
     run = recipe.run.model_copy(update={"name": f"{recipe.run.name}-reference"})
@@ -135,8 +135,8 @@ def _started(
     check_sizes(recipe.model, config)
     micro_batches = check_launch(recipe, recipe_file, launch, config)
     check_trackers(recipe.tracking)
-    tokenizer = load_tokenizer(recipe.model)
-    check_token_ids(config, len(tokenizer))
+    tokenizer = load_tokenizer(recipe.model, recipe.tokens)
+    check_token_ids(config, len(tokenizer), recipe.tokens)
     check_same_vocabulary("objective.reference_model", recipe.objective.reference_model, tokenizer, recipe.model)
     if recipe.batch.rows_per_device == "auto":
         check_no_dropout(config)

@@ -117,7 +117,7 @@ class Trainer:
         if self._is_finished():
             self.say(
                 f"{self.folder} is finished: step {self.state.step} of {self.plan.steps}, nothing to do. Train further "
-                "with more steps (train.max_steps, train.epochs), or anew under another run.name"
+                "with more steps (train.max_steps, train.epochs), or start again under another run.name"
             )
             return
         try:

@@ -604,6 +604,11 @@ def test_cache_is_listed_and_cleaned(
     listed = json.loads(here("cache", "list", "--json")[1])
     assert {Path(entry["of"]["source"]).name for entry in listed} == {"rows.jsonl", "held_out.jsonl"}
     assert "held_out.jsonl" in here("cache", "list")[1]
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = here("cache", "list")[1].splitlines()
+    assert max(map(len, narrow[:-1])) <= 80  # the last line is the folder
+    assert any(str(listed[0]["tokens"]) in line.replace(",", "") for line in narrow)
+    assert not any("…" in line for line in narrow)
     assert "nothing to remove, all was used within 30d" in here("cache", "clean", "--yes")[1]
     code, out, err = here("cache", "clean", "--all")
     assert code == 2

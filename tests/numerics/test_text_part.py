@@ -31,7 +31,15 @@ from finetune.recipe import load_recipe
 from finetune.recipe.schema import Model, Recipe
 
 STEPS = 3
-ONE_PER_FORWARD = ("qwen3_5", "llama4")  # attention that cannot keep packed documents apart
+# Recipes that ship, and the tiny models of the same classes.
+RECIPES = {
+    "mistral-small-3.2-24b": "mistral3",
+    "ministral3-8b": "ministral3",
+    "llama4-scout": "llama4",
+    "gemma3-4b": "gemma3",
+    "gemma4-31b": "gemma4",
+    "qwen3.5-9b": "qwen3_5",
+}
 
 
 def families(*default: str) -> list[Any]:
@@ -49,14 +57,15 @@ def text_recipe(recipe: dict[str, Any], base: Path, **changes: Any) -> dict[str,
     recipe["optimizer"] = {"lr": 1e-3, "max_grad_norm": None}
     recipe["schedule"] = {"name": "constant"}
     recipe["train"]["max_steps"] = STEPS
-    recipe["batch"]["rows_per_device"] = 2 if base.name not in ONE_PER_FORWARD else 1
+    recipe["batch"]["rows_per_device"] = 1  # of some, attention cannot keep packed documents apart
     return {**recipe, **changes}
 
 
 def plain_step(model: Any, recipe: Recipe, step: int) -> Tensor:
     """The mean over all target tokens of a step, by plain transformers on one document after the other."""
     data = build_dataset(recipe, recipe.data.train, load_tokenizer(recipe.model))
-    data = data.unpacked() if recipe.batch.rows_per_device == 1 else data
+    packs = attention_for(recipe, model_config(recipe.model), "cpu").isolates_documents
+    data = data if packs else data.unpacked()
     batches = Loader(data.in_order(recipe), recipe.batch.rows, 1, 0, 1, 10**6).step(step).batches
     losses, count = [], 0
     for batch in batches:
@@ -124,7 +133,7 @@ def test_full(recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: P
     saved = AutoModelForMultimodalLM.from_pretrained(result, dtype=torch.float32)
     for (ours, p), (theirs, q) in zip(saved.named_parameters(), model.named_parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=2e-4 if p.grad is None else 0, msg=f"{ours} {theirs}")
-    assert load_result(tmp_path / "runs" / "run")[0].config.model_type == name
+    assert load_result(tmp_path / "runs" / "run")[0].config.model_type == tiny.MULTIMODAL[name]["model_type"]
 
 
 # A tied head, and towers that have modules of the same names.
@@ -162,6 +171,20 @@ def test_lora(recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: P
     adapter, _ = load_result(run)
     logits = AutoModelForMultimodalLM.from_pretrained(merged, dtype=torch.float32).eval()(input_ids=ids).logits
     torch.testing.assert_close(adapter(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("folder", RECIPES)
+def test_recipes_that_ship(made: Path, bases: Any, tmp_path: Path, folder: str) -> None:
+    base, run = bases(RECIPES[folder]), tmp_path / f"{folder}-lora"
+    sources = {"train": made / "rows.jsonl", "eval": made / "held_out.jsonl"}
+    overrides = [f"data.{key}=[{{path: {path}, format: messages}}]" for key, path in sources.items()]
+    overrides += [f"model.name={base}", "model.chat_template=null", "data.max_length=64", "train.max_steps=2"]
+    overrides += [f"run.dir={tmp_path}", "evaluate.generate=0", "train.precision=fp32", "batch.rows=8"]
+    train_here(Path(__file__).parents[2] / "recipes" / folder / "lora.yaml", *overrides)
+    assert len(losses_of(run)) == 2
+    merge_adapter(run, tmp_path / "merged")
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
 
 
 def test_nothing_but_text_is_in_memory(recipe: dict[str, Any], write_recipe: Any, bases: Any) -> None:

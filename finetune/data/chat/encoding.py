@@ -2,7 +2,7 @@
 
 The full text is tokenised once, so the ids are those that everyone else gets. Only where a token holds characters on
 both sides of a border, as "\\n\\n" does where a prompt ends and an answer begins with a newline, the text is cut at its
-borders and tokenised in pieces: in use the model is given the tokens of the prompt, and writes the answer behind them.
+borders and tokenised in pieces: in use the model is given the tokens of the prompt, and writes the answer after them.
 
 Where the bytes of the tokens prove where they are, the tokenizer is not needed for it.
 """
@@ -43,11 +43,11 @@ class Offsets:
     owner: Callable[[int], int | None] = lambda character: None  # the first token that holds it; None: none, or unknown
 
     def first_from(self, character: int) -> int:
-        """The first token that begins at a character or behind it; `count` where none does."""
+        """The first token that begins at a character or after it; `count` where none does."""
         if not self.count or self.at(self.count - 1)[0] < character:
             return self.count
         owner = self.owner(character) if self.count <= SEARCHED else None
-        # An owner may begin earlier, or behind an empty token that begins there as well.
+        # An owner may begin earlier, or after an empty token that begins there as well.
         if owner is not None and self.at(owner)[0] == character and (owner == 0 or self.at(owner - 1)[0] < character):
             return owner
         return bisect_left(range(self.count), character, key=lambda i: self.at(i)[0])

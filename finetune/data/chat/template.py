@@ -463,7 +463,7 @@ def _thoughtful() -> dict[str, Any]:
 
 
 def _empty_thought(jinja: Jinja, question: str, prompted: str, text: str) -> EmptyThought | None:
-    """Returns how an answer without reasoning begins behind the prompt: like one with reasoning, but for its text.
+    """Returns how an answer without reasoning begins after the prompt: like one with reasoning, but for its text.
 
     Where the template leaves reasoning out, and its prompt ends with an opening tag: with the closing one, and with
     the white space that follows the opening one before it, and twice after it.

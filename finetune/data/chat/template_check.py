@@ -167,7 +167,7 @@ def _thought_notes(renderer: Renderer, chat: Chat) -> tuple[list[str], str | Non
         return [], None
     if not thought.text:
         return [
-            f"rows without `reasoning`: the answer alone is trained, behind the prompt {chat.traits.prompt[-40:]!r}"
+            f"rows without `reasoning`: the answer alone is trained, after the prompt {chat.traits.prompt[-40:]!r}"
         ], None
     how = "which the model would have to write in use" if thought.opener else "as the template writes it"
     return [

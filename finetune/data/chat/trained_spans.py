@@ -209,7 +209,7 @@ def _behind_an_opened_thought(
     chat: Chat, message: Mapping[str, Any], prompt: str, so_far: tuple[str, list[Span]]
 ) -> tuple[str, list[Span]] | None:
     """Returns (text, marks) where the prompt opens a thought that the rendered answer does not have: the thought, or an
-    empty one, behind the prompt, and then the answer as it is rendered. None where it is not so."""
+    empty one, after the prompt, and then the answer as it is rendered. None where it is not so."""
     thought, (text, marks) = chat.traits.empty_thought, so_far
     if thought is None or not thought.opener or not prompt.endswith(thought.opener):
         return None

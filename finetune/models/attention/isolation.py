@@ -46,7 +46,7 @@ _CAUSAL_TOLERANCE = 1e-4
 _FIRST_TOKEN = 3  # below are the ids that mean something
 _SHARED = LENGTHS[1] // 2  # tokens that the last two documents begin with
 
-# (lengths of documents, tokens that each begins with of the one before) -> what a forward takes besides its tokens
+# (lengths of documents, tokens that each begins with of the one before) -> what a forward takes next to its tokens
 Prepare = Callable[..., dict[str, Any]]
 
 

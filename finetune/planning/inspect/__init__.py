@@ -80,7 +80,7 @@ def inspect(recipe: Recipe, recipe_path: Path, options: InspectOptions, console:
 
 
 def _build_view(recipe: Recipe, recipe_path: Path, use_eval: bool) -> DatasetView:
-    tokenizer = load_tokenizer(recipe.model)
+    tokenizer = load_tokenizer(recipe.model, recipe.tokens)
     notes = template_notes(recipe, tokenizer)
     template = template_of(recipe.model, tokenizer)
     sources = _sources(recipe, use_eval)

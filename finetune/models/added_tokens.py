@@ -1,0 +1,164 @@
+"""Tokens that a recipe adds: in the tokenizer, as rows of the embedding and of an LM head of its own, and trained alone
+under adapters.
+
+A row begins as the mean of the rows of its pieces: what the tokenizer made of the token's text before. Under
+`tokens.train: added` these rows are parameters of their own, in the module whose frozen rows they stand for, so that
+every backend treats them like any other weight of it; saved, they are peft's `trainable_token_indices`.
+
+Letters: n tokens added, D hidden size, V rows of the embedding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tokenizers import AddedToken
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+from transformers import PreTrainedTokenizerBase
+
+from finetune.errors import UserError
+from finetune.recipe.schema import Tokens
+from finetune.utils import full_shape, unwrap_peft
+
+ROWS = "added_rows"  # the parameter (n, D) of an embedding or head
+_SAVED = "token_adapter.trainable_tokens_delta"  # its name in an adapter's file, peft's
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[list[int]]:
+    """Adds tokens to a tokenizer, in place; returns the ids of each one's pieces before.
+
+    They are not special: a text may have them, and a decoded answer shows them. Raises UserError for a token that is
+    one already.
+    """
+    known: dict[str, int] = tokenizer.get_vocab()
+    if present := [token for token in tokens.add if token in known]:
+        raise UserError(
+            f"tokens.add: {present[0]!r} is a token of this tokenizer already (id {known[present[0]]}): leave it out"
+        )
+    pieces: list[list[int]] = [tokenizer(token, add_special_tokens=False)["input_ids"] for token in tokens.add]
+    if empty := [token for token, ids in zip(tokens.add, pieces, strict=True) if not ids]:
+        raise UserError(f"tokens.add: this tokenizer reads nothing in {empty[0]!r}: give a token with a character")
+    first = len(tokenizer)
+    new: list[Any] = [AddedToken(token, normalized=False) for token in tokens.add]
+    tokenizer.add_tokens(new)
+    ids: Any = tokenizer.convert_tokens_to_ids(list(tokens.add))
+    if ids != list(range(first, first + len(tokens.add))):
+        raise UserError(f"tokens.add: {type(tokenizer).__name__} gives new tokens other ids than the next: {ids}")
+    return pieces
+
+
+def start_rows(model: Any, first: int, pieces: list[list[int]]) -> None:
+    """Grow embedding and head where they lack rows from `first` on, and set each to the mean of its pieces' rows.
+
+    model: transformers', before adapters. Computed in fp32, the same on every rank.
+    """
+    count = first + len(pieces)
+    model.has_added_tokens = True
+    if full_shape(model.get_input_embeddings().weight)[0] < count:
+        model.resize_token_embeddings(count, mean_resizing=False)
+    weights = {id(w): w for module in _tables(model) for w in (module.weight, getattr(module, "bias", None))}
+    for weight in weights.values():
+        if weight is None or weight.is_meta:
+            continue
+        with _gathered(weight), torch.no_grad():
+            rows = [weight[ids].float().mean(0) for ids in pieces]
+            weight[first:count] = torch.stack(rows).to(weight.dtype)
+
+
+def has_added_tokens(model: Any) -> bool:
+    """Returns whether `start_rows` has changed a transformers or peft model."""
+    return getattr(unwrap_peft(model), "has_added_tokens", False)
+
+
+def _tables(model: Any) -> list[Any]:
+    """Returns the modules with a row for each token: the embedding, and an LM head where there is one."""
+    head = model.get_output_embeddings()
+    return [model.get_input_embeddings(), *([head] if head is not None else [])]
+
+
+@contextlib.contextmanager
+def _gathered(weight: Any) -> Iterator[None]:
+    """Under ZeRO-3 the full weight, of which each rank then keeps its shard of rank 0's."""
+    if not hasattr(weight, "ds_id"):
+        yield
+        return
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters([weight], modifier_rank=0):
+        yield
+
+
+# --- rows that are trained alone
+
+
+class _WithRows:
+    """Mixed into the class of an embedding or a head: the rows from `first_added` on are a parameter, in place of the
+    frozen ones."""
+
+    first_added: int
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        module, out = self, super().forward(inputs)  # pyright: ignore[reportAttributeAccessIssue]  (mixed into)
+        rows: Tensor = getattr(module, ROWS)
+        first, count = self.first_added, len(rows)
+        if isinstance(module, nn.Embedding):
+            index = inputs - first  # (..., T)
+            is_added = (index >= 0) & (index < count)
+            added = embedding(index.clamp(0, count - 1), rows) * getattr(module, "embed_scale", 1.0)
+            return torch.where(is_added[..., None], added.to(out.dtype), out)  # (..., T, D)
+        bias = getattr(module, "bias", None)
+        bias = None if bias is None else bias[first : first + count].to(rows.dtype)
+        added = linear(inputs.to(rows.dtype), rows, bias).to(out.dtype)  # (..., n)
+        return torch.cat([out[..., :first], added, out[..., first + count :]], dim=-1)  # (..., V)
+
+
+def train_rows(model: Any, first: int, count: int, dtype: torch.dtype) -> None:
+    """Make the rows of added tokens parameters in `dtype`, of a peft model whose other weights are frozen.
+
+    A head that is tied to the embedding has the same ones. Raises UserError where adapters have changed these modules.
+    """
+    base, shared = unwrap_peft(model), {}
+    for module in _tables(base):
+        kind: Any = type(module)
+        if kind is not nn.Linear and not isinstance(module, nn.Embedding):
+            raise UserError(
+                f"tokens.train: `added` trains rows of {kind.__name__}, which has adapters or is trained "
+                "whole: leave it out of lora.targets and lora.modules_to_save, or set `tokens.train: all`"
+            )
+        weight = module.weight
+        if id(weight) not in shared:
+            shared[id(weight)] = nn.Parameter(_rows_of(weight, first, count).to(dtype))
+        module.register_parameter(ROWS, shared[id(weight)])
+        vars(module)["first_added"] = first
+        module.__class__ = type(kind.__name__, (_WithRows, kind), {})
+    names = [name for name, module in base.named_modules() if ROWS in module._parameters]
+    if len(shared) < len(names):  # so that whoever ties the weights again ties these, too
+        base._tied_weights_keys = {**(base._tied_weights_keys or {}), f"{names[1]}.{ROWS}": f"{names[0]}.{ROWS}"}
+    ids = list(range(first, first + count))
+    indices = {name.rpartition(".")[2]: ids for name in names[: len(shared)]}
+    model.peft_config[model.active_adapter].trainable_token_indices = indices
+
+
+def _rows_of(weight: Any, first: int, count: int) -> Tensor:
+    if weight.is_meta:
+        return torch.empty(count, weight.shape[1], device="meta")
+    with _gathered(weight):
+        return weight[first : first + count].detach().clone()
+
+
+def split_rows(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns an adapter's other tensors, and its trained rows by their names in peft's files."""
+    rows = {name: tensor for name, tensor in state.items() if name.endswith(f".{ROWS}")}
+    saved = {name.removesuffix(ROWS) + _SAVED: tensor for name, tensor in rows.items()}
+    return {name: tensor for name, tensor in state.items() if name not in rows}, saved
+
+
+def grow_to(model: Any, size: int) -> Any:
+    """Returns a base with at least as many rows as the tokenizer of its adapter has tokens."""
+    if len(model.get_input_embeddings().weight) < size:
+        model.resize_token_embeddings(size, mean_resizing=False)
+    return model

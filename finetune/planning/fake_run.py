@@ -1,0 +1,262 @@
+"""A run's own set-up and steps as one rank of N, on CUDA devices that are not there (`fake_devices`).
+
+What it finds: wrong devices, types and shapes, what lies in a device's memory in each phase, and what a step waits
+for, casts, copies and sends. In a process of its own, which ends by `os._exit`.
+"""
+
+# Functions of libraries are replaced here.
+# pyright: reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from finetune.checkpoints.shards import part_tensors
+from finetune.data.loader import Loader, StepBatches
+from finetune.engine.base import Engine
+from finetune.engine.launch import Launch, read_config_file, read_launch
+from finetune.engine.start import start_engine
+from finetune.models.attention import attention_for
+from finetune.models.weights import without_weights
+from finetune.planning.fake_devices import H100, FakeDevice, Meter, enable, fake_cuda
+from finetune.recipe import Recipe
+
+STEPS = 2  # the second one begins with an optimizer that has its state
+
+
+class Steps(Protocol):
+    """A run that is ready: `training.run.build_trainer`'s result."""
+
+    engine: Engine
+    loader: Loader
+
+    def train_step(self, step: StepBatches) -> Any: ...
+
+
+def join(config_file: str, processes: int, rank: int = 0) -> Launch:
+    """Make this process a rank of a launch whose collectives do nothing. Returns the launch."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if processes == 1 and read_config_file(config_file, 1).kind == "replicated":
+        return read_config_file(config_file, 1)
+    size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    # Autograd's guard answers "CUDA 0": every rank is the first of its machine.
+    place = {"RANK": str(rank), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    os.environ.update(size, **place, TORCHELASTIC_RUN_ID="fake")
+    import torch.distributed._tools.fake_collectives  # noqa: F401  (registers them for fake tensors)
+
+    dist.init_process_group("fake", rank=rank, world_size=processes, store=FakeStore())
+    # Objects are sent as tensors, of values: every rank has this rank's.
+    dist.broadcast_object_list = lambda *_, **__: None
+    dist.all_gather_object = lambda values, own, **_: values.__setitem__(slice(None), [own] * len(values))
+    new_group = dist.new_group
+    dist.new_group = lambda *arguments, **named: new_group(*arguments, **{**named, "backend": "fake"})
+    return read_launch(config_file)
+
+
+def fake_run(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    config_file: str,
+    processes: int,
+    start: Callable[[Engine], Steps],
+    rank: int = 0,
+    device: FakeDevice = H100,
+) -> Meter:
+    """Runs set-up, two steps, the parts of a checkpoint and the tensors of the result; returns what was measured.
+
+    start: loads and wraps, as `build_trainer` does. rank: of the one that runs.
+    """
+    if recipe.mode != "full":
+        import peft  # noqa: F401  (it imports bitsandbytes, which would load its CUDA kernels)
+    enable(device)
+    launch = join(config_file, processes, rank)
+    engine = start_engine(recipe, launch)
+    # DDP's reducer is C++ that reads the parameters' memory: replicas run without it.
+    engine.accelerator.prepare_model = lambda model, **_: model.to(engine.device)
+    attention_for(recipe, config, "cuda")  # a trial on real tensors, which is remembered
+    with fake_cuda() as meter, _weights_without_values(), _without_agreement(launch):
+        meter.begin("load")
+        wrap = engine.wrap
+        engine.wrap = lambda *arguments: (meter.begin("wrap"), wrap(*arguments))[1]
+        steps = start(engine)
+        for number in range(STEPS):
+            _step(steps, meter, number)
+        meter.begin("save")
+        meter.may_read = True  # bitsandbytes reads a number of each packed weight
+        _read_state(engine, recipe.mode != "full")
+    return meter
+
+
+def _step(steps: Steps, meter: Meter, number: int) -> None:
+    """One `train_step`, in phases of its own names; those of an earlier step are forgotten."""
+    with _disable_current_modes():
+        made = steps.loader.step(number)
+    meter.begin("batch")
+    batches = made.map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda"))
+    engine, phase = steps.engine, steps.engine.stopwatch.phase
+    for name in ("forward", "backward", "reduction", "optimizer", "end of the step"):
+        meter.phases.pop(name, None)
+
+    @contextlib.contextmanager
+    def named(name: str) -> Iterator[None]:
+        outer, read = meter.phase, meter.may_read
+        meter.begin(name)
+        meter.may_read = name == "optimizer"
+        with phase(name):
+            yield
+        meter.may_read = True if name == "optimizer" else read
+        meter.begin("end of the step" if name == "optimizer" else outer)
+
+    def accumulate(*arguments: Any) -> None:
+        type(engine).accumulate(engine, *arguments)
+        meter.begin("reduction")
+        meter.may_read = True
+
+    engine.stopwatch.phase, engine.accumulate = named, accumulate
+    meter.begin("forward")
+    try:
+        steps.train_step(batches)
+    finally:
+        meter.may_read = False
+        engine.stopwatch.phase = phase
+        del engine.accumulate
+
+
+def _read_state(engine: Engine, trainable_only: bool) -> None:
+    """Asks for what a checkpoint and the result hold. Raises RuntimeError where a tensor of the result is not on the
+    CPU."""
+    parts = engine.parts(reading=False)
+    part_tensors(parts, engine.optimizers)
+    for name, tensor in engine.full_tensors(trainable_only):
+        if tensor is not None and tensor.device.type != "cpu":
+            raise RuntimeError(f"{name} of the result is on {tensor.device}")
+
+
+# --- libraries
+
+
+@contextlib.contextmanager
+def _without_agreement(launch: Launch) -> Iterator[None]:
+    """DeepSpeed compares numbers over ranks, which here have none."""
+    if launch.kind == "zero":
+        import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
+        import deepspeed.runtime.zero.utils as utils
+
+        coordinator.assert_ints_same_as_other_ranks = utils.assert_ints_same_as_other_ranks = lambda _ints: None
+    yield
+
+
+@contextlib.contextmanager
+def _weights_without_values() -> Iterator[None]:
+    """transformers reads weights in threads, into real tensors: a model of the same shapes, types and devices stands in
+    for what it has read."""
+    from transformers.initialization import no_init_weights
+    from transformers.integrations import is_deepspeed_zero3_enabled
+    from transformers.modeling_utils import set_quantized_state
+
+    original = AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(
+        _name: str,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        attn_implementation: str,
+        device_map: Any = None,
+        quantization_config: Any = None,
+        **_: Any,
+    ) -> tuple[Any, dict[str, Any]]:
+        common = {"dtype": dtype, "attn_implementation": attn_implementation}
+        placed = (device_map or {"": None})[""]
+        if quantization_config is not None:
+            with set_quantized_state():  # it keeps DeepSpeed from sharding what is not packed yet
+                model = without_weights(config, AutoModelForCausalLM, **common)
+            _quantise(model, quantization_config, placed := placed or torch.device("cuda", torch.cuda.current_device()))
+        elif is_deepspeed_zero3_enabled():
+            with no_init_weights():
+                return AutoModelForCausalLM.from_config(config, **common), {"missing_keys": set()}
+        else:
+            model = without_weights(config, AutoModelForCausalLM, **common)
+        _fill(model, placed or torch.device("cpu"))
+        model.tie_weights()
+        return model, {"missing_keys": set()}
+
+    AutoModelForCausalLM.from_pretrained = from_pretrained
+    try:
+        yield
+    finally:
+        AutoModelForCausalLM.from_pretrained = original
+
+
+def _fill(model: Any, device: torch.device) -> None:
+    """Give all that is on `meta` a place on `device`."""
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or not tensor.is_meta:
+                continue
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            if name in module._buffers:
+                module._buffers[name] = made
+            else:
+                module._parameters[name] = torch.nn.Parameter(made, tensor.requires_grad)
+
+
+def _quantise(model: Any, config: Any, device: torch.device) -> None:
+    """Replace the linear layers that transformers would, packed by bitsandbytes' own operator. `Params4bit` cannot be a
+    fake tensor, nor is it a parameter's type any more where FSDP2 has sharded one: layers have their state themselves.
+    """
+    import bitsandbytes
+    from bitsandbytes import functional
+    from transformers.integrations.bitsandbytes import should_convert_module
+    from transformers.quantizers import AutoHfQuantizer
+
+    functional.create_dynamic_map = lambda *_, **__: torch.empty(256)  # made of numbers
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    whole = quantizer.get_modules_to_not_convert(model, config.llm_int8_skip_modules, model._keep_in_fp32_modules)
+    for name, module in model.named_modules():
+        if type(module) is torch.nn.Linear and should_convert_module(name, whole):
+            read = torch.empty(module.weight.shape, dtype=module.weight.dtype, device=device)
+            packed, state = functional.quantize_4bit(
+                read,
+                compress_statistics=config.bnb_4bit_use_double_quant,
+                quant_type=config.bnb_4bit_quant_type,
+                quant_storage=config.bnb_4bit_quant_storage,
+            )
+            module.weight = torch.nn.Parameter(packed, requires_grad=False)
+            vars(module.weight).update(
+                quant_state=state,
+                quant_type=config.bnb_4bit_quant_type,
+                blocksize=state.blocksize,
+                compress_statistics=config.bnb_4bit_use_double_quant,
+                quant_storage=packed.dtype,
+                bnb_quantized=True,
+                module=module,
+            )
+            vars(module).update(
+                quant_state=state,
+                compute_dtype=config.bnb_4bit_compute_dtype,
+                compute_type_is_set=True,
+                quant_storage=packed.dtype,
+                support_avx512bf16_for_cpu=False,
+            )
+            module.__class__ = bitsandbytes.nn.Linear4bit
+    bitsandbytes.nn.Linear4bit.forward = _forward_4bit
+    model.is_loaded_in_4bit = model.is_quantized = True
+    model.hf_quantizer, model.quantization_method = quantizer, config.quant_method
+    model.hf_device_map, model.config.quantization_config = {"": device}, config
+
+
+def _forward_4bit(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """As `Linear4bit.forward` computes, without its repairs of the parameter's type."""
+    import bitsandbytes
+
+    bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+    inner = x.to(self.compute_dtype)
+    return bitsandbytes.matmul_4bit(inner, self.weight, bias=bias, quant_state=self.quant_state).to(x.dtype)

@@ -1,0 +1,145 @@
+"""Every accelerate config on CUDA devices that are not there: set-up, load, wrap, steps, the parts of a checkpoint and
+the result, as one rank of N, on a torch without CUDA (`finetune/planning/fake_devices.py`).
+
+What it finds: tensors on a wrong device, of a wrong type or shape, on the branches that only a GPU takes; waits for the
+device; collectives of tensors in host memory. What it cannot find: races of streams, kernels, what NCCL does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from finetune.planning.fake_devices import why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOTHING CHECKED ON FAKE CUDA: {why_not()}")
+
+MODES = {
+    "full": (),
+    "lora": ("mode=lora", "lora={rank: 4, alpha: 8}"),
+    "qlora": ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: nf4}"),
+}
+# Configs that cannot run without values, and where they stop.
+CANNOT = {
+    "pp": "torch's schedules exchange shapes of hidden states as tensors and read them (`PipelineStage`)",
+    "pp_dp": "as pp",
+    "ep": "experts are sent as many rows as routers chose, which is read off the device",
+    "zero2_offload": "DeepSpeed reads each gradient's norm off the device in the backward (stage_1_and_2.py)",
+    "zero3_nvme": "DeepSpeed builds its asynchronous I/O with a compiler, and needs libaio",
+}
+# Waits for the device in a micro-batch that belong to what a config is.
+BY_DESIGN = {
+    "fsdp2_offload": "_fully_shard",  # FSDP2 waits for gradients to arrive in host memory
+    "zero3": "stage3.py",  # DeepSpeed's reduction
+    "zero3_offload": "stage3.py",
+}
+WAITS_OF_A_STEP = 4  # sums of the loss, the norm, the end of the step, numbers of all ranks; DeepSpeed has its own
+SIZES = {"single": (1,), **dict.fromkeys(("hsdp", "fsdp2_tp", "fsdp2_cp"), (4, 8))}
+REFUSED = {(config, "qlora") for config in ("tp", "fsdp2_tp")}
+
+
+class Cell(NamedTuple):
+    config: str
+    processes: int
+    mode: str
+    rank: int = 0
+
+
+USUAL = [
+    Cell("single", 1, "full"),
+    Cell("fsdp2", 2, "full", 1),
+    Cell("fsdp2", 2, "qlora"),
+    Cell("fsdp2_offload", 2, "full"),
+    Cell("fsdp2_tp", 8, "lora"),
+    Cell("zero3", 8, "lora"),
+]
+ALL = [
+    Cell(path.stem, processes, mode)
+    for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+    if path.stem not in CANNOT
+    for processes in SIZES.get(path.stem, (2, 8))
+    for mode in MODES
+]
+
+
+def name(cell: Cell) -> str:
+    return "-".join(map(str, cell))
+
+
+CELLS = [pytest.param(cell, id=name(cell)) for cell in USUAL]
+CELLS += [pytest.param(cell, id=name(cell), marks=pytest.mark.long) for cell in ALL if cell not in USUAL]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with NAME.json of each cell that these tests ask for, or its traceback in NAME.log."""
+    folder = tmp_path_factory.mktemp("fake")
+    values = {
+        "run": {"name": "run", "dir": str(folder / "runs")},
+        "model": {"name": str(made / "llama")},
+        "mode": "full",
+        "data": {"train": [{"path": str(made / "rows.jsonl"), "format": "messages"}], "max_length": 64},
+        "batch": {"rows": 8, "rows_per_device": 1},
+        "optimizer": {"lr": 1e-3},
+        "train": {"max_steps": 6, "precision": "bf16", "activation_checkpointing": True},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    wanted = [item.callspec.params["cell"] for item in request.session.items if _is_here(item)]
+    cells = {name(cell): [*cell[:2], cell.rank, *MODES[cell.mode], _rows(cell)] for cell in wanted}
+    program = [sys.executable, str(ROOT / "tests" / "fake_cuda" / "fake_cells.py"), folder / "recipe.yaml", folder]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    subprocess.run(program, input=json.dumps(cells), text=True, env=environment, check=True)
+    return folder
+
+
+def _is_here(item: Any) -> bool:
+    skipped = item.get_closest_marker("long") and not item.config.getoption("--all")
+    return item.path == Path(__file__) and not skipped
+
+
+def _rows(cell: Cell) -> str:
+    """Two micro-batches a step where gradients are added up in host memory; one elsewhere."""
+    return f"batch.rows={cell.processes * (2 if 'offload' in cell.config else 1)}"
+
+
+def measured(results: Path, cell: Cell) -> dict[str, Any]:
+    file = results / f"{name(cell)}.json"
+    assert file.exists(), file.with_suffix(".log").read_text(encoding="utf-8")[-4000:]
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_config_on_devices(results: Path, cell: Cell) -> None:
+    found = measured(results, cell)
+    assert ("refused" in found) == ((cell.config, cell.mode) in REFUSED)
+    if "refused" in found:
+        return
+    phases = found["phases"]
+    assert {"load", "wrap", "forward", "backward", "reduction", "optimizer", "save"} <= phases.keys()
+    assert all(phases[name]["peak_bytes"] > 0 for name in ("wrap", "forward", "backward", "optimizer"))
+    for name in ("forward", "backward"):
+        waits = [wait for wait in phases[name]["waits"] if BY_DESIGN.get(cell.config, "-") not in wait]
+        assert not waits, name
+    in_host_memory = [
+        name for counts in phases.values() for name, device, _ in counts["collectives"] if device == "cpu"
+    ]
+    assert set(in_host_memory) <= {"barrier"}
+    if not cell.config.startswith("zero"):
+        ends = [wait for name in ("reduction", "optimizer", "end of the step") for wait in phases[name]["waits"]]
+        assert len(ends) <= WAITS_OF_A_STEP + ("offload" in cell.config), ends  # its norm is made in host memory
+
+
+@pytest.mark.parametrize("cell", [Cell("fsdp2", 2, "full", 1)], ids=name)
+def test_other_ranks_wait_while_rank_0_writes(results: Path, cell: Cell) -> None:
+    """Else they queue the gathers of all tensors at once, and NCCL's timeout runs for each from then on."""
+    saving = measured(results, cell)["phases"]["save"]
+    gathers = sum(count for operator, _, count in saving["collectives"] if "gather" in operator)
+    assert sum(count for wait, count in saving["waits"].items() if "synchronize" in wait) == gathers > 2
