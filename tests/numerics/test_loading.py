@@ -118,3 +118,14 @@ def test_a_tokenizer_without_pad_gets_its_end_token(tmp_path: Path) -> None:
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
     assert load_tokenizer(Model(name=str(tmp_path))).pad_token == "<|im_end|>"
+
+
+@pytest.mark.parametrize(("rslora", "divisor"), [(False, 4), (True, 2)], ids=["alpha / rank", "alpha / sqrt(rank)"])
+def test_an_adapter_s_update_is_scaled(recipe: dict[str, Any], write_recipe: Any, rslora: bool, divisor: float) -> None:
+    recipe.update(mode="lora", lora={"rank": 4, "alpha": 6, "rslora": rslora})
+    module = load(recipe, write_recipe).get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+    torch.nn.init.normal_(b)
+    x = torch.randn(3, a.shape[1])
+    update = module(x) - module.base_layer(x)
+    torch.testing.assert_close(update, x @ a.T @ b.T * (6 / divisor), rtol=1e-4, atol=1e-4)
