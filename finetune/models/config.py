@@ -155,10 +155,17 @@ def active_dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     """Returns a copy of the config by which a model drops nothing at random."""
     config = copy.deepcopy(config)
-    for part in {id(one): one for one in (config, config.get_text_config())}.values():
+    for part in (config, config.get_text_config()):
         for name, _ in list(active_dropouts(part)):
             setattr(part, name, 0.0)
     return config
+
+
+def restore_dropout(config: PretrainedConfig, base: PretrainedConfig) -> None:
+    """Give a config the dropout of the one that it was made from by `without_dropout`."""
+    for part, of_base in ((config, base), (config.get_text_config(), base.get_text_config())):
+        for name, value in active_dropouts(of_base):
+            setattr(part, name, value)
 
 
 @dataclass(frozen=True)
