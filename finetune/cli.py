@@ -489,12 +489,15 @@ def merge(
 @app.command(cls=Command)
 def export(
     run_dir: RunDir,
-    to: Annotated[str, typer.Option(help="hf: a plain model folder, adapters merged.")] = "hf",
+    to: Annotated[str, typer.Option(help="hf (a plain model folder), gguf, or ollama; adapters merged.")] = "hf",
     step: Annotated[
         str | None, typer.Option(metavar="N|best", help="A checkpoint. Default: the result, or the newest checkpoint.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: RUN_DIR/export-TO[-step-N].")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the base's.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="hf: float32, bfloat16, float16; gguf: f32, bf16, f16, q8_0."),
+    ] = None,
     base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
     verify: Annotated[bool, typer.Option(help="Compare the export with what was trained.")] = True,
     as_json: AsJson = False,

@@ -59,8 +59,8 @@ def check_adapted(part: TextPart, paths: list[str]) -> None:
     if lost := [name for name in names if apply_renamings(name, renamings) != name]:
         module = lost[0].removesuffix(".weight")
         raise UserError(
-            f"lora.targets: peft would not find the adapter of {module} again on {type(part.base).__name__}: it takes it "
-            f"for that of {apply_renamings(lost[0], renamings).removesuffix('.weight')}; name targets without it"
+            f"lora.targets: peft would not find the adapter of {module} again on {type(part.base).__name__}: it takes "
+            f"it for that of {apply_renamings(lost[0], renamings).removesuffix('.weight')}; name targets without it"
         )
 
 

@@ -28,7 +28,7 @@ from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint, check_adapted
 from finetune.models.compiled import compile_layers
-from finetune.models.config import dtypes, first_line, load_tokenizer
+from finetune.models.config import dtypes, first_line, load_tokenizer, model_config
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Quantization, Recipe, Tokens
@@ -85,6 +85,8 @@ def load_model(
     rotate_per_document(model)
     run_per_document(model, attention.mixers)
     keep_weights_unpacked(model)
+    if recipe.objective.drops_nothing:
+        model.base_config = model_config(recipe.model)  # whose dropout the result has
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
     if recipe.lora is not None:
         torch.manual_seed(recipe.run.seed + 1)  # the adapters do not depend on how many draws the base took

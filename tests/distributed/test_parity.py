@@ -25,7 +25,7 @@ BY_SCRIPT = {
     *("full qwen3", "full qwen3_moe", "lora qwen3_moe balance", "full qwen3_moe balance unpacked"),
     *("full mixtral bf16", "lora mixtral experts", "lora mistral window"),
     *("full plain head", "full paged_adamw", "full sgd no clip", "full checkpointing offloaded"),
-    *("full dpo", "lora simpo"),
+    *("full dpo", "full dpo plain head", "full deep dpo", "lora simpo"),
     *("lora qwen3_5", "full qwen3_5 checkpointing"),
     *("full granite_hybrid", "lora granite_hybrid checkpointing selective"),
 }
@@ -64,7 +64,7 @@ SELECTED = {
     ("fsdp2_offload", 2): {"full"},
     ("zero2", 2): {"full accumulate 1", "qlora"},
     ("zero3", 2): {"full", "full tied", "full from scratch", "lora dora", "qlora", "lora dropout offloaded"}
-    | {"full qwen3_5"},  # what is in its mixers runs as often as a rank has documents
+    | {"full kto", "full qwen3_5"},  # what is in its mixers runs as often as a rank has documents
     ("zero3_offload", 2): {"full"},
     ("pp", 2): {
         *("full", "lora", "full token budget", "full tied", "full checkpointing", "full bf16"),
