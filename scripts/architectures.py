@@ -290,7 +290,8 @@ def _row(line: dict[str, Any]) -> str:
 
 
 def _cell(text: str | None) -> str:
-    return " ".join((text or "").replace("|", "/").replace("<", "&lt;").split())[:240]
+    """Parameters without `model.`, which would read like a key of recipes."""
+    return " ".join((text or "").replace("|", "/").replace("<", "&lt;").replace("`model.", "`").split())[:240]
 
 
 def _words(error: BaseException) -> str:
