@@ -171,9 +171,9 @@ CASES = (
     Case("full mixtral offloaded", ("train.activation_offload=true",), model="mixtral", on=("ep",)),
     Case("full mixtral bf16", ("train.precision=bf16",), "mixtral", None, BF16_LOSS_RELATIVE, float("inf")),
     # Mixers run per document, of which ranks have different numbers.
-    Case("full qwen3_5", (), model="qwen3_5", on=HYBRID),
-    Case("lora qwen3_5", LORA, model="qwen3_5", on=HYBRID),
-    Case("full qwen3_5 checkpointing", ("train.activation_checkpointing=true",), model="qwen3_5", on=HYBRID),
+    Case("full qwen3_5", (), model="qwen3_5", on=(*HYBRID, "pp", "tp")),
+    Case("lora qwen3_5", LORA, model="qwen3_5", on=(*HYBRID, "pp", "tp")),
+    Case("full qwen3_5 checkpointing", ("train.activation_checkpointing=true",), model="qwen3_5", on=(*HYBRID, "pp")),
     Case("full granite_hybrid", ("batch.rows_per_device=2",), model="granite_hybrid", on=HYBRID),
     Case(
         "lora granite_hybrid checkpointing selective",

@@ -277,8 +277,8 @@ def _base_name(trained: Trained) -> tuple[str | None, str | None]:
 
 def _base_of(trained: Trained, base: str | None) -> Base | None:
     name, revision = (base, None) if base else _base_name(trained)
-    if name is not None and not (trained.is_adapter or trained.is_checkpoint) and _part_of(trained, base):
-        name, revision = str(trained.folder), None  # it has all of the base that was not trained
+    if not (trained.is_adapter or trained.is_checkpoint):  # a result of full weights has all that is exported
+        return replace(find_base(str(trained.folder), None), name=name or "")
     if name is None:
         return None
     found = find_base(name, revision)
@@ -316,8 +316,8 @@ def _result_dtype(trained: Trained, base: Base | None) -> torch.dtype:
 
 
 def _patches(trained: Trained, base: str | None, part: TextPart | None) -> dict[str, Patch]:
-    """Returns what was trained, by names in the base's own class."""
-    if part is not None and not (trained.is_adapter or trained.is_checkpoint):
+    """Returns what was trained, by names in the base's own class; nothing of a result that has it all."""
+    if not (trained.is_adapter or trained.is_checkpoint):
         return {}
     in_base = part.in_base if part is not None else str
     if not trained.is_adapter:
