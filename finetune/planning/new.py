@@ -36,7 +36,7 @@ from finetune.data.samples import BadRow, Conversation, Labelled, Preference, Pr
 from finetune.data.sources.source import SourceReader
 from finetune.data.tokenizing import Item, RowSettings, tokenize_chunk
 from finetune.errors import UserError
-from finetune.models.config import load_tokenizer, model_config
+from finetune.models.config import NO_FOLDER, is_missing_folder, load_tokenizer, model_config
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import MODES, RUN_NAME, Model, Objective, Source
 from finetune.utils import write_atomically
@@ -261,9 +261,8 @@ def _detect(path: str, readable: Sequence[tuple[str, int, Any]]) -> Detected:
 
 def _tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase | None, str]:
     """Returns the tokenizer, or None and why. Raises UserError for a model that does not exist, or is of no use."""
-    name = str(model.name)
-    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
-        raise UserError(f"--model {name}: no such folder; give one, or the id of a model on the hub, as org/name")
+    if is_missing_folder(str(model.name)):
+        raise UserError(f"--model {model.name}: {NO_FOLDER}")
     try:
         return load_tokenizer(model), ""
     except UserError as error:
