@@ -37,6 +37,7 @@ class Mutant:
 _OBJECTIVE, _PREFERENCE = "finetune/objectives/objective.py", "finetune/objectives/preference.py"
 _FORMULAS = "tests/unit/objectives/test_preference.py"
 _SHARED = "tests/numerics/test_shared_prompts.py"
+_FAKE_CUDA = "tests/fake_cuda/test_fake_cuda.py"
 MUTANTS = (
     Mutant(
         "objectives",
@@ -182,6 +183,54 @@ MUTANTS = (
         "np.concatenate([np.arange(length) for length in lengths])",
         "np.arange(sum(lengths))",
         (f"{_SHARED}::test_losses_and_gradients_are_those_of_whole_sequences",),
+    ),
+    Mutant(
+        "gpu",
+        "offloaded shards say the device that they were made on",
+        "finetune/engine/sharding.py",
+        "return dtensor.to(shard_device)",
+        "return dtensor",
+        (f"{_FAKE_CUDA}::test_a_config_on_devices[fsdp2_offload-2-full-0]",),
+    ),
+    Mutant(
+        "gpu",
+        "a wait for the device in each forward: transformers looks for documents itself",
+        "finetune/objectives/forward.py",
+        '**with_unread_mask(\n                attention, batch.inputs["input_ids"].device\n            ),',
+        "**attention,",
+        ("tests/numerics/test_waits_and_casts.py::test_a_micro_batch_waits_for_nothing[llama]",),
+    ),
+    Mutant(
+        "gpu",
+        "steps in the backward of offloaded shards with a torch that does not wait for gradients",
+        "finetune/engine/start.py",
+        'TorchVersion(torch_version) < "2.13"',
+        'TorchVersion(torch_version) < "2.0"',
+        ("tests/unit/engine/test_cuda.py::test_steps_in_the_backward_of_offloaded_shards_need_a_torch_that_waits",),
+    ),
+    Mutant(
+        "gpu",
+        "bf16 on a GPU that emulates it",
+        "finetune/engine/start.py",
+        "is_bf16_supported(including_emulation=False)",
+        "is_bf16_supported()",
+        ("tests/unit/engine/test_cuda.py::test_a_gpu_that_emulates_bf16_has_none",),
+    ),
+    Mutant(
+        "gpu",
+        "all gathers of the result are queued while rank 0 writes",
+        "finetune/engine/fsdp2.py",
+        "torch.cuda.current_stream(self.device).synchronize()",
+        "pass",
+        (f"{_FAKE_CUDA}::test_other_ranks_wait_while_rank_0_writes",),
+    ),
+    Mutant(
+        "gpu",
+        "numbers are sent to the device from memory that is not pinned",
+        "finetune/engine/ranks.py",
+        "return numbers.pin_memory().to(device, non_blocking=True)",
+        "return numbers.to(device)",
+        (f"{_FAKE_CUDA}::test_a_config_on_devices[single-1-full-0]",),
     ),
 )
 

@@ -41,6 +41,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", **_SHAPE, **_EXPERTS, "num_local_experts": 8, "intermediate_size": 32},
     "qwen3_moe": {"model_type": "qwen3_moe", **_SHAPE, **_EXPERTS, "num_experts": 8, "moe_intermediate_size": 32}
     | {"head_dim": 16, "norm_topk_prob": True},
+    # Hybrids: a gated delta net, or Mamba 2, and a layer of attention.
+    "qwen3_5": {"model_type": "qwen3_5_text", **_SHAPE, "layer_types": ["linear_attention", "full_attention"]}
+    | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "granite_hybrid": {"model_type": "granitemoehybrid", **_SHAPE, "layer_types": ["mamba", "attention"]}
+    | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 128, "mamba_n_heads": 8}
+    | {"mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "position_embedding_type": "nope"},
 }
 _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28}
 _HEADS: dict[str, Any] = {"num_attention_heads": 2, "patch_size": 14}

@@ -44,6 +44,7 @@ from finetune.export.weight_files import (
 )
 from finetune.models.added_tokens import has_added_tokens, split_rows
 from finetune.models.base_checkpoint import BaseCheckpoint
+from finetune.models.config import restore_dropout
 from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.urls import without_credentials
@@ -173,6 +174,8 @@ def write_config(model: Any, dtype: torch.dtype, folder: Path) -> None:
     model.config.dtype = dtype
     model.config.architectures = [type(model).__name__]
     model.config.use_cache = True  # off in training only
+    if (base := getattr(model, "base_config", None)) is not None:
+        restore_dropout(model.config, base)
     if model.is_remote_code():
         custom_object_save(model, folder, config=model.config)
     model.config.save_pretrained(folder)

@@ -25,10 +25,11 @@ from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
 from finetune.models.added_tokens import add_tokens, start_rows, train_rows
 from finetune.models.attention import AttentionChoice
+from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.compiled import compile_layers
-from finetune.models.config import dtypes, first_line, load_tokenizer
+from finetune.models.config import dtypes, first_line, load_tokenizer, model_config
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Quantization, Recipe, Tokens
@@ -83,7 +84,10 @@ def load_model(
         first_added = len(tokenizer)
         start_rows(model, first_added, add_tokens(tokenizer, recipe.tokens))
     rotate_per_document(model)
+    run_per_document(model, attention.mixers)
     keep_weights_unpacked(model)
+    if recipe.objective.drops_nothing:
+        model.base_config = model_config(recipe.model)  # whose dropout the result has
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
     if recipe.lora is not None:
         torch.manual_seed(recipe.run.seed + 1)  # the adapters do not depend on how many draws the base took
@@ -95,7 +99,8 @@ def load_model(
         # would be fp32 on one backend and 16 bit on another.
         model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.to(types.compute))
     if recipe.train.activation_checkpointing:
-        recompute_activations(model, recipe.train.activation_checkpointing)
+        around = recomputed_alike if attention.mixers else None
+        recompute_activations(model, recipe.train.activation_checkpointing, around)
     if recipe.train.compile:
         compile_layers(model)
     return model.train()
@@ -165,6 +170,8 @@ def _base_model(
         model.__class__ = load.__mro__[1]
     if layers is not None:
         _complete(model, without_weights(config, auto, dtype=dtype, attn_implementation=attention.implementation))
+    if conversions := getattr(model, "_weight_conversions", None):  # under ZeRO-3, those without a use as well
+        model._weight_conversions = [one for one in conversions if one.was_used()]
     if base is not None:
         model._weight_conversions = [one for one in model._weight_conversions if not _is_ours(one, base.renames)]
         if auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself

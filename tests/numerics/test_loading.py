@@ -111,6 +111,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(made: Path) -> N
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.name: no tokenizer from"):
         load_tokenizer(Model(name=str(tmp_path)))
+    for load_part in (load_tokenizer, model_config):  # not what a hub says of such an id
+        with pytest.raises(UserError, match=r"no such folder; give one, or the id of a model on the hub"):
+            load_part(Model(name=str(tmp_path / "absent")))
 
 
 def test_a_tokenizer_without_pad_gets_its_end_token(tmp_path: Path) -> None:
