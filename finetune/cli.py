@@ -540,6 +540,29 @@ def verify(
 
 
 @app.command(cls=Command)
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Page to write. Default: report.html.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Serve the page on 127.0.0.1 while runs go on.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --watch; 0: any.")] = 8765,
+) -> None:
+    """Write runs as one HTML page: curves of all metrics, last values, plan, recipes' differences, compared exports.
+
+    Example: [bold]python -m finetune report runs/a runs/b -o page.html[/bold]
+    """
+    from finetune.planning.report import watch as serve
+    from finetune.planning.report import write_report
+
+    if watch and out is not None:
+        raise UserError("report: --watch serves the page and writes none: leave out -o, or --watch")
+    if watch:
+        serve(run_dirs, port, lambda url: print(f"{url} (Ctrl-C ends it)", flush=True))
+    else:
+        write_report(run_dirs, out or Path("report.html"))
+        print(f"wrote {out or 'report.html'}")
+
+
+@app.command(cls=Command)
 def checkpoints(
     run_dir: RunDir,
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare checksums.")] = False,
