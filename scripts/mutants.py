@@ -277,7 +277,7 @@ MUTANTS += (
         "finetune/data/chat/renderer.py",
         "trained[:1] = False",
         "trained[:0] = False",
-        ("tests/unit/data/test_data_examples.py::test_examples_are_the_rows",),
+        (_TEMPLATES, "-k", "ids_are_those and chatml"),
     ),
     Mutant(
         "masks",
@@ -389,8 +389,8 @@ MUTANTS += (
         "attention",
         "a document sees its own future",
         "finetune/models/attention/per_document.py",
-        "is_causal = window is None and not prefix",
-        "is_causal = False",
+        "                is_causal=is_causal,\n",
+        "                is_causal=False,\n",
         (_ATTENTION,),
     ),
     Mutant(

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
+    Mxfp4Config,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -26,13 +27,13 @@ from finetune.models.added_tokens import add_tokens, start_rows, train_rows
 from finetune.models.attention import AttentionChoice
 from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
-from finetune.models.base_checkpoint import base_checkpoint
+from finetune.models.base_checkpoint import base_checkpoint, check_adapted
 from finetune.models.compiled import compile_layers
 from finetune.models.config import dtypes, first_line, load_tokenizer, model_config
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Quantization, Recipe, Tokens
-from finetune.utils import full_shape
+from finetune.utils import full_shape, unwrap_peft
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ def load_model(
     if recipe.lora is not None:
         torch.manual_seed(recipe.run.seed + 1)  # the adapters do not depend on how many draws the base took
         model = add_adapters(model, recipe.lora, types.trained, recipe.tokens)
+        if (base := getattr(unwrap_peft(model), "base_checkpoint", None)) is not None:
+            check_adapted(base.part, model.base_model.targeted_module_names)
         if recipe.tokens is not None and recipe.tokens.train != "all":
             train_rows(model, first_added, len(recipe.tokens.add), types.trained)
     if types.compute != torch.float32:
@@ -128,6 +131,11 @@ def _base_model(
 ) -> tuple[Any, set[str] | None]:
     """Returns the model, and the weights that its checkpoint lacks; None: all, it is made from a config."""
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
+    if (is_mxfp4 := stored_in_mxfp4(config)) and recipe.mode != "lora":
+        raise UserError(
+            f"mode: {recipe.mode}: the experts of {recipe.model.name!r} are stored in MXFP4, for frozen weights: "
+            "use `mode: lora`, which computes with their exact values, or a checkpoint in bfloat16"
+        )
     if placement.weights == "meta":
         model = without_weights(config, auto, **common)
         model.tie_weights()  # no_init_weights leaves them apart
@@ -137,6 +145,8 @@ def _base_model(
     if recipe.quantization is not None:
         whole = [SCORE] if auto is AutoModelForSequenceClassification else None
         common["quantization_config"] = quantization_config(recipe.quantization, dtypes(recipe).compute, whole)
+    if is_mxfp4:
+        common["quantization_config"] = Mxfp4Config(dequantize=True)
     if placement.device is not None and (recipe.quantization is not None or placement.direct):
         common["device_map"] = {"": placement.device}
     name = recipe.model.name
@@ -173,6 +183,14 @@ def _base_model(
 
 def _is_ours(conversion: Any, renames: dict[str, str]) -> bool:
     return conversion._original_source_patterns[0] in renames
+
+
+def stored_in_mxfp4(config: PretrainedConfig) -> bool:
+    """Returns whether a checkpoint's experts are in 4 bits with a scale for each 32 (gpt-oss). All their values are
+    exact in bfloat16. transformers would compute with the packed ones where its kernels are, without a gradient."""
+    settings: Any = getattr(config, "quantization_config", None) or {}
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    return method == "mxfp4"
 
 
 def quantization_config(
