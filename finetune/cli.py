@@ -499,6 +499,10 @@ def export(
         typer.Option(help="hf: float32, bfloat16, float16; gguf: f32, bf16, f16, q8_0."),
     ] = None,
     base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
+    average_checkpoints: Annotated[
+        int | None,
+        typer.Option(min=2, help="The mean of so many checkpoints: that of --step, or the newest, and before."),
+    ] = None,
     verify: Annotated[bool, typer.Option(help="Compare the export with what was trained.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -511,7 +515,9 @@ def export(
         import_transformers()
         from finetune.export.commands import ExportOptions, export_run
 
-    exported = export_run(run_dir, ExportOptions(to, step, out, dtype, base, verify), Console(stderr=True))
+    exported = export_run(
+        run_dir, ExportOptions(to, step, out, dtype, base, verify, average_checkpoints), Console(stderr=True)
+    )
     print(json.dumps(exported) if as_json else f"exported to {exported['out']}")
 
 

@@ -60,8 +60,10 @@ from finetune.utils import unwrap_peft
 
 # What a class wants that its config's defaults lack.
 SETTINGS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": list(range(1, 32, 2))},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
@@ -288,7 +290,8 @@ def _row(line: dict[str, Any]) -> str:
 
 
 def _cell(text: str | None) -> str:
-    return " ".join((text or "").replace("|", "/").replace("<", "&lt;").split())[:240]
+    """Parameters without `model.`, which would read like a key of recipes."""
+    return " ".join((text or "").replace("|", "/").replace("<", "&lt;").replace("`model.", "`").split())[:240]
 
 
 def _words(error: BaseException) -> str:

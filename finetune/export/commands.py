@@ -182,6 +182,7 @@ class ExportOptions:
     dtype: str | None = None
     base: str | None = None
     verify: bool = True
+    average: int | None = None  # checkpoints
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -201,8 +202,9 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
         raise UserError(f"--dtype {options.dtype}: expected one of {', '.join(types)}")
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
-    trained = find_trained(run_dir, options.step)
+    trained = find_trained(run_dir, options.step, options.average)
     suffix = f"-step-{trained.step}" if trained.is_checkpoint else ""
+    suffix += f"-mean-of-{options.average}" if options.average else ""
     out = options.out or run_dir / f"export-{options.to}{suffix}"
     what = f"step {trained.step}" if trained.is_checkpoint else "the result"
     console.print(f"exporting {what} of {escape(str(run_dir))}", highlight=False)

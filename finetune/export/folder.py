@@ -138,6 +138,7 @@ def describe(model: StreamedModel) -> dict[str, Any]:
     return {
         "run": trained.recipe.run.name if trained.recipe else trained.folder.name,
         "step": trained.step,
+        "averaged": len(trained.averaged) or None,
         "trained": trained.identity(),
         "base": model.base.identity() if model.base else None,
         "dtype": str(model.result_dtype).removeprefix("torch."),

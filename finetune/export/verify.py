@@ -131,10 +131,10 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
 def find_against(run_dir: Path, export: Path, step: str | None) -> Trained:
     """Returns what an export claims to be of, or the step that was asked for. Raises UserError."""
     about = export / "export.json"
-    if step is None and about.is_file():
-        known = json.loads(about.read_text(encoding="utf-8"))["step"]
-        step = None if known is None else str(known)
-    return find_trained(run_dir, step)
+    if step is not None or not about.is_file():
+        return find_trained(run_dir, step)
+    known = json.loads(about.read_text(encoding="utf-8"))
+    return find_trained(run_dir, None if known["step"] is None else str(known["step"]), known.get("averaged"))
 
 
 def gguf_of(export: Path) -> Path | None:

@@ -27,13 +27,13 @@ from finetune.models.added_tokens import add_tokens, start_rows, train_rows
 from finetune.models.attention import AttentionChoice
 from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
-from finetune.models.base_checkpoint import base_checkpoint
+from finetune.models.base_checkpoint import base_checkpoint, check_adapted
 from finetune.models.compiled import compile_layers
 from finetune.models.config import dtypes, first_line, load_tokenizer, model_config
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Quantization, Recipe, Tokens
-from finetune.utils import full_shape
+from finetune.utils import full_shape, unwrap_peft
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,8 @@ def load_model(
     if recipe.lora is not None:
         torch.manual_seed(recipe.run.seed + 1)  # the adapters do not depend on how many draws the base took
         model = add_adapters(model, recipe.lora, types.trained, recipe.tokens)
+        if (base := getattr(unwrap_peft(model), "base_checkpoint", None)) is not None:
+            check_adapted(base.part, model.base_model.targeted_module_names)
         if recipe.tokens is not None and recipe.tokens.train != "all":
             train_rows(model, first_added, len(recipe.tokens.add), types.trained)
     if types.compute != torch.float32:

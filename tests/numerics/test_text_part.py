@@ -144,7 +144,11 @@ def test_full(recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: P
 def test_lora(recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: Path, name: str) -> None:
     base = bases(name)
     whole = name == "qwen3_vl"
-    lora = {"rank": 4, "alpha": 8, **({"modules_to_save": ["lm_head"]} if whole else {})}
+    lora: dict[str, Any] = {"rank": 4, "alpha": 8, **({"modules_to_save": ["lm_head"]} if whole else {})}
+    if name == "mistral_large4":  # peft would look elsewhere for adapters of its shared experts
+        with pytest.raises(UserError, match=r"shared_experts.gate_proj again on MistralLarge4ForConditionalGeneration"):
+            train_here(write_recipe(text_recipe(recipe, base, mode="lora", lora=lora)))
+        lora["targets"] = ["q_proj", "o_proj"]
     path = write_recipe(text_recipe(recipe, base, mode="lora", lora=lora))
     train_here(path)
     run = tmp_path / "runs" / "run"
