@@ -48,7 +48,7 @@ from finetune.models.config import restore_dropout
 from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.urls import without_credentials
-from finetune.utils import fsync, unwrap_peft
+from finetune.utils import fsync, unwrap_peft, write_atomically
 
 
 def save_result(
@@ -189,6 +189,13 @@ def write_settings(
     else:
         model.generation_config = generation_config(model, tokenizer, end_ids)
         model.generation_config.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Saves a tokenizer. Raises OSError: the library behind it raises a bare Exception where the disk is full, so its
+    large file is written here first, and then once more."""
+    write_atomically(folder / "tokenizer.json", tokenizer.backend_tokenizer.to_str(pretty=True))
     tokenizer.save_pretrained(folder)
 
 
@@ -197,7 +204,7 @@ def write_tokenizer(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set
     OSError."""
     partial = partial_path(folder)
     partial.mkdir(exist_ok=True)
-    tokenizer.save_pretrained(partial)
+    save_tokenizer(tokenizer, partial)
     if not has_scores(model):
         generation_config(unwrap_peft(model), tokenizer, end_ids).save_pretrained(partial)
     shutil.rmtree(folder, ignore_errors=True)

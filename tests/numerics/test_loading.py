@@ -12,6 +12,7 @@ import torch
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
 from finetune.models.config import check_token_ids, load_tokenizer, model_config
+from finetune.models.moe import adapts_experts
 from finetune.models.weights import Placement, load_model, parameter_counts
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Model
@@ -132,3 +133,13 @@ def test_an_adapter_s_update_is_scaled(recipe: dict[str, Any], write_recipe: Any
     x = torch.randn(3, a.shape[1])
     update = module(x) - module.base_layer(x)
     torch.testing.assert_close(update, x @ a.T @ b.T * (6 / divisor), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("targets", "adapted"), [("all-linear", True), (["q_proj"], False)])
+def test_adapters_on_experts_are_known(
+    recipe: dict[str, Any], write_recipe: Any, made: Path, targets: Any, adapted: bool
+) -> None:
+    """The run says then that servers want the merged model."""
+    recipe["model"]["name"] = str(made / "mixtral")
+    recipe.update(mode="lora", lora={"rank": 4, "targets": targets})
+    assert adapts_experts(load(recipe, write_recipe, "meta")) == adapted

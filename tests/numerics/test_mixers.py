@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import architectures as sweep
@@ -136,3 +137,23 @@ def test_compiled_layers_take_one_document_per_forward() -> None:
 def test_tokens_of_a_mixers_document_cannot_be_shared(sizes: Parallelism) -> None:
     with pytest.raises(UserError, match="Qwen3_5GatedDeltaNet runs along each document whole, so its tokens cannot"):
         apply_context_parallel(choice_of(qwen3_5()), UNSHARDED, sizes, 0)
+
+
+def test_the_page_has_each_architecture_with_its_reason(tmp_path: Path) -> None:
+    page = tmp_path / "models.md"
+    page.write_text(f"before\n{sweep.BEGINS}\nolder\n{sweep.ENDS}\nafter\n", encoding="utf-8")
+    packed = sweep.Line("mamba", "packed", "eager", 0.0, 0.0, 0.0, ("MambaMixer",), "same", "same")
+    lines = [packed, sweep.Line("bert", "refused", reason="sees | what it is to predict")]
+    sweep.write_page(page, [asdict(line) for line in lines])
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "older" not in text
+    assert "| mamba | eager | MambaMixer | same | same |" in text
+    assert "| bert | sees / what it is to predict |" in text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_no_architecture_trains_wrongly() -> None:
+    assert sweep.main([]) == 0
