@@ -222,7 +222,7 @@ def summary(name: str, cells: list[Cell]) -> Cell:
 
 
 def sharing(cells: list[Cell], saved: float) -> Cell | None:
-    """What sharing gains beside what it should: by FLOPs, and by tokens alone, of which the head computes none less."""
+    """What sharing gains beside what it should: by FLOPs, and by tokens alone; the head computes only targets."""
     pairs = [{c["contender"]: c for c in cells if c["round"] == number} for number in {c["round"] for c in cells}]
     both = [(one["shared"], one["whole"]) for one in pairs if {"shared", "whole"} <= one.keys()]
     if not both:

@@ -229,7 +229,9 @@ def new(
     data: Annotated[str | None, typer.Option(help="File, folder, URL or dataset of the hub.")] = None,
     mode: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run. Default: of data and mode.")] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: NAME.yaml in this folder.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: NAME.yaml in this folder.")
+    ] = None,
 ) -> None:
     """Write a recipe that fits a model and your rows; asks for what is not given.
 
@@ -487,13 +489,20 @@ def merge(
 @app.command(cls=Command)
 def export(
     run_dir: RunDir,
-    to: Annotated[str, typer.Option(help="hf: a plain model folder, adapters merged.")] = "hf",
+    to: Annotated[str, typer.Option(help="hf (a plain model folder), gguf, or ollama; adapters merged.")] = "hf",
     step: Annotated[
         str | None, typer.Option(metavar="N|best", help="A checkpoint. Default: the result, or the newest checkpoint.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: RUN_DIR/export-TO[-step-N].")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the base's.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="hf: float32, bfloat16, float16; gguf: f32, bf16, f16, q8_0."),
+    ] = None,
     base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
+    average_checkpoints: Annotated[
+        int | None,
+        typer.Option(min=2, help="The mean of so many checkpoints: that of --step, or the newest, and before."),
+    ] = None,
     verify: Annotated[bool, typer.Option(help="Compare the export with what was trained.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -506,7 +515,9 @@ def export(
         import_transformers()
         from finetune.export.commands import ExportOptions, export_run
 
-    exported = export_run(run_dir, ExportOptions(to, step, out, dtype, base, verify), Console(stderr=True))
+    exported = export_run(
+        run_dir, ExportOptions(to, step, out, dtype, base, verify, average_checkpoints), Console(stderr=True)
+    )
     print(json.dumps(exported) if as_json else f"exported to {exported['out']}")
 
 
@@ -532,6 +543,29 @@ def verify(
     figures = verify_run(export, against, step, base, rows, Console(stderr=as_json))
     if as_json and figures is not None:
         print(json.dumps(figures.as_dict()))
+
+
+@app.command(cls=Command)
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Page to write. Default: report.html.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Serve the page on 127.0.0.1 while runs go on.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --watch; 0: any.")] = 8765,
+) -> None:
+    """Write runs as one HTML page: curves of all metrics, last values, plan, recipes' differences, compared exports.
+
+    Example: [bold]python -m finetune report runs/a runs/b -o page.html[/bold]
+    """
+    from finetune.planning.report import watch as serve
+    from finetune.planning.report import write_report
+
+    if watch and out is not None:
+        raise UserError("report: --watch serves the page and writes none: leave out -o, or --watch")
+    if watch:
+        serve(run_dirs, port, lambda url: print(f"{url} (Ctrl-C ends it)", flush=True))
+    else:
+        write_report(run_dirs, out or Path("report.html"))
+        print(f"wrote {out or 'report.html'}")
 
 
 @app.command(cls=Command)

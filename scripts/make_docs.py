@@ -3,8 +3,8 @@
     python scripts/make_docs.py            # after a change of finetune/recipe/schema.py or of a recipe
 
 docs/recipe-keys.md has every key of a recipe: type, limits and default from the JSON Schema, its meaning from the
-comments of finetune/recipe/schema.py. docs/recipes.md has a table of recipes between two marks; who needs what is from
-the recipes' headers. A test holds both to what the code says.
+comments of finetune/recipe/schema.py. docs/recipes.md has a table of recipes between two marks, README.md a short one;
+who needs what is from the recipes' headers. A test holds all to what the code says.
 """
 
 from __future__ import annotations
@@ -44,7 +44,15 @@ NAMES = {  # of the folders of recipes
     "llama4-scout": "Llama 4 Scout",
     "gemma3-4b": "Gemma 3 4B",
     "gemma4-31b": "Gemma 4 31B",
+    "qwen3-0.6b": "Qwen3 0.6B",
+    "qwen3-1.7b": "Qwen3 1.7B",
+    "qwen3-4b": "Qwen3 4B",
+    "qwen3-8b": "Qwen3 8B",
+    "qwen3-14b": "Qwen3 14B",
+    "qwen3-32b": "Qwen3 32B",
+    "qwen3-30b-a3b": "Qwen3 30B A3B",
     "qwen3.5-9b": "Qwen3.5 9B",
+    "lfm2.5-1.2b": "LFM2.5 1.2B",
     "gsm8k": "GSM8K, any model",
     "quickstart": "quickstart, no download",
 }
@@ -183,16 +191,40 @@ def gigabytes(place: str) -> float:
     return number * float(found[2]) if found else 0
 
 
-def recipes_page() -> str:
-    """Returns docs/recipes.md with the table of recipes as it should be."""
-    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    before, _, rest = text.partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n\n{recipes_table()}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+def families_table() -> str:
+    """Returns the short table: a row for each family of models, with links to their folders and what they are for."""
+    families: dict[str, list[str]] = {}
+    for folder, name in NAMES.items():
+        families.setdefault(re.split(r" |,", name)[0].replace("Ministral", "Mistral"), []).append(folder)
+    rows = ["| family | models | recipes |", "| --- | --- | --- |"]
+    for family, folders in families.items():
+        links = [
+            f"[{NAMES[folder].removeprefix(family).strip(' ,') or family}](recipes/{folder})" for folder in folders
+        ]
+        kinds = sorted({path.stem for folder in folders for path in (ROOT / "recipes" / folder).glob("*.yaml")})
+        rows.append(f"| {family} | {', '.join(links)} | {', '.join(kinds)} |")
+    return "\n".join(rows) + "\n"
+
+
+def with_table(path: Path, table: str) -> str:
+    """Returns a page with the table between its marks."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(MARKS[0])
+    return f"{before}{MARKS[0]}\n\n{table}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+
+
+def pages() -> dict[Path, str]:
+    """Returns every file that is made, or has a made part, and its content."""
+    readme, recipes = ROOT / "README.md", ROOT / "docs" / "recipes.md"
+    return {
+        ROOT / "docs" / "recipe-keys.md": keys_page(),
+        recipes: with_table(recipes, recipes_table()),
+        readme: with_table(readme, families_table()),
+    }
 
 
 def main() -> None:
-    (ROOT / "docs" / "recipe-keys.md").write_text(keys_page(), encoding="utf-8")
-    (ROOT / "docs" / "recipes.md").write_text(recipes_page(), encoding="utf-8")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
 # each by its own size, makes steps of their rounding; the bound on parameters is for the rate's size of step.
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}", "optimizer.lr=1e-3")
 DEEP = ("pp_interleaved", "pp_4")  # four stages
+HYBRID = ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload")
 ATTENTION = "lora.targets=[q_proj, k_proj, v_proj, o_proj]"
 CLASSIFY = (f"objective={{name: classify, labels: [{', '.join(tiny.LABELS)}]}}",)
 PAIRS = ("data.max_length=128", "optimizer.lr=3e-4")
@@ -122,6 +123,13 @@ CASES = (
         (*PAIRS, "objective={name: dpo, loss: ipo, sft_weight: 0.5}", "data.packing=false"),
         rows="preference",
     ),
+    Case(
+        "full dpo plain head",
+        (*PAIRS, "objective.name=dpo", "model.cross_entropy=plain"),
+        rows="preference",
+        on=("pp_zero_bubble",),
+    ),
+    Case("full deep dpo", (*PAIRS, "objective.name=dpo"), model="llama_deep", rows="preference", on=DEEP),
     Case("lora simpo", (*LORA, *PAIRS, "objective={name: dpo, loss: simpo, beta: 2}"), rows="preference"),
     Case("full orpo", (*PAIRS, "objective.name=orpo", "batch.rows_per_device=2"), rows="preference"),
     Case(
@@ -162,6 +170,17 @@ CASES = (
     Case("full qwen3_moe balance unpacked", (BALANCE, "data.packing=false"), model="qwen3_moe"),
     Case("full mixtral offloaded", ("train.activation_offload=true",), model="mixtral", on=("ep",)),
     Case("full mixtral bf16", ("train.precision=bf16",), "mixtral", None, BF16_LOSS_RELATIVE, float("inf")),
+    # Mixers run per document, of which ranks have different numbers.
+    Case("full qwen3_5", (), model="qwen3_5", on=(*HYBRID, "pp", "tp")),
+    Case("lora qwen3_5", LORA, model="qwen3_5", on=(*HYBRID, "pp", "tp")),
+    Case("full qwen3_5 checkpointing", ("train.activation_checkpointing=true",), model="qwen3_5", on=(*HYBRID, "pp")),
+    Case("full granite_hybrid", ("batch.rows_per_device=2",), model="granite_hybrid", on=HYBRID),
+    Case(
+        "lora granite_hybrid checkpointing selective",
+        (*LORA, "train.activation_checkpointing=selective"),
+        model="granite_hybrid",
+        on=HYBRID,
+    ),
     Case("full paged_adamw", ("optimizer.name=paged_adamw",)),
     Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
     Case("qlora", QLORA),
@@ -176,6 +195,9 @@ CASES = (
     Case("full bf16", ("train.precision=bf16",), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
     Case("lora bf16", (*LORA, "train.precision=bf16"), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
 )
+# Of pairs and of what a step has to know: on every config, and at every size of it.
+OF_PAIRS = ("full dpo", "full dpo ipo unpacked", "full kto")
+OBJECTIVES = (*OF_PAIRS, "full orpo", "full reward", "full classify", "full distill")
 PREFERENCES = (
     "full dpo",
     "lora dpo",
@@ -229,45 +251,52 @@ EXPERTS = tuple(
 LAUNCHES = (
     ("ddp", 2, None),
     ("fsdp2", 2, None),
-    ("fsdp2_offload", 2, ("full", "lora", "qlora", "full in backward")),
+    ("fsdp2_offload", 2, ("full", "lora", "qlora", "full in backward", *OBJECTIVES)),
     ("zero2", 2, None),
-    ("zero2_offload", 2, ("full", "lora", "qlora")),
+    ("zero2_offload", 2, ("full", "lora", "qlora", *OF_PAIRS)),
     ("zero3", 2, None),
     ("zero3_offload", 2, None),
     ("pp", 2, UNDER_PIPELINES),
-    ("pp_gpipe", 2, ("full", "lora", "full tied", "full token budget")),
-    ("pp_zero_bubble", 2, ("full plain head", "lora plain head")),
+    ("pp_gpipe", 2, ("full", "lora", "full tied", "full token budget", *OF_PAIRS)),
+    ("pp_zero_bubble", 2, ("full plain head", "lora plain head", "full dpo plain head")),
     ("pp_zero_bubble_2", 2, ("full deep plain head",)),
-    ("pp_interleaved", 2, ("full deep", "lora deep", "full deep token budget")),
-    ("pp_4", 4, ("full deep", "lora deep", "full deep token budget")),
-    ("pp_dp", 4, ("full", "lora", "full tied", "full unpacked", "full dpo", "full kto")),
+    ("pp_interleaved", 2, ("full deep", "lora deep", "full deep token budget", "full deep dpo")),
+    ("pp_4", 4, ("full deep", "lora deep", "full deep token budget", "full deep dpo")),
+    ("pp_dp", 4, ("full", "lora", "full tied", "full unpacked", *OF_PAIRS, "full orpo", "full distill")),
     ("ep", 2, EXPERTS),
     ("ep", 4, EXPERTS),
-    ("ddp", 4, ("full", "lora", "full tied", "lora dropout rslora")),
-    ("fsdp2", 4, ("full", "lora", "full tied", "lora dropout rslora")),
-    ("zero3", 4, ("full", "lora")),
-    ("fsdp2_offload", 4, ("full", "lora")),
-    ("zero2", 4, ("full", "lora")),
-    ("zero2_offload", 4, ("full", "lora")),
-    ("zero3_offload", 4, ("full", "lora")),
+    ("ddp", 4, ("full", "lora", "full tied", "lora dropout rslora", *OF_PAIRS)),
+    ("fsdp2", 4, ("full", "lora", "full tied", "lora dropout rslora", *OBJECTIVES)),
+    ("zero3", 4, ("full", "lora", *OBJECTIVES)),
+    ("fsdp2_offload", 4, ("full", "lora", *OF_PAIRS)),
+    ("zero2", 4, ("full", "lora", *OF_PAIRS)),
+    ("zero2_offload", 4, ("full", "lora", *OF_PAIRS)),
+    ("zero3_offload", 4, ("full", "lora", *OF_PAIRS)),
     ("cp", 2, SHARED_TOKENS),
-    ("cp_alltoall", 2, FEW_SHARED),
-    ("cp_ring", 2, FEW_SHARED),
-    ("cp", 4, ("full", "lora")),
-    ("cp_ring_of_4", 4, ("full", "lora")),
-    ("fsdp2_cp", 4, FEW_SHARED),
-    ("zero3_cp", 2, ("full", "lora")),
+    ("cp_alltoall", 2, (*FEW_SHARED, *OF_PAIRS)),
+    ("cp_ring", 2, (*FEW_SHARED, *OF_PAIRS)),
+    ("cp", 4, ("full", "lora", *OF_PAIRS)),
+    ("cp_ring_of_4", 4, ("full", "lora", *OF_PAIRS)),
+    ("fsdp2_cp", 4, (*FEW_SHARED, *OF_PAIRS)),
+    ("zero3_cp", 2, ("full", "lora", *OF_PAIRS)),
     ("ulysses", 2, (*SHARED_TOKENS, "full mistral window", "full compile")),
-    ("ulysses_of_4", 4, FEW_SHARED),
-    ("cp_ulysses", 4, ("full", "lora", "full dpo", "full orpo", "full kto")),
+    ("ulysses_of_4", 4, (*FEW_SHARED, *OF_PAIRS)),
+    ("cp_ulysses", 4, ("full", "lora", *OF_PAIRS, "full orpo")),
     (
         "hsdp",
         4,
-        ("full", "lora", "full tied", "full unpacked", "full in backward", "lora dropout rslora", "full reward"),
+        (
+            *("full", "lora", "full tied", "full unpacked", "full in backward", "lora dropout rslora", "full reward"),
+            *OF_PAIRS,
+        ),
     ),
     ("tp", 2, TENSOR),
-    ("tp", 4, ("full", "lora")),
-    ("fsdp2_tp", 4, ("full", "lora", "full tied", "lora tied", "full qwen3", "full accumulate 1", "lora bf16")),
+    ("tp", 4, ("full", "lora", *OF_PAIRS)),
+    (
+        "fsdp2_tp",
+        4,
+        ("full", "lora", "full tied", "lora tied", "full qwen3", "full accumulate 1", "lora bf16", *OF_PAIRS),
+    ),
 )
 
 

@@ -34,25 +34,24 @@ class Stage:
 
 
 STAGES = (
-    Stage("full", "a date, however written -> 2021-03-03", "exact_match", "exact match", 0.99, "#0072b2"),
-    Stage("lora", "the same dates -> 3 March 2021", "exact_match", "exact match", 0.95, "#d55e00"),
-    Stage("dpo-lora", "3 March 2021 rather than 2021-03-03", "eval_rewards/accuracy", "pairs right", 0.90, "#007a5a"),
+    Stage("full", "any date -> 2021-03-03", "exact_match", "exact match", 0.99, "#0072b2"),
+    Stage("lora", "any date -> 3 March 2021", "exact_match", "exact match", 0.95, "#d55e00"),
+    Stage("dpo-lora", "3 March 2021, not 2021-03-03", "eval_rewards/accuracy", "pairs right", 0.90, "#007a5a"),
 )
 
 
-def table(runs: Path) -> tuple[Table, bool]:
-    """Returns the table of before and after, and whether every stage learnt enough."""
+def table(runs: Path) -> tuple[Table, list[str]]:
+    """Returns the table of before and after, and what learnt too little."""
     shown = Table(title="Held-out dates, before -> after")
     for heading in ("stage", "learns", "measure", "before", "after"):
         shown.add_column(heading, justify="right" if heading in ("before", "after") else "left")
-    passed = True
+    missed = []
     for stage in STAGES:
         scores = [line[stage.metric] for line in stage.lines(runs) if stage.metric in line]
-        enough = scores[-1] >= stage.enough
-        passed &= enough
-        after = f"{scores[-1]:.1%}" + ("" if enough else f" (expected {stage.enough:.0%})")
-        shown.add_row(stage.name, stage.learns, stage.measure, f"{scores[0]:.1%}", after)
-    return shown, passed
+        shown.add_row(stage.name, stage.learns, stage.measure, f"{scores[0]:.1%}", f"{scores[-1]:.1%}")
+        if scores[-1] < stage.enough:
+            missed.append(f"{stage.name}: {scores[-1]:.1%}, expected {stage.enough:.0%}")
+    return shown, missed
 
 
 def picture(runs: Path) -> str:
@@ -103,13 +102,14 @@ def picture(runs: Path) -> str:
 
 def main() -> None:
     runs = Path(sys.argv[1] if len(sys.argv) > 1 else "runs")
-    shown, passed = table(runs)
+    shown, missed = table(runs)
     print()
     Console().print(shown)
     path = runs / "quickstart.svg"
     path.write_text(picture(runs), encoding="utf-8")
     print(f"The picture, for a browser: {path}")
-    raise SystemExit(0 if passed else "less than expected: please report this with the output above")
+    if missed:
+        raise SystemExit(f"{'; '.join(missed)}: please report this with the output above")
 
 
 if __name__ == "__main__":

@@ -54,8 +54,15 @@ FEW: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero3", 2), ("tp", 2))
 ON_FEW: tuple[parity.Case, ...] = (
     next(case for case in parity.CASES if case.name == "full bf16"),
     next(case for case in parity.CASES if case.name == "lora dpo adapters off"),
+    next(case for case in parity.CASES if case.name == "full qwen3_5"),
+    *(case for case in parity.CASES if case.name in ("full text part", "lora text part")),
     # Its blocks are others under other shards (measured: 2.2e-5); on the same place it is bitwise all the same.
     parity.Case("full adamw_8bit", ("optimizer.name=adamw_8bit",), loss=1e-4, parameter=float("inf")),
+)
+# Statistics of a step, heads of scores and predictions of a teacher, on three kinds of place.
+WITH_OBJECTIVES: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero3", 2))
+OF_OBJECTIVES = tuple(
+    case for case in parity.CASES if case.name in ("full orpo", "full kto", "full reward", "full distill")
 )
 # Experts that are divided, and the same ones where each rank has them all.
 WITH_EXPERTS: tuple[Place, ...] = (("single", 1), ("ddp", 2), ("fsdp2", 4), ("zero3", 4), *DIVIDED)
@@ -88,7 +95,8 @@ def cases(*places: Place) -> tuple[parity.Case, ...]:
     few = ON_FEW if all(place in FEW for place in places) else ()
     experts = OF_EXPERTS if all(place in WITH_EXPERTS for place in places) else ()
     stages = OF_STAGES if all(place in WITH_STAGES for place in places) else ()
-    return (*plain, *few, *experts, *stages)
+    objectives = OF_OBJECTIVES if all(place in WITH_OBJECTIVES for place in places) else ()
+    return (*plain, *few, *experts, *stages, *objectives)
 
 
 def run_name(place: Place, case: parity.Case) -> str:

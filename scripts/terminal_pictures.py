@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
-COLUMNS, LINES = 80, 70
+COLUMNS, LINES = 80, 120
 COMMANDS = {
-    "new": "python -m finetune new --model runs/quickstart-full/model --data dates.csv --mode lora",
-    "check": "python -m finetune check dates-lora.yaml",
-    "train": "python -m finetune launch dates-lora.yaml",
-    "generate": "python -m finetune generate runs/dates-lora '3 March 2021' 'July 4, 1999'",
+    "new": "python -m finetune new --model runs/quickstart-full/model --data years.csv --mode lora",
+    "check": "python -m finetune check years-lora.yaml",
+    "train": "python -m finetune launch years-lora.yaml evaluate.every_steps=50",
+    "generate": "python -m finetune generate runs/years-lora '3 March 2021' 'July 4, 1999'",
 }
 
 
@@ -46,16 +46,17 @@ def prepare(work: Path) -> None:
     for name in ("recipes", "scripts"):
         (work / name).unlink(missing_ok=True)
         (work / name).symlink_to(ROOT / name)
-    (work / "dates-lora.yaml").unlink(missing_ok=True)
+    (work / "years-lora.yaml").unlink(missing_ok=True)
     if not (work / "runs" / "quickstart-full" / "model").is_dir():
         run = [sys.executable, "-m", "finetune", "train", "recipes/quickstart/full.yaml"]
         subprocess.run([sys.executable, "scripts/make_quickstart.py"], cwd=work, check=True)
         subprocess.run(run, cwd=work, check=True)
-    rows = (work / "runs" / "quickstart-data" / "words" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:300]
-    with (work / "dates.csv").open("w", newline="", encoding="utf-8") as file:
+    rows = (work / "runs" / "quickstart-data" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:300]
+    with (work / "years.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("question", "answer"))
-        writer.writerows([message["content"] for message in json.loads(row)["messages"]] for row in rows)
+        for question, answer in (json.loads(row)["messages"] for row in rows):
+            writer.writerow((question["content"], answer["content"][:4]))  # of a date the year
 
 
 def picture(command: str, work: Path) -> str:
@@ -70,3 +71,7 @@ def picture(command: str, work: Path) -> str:
     console.print(Text.from_ansi(f"$ {command}\n{shown.rstrip()}"))
     svg = console.export_svg(title="finetune")
     return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # nothing is fetched: the reader's own font
+
+
+if __name__ == "__main__":
+    main()

@@ -41,6 +41,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", **_SHAPE, **_EXPERTS, "num_local_experts": 8, "intermediate_size": 32},
     "qwen3_moe": {"model_type": "qwen3_moe", **_SHAPE, **_EXPERTS, "num_experts": 8, "moe_intermediate_size": 32}
     | {"head_dim": 16, "norm_topk_prob": True},
+    # Hybrids: a gated delta net, or Mamba 2, and a layer of attention.
+    "qwen3_5": {"model_type": "qwen3_5_text", **_SHAPE, "layer_types": ["linear_attention", "full_attention"]}
+    | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "granite_hybrid": {"model_type": "granitemoehybrid", **_SHAPE, "layer_types": ["mamba", "attention"]}
+    | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 128, "mamba_n_heads": 8}
+    | {"mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "position_embedding_type": "nope"},
 }
 _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28}
 _HEADS: dict[str, Any] = {"num_attention_heads": 2, "patch_size": 14}
@@ -52,6 +59,9 @@ _QWEN_VISION: dict[str, Any] = {
     "patch_size": 14,
 }
 _QWEN_VISION |= {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_LATENT: dict[str, Any] = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+_YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+_YARN |= {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 _TEXT: dict[str, Any] = {**_SHAPE, "head_dim": 16}
 # Multimodal models, of which the text part is trained. Ids of images are beyond those of the tokenizer.
@@ -102,6 +112,35 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         "video_token_id": 371,
         "vision_start_token_id": 372,
         "vision_end_token_id": 373,
+    },
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe",
+        "text_config": {"model_type": "qwen3_vl_moe_text", **_TEXT, **_EXPERTS, "num_local_experts": 4}
+        | {"moe_intermediate_size": 32, "rope_parameters": _MROPE},
+        "vision_config": {**_QWEN_VISION, "model_type": "qwen3_vl_moe"},
+        "image_token_id": 370,
+        "video_token_id": 371,
+        "vision_start_token_id": 372,
+        "vision_end_token_id": 373,
+    },
+    "mistral4": {  # Mistral Small 4
+        "model_type": "mistral3",
+        "text_config": {"model_type": "mistral4", **_SHAPE, **_LATENT, "q_lora_rank": 16, "n_routed_experts": 4}
+        | {"rope_parameters": _YARN}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 4},
+        "vision_config": {"model_type": "pixtral", **_VISION, **_HEADS, "head_dim": 16},
+        "image_token_index": 370,
+        "tie_word_embeddings": False,
+    },
+    "mistral_large4": {
+        "model_type": "mistral_large4",
+        "text_config": {"model_type": "mistral_large4_text", **_SHAPE, **_LATENT, "n_routed_experts": 4}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 4, "index_topk": 64}
+        | {"index_head_dim": 16, "index_n_heads": 2, "mlp_layer_types": ["dense", "sparse"]}
+        | {"layer_types": ["indexed_attention"] * 2, "indexer_types": ["full"] * 2, "no_rope_layers": [1, 0]}
+        | {"kv_source_layers": [0, 1]},
+        "vision_config": {"model_type": "pixtral", **_VISION, **_HEADS, "head_dim": 16},
+        "image_token_index": 370,
     },
     "qwen2_5_vl": {
         "model_type": "qwen2_5_vl",

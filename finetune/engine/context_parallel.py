@@ -91,6 +91,9 @@ def _obstacle(choice: AttentionChoice, parallelism: Parallelism) -> str | None:
     """What the parallelism rules cannot know before the model's class and the installed packages are known."""
     if not choice.isolates_documents:
         return f"{choice.reason}, so its tokens cannot be sharded: use data parallel only"
+    if choice.mixers:
+        names = ", ".join(choice.mixers)
+        return f"{names} runs along each document whole, so its tokens cannot be sharded: use data parallel only"
     if choice.implementation in WITHIN_DOCUMENTS:
         return None
     if parallelism.context > 1 and choice.implementation == "flash_attention_2":

@@ -112,6 +112,11 @@ def final_norm(model: Any) -> nn.Module | None:
 
 def sharding_units(model: Any, plugin: Any) -> list[nn.Module]:
     """Returns the modules to shard one by one, inner ones first. plugin: accelerate's, which has the wrap policy."""
+    if (
+        plugin.transformer_cls_names_to_wrap is None
+    ):  # those that the class of a text part names of a tower are not in it
+        here = {type(module).__name__ for module in model.modules()}
+        plugin.transformer_cls_names_to_wrap = sorted(here.intersection(unwrap_peft(model)._no_split_modules or ()))
     plugin.set_auto_wrap_policy(model)
     policy = plugin.auto_wrap_policy
     if policy is None:

@@ -18,6 +18,7 @@ from finetune.engine.base import BuildOptimizers, Engine, detached, named_traina
 from finetune.engine.optimizer_step import NonFinite
 from finetune.engine.state_shards import Part, Types
 from finetune.errors import UserError
+from finetune.models.attention.mixers import is_mixer, with_positional_input
 from finetune.models.config import dtypes
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel, trained_head
@@ -73,7 +74,7 @@ class Zero(Engine):
 
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         self.unwrapped = model.causal_lm
-        self._make_head_a_leaf(self.unwrapped)
+        self._make_leaves(self.unwrapped)
         config = self.plugin.deepspeed_config
         config.update(
             train_micro_batch_size_per_gpu=1,  # rows are ours; DeepSpeed only checks that the product fits
@@ -91,14 +92,18 @@ class Zero(Engine):
         self.optimizers = [optimizer]
         self.zero = wrapped.optimizer
 
-    def _make_head_a_leaf(self, model: Any) -> None:
-        """A head with adapters is called once for each chunk of positions: stage 3 must gather the weights below it
-        once for all of them."""
+    @staticmethod
+    def _make_leaves(model: Any) -> None:
+        """A head with adapters is called once for each chunk of positions, what is in a mixer once for each document,
+        and ranks have different numbers of them: stage 3 must gather the weights below these once for all calls."""
         from deepspeed.utils import set_z3_leaf_module
 
-        head = trained_head(model)
-        if next(head.children(), None) is not None:
-            set_z3_leaf_module(head, True)
+        mixers = [module for module in model.modules() if is_mixer(module)]
+        for module in (trained_head(model), *mixers):
+            if next(module.children(), None) is not None:
+                set_z3_leaf_module(module, True)
+        for module in mixers:
+            module.register_forward_pre_hook(with_positional_input, with_kwargs=True)
 
     @staticmethod
     def _limit_buckets(config: dict[str, Any], model: Any) -> None:

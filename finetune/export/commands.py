@@ -182,30 +182,37 @@ class ExportOptions:
     dtype: str | None = None
     base: str | None = None
     verify: bool = True
+    average: int | None = None  # checkpoints
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
-FORMATS = ("hf",)
+FORMATS = ("hf", "gguf", "ollama")
 
 
 def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[str, Any]:
     """Export a result or a checkpoint; returns where it is. Raises UserError."""
-    from finetune.export.folder import export_folder
+    from finetune.export.folder import export_folder, export_gguf
+    from finetune.export.gguf_file import TYPES
     from finetune.export.trained import find_trained
 
     if options.to not in FORMATS:
         raise UserError(f"--to {options.to}: expected one of {', '.join(FORMATS)}")
-    if options.dtype is not None and options.dtype not in _DTYPES:
-        raise UserError(f"--dtype {options.dtype}: expected one of {', '.join(_DTYPES)}")
+    types = _DTYPES if options.to == "hf" else TYPES
+    if options.dtype is not None and options.dtype not in types:
+        raise UserError(f"--dtype {options.dtype}: expected one of {', '.join(types)}")
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
-    trained = find_trained(run_dir, options.step)
+    trained = find_trained(run_dir, options.step, options.average)
     suffix = f"-step-{trained.step}" if trained.is_checkpoint else ""
+    suffix += f"-mean-of-{options.average}" if options.average else ""
     out = options.out or run_dir / f"export-{options.to}{suffix}"
-    dtype = getattr(torch, options.dtype) if options.dtype else None
     what = f"step {trained.step}" if trained.is_checkpoint else "the result"
     console.print(f"exporting {what} of {escape(str(run_dir))}", highlight=False)
-    export_folder(trained, out, dtype, options.base, console.print)
+    if options.to == "hf":
+        dtype = getattr(torch, options.dtype) if options.dtype else None
+        export_folder(trained, out, dtype, options.base, console.print)
+    else:
+        export_gguf(trained, out, options.dtype or "bf16", options.base, console.print, options.to == "ollama")
     figures = gate(trained, out, options.base, console) if options.verify else None
     compared = {"kl_mean": figures.kl_mean, "top1": figures.top1} if figures else {}
     return {"out": str(out), "to": options.to, "step": trained.step, **compared}

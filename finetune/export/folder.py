@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from finetune.errors import RunFailure, UserError
 from finetune.export.result import model_card, partial_path, write_config
@@ -67,6 +67,40 @@ def export_folder(
     return model
 
 
+def export_gguf(
+    trained: Trained, out: Path, kind: str, base: str | None = None, say: Say = lambda text: None, ollama: bool = False
+) -> StreamedModel:
+    """Write OUT/<run>-<kind>.gguf with its card, and a Modelfile for Ollama; as `export_folder`."""
+    from finetune.export.gguf_file import write_gguf
+
+    check_absent(out)
+    model, partial = StreamedModel(trained, None, base), partial_path(out)
+    about = {**describe(model), "dtype": kind}
+    try:
+        _start(partial, about)
+        file = partial / f"{about['run']}-{kind}.gguf"
+        if not file.exists():
+            say(f"writing {file.name}")
+            write_gguf(model, file, kind)
+        if ollama:
+            (partial / "Modelfile").write_text(modelfile(trained, file.name), encoding="utf-8")
+        (partial / METADATA).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        (partial / "README.md").write_text(_card(trained), encoding="utf-8")
+        finish(partial, out)
+    except OSError as error:
+        raise not_written(out, error) from error
+    return model
+
+
+def modelfile(trained: Trained, name: str) -> str:
+    """Returns Ollama's description of a model: the file, which has the template, and where answers end."""
+    tokenizer = AutoTokenizer.from_pretrained(trained.settings)
+    ends = GenerationConfig.from_pretrained(trained.settings).eos_token_id
+    texts = [tokenizer.convert_ids_to_tokens(end) for end in (ends if isinstance(ends, list) else [ends])]
+    stops = "".join(f"PARAMETER stop {json.dumps(text)}\n" for text in texts)
+    return f"FROM ./{name}\n{stops}"
+
+
 def check_absent(out: Path) -> None:
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or choose another --out")
@@ -104,6 +138,7 @@ def describe(model: StreamedModel) -> dict[str, Any]:
     return {
         "run": trained.recipe.run.name if trained.recipe else trained.folder.name,
         "step": trained.step,
+        "averaged": len(trained.averaged) or None,
         "trained": trained.identity(),
         "base": model.base.identity() if model.base else None,
         "dtype": str(model.result_dtype).removeprefix("torch."),

@@ -44,10 +44,11 @@ from finetune.export.weight_files import (
 )
 from finetune.models.added_tokens import has_added_tokens, split_rows
 from finetune.models.base_checkpoint import BaseCheckpoint
+from finetune.models.config import restore_dropout
 from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.urls import without_credentials
-from finetune.utils import fsync, unwrap_peft
+from finetune.utils import fsync, unwrap_peft, write_atomically
 
 
 def save_result(
@@ -173,6 +174,8 @@ def write_config(model: Any, dtype: torch.dtype, folder: Path) -> None:
     model.config.dtype = dtype
     model.config.architectures = [type(model).__name__]
     model.config.use_cache = True  # off in training only
+    if (base := getattr(model, "base_config", None)) is not None:
+        restore_dropout(model.config, base)
     if model.is_remote_code():
         custom_object_save(model, folder, config=model.config)
     model.config.save_pretrained(folder)
@@ -186,6 +189,13 @@ def write_settings(
     else:
         model.generation_config = generation_config(model, tokenizer, end_ids)
         model.generation_config.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Saves a tokenizer. Raises OSError: the library behind it raises a bare Exception where the disk is full, so its
+    large file is written here first, and then once more."""
+    write_atomically(folder / "tokenizer.json", tokenizer.backend_tokenizer.to_str(pretty=True))
     tokenizer.save_pretrained(folder)
 
 
@@ -194,7 +204,7 @@ def write_tokenizer(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set
     OSError."""
     partial = partial_path(folder)
     partial.mkdir(exist_ok=True)
-    tokenizer.save_pretrained(partial)
+    save_tokenizer(tokenizer, partial)
     if not has_scores(model):
         generation_config(unwrap_peft(model), tokenizer, end_ids).save_pretrained(partial)
     shutil.rmtree(folder, ignore_errors=True)

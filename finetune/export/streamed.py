@@ -11,10 +11,11 @@ transformers loads (parts for prediction several tokens ahead, image towers).
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from finetune.export.scoring import is_scoring, read_labels
 from finetune.export.tensor_files import TensorFiles
 from finetune.export.trained import Trained
 from finetune.export.weight_files import INDEX, DiskLayout
+from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.config import dtypes, first_line, model_config
 from finetune.models.score_model import labelled
 from finetune.models.text_part import TextPart, text_part_of
@@ -122,7 +124,9 @@ class StreamedModel:
         self.result_dtype = dtype or _result_dtype(trained, self.base)
         self._patches = _patches(trained, base, self.part)
         shapes, self._aliases = _own_tensors(self.model)
-        self.unties = any(self._keys(alias) != self._keys(first) for alias, first in self._aliases.items())
+        # Of full training one name has the weights of both.
+        differ = any(self._keys(alias) != self._keys(first) for alias, first in self._aliases.items())
+        self.unties = differ and trained.is_adapter
         if self.unties:
             shapes |= {alias: torch.empty_like(shapes[first]) for alias, first in self._aliases.items()}
         self._groups = {name: group for group in _groups(self.model, shapes) for name in group.on_disk}
@@ -273,9 +277,27 @@ def _base_name(trained: Trained) -> tuple[str | None, str | None]:
 
 def _base_of(trained: Trained, base: str | None) -> Base | None:
     name, revision = (base, None) if base else _base_name(trained)
-    if name is not None and not (trained.is_adapter or trained.is_checkpoint) and _part_of(trained, base):
-        name, revision = str(trained.folder), None  # it has all of the base that was not trained
-    return find_base(name, revision) if name is not None else None
+    if not (trained.is_adapter or trained.is_checkpoint):  # a result of full weights has all that is exported
+        return replace(find_base(str(trained.folder), None), name=name or "")
+    if name is None:
+        return None
+    found = find_base(name, revision)
+    return _text_model(found, Model(name=name, revision=revision)) if _labels(trained) else found
+
+
+def _text_model(base: Base, model: Model) -> Base:
+    """Returns the text part of a multimodal base as a model of its own, by its names."""
+    if (checkpoint := base_checkpoint(model)) is None:
+        return base
+    part, names = checkpoint.part, dict[str, str]()
+    own = {part.in_base(name) for name in part.text.state_dict()}
+    for name in base.files.names():
+        if part.files[name] in own:
+            renamed = name
+            for pattern, target in checkpoint.renames.items():
+                renamed = re.sub(pattern, target, renamed, count=1)
+            names[renamed] = name
+    return replace(base, files=base.files.renamed(names))
 
 
 def _labels(trained: Trained) -> tuple[str, ...]:
@@ -294,8 +316,8 @@ def _result_dtype(trained: Trained, base: Base | None) -> torch.dtype:
 
 
 def _patches(trained: Trained, base: str | None, part: TextPart | None) -> dict[str, Patch]:
-    """Returns what was trained, by names in the base's own class."""
-    if part is not None and not (trained.is_adapter or trained.is_checkpoint):
+    """Returns what was trained, by names in the base's own class; nothing of a result that has it all."""
+    if not (trained.is_adapter or trained.is_checkpoint):
         return {}
     in_base = part.in_base if part is not None else str
     if not trained.is_adapter:

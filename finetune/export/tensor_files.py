@@ -7,6 +7,7 @@ The format: eight bytes with the length of a JSON header, the header, the tensor
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -66,6 +67,12 @@ class TensorFiles:
                     shape, (low, _) = tuple(entry["shape"]), entry["data_offsets"]
                     self._places[name] = _Place(file, dtype, shape, start + low)
         self.identity = digest.hexdigest()  # of names, shapes, types and sizes
+
+    def renamed(self, names: Mapping[str, str]) -> TensorFiles:
+        """Returns some of the tensors under other names; names: new to old."""
+        other = copy.copy(self)
+        other._places = {new: self._places[old] for new, old in names.items()}
+        return other
 
     def __contains__(self, name: str) -> bool:
         return name in self._places

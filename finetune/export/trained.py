@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Trained:
     step: int | None  # of a checkpoint
     shapes: Mapping[str, Tensor]  # (device meta) by the name in the file
     read: Callable[[str], Tensor]
+    averaged: tuple[Path, ...] = ()  # the checkpoints, where it is the mean of several; `folder` is the newest
 
     @property
     def is_checkpoint(self) -> bool:
@@ -69,6 +70,8 @@ class Trained:
 
     def identity(self) -> dict[str, Any]:
         """Returns what was exported, for the metadata."""
+        if self.averaged:
+            return {"mean of": {path.name: sha256_file(path / "manifest.json") for path in self.averaged}}
         if self.step is not None:
             return {"checkpoint": self.folder.name, "sha256": sha256_file(self.folder / "manifest.json")}
         if self.is_adapter:
@@ -77,13 +80,14 @@ class Trained:
         return {"model": {file.name: sha256_file(file) for file in files}}
 
 
-def find_trained(run_dir: Path, step: str | None = None) -> Trained:
+def find_trained(run_dir: Path, step: str | None = None, average: int | None = None) -> Trained:
     """Returns a run's result, or the checkpoint of a step; step: a number, or best. Without a result, the newest
-    checkpoint. Raises UserError where there is neither."""
+    checkpoint. average: the mean of so many checkpoints, that of `step` or the newest and those before it. Raises
+    UserError where there is neither."""
     recipe_file = run_dir / "recipe.yaml"
     recipe = load_recipe(recipe_file) if recipe_file.is_file() else None
     result = next((f for f in (run_dir / "model", run_dir) if _has_weights(f)), None)
-    if step is None and result is not None:
+    if step is None and average is None and result is not None:
         return _result(run_dir, recipe, result)
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     if not checkpoints or recipe is None:
@@ -92,7 +96,10 @@ def find_trained(run_dir: Path, step: str | None = None) -> Trained:
             f"{run_dir}: no result here (no model/config.json or model/adapter_config.json), and {what}; has the run "
             "saved anything? `checkpoint.every_steps` saves while it trains"
         )
-    return _checkpoint(run_dir, recipe, _chosen(run_dir, recipe, step) if step else checkpoints[0])
+    last = _chosen(run_dir, recipe, step) if step else checkpoints[0]
+    if average is None:
+        return _checkpoint(run_dir, recipe, last)
+    return _mean(run_dir, recipe, [path for path in checkpoints if path <= last][:average], average)
 
 
 def _has_weights(folder: Path) -> bool:
@@ -110,6 +117,29 @@ def _checkpoint(run_dir: Path, recipe: Recipe, folder: Path) -> Trained:
     reader = WeightReader(sorted(folder.glob("rank-*.safetensors")))
     step = json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"]
     return Trained(run_dir, recipe, folder, step, reader.shapes, reader.read)
+
+
+def _mean(run_dir: Path, recipe: Recipe, folders: list[Path], count: int) -> Trained:
+    """Returns the mean of the weights of checkpoints, newest first. Raises UserError where there are fewer."""
+    if recipe.mode != "full":
+        raise UserError(
+            f"--average-checkpoints: {run_dir} trains adapters, and the product of two means is not the mean of the "
+            "products: average a run of `mode: full`"
+        )
+    if len(folders) < count:
+        raise UserError(
+            f"--average-checkpoints {count}: {run_dir} has {len(folders)} checkpoints up to there; `checkpoint.keep` "
+            "says how many a run keeps"
+        )
+    parts = [_checkpoint(run_dir, recipe, folder) for folder in folders]
+
+    def read(name: str) -> Tensor:
+        total = parts[0].read(name).float()
+        for part in parts[1:]:
+            total += part.read(name)
+        return total / len(parts)
+
+    return replace(parts[0], read=read, averaged=tuple(folders))
 
 
 def _chosen(run_dir: Path, recipe: Recipe, step: str) -> Path:

@@ -11,8 +11,10 @@ forward, not by the sums that merged it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -24,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
 from finetune.data.building import OpenedSources
 from finetune.data.dataset import build_dataset, build_held_out, until_end
@@ -110,15 +112,17 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
     """Compare an export with the run that it is of; write verify.json and the card. Raises UserError where the run's
     rows, its base or the export cannot be read at all."""
     recipe = _recipe(trained)
-    figures = Figures(export_format(export))
-    examples = held_out_examples(recipe, trained.settings, rows)
-    _compare_tokens(figures, recipe, trained.settings, export, examples)
-    _compare_configs(figures, recipe, export, base)
-    with _quiet():
-        run = _Reference.of(load_reference(trained, base), recipe, trained, examples, figures)
-        model = _load_export(export, figures, base or recipe.model.name)
-        if model is not None:
-            run.compare(model, export, figures)
+    with _settings_of(export) as settings:
+        figures = Figures(export_format(export))
+        examples = held_out_examples(recipe, trained.settings, rows)
+        _compare_tokens(figures, recipe, trained.settings, settings, examples)
+        config = _base_config(recipe, base)
+        _compare_configs(figures, config, export)
+        with _quiet():
+            run = _Reference.of(load_reference(trained, base), recipe, trained, examples, figures)
+            model = _load_export(export, figures, config)
+            if model is not None:
+                run.compare(model, _ends(settings), figures)
     figures.judge()
     _write(export, trained, figures)
     return figures
@@ -127,20 +131,54 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
 def find_against(run_dir: Path, export: Path, step: str | None) -> Trained:
     """Returns what an export claims to be of, or the step that was asked for. Raises UserError."""
     about = export / "export.json"
-    if step is None and about.is_file():
-        known = json.loads(about.read_text(encoding="utf-8"))["step"]
-        step = None if known is None else str(known)
-    return find_trained(run_dir, step)
+    if step is not None or not about.is_file():
+        return find_trained(run_dir, step)
+    known = json.loads(about.read_text(encoding="utf-8"))
+    return find_trained(run_dir, None if known["step"] is None else str(known["step"]), known.get("averaged"))
+
+
+def gguf_of(export: Path) -> Path | None:
+    """Returns the GGUF file of an export. Raises UserError where there are several."""
+    files = sorted(export.glob("*.gguf"))
+    if len(files) > 1:
+        raise UserError(f"{export}: {len(files)} GGUF files: which one? Keep one in the folder")
+    return files[0] if files else None
 
 
 def export_format(export: Path) -> str:
     """Returns the type of the weights. Raises UserError for a folder that is no export."""
+    if (file := gguf_of(export)) is not None:
+        from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
+
+        kind = next(t.tensor_type.name for t in GGUFReader(file).tensors if "attn_q.weight" in t.name)
+        found = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(kind, kind.lower())
+        if found not in THRESHOLDS:
+            raise UserError(f"{file}: weights of type {kind} have no threshold here: compare f32, bf16, f16 or q8_0")
+        return found
     if not (export / "config.json").is_file():
-        raise UserError(f"{export}: no model here (no config.json)")
+        raise UserError(f"{export}: no model here (no config.json and no .gguf file)")
     config = json.loads((export / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config") or {}
     found = next((c[key] for c in (config, text) for key in ("dtype", "torch_dtype") if c.get(key)), "float32")
     return found if found in THRESHOLDS else "float32"
+
+
+@contextlib.contextmanager
+def _settings_of(export: Path) -> Iterator[Path]:
+    """Yields the folder with an export's tokenizer and generation config: of a GGUF file, as they are read from it."""
+    if (file := gguf_of(export)) is None:
+        yield export
+        return
+    from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
+
+    with tempfile.TemporaryDirectory() as folder:
+        AutoTokenizer.from_pretrained(export, gguf_file=file.name).save_pretrained(folder)
+        fields = GGUFReader(file).fields
+        keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+        GenerationConfig(eos_token_id=[int(fields[key].contents()) for key in keys if key in fields]).save_pretrained(
+            folder
+        )
+        yield Path(folder)
 
 
 def _recipe(trained: Trained) -> Recipe:
@@ -201,18 +239,31 @@ _FREE = {"dtype", "torch_dtype", "tie_word_embeddings", "vocab_size", "use_cache
 _FREE |= {"transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "name_or_path"}
 
 
-def _compare_configs(figures: Figures, recipe: Recipe, export: Path, base: str | None) -> None:
+def _base_config(recipe: Recipe, base: str | None) -> Any:
     name, revision = (base, None) if base else (recipe.model.name, recipe.model.revision)
-    theirs, code = AutoConfig.from_pretrained(export), recipe.model.trust_remote_code
     if recipe.model.config is not None:
-        ours: Any = model_config(recipe.model)
+        return model_config(recipe.model)
+    code = recipe.model.trust_remote_code
+    return AutoConfig.from_pretrained(str(name), revision=revision or "main", trust_remote_code=code)
+
+
+# What transformers reads from a GGUF file; the rest it takes from the class, and llama.cpp from the architecture.
+_IN_GGUF = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+
+
+def _compare_configs(figures: Figures, config: Any, export: Path) -> None:
+    if (file := gguf_of(export)) is not None:
+        theirs = AutoConfig.from_pretrained(export, gguf_file=file.name)
+        settings = [{key: getattr(one, key) for key in _IN_GGUF} for one in (config, theirs)]
+        for one, values in zip((config, theirs), settings, strict=True):
+            values["rope_theta"] = one.rope_parameters["rope_theta"]
+            values["rms_norm_eps"] = round(values["rms_norm_eps"], 9)  # fp32 in the file
     else:
-        ours = AutoConfig.from_pretrained(str(name), revision=revision or "main", trust_remote_code=code)
-    settings = [_settings(config.to_dict()) for config in (ours, theirs)]
+        settings = [_settings(one.to_dict()) for one in (config, AutoConfig.from_pretrained(export))]
     for key in sorted(settings[0].keys() | settings[1].keys()):
         ours, theirs = (one.get(key) for one in settings)
         if ours != theirs:
-            figures.problems.append(f"config.json: {key} is {theirs}, and {ours} in the run")
+            figures.problems.append(f"{file or 'config.json'}: {key} is {theirs}, and {ours} in the run")
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -285,11 +336,18 @@ def _untrained(recipe: Recipe, base: str | None) -> Any:
         raise UserError(f"the base model {name!r} cannot be loaded: {first_line(error)}; give --base") from None
 
 
-def _load_export(export: Path, figures: Figures, base: str | None) -> Any | None:
-    """Returns the export in fp32; None where transformers cannot load it."""
+def _load_export(export: Path, figures: Figures, config: Any) -> Any | None:
+    """Returns the export in fp32; None where transformers cannot load it. config: of a GGUF file's model, which states
+    only some of it."""
+    file, more = gguf_of(export), dict[str, Any]()
+    if file is not None:
+        # llama.cpp has no Mistral: without a window it is the same as Llama.
+        config = as_llama(config) if config.model_type == "mistral" else copy.deepcopy(config)
+        config.tie_word_embeddings = AutoConfig.from_pretrained(export, gguf_file=file.name).tie_word_embeddings
+        more = {"gguf_file": file.name, "config": config}
     try:
-        load: Any = auto_class(str(export)).from_pretrained
-        model, report = load(export, dtype=torch.float32, output_loading_info=True)
+        load: Any = auto_class(str(export)).from_pretrained if file is None else AutoModelForCausalLM.from_pretrained
+        model, report = load(export, dtype=torch.float32, output_loading_info=True, **more)
     except (OSError, ValueError, RuntimeError) as error:
         figures.problems.append(f"transformers cannot load it: {first_line(error)}")
         return None
@@ -297,6 +355,11 @@ def _load_export(export: Path, figures: Figures, base: str | None) -> Any | None
         if names := sorted(map(str, report.get(kind) or ())):
             figures.problems.append(f"{kind.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
     return model.eval()
+
+
+def as_llama(config: Any) -> LlamaConfig:
+    """Returns Mistral's config as that of the same Llama."""
+    return LlamaConfig(**{k: v for k, v in config.to_dict().items() if k not in ("model_type", "architectures")})
 
 
 @dataclass
@@ -337,8 +400,8 @@ class _Reference:
         return cls(kept, log_probs, prompts, texts, ends)
 
     @torch.no_grad()
-    def compare(self, model: Any, export: Path, figures: Figures) -> None:
-        """Fill in how the export's model differs."""
+    def compare(self, model: Any, ends: set[int], figures: Figures) -> None:
+        """Fill in how the export's model differs. ends: the tokens that end its answers."""
         rows = model.get_input_embeddings().weight.shape[0]
         highest = max((int(ids.max()) for ids, _ in self.sequences), default=0)
         if highest >= rows:
@@ -360,7 +423,6 @@ class _Reference:
         if figures.tokens:
             figures.kl_mean, figures.kl_max = max(0.0, total / figures.tokens), worst
             figures.top1 = same / figures.tokens
-        ends = _ends(export)
         equal = [_greedy(model, p, ends) == text for p, text in zip(self.prompts, self.texts, strict=True)]
         figures.greedy = sum(equal) / len(equal) if equal else None
 

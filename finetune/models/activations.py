@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,12 +22,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 
-def recompute_activations(model: Any, how: Literal["selective"] | bool) -> None:
+def recompute_activations(
+    model: Any, how: Literal["selective"] | bool, around: Callable[..., tuple[Any, Any]] | None = None
+) -> None:
     """Let each decoder layer keep its input alone (True), or the results of matrix products and attention as well
-    (selective): those are most of the work to repeat; norms, activation functions, rotations and casts are cheap."""
+    (selective): those are most of the work to repeat; norms, activation functions, rotations and casts are cheap.
+
+    around: returns contexts of a forward and of its recomputation, given what returns further ones or None.
+    """
     arguments: dict[str, Any] = {"use_reentrant": False}
-    if how == "selective":
-        arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, _policy) if how == "selective" else None
+    if around is not None:
+        contexts = functools.partial(around, contexts)
+    if contexts is not None:
+        arguments["context_fn"] = contexts
     if hasattr(model, "activation_checkpointing_enable"):  # transformers >= 5.20; the older name warns there
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
     else:

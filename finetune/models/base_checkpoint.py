@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings, revert_weight_conversion
 from transformers.utils import CONFIG_NAME, FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from finetune.errors import UserError
@@ -45,6 +46,22 @@ def base_checkpoint(model: Model) -> BaseCheckpoint | None:
     assert config is not None  # it was read
     processors = tuple(path for name in _PROCESSORS if (path := checkpoint_file(model, name)))
     return BaseCheckpoint(part, key_mapping(part), places, config, processors)
+
+
+def check_adapted(part: TextPart, paths: list[str]) -> None:
+    """Raises UserError where peft would not find an adapter again on the base: it gives names in adapters the changes
+    that transformers makes to names in the base's files, which some of the base's own names would not survive.
+
+    paths: of the modules with adapters, in the text part.
+    """
+    renamings = [one for one in get_model_conversion_mapping(part.base) if isinstance(one, WeightRenaming)]
+    names = [f"{part.in_base(path)}.weight" for path in paths]
+    if lost := [name for name in names if apply_renamings(name, renamings) != name]:
+        module = lost[0].removesuffix(".weight")
+        raise UserError(
+            f"lora.targets: peft would not find the adapter of {module} again on {type(part.base).__name__}: it takes "
+            f"it for that of {apply_renamings(lost[0], renamings).removesuffix('.weight')}; name targets without it"
+        )
 
 
 def _check_written(model: Model, part: TextPart) -> None:

@@ -6,6 +6,7 @@ import copy
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ def base_config(model: Model) -> PretrainedConfig:
         )
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
         where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
-        raise UserError(f"{where}: no model config: {_short(error)}") from error
+        reason = NO_FOLDER if model.name and is_missing_folder(model.name) else _short(error)
+        raise UserError(f"{where}: no model config: {reason}") from error
 
 
 MAX_LAYERS = 1000
@@ -153,10 +155,17 @@ def active_dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     """Returns a copy of the config by which a model drops nothing at random."""
     config = copy.deepcopy(config)
-    for part in {id(one): one for one in (config, config.get_text_config())}.values():
+    for part in (config, config.get_text_config()):
         for name, _ in list(active_dropouts(part)):
             setattr(part, name, 0.0)
     return config
+
+
+def restore_dropout(config: PretrainedConfig, base: PretrainedConfig) -> None:
+    """Give a config the dropout of the one that it was made from by `without_dropout`."""
+    for part, of_base in ((config, base), (config.get_text_config(), base.get_text_config())):
+        for name, value in active_dropouts(of_base):
+            setattr(part, name, value)
 
 
 @dataclass(frozen=True)
@@ -194,7 +203,8 @@ def load_tokenizer(model: Model, tokens: Tokens | None = None) -> PreTrainedToke
         )
     except (OSError, ValueError, KeyError) as error:
         key = "model.tokenizer" if model.tokenizer else "model.name"
-        raise UserError(f"{key}: no tokenizer from {source!r}: {first_line(error)}") from error
+        reason = NO_FOLDER if is_missing_folder(source) else first_line(error)
+        raise UserError(f"{key}: no tokenizer from {source!r}: {reason}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(
             f"{source!r} has only a slow tokenizer ({type(tokenizer).__name__}); exact masks need character offsets. "
@@ -224,6 +234,14 @@ def check_same_vocabulary(key: str, name: str | None, tokenizer: PreTrainedToken
             f"{key}: {name!r} has another vocabulary than the model that is trained, so their log-probabilities cannot "
             f"be compared: {token!r} is id {theirs.get(token)} there and {ours.get(token)} here"
         )
+
+
+NO_FOLDER = "no such folder; give one, or the id of a model on the hub, as org/name"
+
+
+def is_missing_folder(name: str) -> bool:
+    """Whether the name of a model can only be that of a folder, which is not there."""
+    return (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).expanduser().is_dir()
 
 
 def _short(error: BaseException) -> str:

@@ -68,6 +68,11 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     return experts
 
 
+def adapts_experts(model: nn.Module) -> bool:
+    """Returns whether adapters are on the stacked weights of experts, by the class that peft has for it."""
+    return any(type(module).__name__ == "ParamWrapper" for module in model.modules())
+
+
 def _stacked_experts(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if _is_stacked(module)}
 

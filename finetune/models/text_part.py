@@ -107,6 +107,8 @@ def _made(body: Any, config_class: type[PretrainedConfig]) -> Any:
             outputs = self.model(input_ids=input_ids, **arguments)
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(outputs.last_hidden_state[:, kept])
+            if cap := getattr(self.config, "final_logit_softcapping", None):
+                logits = cap * torch.tanh(logits / cap)
             return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
 
     MadeForCausalLM.__name__ = MadeForCausalLM.__qualname__ = f"{body.__name__.removesuffix('Model')}ForCausalLM"

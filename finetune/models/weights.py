@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
+    Mxfp4Config,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -24,14 +25,15 @@ from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
 from finetune.models.added_tokens import add_tokens, start_rows, train_rows
 from finetune.models.attention import AttentionChoice
+from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
-from finetune.models.base_checkpoint import base_checkpoint
+from finetune.models.base_checkpoint import base_checkpoint, check_adapted
 from finetune.models.compiled import compile_layers
-from finetune.models.config import dtypes, first_line, load_tokenizer
+from finetune.models.config import dtypes, first_line, load_tokenizer, model_config
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Quantization, Recipe, Tokens
-from finetune.utils import full_shape
+from finetune.utils import full_shape, unwrap_peft
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,16 @@ def load_model(
         first_added = len(tokenizer)
         start_rows(model, first_added, add_tokens(tokenizer, recipe.tokens))
     rotate_per_document(model)
+    run_per_document(model, attention.mixers)
     keep_weights_unpacked(model)
+    if recipe.objective.drops_nothing:
+        model.base_config = model_config(recipe.model)  # whose dropout the result has
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
     if recipe.lora is not None:
         torch.manual_seed(recipe.run.seed + 1)  # the adapters do not depend on how many draws the base took
         model = add_adapters(model, recipe.lora, types.trained, recipe.tokens)
+        if (base := getattr(unwrap_peft(model), "base_checkpoint", None)) is not None:
+            check_adapted(base.part, model.base_model.targeted_module_names)
         if recipe.tokens is not None and recipe.tokens.train != "all":
             train_rows(model, first_added, len(recipe.tokens.add), types.trained)
     if types.compute != torch.float32:
@@ -94,7 +101,8 @@ def load_model(
         # would be fp32 on one backend and 16 bit on another.
         model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.to(types.compute))
     if recipe.train.activation_checkpointing:
-        recompute_activations(model, recipe.train.activation_checkpointing)
+        around = recomputed_alike if attention.mixers else None
+        recompute_activations(model, recipe.train.activation_checkpointing, around)
     if recipe.train.compile:
         compile_layers(model)
     return model.train()
@@ -123,6 +131,11 @@ def _base_model(
 ) -> tuple[Any, set[str] | None]:
     """Returns the model, and the weights that its checkpoint lacks; None: all, it is made from a config."""
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
+    if (is_mxfp4 := stored_in_mxfp4(config)) and recipe.mode != "lora":
+        raise UserError(
+            f"mode: {recipe.mode}: the experts of {recipe.model.name!r} are stored in MXFP4, for frozen weights: "
+            "use `mode: lora`, which computes with their exact values, or a checkpoint in bfloat16"
+        )
     if placement.weights == "meta":
         model = without_weights(config, auto, **common)
         model.tie_weights()  # no_init_weights leaves them apart
@@ -132,6 +145,8 @@ def _base_model(
     if recipe.quantization is not None:
         whole = [SCORE] if auto is AutoModelForSequenceClassification else None
         common["quantization_config"] = quantization_config(recipe.quantization, dtypes(recipe).compute, whole)
+    if is_mxfp4:
+        common["quantization_config"] = Mxfp4Config(dequantize=True)
     if placement.device is not None and (recipe.quantization is not None or placement.direct):
         common["device_map"] = {"": placement.device}
     name = recipe.model.name
@@ -157,6 +172,8 @@ def _base_model(
         model.__class__ = load.__mro__[1]
     if layers is not None:
         _complete(model, without_weights(config, auto, dtype=dtype, attn_implementation=attention.implementation))
+    if conversions := getattr(model, "_weight_conversions", None):  # under ZeRO-3, those without a use as well
+        model._weight_conversions = [one for one in conversions if one.was_used()]
     if base is not None:
         model._weight_conversions = [one for one in model._weight_conversions if not _is_ours(one, base.renames)]
         if auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
@@ -166,6 +183,14 @@ def _base_model(
 
 def _is_ours(conversion: Any, renames: dict[str, str]) -> bool:
     return conversion._original_source_patterns[0] in renames
+
+
+def stored_in_mxfp4(config: PretrainedConfig) -> bool:
+    """Returns whether a checkpoint's experts are in 4 bits with a scale for each 32 (gpt-oss). All their values are
+    exact in bfloat16. transformers would compute with the packed ones where its kernels are, without a gradient."""
+    settings: Any = getattr(config, "quantization_config", None) or {}
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    return method == "mxfp4"
 
 
 def quantization_config(

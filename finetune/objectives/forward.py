@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.data.batch import Batch
 from finetune.models.attention import AttentionChoice, with_unread_mask
+from finetune.models.attention.mixers import documents_of_forward
 from finetune.objectives.objective import Objective
 
 
@@ -26,4 +27,5 @@ class ForwardPass:
                 attention, batch.inputs["input_ids"].device
             ),  # attention may leave positions to the model
         }
-        return model(**inputs, targets=self.objective.targets(batch))
+        with documents_of_forward(batch.sequence_lengths):
+            return model(**inputs, targets=self.objective.targets(batch))

@@ -36,13 +36,14 @@ from finetune.data.samples import BadRow, Conversation, Labelled, Preference, Pr
 from finetune.data.sources.source import SourceReader
 from finetune.data.tokenizing import Item, RowSettings, tokenize_chunk
 from finetune.errors import UserError
-from finetune.models.config import load_tokenizer, model_config
+from finetune.models.config import NO_FOLDER, is_missing_folder, load_tokenizer, model_config
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import MODES, RUN_NAME, Model, Objective, Source
 from finetune.utils import write_atomically
 
 LOOK_ROWS = 5_000  # that are read; of a larger source the rest is taken to be alike
 CHARACTERS_PER_TOKEN = 4  # about, of English under vocabularies of today, where there is no tokenizer to ask
+SLACK = 2  # times the longest estimate: other languages and vocabularies take twice the tokens, or more
 TEMPLATE_TOKENS = 16  # about, of a chat template around an answer
 LONGEST = 4096  # tokens of a packed sequence, as in recipes/base; or the model's context, if that is shorter
 GOAL_STEPS = 100  # twice what `check` warns below
@@ -260,9 +261,8 @@ def _detect(path: str, readable: Sequence[tuple[str, int, Any]]) -> Detected:
 
 def _tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase | None, str]:
     """Returns the tokenizer, or None and why. Raises UserError for a model that does not exist, or is of no use."""
-    name = str(model.name)
-    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
-        raise UserError(f"--model {name}: no such folder; give one, or the id of a model on the hub, as org/name")
+    if is_missing_folder(str(model.name)):
+        raise UserError(f"--model {model.name}: {NO_FOLDER}")
     try:
         return load_tokenizer(model), ""
     except UserError as error:
@@ -338,8 +338,8 @@ def fit_rows(lengths: Lengths, rows: Rows, longest: int) -> Fit:
     count = len(lengths.examples) * lengths.scale
     # Enough rows that their mean tells two checkpoints apart, and few enough to be quick; none of a handful.
     held_out = 0.0 if count < 20 else 0.1 if count < 1000 else 0.05 if count < 10_000 else 0.01
-    needed = 1 << max(5, (min(lengths.longest, longest) - 1).bit_length())  # a power of two that the longest fits in
-    needed = min(needed, longest)
+    room = lengths.longest * (SLACK if lengths.is_estimate else 1)
+    needed = min(longest, 1 << max(5, (room - 1).bit_length()))  # a power of two that the longest fits in
     kept = lengths.examples[lengths.examples <= longest]
     if not len(kept):
         kept = np.full(1, longest)
@@ -394,11 +394,13 @@ def recipe_text(recipe: NewRecipe) -> str:
     model = {"name": wanted.model} | ({"chat_template": recipe.template} if recipe.template else {})
     schema = Path(recipe.extends).parents[1] / "recipe.schema.json"
     median, few = int(np.median(lengths.examples)), fit.steps < GOAL_STEPS // 2
+    most = f"at most {lengths.longest:,}" + (f" by estimate: {SLACK} x that fit" if lengths.is_estimate else "")
+    counted = "" if rows.is_all else "about "
     lines = [
         f"# yaml-language-server: $schema={schema.as_posix()}",
         "#",
         f"# {wanted.model} on {wanted.data} ({wanted.mode}).",
-        f"# Written by `python -m finetune new` for {about}{rows.count:,} rows of {about}{_total(lengths):,} tokens.",
+        f"# Written by `python -m finetune new` for {counted}{rows.count:,} rows of {about}{_total(lengths):,} tokens.",
         "#",
         f"# Launch:  python -m finetune launch {shlex.quote(str(recipe.path))}",
         f"# Format:  {rows.reason}",
@@ -409,7 +411,7 @@ def recipe_text(recipe: NewRecipe) -> str:
         "  train:",
         f"    - {_flow(source)}",
         _eval_line(fit, rows),
-        f"  max_length: {fit.max_length}  # tokens; examples have {median:,} (median), at most {lengths.longest:,}",
+        f"  max_length: {fit.max_length}  # tokens; examples have {about}{median:,} (median), {most}",
         *_overlong_lines(rows, fit, lengths),
         *_objective_lines(rows, wanted.mode),
         f"batch: {{rows: {fit.rows}, rows_per_device: 1}}  # of about {fit.sequences:,} sequences; {_divides(fit)}",

@@ -50,7 +50,7 @@ from finetune.models.config import (
     training_config,
 )
 from finetune.models.loss_model import CausalLMWithLoss
-from finetune.models.moe import compute_experts_in, find_routers
+from finetune.models.moe import adapts_experts, compute_experts_in, find_routers
 from finetune.models.score_model import ScoreModel
 from finetune.models.weights import keep_input_types, load_model, parameter_counts
 from finetune.models.wrapped import CrossEntropyChoice, WrappedModel
@@ -194,6 +194,11 @@ def build_trainer(
     model, objective = _load(recipe, engine, config, attention, training)
     if recipe.train.activation_offload and engine.device.type == "cpu":
         say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
+    if adapts_experts(model.causal_lm):
+        say(
+            "note: experts have adapters, which servers have loaded without effect (vLLM issue 41754): serve the "
+            "merged model, by `finetune merge`"
+        )
     forward = ForwardPass(attention, objective)
     counts = parameter_counts(model.causal_lm)
     flops = model_flops(model.causal_lm, within.implementation, recipe.train.activation_checkpointing)

@@ -25,7 +25,9 @@ BY_SCRIPT = {
     *("full qwen3", "full qwen3_moe", "lora qwen3_moe balance", "full qwen3_moe balance unpacked"),
     *("full mixtral bf16", "lora mixtral experts", "lora mistral window"),
     *("full plain head", "full paged_adamw", "full sgd no clip", "full checkpointing offloaded"),
-    *("full dpo", "lora simpo"),
+    *("full dpo", "full dpo plain head", "full deep dpo", "lora simpo"),
+    *("lora qwen3_5", "full qwen3_5 checkpointing"),
+    *("full granite_hybrid", "lora granite_hybrid checkpointing selective"),
 }
 ON_DDP = {
     "full",
@@ -47,7 +49,7 @@ ON_FSDP2 = (
     - BY_SCRIPT
     - (ON_EP - {"full qwen3_moe balance checkpointing"})
     - {"full accumulate 1", "full unpacked", "lora tied", "lora bf16"}
-    - {"full dpo ipo unpacked", "full orpo", "full kto"}
+    - {"full dpo ipo unpacked", "full orpo", "full kto", "full qwen3_5"}
 )
 BY_SCRIPT_ALONE = (
     *(("cp", 2), ("cp", 4), ("cp_alltoall", 2), ("cp_ring", 2), ("cp_ring_of_4", 4)),
@@ -61,7 +63,8 @@ SELECTED = {
     - {"lora tied chunked head", "lora and whole head", "lora", "qlora"},
     ("fsdp2_offload", 2): {"full"},
     ("zero2", 2): {"full accumulate 1", "qlora"},
-    ("zero3", 2): {"full", "full tied", "full from scratch", "lora dora", "qlora", "lora dropout offloaded"},
+    ("zero3", 2): {"full", "full tied", "full from scratch", "lora dora", "qlora", "lora dropout offloaded"}
+    | {"full kto", "full qwen3_5"},  # what is in its mixers runs as often as a rank has documents
     ("zero3_offload", 2): {"full"},
     ("pp", 2): {
         *("full", "lora", "full token budget", "full tied", "full checkpointing", "full bf16"),

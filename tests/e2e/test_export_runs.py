@@ -172,6 +172,22 @@ def quiet() -> Any:
     return Console(quiet=True)
 
 
+def test_the_mean_of_checkpoints(runs: Path, tmp_path: Path) -> None:
+    parts = []
+    for step in ("2", "4", "6"):
+        export_folder(find_trained(runs / "full", step), tmp_path / step, torch.float32)
+        parts.append(tensors(tmp_path / step))
+    options = ExportOptions(out=tmp_path / "mean", dtype="float32", average=3)
+    assert export_run(runs / "full", options, quiet())["top1"] == 1
+    for name, mean in tensors(tmp_path / "mean").items():
+        torch.testing.assert_close(mean, sum(part[name] for part in parts) / 3, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(mean, parts[2][name])
+    about = json.loads((tmp_path / "mean" / "export.json").read_text())
+    assert list(about["trained"]["mean of"]) == ["step-00000006", "step-00000004", "step-00000002"]
+    export_folder(find_trained(runs / "full", "4", 2), tmp_path / "two", torch.float32)
+    torch.testing.assert_close(tensors(tmp_path / "two")[name], (parts[0][name] + parts[1][name]) / 2)
+
+
 # --- every kind of adapter
 
 
@@ -255,6 +271,7 @@ def test_what_cannot_be_exported_is_said(
     ("options", "fragment"),
     [
         (ExportOptions(step="5"), "has no such checkpoint; there are the steps 6, 4, 2"),
+        (ExportOptions(average=4), "--average-checkpoints 4"),
         (ExportOptions(step="five"), "expected a number or `best`"),
         (ExportOptions(to="onnx"), "--to onnx: expected one of hf"),
         (ExportOptions(dtype="int8"), "--dtype int8: expected one of float32"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,9 @@ def test_lengths_are_estimated_where_the_hub_is_out_of_reach(tmp_path: Path) -> 
     assert "some-org/some-model: its tokenizer is not on this machine, and the hub cannot be reached" in printed
     assert "estimated from characters, 4 a token" in " ".join(printed.split())
     assert load_recipe(output).mode == "qlora"
-    assert "at most" in output.read_text(encoding="utf-8")
+    text = output.read_text(encoding="utf-8")
+    longest = int(re.findall(r"at most (\d+) by estimate: 2 x that fit", text)[0])
+    assert load_recipe(output).data.max_length >= 2 * longest
 
 
 def test_mistakes_are_messages_and_leave_files_alone(made: Path, tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_what_is_not_given_is_asked_for(
             return True
 
     data, output = table(tmp_path, ("question", "answer")), tmp_path / "recipe.yaml"
-    monkeypatch.setattr(sys, "argv", ["finetune", "new", "--data", str(data), "--output", str(output)])
+    monkeypatch.setattr(sys, "argv", ["finetune", "new", "--data", str(data), "-o", str(output)])
     monkeypatch.setattr(sys, "stdin", Terminal(f"{made / 'llama'}\n\n"))  # the model; the mode as suggested
     with pytest.raises(SystemExit) as stop:
         main()

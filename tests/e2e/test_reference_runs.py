@@ -296,4 +296,6 @@ def test_dropout_only_where_asked(pairs: Values, write_recipe: Write, tmp_path: 
             log_probs(runs / name), log_probs(runs / "without"), rtol=1e-6
         )  # never in the reference
         assert (losses(runs / name)[0] == np.float32(math.log(2))) == (name == "off")
+        result = json.loads((runs / name / "model" / "config.json").read_text())
+        assert result["attention_dropout"] == 0.5  # is the base's, whatever was trained with
         shutil.rmtree(tmp_path / "cache" / "data")

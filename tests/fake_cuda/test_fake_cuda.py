@@ -95,7 +95,10 @@ def results(request: pytest.FixtureRequest, made: Path, tmp_path_factory: pytest
     wanted = [item.callspec.params["cell"] for item in request.session.items if _is_here(item)]
     cells = {name(cell): [*cell[:2], cell.rank, *MODES[cell.mode], _rows(cell)] for cell in wanted}
     program = [sys.executable, str(ROOT / "tests" / "fake_cuda" / "fake_cells.py"), folder / "recipe.yaml", folder]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)]),
+    }
     subprocess.run(program, input=json.dumps(cells), text=True, env=environment, check=True)
     return folder
 

@@ -20,6 +20,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    Qwen3NextConfig,
 )
 
 from finetune.errors import UserError
@@ -367,7 +368,14 @@ def test_masks_are_made_for_the_windows_of_the_layers() -> None:
         assert set(choose("flex", config, "cuda", True).prepare.keywords["windows"]) == windows
 
 
-def test_an_architecture_that_carries_state_gets_one_document_per_forward() -> None:
-    choice = choose("auto", MambaConfig(), "cpu", False)
-    assert not choice.isolates_documents
-    assert "carries state along the row" in choice.reason
+def test_an_architecture_that_carries_state_runs_it_per_document_also_on_a_gpu() -> None:
+    """Mamba has no attention, and no number of heads in its config."""
+    everything = Kernels(capability=(9, 0), flash_kernels=True, flash_attn=True, triton=True)
+    for choice in (
+        choose("auto", MambaConfig(), "cpu", False),
+        choose("auto", MambaConfig(), "cuda", True, everything),
+    ):
+        assert choice.isolates_documents
+        assert list(choice.mixers) == ["MambaMixer"]
+    hybrid = choose("auto", Qwen3NextConfig(), "cuda", True, everything)
+    assert (hybrid.implementation, list(hybrid.mixers)) == ("finetune_varlen", ["Qwen3NextGatedDeltaNet"])

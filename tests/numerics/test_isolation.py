@@ -14,10 +14,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BertConfig,
+    DeepseekV32Config,
     DogeConfig,
     GptOssConfig,
     LlamaConfig,
     OPTConfig,
+    PegasusConfig,
     PhimoeConfig,
     RobertaConfig,
 )
@@ -38,16 +40,12 @@ def choose(asked: str, config: Any) -> AttentionChoice:
     [
         ("auto", LlamaConfig(), DOCUMENTS, True, "no work across documents"),
         # Its masks are not handed the positions that say where documents begin.
-        (
-            "auto",
-            GptOssConfig(),
-            "eager",
-            False,
-            "packed documents of GptOssForCausalLM apart (in a trial",
-        ),
+        ("auto", GptOssConfig(), "eager", True, "GptOssAttention once for each document"),
         ("auto", OPTConfig(), DOCUMENTS, True, "no work across documents"),
-        ("sdpa", OPTConfig(), "sdpa", False, "does not keep packed documents of OPTForCausalLM apart"),
-        ("eager", OPTConfig(), "eager", False, "one document per forward"),
+        ("sdpa", OPTConfig(), "sdpa", True, "OPTAttention once for each document"),
+        ("eager", OPTConfig(), "eager", True, "OPTAttention once for each document"),
+        ("auto", PegasusConfig(), "sdpa", False, "does not keep packed documents of PegasusForCausalLM apart"),
+        ("auto", DeepseekV32Config(), "sdpa", False, "tokens that an index chooses, and ties fall otherwise"),
         ("auto", DogeConfig(), "sdpa", True, "this model brings a mask of its own"),
         # The window is in its mask alone; its attention does not know it.
         ("auto", PhimoeConfig(sliding_window=2047), "sdpa", True, "does not compute what each document alone gives"),
@@ -116,9 +114,8 @@ def test_zero_3_does_not_shard_the_tiny_model(tmp_path: Path, monkeypatch: pytes
     ("name", "found"),
     [
         ("llama", "packed"),
-        ("gpt_oss", "single"),
-        ("mamba", "single"),
-        ("trocr", "single"),
+        ("gpt_oss", "packed"),
+        ("deepseek_v32", "single"),
         ("bert", "refused"),
         ("musicgen", "unbuilt"),
     ],

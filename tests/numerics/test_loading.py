@@ -12,6 +12,7 @@ import torch
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
 from finetune.models.config import check_token_ids, load_tokenizer, model_config
+from finetune.models.moe import adapts_experts
 from finetune.models.weights import Placement, load_model, parameter_counts
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Model
@@ -111,6 +112,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(made: Path) -> N
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.name: no tokenizer from"):
         load_tokenizer(Model(name=str(tmp_path)))
+    for load_part in (load_tokenizer, model_config):  # not what a hub says of such an id
+        with pytest.raises(UserError, match=r"no such folder; give one, or the id of a model on the hub"):
+            load_part(Model(name=str(tmp_path / "absent")))
 
 
 def test_a_tokenizer_without_pad_gets_its_end_token(tmp_path: Path) -> None:
@@ -118,3 +122,24 @@ def test_a_tokenizer_without_pad_gets_its_end_token(tmp_path: Path) -> None:
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
     assert load_tokenizer(Model(name=str(tmp_path))).pad_token == "<|im_end|>"
+
+
+@pytest.mark.parametrize(("rslora", "divisor"), [(False, 4), (True, 2)], ids=["alpha / rank", "alpha / sqrt(rank)"])
+def test_an_adapter_s_update_is_scaled(recipe: dict[str, Any], write_recipe: Any, rslora: bool, divisor: float) -> None:
+    recipe.update(mode="lora", lora={"rank": 4, "alpha": 6, "rslora": rslora})
+    module = load(recipe, write_recipe).get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+    torch.nn.init.normal_(b)
+    x = torch.randn(3, a.shape[1])
+    update = module(x) - module.base_layer(x)
+    torch.testing.assert_close(update, x @ a.T @ b.T * (6 / divisor), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("targets", "adapted"), [("all-linear", True), (["q_proj"], False)])
+def test_adapters_on_experts_are_known(
+    recipe: dict[str, Any], write_recipe: Any, made: Path, targets: Any, adapted: bool
+) -> None:
+    """The run says then that servers want the merged model."""
+    recipe["model"]["name"] = str(made / "mixtral")
+    recipe.update(mode="lora", lora={"rank": 4, "targets": targets})
+    assert adapts_experts(load(recipe, write_recipe, "meta")) == adapted

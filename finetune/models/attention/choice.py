@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from finetune.errors import UserError
 from finetune.models.attention import kernels, per_document
 from finetune.models.attention.isolation import Prepare, Verdict, verdict
+from finetune.models.attention.mixers import Mixers
 from finetune.models.config import dtypes, layer_configs
 from finetune.recipe.schema import Recipe
 
@@ -40,6 +41,7 @@ class AttentionChoice:
     # Why two documents cannot share the beginning that they have in common; None where they can.
     not_shared: str | None = "transformers' own attention finds documents in positions that begin with 0"
     shares_prompts: bool = False  # pairs of this run do, see objectives/shared_prompts.py
+    mixers: Mixers = field(default_factory=dict)  # modules that run once for each document of a row
 
     def forward_arguments(
         self, document_lengths: tuple[int, ...], prefix_lengths: tuple[int, ...] = ()
@@ -97,7 +99,10 @@ class _Case:
         return "sdpa" if getattr(self.model_class, "_supports_sdpa", False) else "eager"
 
     def verdict(self, implementation: str | None) -> Verdict:
-        """Returns the verdict of a trial. Raises UserError where the model sees the tokens that it should predict."""
+        """Returns the verdict of a trial. Raises UserError where the model sees the tokens that it should predict.
+
+        Compiled layers are one graph of one shape, and would be compiled again for each document of a mixer.
+        """
         prepare = per_document.prepare if implementation == per_document.DOCUMENTS else _no_arguments
         outcome = verdict(self.model_config, implementation, prepare)
         if outcome.causal is not None:
@@ -105,6 +110,9 @@ class _Case:
                 f"{self.model_class.__name__} sees the tokens that it is to predict ({outcome.causal}) and would learn "
                 "to copy them: set `is_decoder: true` in its config if it has that, or choose a causal model"
             )
+        if outcome.mixers and self.longest is not None:
+            why = f"compiled layers cannot run {', '.join(outcome.mixers)} once for each document"
+            return replace(outcome, packed=why, mixers={})
         return outcome
 
 
@@ -143,9 +151,9 @@ def choose_attention(
     """
     text = config.get_text_config()
     case = _Case(model_class, config, text, device, half_precision, kernels or Kernels.here(), longest)
-    if (why := _mixes_documents(model_class, text)) is not None:
-        name = requested if requested in ("sdpa", "eager", "flash_attention_2") else case.plain
-        return _one_per_forward(name, why, case.verdict(None))
+    if getattr(text, "index_topk", None):
+        why = f"{model_class.__name__} attends to tokens that an index chooses, and ties fall otherwise within a row"
+        return _one_per_forward(requested if requested in ("sdpa", "eager") else case.plain, why, case.verdict(None))
     if requested == "auto":
         return _fastest(case)
     if (why := _OBSTACLES[requested](case)) is not None:
@@ -175,7 +183,7 @@ def _from_transformers(name: str, case: _Case, reason: str) -> AttentionChoice:
     """Returns `sdpa` or `eager`: packed where a trial showed that it keeps documents apart."""
     outcome = case.verdict(name)
     if outcome.packed is None:
-        return AttentionChoice(name, reason, True)
+        return AttentionChoice(name, _with_mixers(reason, outcome.mixers), True, mixers=outcome.mixers)
     model_class = case.model_class.__name__
     why = f"transformers' `{name}` does not keep packed documents of {model_class} apart ({outcome.packed})"
     return _one_per_forward(name, why, outcome)
@@ -188,19 +196,23 @@ def _one_per_forward(name: str, why: str, outcome: Verdict) -> AttentionChoice:
 
 def _chosen(way: str, case: _Case, reason: str) -> AttentionChoice:
     """Returns transformers' name for it, and the arguments that are created for each micro-batch."""
+    mixers = case.verdict(per_document.DOCUMENTS).mixers
+    chosen = partial(AttentionChoice, reason=_with_mixers(reason, mixers), isolates_documents=True, mixers=mixers)
+    if way == "flash_attention_2":
+        return chosen(way, prepare=partial(_flash_arguments, device=case.device, longest=case.longest))
     not_shared = _not_shared(case)
     if way == "documents":
         prepare = partial(per_document.prepare, compiled=case.longest is not None)
-        return AttentionChoice(per_document.DOCUMENTS, reason, True, prepare, not_shared)
+        return chosen(per_document.DOCUMENTS, prepare=prepare, not_shared=not_shared)
     if way == "varlen":
         prepare = partial(kernels.prepare_varlen, device=case.device, longest=case.longest)
-        return AttentionChoice(kernels.VARLEN, reason, True, prepare, not_shared)
-    if way == "flex":
-        prepare = partial(kernels.prepare_flex, device=case.device, windows=_windows(case.config))
-        return AttentionChoice(kernels.FLEX, reason, True, prepare, not_shared)
-    if way == "flash_attention_2":
-        return AttentionChoice(way, reason, True, partial(_flash_arguments, device=case.device, longest=case.longest))
-    return AttentionChoice(way, reason, True)
+        return chosen(kernels.VARLEN, prepare=prepare, not_shared=not_shared)
+    prepare = partial(kernels.prepare_flex, device=case.device, windows=_windows(case.config))
+    return chosen(kernels.FLEX, prepare=prepare, not_shared=not_shared)
+
+
+def _with_mixers(reason: str, mixers: Mixers) -> str:
+    return f"{reason}; {', '.join(mixers)} once for each document" if mixers else reason
 
 
 def _flash_arguments(
@@ -232,17 +244,6 @@ def _not_shared(case: _Case) -> str | None:
 # --- why an implementation cannot be used, or None
 
 
-def _mixes_documents(model_class: type[PreTrainedModel], config: PretrainedConfig) -> str | None:
-    """Returns why an architecture cannot keep documents apart."""
-    attends = {"full_attention", "sliding_attention"}
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - attends)
-    if getattr(model_class, "_is_stateful", False) or other:
-        return f"{model_class.__name__} carries state along the row ({', '.join(other) or 'recurrent layers'})"
-    if not getattr(model_class, "_supports_attention_backend", False):
-        return f"{model_class.__name__} does not take transformers' attention functions"
-    return None
-
-
 def _no_documents(case: _Case) -> str | None:
     """Soft-capping, the usual reason not to support sdpa, is something that our own implementations can do.
 
@@ -257,9 +258,11 @@ def _no_documents(case: _Case) -> str | None:
 
 
 def _no_varlen(case: _Case) -> str | None:
-    config, sizes = case.config, _head_sizes(case.config)
     if case.device != "cuda" or not case.half:
         return "it needs a CUDA device and 16-bit precision"
+    if not isinstance(getattr(case.config, "num_attention_heads", None), int):
+        return "the model's config has no number of attention heads"
+    config, sizes = case.config, _head_sizes(case.config)
     if case.soft_capped:
         return "the kernel has no soft-capping of attention logits"
     if (why := _no_documents(case) or _has_dropout(case)) is not None:

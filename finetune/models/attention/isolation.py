@@ -16,14 +16,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -33,12 +32,17 @@ from transformers.utils import logging
 from finetune.data.batch import row_places
 from finetune.data.sources.files import cache_root
 from finetune.models.attention.kernels import WITHIN_DOCUMENTS, with_unread_mask
+from finetune.models.attention.mixers import FAILURES, Mixers, documents_of_forward, find_mixers, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config
+from finetune.models.wrapped import accepted, accepted_names
 
 # Shorter and longer than windows and chunks, and than where RoPE begins to grow. In ascending order: `dynamic` RoPE
 # of plain transformers, which the reference is, then has for each document what a new model would have.
 LENGTHS = (CHUNK - 1, PRETRAINED_POSITIONS - 3, PRETRAINED_POSITIONS + 5)
+# As they lie in a row: a long document first, where one chooses among tokens of the others that it should not see.
+ORDER: tuple[int, ...] = (2, 0, 1)
+ROW = tuple(LENGTHS[i] for i in ORDER)
 LOSS_TOLERANCE = 1e-6  # relative, of a document's loss
 GRADIENT_TOLERANCE = 1e-5  # of a parameter's gradient, relative to its norm
 _SMALL = 1e-2  # of the largest norm of a gradient: smaller ones are compared with that, as their rounding is
@@ -59,6 +63,7 @@ class Verdict:
     causal: str | None  # plain transformers: a token sees none that follow
     shared: str | None = "no trial"  # documents whose common beginning is in the row once, by this attention
     failed: bool = False  # the tiny copy could not be computed at all
+    mixers: Mixers = field(default_factory=dict)  # that run once for each document, so that `packed` is None
 
 
 @dataclass(frozen=True)
@@ -125,19 +130,6 @@ def _store(path: Path, outcome: Verdict) -> None:
 
 # --- trying
 
-FAILURES = (  # of a model's own code, with a config or arguments that it does not know
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NotImplementedError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
-
 
 def _try(tiny: PretrainedConfig, implementation: str | None, prepare: Prepare) -> Verdict:
     with quietly():
@@ -150,28 +142,38 @@ def _try(tiny: PretrainedConfig, implementation: str | None, prepare: Prepare) -
         positions = _why_not(lambda: compare(reference, Trial(tiny, None, plain).alone(with_positions=True)))
         if implementation is None:
             return Verdict("documents are not tried together", positions, causal)
-        packed = _why_not_packed(tiny, implementation, prepare, plain, reference)
-        if packed is not None or implementation not in WITHIN_DOCUMENTS:
-            return Verdict(packed, positions, causal)
+        packed, mixers = _why_not_packed(tiny, implementation, prepare, plain, reference)
+        if packed is not None or mixers or implementation not in WITHIN_DOCUMENTS:
+            why = f"{', '.join(mixers)} runs along each document whole" if mixers else "no trial"
+            return Verdict(packed, positions, causal, why, mixers=mixers)
         shared = _why_not(lambda: compare(reference, Trial(tiny, implementation, plain).shared(prepare)))
     return Verdict(packed, positions, causal, shared)
 
 
 def _why_not_packed(
     tiny: PretrainedConfig, implementation: str, prepare: Prepare, plain: Trial, reference: Computed
-) -> str | None:
-    """Returns the reason with the arguments of a run; the error without the mask that must not be read is the clearer
-    one."""
+) -> tuple[str | None, Mixers]:
+    """Returns the reason with the arguments of a run, and the mixers that run per document if there is none.
+
+    The error without the mask that must not be read is the clearer one.
+    """
 
     def as_in_a_run(lengths: tuple[int, ...]) -> dict[str, Any]:
         return with_unread_mask(prepare(lengths), torch.device("cpu"))
 
-    def why_not(arguments: Prepare) -> str | None:
-        return _why_not(lambda: compare(reference, Trial(tiny, implementation, plain).packed(arguments)))
+    def why_not(arguments: Prepare, mixers: Mixers) -> str | None:
+        return _why_not(lambda: compare(reference, Trial(tiny, implementation, plain, mixers).packed(arguments)))
 
-    if (reason := why_not(as_in_a_run)) is None:
-        return None
-    return why_not(prepare) or reason
+    if (reason := why_not(as_in_a_run, {})) is None:
+        return None, {}
+    try:
+        trial = Trial(tiny, implementation, plain)
+        mixers = find_mixers(trial.model, lambda: trial.row_logits(as_in_a_run), ROW)
+    except FAILURES:
+        return why_not(prepare, {}) or reason, {}
+    if (still := why_not(as_in_a_run, mixers)) is None:
+        return None, mixers
+    return f"{reason}; with {', '.join(mixers)} once for each document: {still}", {}
 
 
 def _untried(error: BaseException) -> Verdict:
@@ -233,7 +235,13 @@ class Computed:
 class Trial:
     """A tiny model under one attention; implementation None: what transformers takes by itself."""
 
-    def __init__(self, tiny: PretrainedConfig, implementation: str | None, like: Trial | None = None):
+    def __init__(
+        self,
+        tiny: PretrainedConfig,
+        implementation: str | None,
+        like: Trial | None = None,
+        mixers: Mixers | None = None,
+    ):
         torch.manual_seed(0)
         common = {} if implementation is None else {"attn_implementation": implementation}
         config = copy.deepcopy(tiny)  # transformers writes the attention into it
@@ -248,6 +256,7 @@ class Trial:
         else:
             self.model.load_state_dict(like.model.state_dict())
             rotate_per_document(self.model)
+            run_per_document(self.model, mixers or {})
         self.model.train()
         generator = torch.Generator().manual_seed(1)
         self.documents = [torch.randint(_FIRST_TOKEN, VOCABULARY, (1, n), generator=generator) for n in LENGTHS]
@@ -262,10 +271,14 @@ class Trial:
 
     def packed(self, prepare: Prepare) -> Computed:
         """Returns the losses of all documents in one row, as in a run's forward."""
-        row, positions = torch.cat(self.documents, dim=1), _positions(LENGTHS)
-        logits = self._logits(row, position_ids=positions, **prepare(LENGTHS))
-        each = zip(logits.split(LENGTHS, dim=1), self.documents, strict=True)
-        return self._computed([_token_losses(*pair) for pair in each])
+        each = dict(zip(ORDER, self.row_logits(prepare).split(ROW, dim=1), strict=True))
+        return self._computed([_token_losses(each[i], document) for i, document in enumerate(self.documents)])
+
+    def row_logits(self, prepare: Prepare) -> Tensor:  # (1, T, V)
+        row = torch.cat([self.documents[i] for i in ORDER], dim=1)
+        inputs = {"position_ids": _positions(ROW), **prepare(ROW)}
+        with documents_of_forward(ROW):
+            return self._logits(row, **accepted(inputs, accepted_names(self.model)))
 
     def shared(self, prepare: Prepare) -> Computed:
         """Returns the losses where the last two documents share what they begin with."""

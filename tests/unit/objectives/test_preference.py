@@ -288,11 +288,13 @@ def kto_step(objective: Objective, losses: list[Tensor], shift: float) -> tuple[
 
 
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("name", [*FORMULAS, "orpo", "kto"])
+@pytest.mark.parametrize("name", [*FORMULAS, "orpo", "kto", "sft", "focal"])
 def test_gradcheck_through_the_chunked_head(name: str, trained: bool) -> None:
     """Of hidden states, and of the head's weight where it is trained: its logits are then computed again in the
-    backward. Chunks of 4 targets, so that most sequences are in several."""
-    settings = Settings(name=name, beta=BETA) if name in ("orpo", "kto") else settings_of(name, sft_weight=0.5)
+    backward. Chunks of 4 targets, so that most sequences are in several. (Distillation: test_divergence.py; scores,
+    which have another head: test_scores.py.)"""
+    beta = {"beta": BETA} if name in ("orpo", "kto") else {}
+    settings = settings_of(name, sft_weight=0.5) if name in FORMULAS else Settings(name=name, **beta)  # pyright: ignore
     objective, made = make_objective(settings), batches()
     if name == "kto":
         made = [batch.with_columns({MISMATCHED: torch.tensor(0.3, dtype=torch.float64)}) for batch in made]

@@ -9,18 +9,19 @@ import pytest
 
 from finetune.planning.check import check_recipe
 
-BLOOM = {"model_type": "bloom", "vocab_size": 384, "hidden_size": 32, "n_head": 4, "n_layer": 2}
+PEGASUS = {"model_type": "pegasus", "vocab_size": 384, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 64}
+PEGASUS |= {"decoder_attention_heads": 4, "encoder_layers": 1, "encoder_attention_heads": 4, "dropout": 0.0}
 
 
 @pytest.fixture
 def scratch(recipe: dict[str, Any], made: Path) -> dict[str, Any]:
-    return {**recipe, "model": {"config": BLOOM, "tokenizer": str(made / "llama")}}
+    return {**recipe, "model": {"config": PEGASUS, "tokenizer": str(made / "llama")}}
 
 
 def test_check_refuses_rows_that_cannot_share_a_forward(scratch: dict[str, Any], write_recipe: Any) -> None:
     report = check_recipe(write_recipe(scratch), ())
     assert report.error is not None
-    assert report.error.startswith("BloomForCausalLM does not take transformers' attention functions: one document per")
+    assert "packed documents of PegasusForCausalLM apart" in report.error
     assert report.error.endswith("set batch.rows_per_device: 1, and no tokens_per_device")
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from datetime import date, timedelta
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 from conftest import script
@@ -103,3 +107,46 @@ def test_pairs_are_of_both_writings_and_none_is_both_trained_and_tested(data: Pa
     assert all(
         row["chosen"][0]["content"][-4:] == row["rejected"][0]["content"][:4] for row in train + test
     )  # the year
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Metrics of the three stages: an evaluation, two steps, an evaluation."""
+    for stage, name in (("full", "exact_match"), ("lora", "exact_match"), ("dpo-lora", "eval_rewards/accuracy")):
+        lines = [{"step": 0, name: 0.0}, {"step": 1, "loss": 5.0}, {"step": 2, "loss": 1e-9}, {"step": 2, name: 0.995}]
+        path = tmp_path / f"quickstart-{stage}" / "metrics.jsonl"
+        path.parent.mkdir()
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def report(runs: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts/quickstart_report.py"), str(runs)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_report_shows_before_and_after_and_draws_every_step(runs: Path):
+    done = report(runs)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("0.0%") == 3
+    assert done.stdout.count("99.5%") == 3
+    curves = ElementTree.parse(runs / "quickstart.svg").findall(".//{*}polyline")
+    points = [[tuple(map(float, point.split(","))) for point in curve.attrib["points"].split()] for curve in curves]
+    assert [len(curve) for curve in points] == [2] * 6  # of each stage: losses, scores
+    assert all(0 < x < 760 and 0 < y < 300 and later > x for (x, y), (later, _) in points)
+
+
+def test_report_fails_where_a_stage_learnt_too_little(runs: Path):
+    path = runs / "quickstart-lora" / "metrics.jsonl"
+    path.write_text(path.read_text().replace("0.995", "0.9"))
+    done = report(runs)
+    assert done.returncode == 1
+    assert done.stderr == "lora: 90.0%, expected 95%: please report this with the output above\n"
+
+
+def test_what_quickstart_prints_can_be_copied():
+    run = re.search(r"^run\(\) \{.*?^\}", (ROOT / "scripts/quickstart.sh").read_text(), re.DOTALL | re.MULTILINE)
+    assert run is not None
+    words = 'echo "the 3rd of March, 2021" runs/a-b_c.yaml lr=1e-3'
+    shown = subprocess.run(["bash", "-c", f"{run[0]}\nrun {words}"], capture_output=True, text=True, check=True)
+    assert shown.stdout == f"\n+ {words}\nthe 3rd of March, 2021 runs/a-b_c.yaml lr=1e-3\n"

@@ -1,0 +1,299 @@
+"""`report`: runs as one HTML page that makes no request and runs no script, with the style of the inspect page.
+
+Every number is one of metrics.jsonl, plan.json, status.json, recipe.yaml or verify.json; a curve keeps its values in
+`data-values`. Several runs are laid over each other, and their recipes' differences are listed.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import yaml
+from markupsafe import Markup
+
+from finetune.checkpoints.folder import best_checkpoint
+from finetune.errors import UserError
+from finetune.tracking.metrics import read_steps
+
+WIDTH, HEIGHT = 480, 150  # of a chart, in SVG units
+POINTS = 1000  # of a curve; of longer ones every n-th is drawn, and the last
+COLOURS = ("#2f7fc1", "#c9772b", "#3f9a5f", "#a34fa8", "#b8433f", "#6b7280")
+REFRESH_S = 5
+_AXES = {"step", "epoch"}
+_GROUPS: dict[str, Callable[[str], bool]] = {
+    "Held-out data": lambda key: key.startswith("eval_") or key == "exact_match",
+    "Speed": lambda key: key.endswith("_per_s") or key in ("step_s", "mfu", "tflops_per_device"),
+    "Time by phase": lambda key: (
+        key.startswith(("time/", "share/")) or (key.endswith("_s") and not key.endswith("_per_s"))
+    ),
+    "Memory": lambda key: "memory" in key or key.endswith("_gib"),
+    "Counts": lambda key: "tokens" in key,
+}
+Place = Callable[[float, float], tuple[float, float]]
+_STYLE = """
+polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke; }
+svg line.best { stroke: var(--ink); stroke-dasharray: 2 3; }
+.runs { display: flex; flex-wrap: wrap; gap: 0.3rem 1.2rem; margin-top: 0.8rem; font-size: 0.92rem; }
+.runs i { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 3px; margin-right: 0.4em; }
+td, thead th:not(:first-child) { min-width: 12.5rem; overflow-wrap: anywhere; }
+tbody th { min-width: 11rem; }
+"""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run directory holds."""
+
+    folder: Path
+    name: str
+    lines: list[dict[str, Any]]  # of metrics.jsonl
+    recipe: dict[str, Any]
+    plan: dict[str, Any]
+    status: dict[str, Any]
+    best_step: int | None  # by `checkpoint.best`
+    verified: dict[str, dict[str, Any]]  # verify.json of exports, by folder
+
+    def curve(self, key: str) -> list[tuple[int, float]]:
+        return [(line["step"], line[key]) for line in self.lines if isinstance(line.get(key), int | float)]
+
+
+def read_run(folder: Path) -> RunData:
+    """Raises UserError where the folder is no run."""
+    if not (folder / "metrics.jsonl").is_file():
+        raise UserError(f"{folder}: no run here (no metrics.jsonl); give a run directory, such as runs/quickstart-full")
+    recipe_file = folder / "recipe.yaml"
+    recipe = yaml.safe_load(recipe_file.read_text(encoding="utf-8")) if recipe_file.is_file() else {}
+    best = best_checkpoint(folder / "checkpoints", (recipe.get("checkpoint") or {}).get("best"))
+    return RunData(
+        folder=folder,
+        name=folder.name,
+        lines=list(read_steps(folder / "metrics.jsonl")),
+        recipe=recipe,
+        plan=_json(folder / "plan.json"),
+        status=_json(folder / "status.json"),
+        best_step=int(best.name.removeprefix("step-")) if best else None,
+        verified={path.parent.name: _json(path) for path in sorted(folder.glob("*/verify.json"))},
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+
+
+def write_report(folders: Sequence[Path], out: Path) -> None:
+    """Write the page. Raises UserError where a folder is no run, or the page cannot be written."""
+    text = render([read_run(folder) for folder in folders])
+    try:
+        out.write_text(text, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise UserError(f"-o {out}: cannot be written: {error.strerror or error}") from None
+
+
+def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) -> None:
+    """Serve the page on 127.0.0.1, made anew for each request, until interrupted. Raises UserError."""
+    [read_run(folder) for folder in folders]  # a folder that is none is said at once
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != "/":
+                self.send_error(404)
+                return
+            body = render([read_run(folder) for folder in folders], REFRESH_S).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: a line for each refresh is of no use."""
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise UserError(f"--port {port}: {error.strerror}: give another one") from None
+    with server:
+        ready(f"http://127.0.0.1:{server.server_port}/")
+        server.serve_forever()
+
+
+# --- the page
+
+
+def render(runs: Sequence[RunData], refresh_s: int | None = None) -> str:
+    """Returns the page. refresh_s: seconds after which a browser loads it again."""
+    style = (Path(__file__).parent / "inspect" / "page.css").read_text(encoding="utf-8") + _STYLE
+    colours = "".join(f".c{i} {{ stroke: {c}; }} i.c{i} {{ background: {c}; }}\n" for i, c in enumerate(COLOURS))
+    style += colours
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    title = " / ".join(run.name for run in runs)
+    refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
+    sections = "\n".join(_sections(runs))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'sha256-{digest}'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="no-referrer">{refresh}
+<title>{_text(title)}: report</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+<header>
+<p class="eyebrow">Report</p>
+<h1>{_text(title)}</h1>
+{_legend(runs)}
+</header>
+{sections}
+</main>
+</body>
+</html>
+"""
+
+
+def _text(value: object) -> Markup:
+    return Markup(html.escape(str(value)))
+
+
+def _legend(runs: Sequence[RunData]) -> str:
+    parts = []
+    for i, run in enumerate(runs):
+        status, best = run.status, f", best step {run.best_step}" if run.best_step is not None else ""
+        state = f"{status.get('status', 'unknown')}, step {status.get('step', '?')} of {status.get('steps', '?')}{best}"
+        parts.append(f'<span><i class="c{i % len(COLOURS)}"></i><b>{_text(run.name)}</b> {_text(state)}</span>')
+    return f'<div class="runs">{"".join(parts)}</div>'
+
+
+def _sections(runs: Sequence[RunData]) -> Iterator[str]:
+    keys = list(dict.fromkeys(key for run in runs for line in run.lines for key in line if key not in _AXES))
+    drawn = [key for key in keys if any(value for run in runs for _, value in run.curve(key))]  # some other than 0
+    grouped: dict[str, list[str]] = {"Training": []}
+    for key in drawn:
+        name = next((name for name, belongs in _GROUPS.items() if belongs(key)), "Training")
+        grouped.setdefault(name, []).append(key)
+    for name in ("Training", *_GROUPS):
+        if charts := [_chart(key, runs) for key in grouped.get(name, ())]:
+            yield f'<section><h2>{name}</h2><div class="charts">{"".join(charts)}</div></section>'
+    names = [run.name for run in runs]
+    yield _table("Last values", ["", *names], [[k, *(_last(run, k) for run in runs)] for k in drawn])
+    if len(runs) > 1:
+        yield _table("What their recipes differ in", ["key", *names], _differences([run.recipe for run in runs]))
+    yield _table("Plan", ["", *names], _rows([_flat(run.plan) for run in runs]))
+    exports = [(run, name, figures) for run in runs for name, figures in run.verified.items()]
+    if exports:
+        head = ["export", "format", "passed", "KL mean", "KL max", "same likeliest token", "same greedy text"]
+        fields = ("format", "passed", "kl_mean", "kl_max", "top1", "greedy")
+        rows = [[f"{run.name}/{name}", *(figures.get(f) for f in fields)] for run, name, figures in exports]
+        yield _table("Exports compared with their runs", head, rows)
+
+
+def _last(run: RunData, key: str) -> float | None:
+    curve = run.curve(key)
+    return curve[-1][1] if curve else None
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix: values}
+    return {
+        k: v for key, value in values.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()
+    }
+
+
+def _rows(columns: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    keys = dict.fromkeys(key for column in columns for key in column)
+    return [[key, *(column.get(key) for column in columns)] for key in keys]
+
+
+def _differences(recipes: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    rows = _rows([_flat(recipe) for recipe in recipes])
+    return [row for row in rows if any(value != row[1] for value in row[2:])]
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Returns a table; the first cell of a row is its name."""
+    top = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in head)
+    body = "".join(
+        f'<tr><th scope="row">{_text(row[0])}</th>{"".join(f"<td>{_text(_shown(cell))}</td>" for cell in row[1:])}</tr>'
+        for row in rows
+    )
+    label = _text(title)
+    return (
+        f'<section><h2>{label}</h2><div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
+        f"<thead><tr>{top}</tr></thead><tbody>{body or '<tr><th>none</th></tr>'}</tbody></table></div></section>"
+    )
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as JSON has it; a list of settings in one line."""
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _chart(key: str, runs: Sequence[RunData]) -> str:
+    """Returns a figure with a curve for each run, its range, and the best step of a single run."""
+    curves = [run.curve(key) for run in runs]
+    points = [point for curve in curves for point in curve if math.isfinite(point[1])]
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - first) / (last - first) if last > first else 0.5
+        up = (y - low) / (high - low) if high > low else 0.5
+        return round(across * WIDTH, 2), round(HEIGHT - up * HEIGHT, 2)
+
+    drawn = "".join(_curve(i, runs[i].name, key, curve, place) for i, curve in enumerate(curves) if curve)
+    best = next((run.best_step for run in runs if run.best_step is not None), None) if len(runs) == 1 else None
+    if best is not None and first <= best <= last:
+        x = place(best, low)[0]
+        drawn += f'<line class="best" x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}"><title>best step {best}</title></line>'
+    ends = ", ".join(f"{curve[-1][1]:.5g}" for curve in curves if curve)
+    label = f"{key}: last {ends}"
+    return (
+        f"<figure><figcaption><strong>{_text(key)}</strong><span>last {_text(ends)}</span></figcaption>"
+        f'<svg viewBox="-2 -22 {WIDTH + 4} 200" role="img" aria-label="{_text(label)}">'
+        f'<text x="0" y="-8">{low:.5g} to {high:.5g}</text>'
+        f'<line x1="0" x2="{WIDTH}" y1="0" y2="0" class="grid"/>'
+        f'<line x1="0" x2="{WIDTH}" y1="{HEIGHT / 2}" y2="{HEIGHT / 2}" class="grid"/>'
+        f'<line x1="0" x2="{WIDTH}" y1="{HEIGHT}" y2="{HEIGHT}" class="axis"/>{drawn}'
+        f'<text x="0" y="168">step {first}</text>'
+        f'<text x="{WIDTH}" y="168" text-anchor="end">step {last}</text></svg></figure>'
+    )
+
+
+def _curve(
+    index: int,
+    name: str,
+    key: str,
+    curve: list[tuple[int, float]],
+    place: Callable[[float, float], tuple[float, float]],
+) -> str:
+    every = -(-len(curve) // POINTS)
+    kept = [point for i, point in enumerate(curve) if i % every == 0 or i == len(curve) - 1]
+    kept = [point for point in kept if math.isfinite(point[1])]
+    points = " ".join("{},{}".format(*place(x, y)) for x, y in kept)
+    steps, values = (" ".join(json.dumps(p[i]) for p in kept) for i in (0, 1))
+    colour = f"c{index % len(COLOURS)}"
+    data = f'data-run="{_text(name)}" data-key="{_text(key)}" data-steps="{steps}" data-values="{values}"'
+    if len(kept) == 1:
+        x, y = place(*kept[0])
+        points = f"{x - 4},{y} {x + 4},{y}"  # a point would not be seen
+    return f'<polyline class="{colour}" points="{points}" {data}><title>{_text(name)}</title></polyline>'

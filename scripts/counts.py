@@ -1,0 +1,147 @@
+"""What a step of a config waits for, casts, copies and sends, counted on CUDA devices that are not there.
+
+    python scripts/counts.py fsdp2 zero3 --processes 8
+    python scripts/counts.py single --processes 1 --set mode=lora lora.rank=8
+
+The project's own run as one rank of N (`finetune/planning/fake_run.py`), on a CPU-only torch: the second step of one
+with its optimizer's state. Bytes are those of this model, a tiny one unless a recipe names another; waits are those of
+any model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import parity
+import tiny
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+PHASES = ("forward", "backward", "reduction", "optimizer", "end of the step")
+
+
+def measure(recipe_file: str, where: str, processes: int, rank: int, *overrides: str) -> dict[str, Any]:
+    from finetune.data.building import OpenedSources
+    from finetune.data.dataset import build_training
+    from finetune.engine.base import Engine
+    from finetune.engine.compatibility import check_launch
+    from finetune.engine.launch import read_config_file
+    from finetune.errors import UserError
+    from finetune.models.config import load_tokenizer, training_config
+    from finetune.planning.fake_run import fake_run
+    from finetune.recipe import load_recipe
+    from finetune.training.run import build_trainer
+    from finetune.training.signals import StopRequest
+    from finetune.training.trainer import Trainer
+
+    recipe = load_recipe(recipe_file, overrides)
+    config, tokenizer = training_config(recipe), load_tokenizer(recipe.model)
+    training = build_training(recipe, tokenizer, OpenedSources(recipe))
+
+    def start(engine: Engine) -> Trainer:
+        data = (training, None)
+        micro_batches = recipe.batch.rows // engine.parallelism.data
+        console = Console(file=io.StringIO())
+        trainer = build_trainer(recipe, engine, tokenizer, config, data, micro_batches, StopRequest(), console)
+        trainer.saver = SimpleNamespace(failed=False)  # pyright: ignore[reportAttributeAccessIssue]  (`_run` makes it)
+        return trainer
+
+    file = str(ROOT / "accelerate_configs" / f"{where}.yaml")
+    try:
+        check_launch(recipe, recipe_file, read_config_file(file, processes), config)
+    except UserError as refusal:
+        return {"refused": str(refusal)}
+    meter = fake_run(recipe, config, file, processes, start, rank)
+    return {
+        "phases": {
+            name: {**vars(counts), "collectives": [[*key, n] for key, n in counts.collectives.items()]}
+            for name, counts in meter.phases.items()
+        },
+        "at_peak": meter.at_peak.most_common(12),
+    }
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.measure:  # in a process of its own, whose libtorch is changed
+        found = measure(str(arguments.recipe), arguments.configs[0], arguments.processes, 0, *arguments.overrides)
+        print(json.dumps(found))
+        sys.stdout.flush()
+        os._exit(0)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = arguments.recipe or tiny_recipe(Path(folder), arguments.processes)
+        for config in arguments.configs:
+            program = [sys.executable, __file__, config, "--measure", "--processes", str(arguments.processes)]
+            program += ["--recipe", str(recipe), "--set", *arguments.overrides]
+            done = subprocess.run(program, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(done.stderr[-3000:])
+            found = json.loads(done.stdout.splitlines()[-1])
+            Console(width=150).print(found["refused"] if "refused" in found else table(config, arguments, found))
+
+
+def tiny_recipe(folder: Path, processes: int) -> Path:
+    tiny.save_model(folder, "llama")
+    tiny.write_rows(folder / "rows.jsonl", tiny.conversations(120))
+    values = parity.base_recipe(folder)
+    del values["data"]["eval"], values["evaluate"]
+    values["batch"] = {"rows": 2 * processes, "rows_per_device": 1}
+    values["train"] |= {"precision": "bf16", "activation_checkpointing": True}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return folder / "recipe.yaml"
+
+
+def table(config: str, arguments: argparse.Namespace, found: dict[str, Any]) -> Table:
+    shown = Table(title=f"{config}, rank 0 of {arguments.processes}: the second step")
+    for heading in (
+        "phase",
+        "waits",
+        "casts, MiB",
+        "host copies",
+        "MiB",
+        "collectives, and MiB given to them",
+        "peak MiB",
+    ):
+        shown.add_column(heading, justify="left" if heading in ("phase", "waits") else "right")
+    for name in PHASES:
+        counts = found["phases"][name]
+        sent = [
+            f"{number} {operator} on {device}, {counts['collective_bytes'][operator] / 2**20:.2f}"
+            for operator, device, number in counts["collectives"]
+        ]
+        shown.add_row(
+            name,
+            "\n".join(f"{number} {wait}" for wait, number in counts["waits"].items()),
+            f"{counts['cast_bytes'] / 2**20:.2f}",
+            "\n".join(f"{number} {way}" for way, number in counts["host_copies"].items()),
+            f"{counts['host_copy_bytes'] / 2**20:.2f}",
+            "\n".join(sent),
+            f"{counts['peak_bytes'] / 2**20:.2f}",
+        )
+    return shown
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="+", help="names in accelerate_configs/")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--recipe", type=Path, help="default: a tiny Llama in bf16")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", dest="overrides", help="of the recipe")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.path.insert(1, str(ROOT))
+    main()

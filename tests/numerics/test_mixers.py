@@ -1,0 +1,159 @@
+"""Modules that carry something along the row run once for each document: packed is as each document alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import architectures as sweep
+import pytest
+import tiny
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.data.batch import UNSHARDED
+from finetune.engine.context_parallel import apply_context_parallel
+from finetune.engine.parallelism import Parallelism
+from finetune.errors import UserError
+from finetune.models.activations import recompute_activations
+from finetune.models.attention import DOCUMENTS, AttentionChoice, choose_attention
+from finetune.models.attention.mixers import (
+    NoMixers,
+    documents_of_forward,
+    find_mixers,
+    recomputed_alike,
+    run_per_document,
+)
+from finetune.models.attention.per_document import prepare
+
+
+def choice_of(config: Any, **settings: Any) -> AttentionChoice:
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    return choose_attention("auto", model_class, config, "cpu", False, **settings)
+
+
+def qwen3_5() -> Any:
+    return AutoConfig.for_model(**tiny.MODELS["qwen3_5"])
+
+
+# Hybrids of the recipes, one of each kind of mixer; the sweep has all (`scripts/architectures.py`).
+FAMILIES = {
+    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
+    "lfm2": "Lfm2ShortConv",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "minimax": "MiniMaxLightningAttention",
+}
+OTHERS = {
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "bamba": "BambaMixer",
+    "jamba": "JambaMambaMixer",
+    "mamba": "MambaMixer",
+    "mamba2": "Mamba2Mixer",
+    "kimi_linear": "KimiLinearDeltaAttention",
+    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
+    "rwkv": "RwkvSelfAttention",
+    "lfm2_moe": "Lfm2MoeShortConv",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mixer"),
+    [*FAMILIES.items(), *(pytest.param(*item, marks=pytest.mark.long) for item in OTHERS.items())],
+)
+def test_packed_documents_of_a_hybrid_are_those_of_each_alone(name: str, mixer: str) -> None:
+    line = sweep.examine(name)
+    assert line.verdict == "packed", line
+    choice = choice_of(sweep.tiny(name))
+    assert mixer in choice.mixers
+    assert f"{mixer} once for each document" in choice.reason
+    # Shared beginnings would need the state at the end of the beginning.
+    assert choice.not_shared is not None
+
+
+def test_the_sweep_sees_mixers_that_run_along_the_row() -> None:
+    config = sweep.tiny("qwen3_5_text")
+    differences, moved = sweep.as_in_a_run(config, replace(choice_of(config), mixers={}), sweep.plain(config))
+    assert min(differences.loss, differences.gradient, moved) > 1e-3
+
+
+def test_a_model_whose_documents_do_not_see_each_other_has_no_mixers() -> None:
+    config = AutoConfig.for_model(**tiny.MODELS["llama"])
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=DOCUMENTS)
+    lengths = (11, 19, 17)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    row = {"input_ids": torch.arange(3, 50)[None], "position_ids": positions, "use_cache": False, **prepare(lengths)}
+    with pytest.raises(NoMixers):
+        find_mixers(model, lambda: model(**row), lengths)
+
+
+@pytest.mark.parametrize("how", [True, "selective"])
+def test_recomputation_has_the_documents_of_its_own_forward(how: Literal["selective"] | bool) -> None:
+    """Another forward may run before the backward."""
+
+    def gradients(checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        choice = choice_of(qwen3_5())
+        model: Any = AutoModelForCausalLM.from_config(qwen3_5(), attn_implementation=choice.implementation).train()
+        run_per_document(model, choice.mixers)
+        if checkpointed:
+            recompute_activations(model, how, recomputed_alike)
+
+        def loss(lengths: tuple[int, ...]) -> Tensor:
+            ids = torch.arange(3, 3 + sum(lengths))[None]
+            positions = torch.cat([torch.arange(n) for n in lengths])[None]
+            with documents_of_forward(lengths):
+                arguments = choice.forward_arguments(lengths)
+                return model(input_ids=ids, position_ids=positions, use_cache=False, **arguments).logits.square().mean()
+
+        first = loss((5, 9, 7))
+        loss((14, 7))
+        first.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for plain, recomputed in zip(gradients(False), gradients(True), strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-8)
+
+
+def test_a_row_of_another_length_than_its_documents_is_an_error() -> None:
+    choice = choice_of(qwen3_5())
+    model: Any = AutoModelForCausalLM.from_config(qwen3_5())
+    run_per_document(model, choice.mixers)
+    with documents_of_forward((5, 9)), pytest.raises(ValueError, match="without the 14 tokens of the row"):
+        model(input_ids=torch.arange(3, 18)[None], use_cache=False)
+
+
+def test_compiled_layers_take_one_document_per_forward() -> None:
+    choice = choice_of(qwen3_5(), longest=64)
+    assert not choice.isolates_documents
+    assert "compiled layers cannot run Qwen3_5GatedDeltaNet once for each document" in choice.reason
+    assert choice.mixers == {}
+
+
+@pytest.mark.parametrize("sizes", [Parallelism(context=2), Parallelism(sequence=2)])
+def test_tokens_of_a_mixers_document_cannot_be_shared(sizes: Parallelism) -> None:
+    with pytest.raises(UserError, match="Qwen3_5GatedDeltaNet runs along each document whole, so its tokens cannot"):
+        apply_context_parallel(choice_of(qwen3_5()), UNSHARDED, sizes, 0)
+
+
+def test_the_page_has_each_architecture_with_its_reason(tmp_path: Path) -> None:
+    page = tmp_path / "models.md"
+    page.write_text(f"before\n{sweep.BEGINS}\nolder\n{sweep.ENDS}\nafter\n", encoding="utf-8")
+    packed = sweep.Line("mamba", "packed", "eager", 0.0, 0.0, 0.0, ("MambaMixer",), "same", "same")
+    lines = [packed, sweep.Line("bert", "refused", reason="sees | what it is to predict")]
+    sweep.write_page(page, [asdict(line) for line in lines])
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "older" not in text
+    assert "| mamba | eager | MambaMixer | same | same |" in text
+    assert "| bert | sees / what it is to predict |" in text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_no_architecture_trains_wrongly() -> None:
+    assert sweep.main([]) == 0
