@@ -32,3 +32,15 @@ uv_install() { # a quarter of pip's time; fails, for pip to take over, where uv 
   pip_install 'uv>=0.5' 2>/dev/null &&
     "$VIRTUAL_ENV/bin/uv" pip install --quiet --constraint "$root/constraints.txt" --editable "$1"
 }
+
+lowest_environment() { # .venv/lowest: the oldest versions that pyproject.toml allows, and for all else what .venv has
+  local lowest="$VIRTUAL_ENV/lowest"
+  if [ ! -e "$lowest/.installed" ]; then
+    python -m venv "$lowest"
+    python -c "import sysconfig; print(sysconfig.get_path('purelib'))" >"$(echo "$lowest"/lib/python3*/site-packages)/rest.pth"
+    # transformers 5.17 wants a huggingface_hub below 2.
+    "$lowest/bin/python" -m pip install --quiet --no-deps \
+      'transformers==5.17.*' 'peft==0.18.*' 'datasets==5.0.*' 'accelerate==1.15.*' 'huggingface_hub>=1.5,<2'
+    touch "$lowest/.installed"
+  fi
+}

@@ -1,11 +1,20 @@
 #!/usr/bin/env bash
 # Installs what is missing and passes the tests: linters, types, layers, pytest, whose last line says how it went.
 #   --all            everything that this machine can run: full matrices, hosts that are lost, a GPU, a browser; hours
+#   --lowest         unit and numerics tests and a launch of each kind, with the oldest versions that pyproject.toml allows
+#                    but torch, which stays
 #   other arguments  go to pytest, which runs two test files at a time (`-n 0`: one, as a debugger wants it)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 environment "[dev]"
+
+if [ "${1:-}" = --lowest ]; then
+  shift
+  lowest_environment
+  exec "$VIRTUAL_ENV/lowest/bin/python" -m pytest -p no:randomly -n 2 --dist loadfile \
+    tests/unit tests/numerics tests/distributed/test_modes.py tests/e2e/test_run.py "$@"
+fi
 
 ruff check .
 ruff format --check .
