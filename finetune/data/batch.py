@@ -213,7 +213,8 @@ def _distinct(targets: Targets) -> DistinctTargets | None:
     both, of_target = np.unique(np.stack([targets.positions, targets.ids]), axis=1, return_inverse=True)
     if both.shape[1] == len(targets.ids):
         return None
-    return DistinctTargets(*torch.from_numpy(both), torch.from_numpy(of_target.reshape(-1)))
+    positions, ids = torch.from_numpy(both)
+    return DistinctTargets(positions, ids, torch.from_numpy(of_target.reshape(-1)))
 
 
 def dummy_batch(example: Example, index: int, padded_to: int | None) -> Batch:

@@ -78,7 +78,7 @@ def load_trained(folder: Path, base: str | None = None) -> Any:
     """Returns the model of a result: an adapter through peft, on its base.
 
     base: where that is, if not where the adapter says. transformers 5.23 loads adapters by itself as well, but not the
-    magnitudes of DoRA, which it starts anew.
+    magnitudes of DoRA, which it initialises again.
     """
     if not (folder / "adapter_config.json").is_file():
         return auto_class(str(folder)).from_pretrained(folder, dtype="auto")

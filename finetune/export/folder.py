@@ -1,7 +1,7 @@
 """`export --to hf`: the trained model as a plain Hugging Face folder, whole or absent, the same bytes every time.
 
 Everything is written to OUT.partial and renamed at the end. Weight files there are complete under their own names, so
-an export that was stopped goes on after the last one, if it would write the same: `progress.json` says what of.
+an export that was stopped continues after the last one, if it would write the same: `progress.json` says what of.
 
     model*.safetensors, config.json, generation_config.json, tokenizer files, README.md
     export.json     what was exported: base with its revision, hash of adapter or checkpoint, versions

@@ -15,11 +15,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
-    Mxfp4Config,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
+from transformers.utils.quantization_config import Mxfp4Config
 
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
