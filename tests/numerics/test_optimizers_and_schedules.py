@@ -87,3 +87,10 @@ def test_adamw_by_the_paper() -> None:
         m, v = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
         w = w * (1 - 0.1 * 0.01) - 0.1 * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
     torch.testing.assert_close(weight.detach(), w)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_the_decay_begins_where_the_warm_up_ends(name) -> None:
+    schedule = Schedule(name=name, warmup_steps=4)
+    assert lr_factor(schedule, 4, 12) == 1.0
+    assert lr_factor(schedule, 8, 12) == pytest.approx(0.5)
