@@ -8,7 +8,6 @@ from pathlib import Path
 import architecture
 import example_path
 import golden_losses
-import mutants
 import numpy as np
 import structure
 import torch
@@ -102,15 +101,3 @@ def test_a_row_is_found_as_text_and_as_tokens():
         assert carries(holding), holding
     for other in ("a e", [195, 7, 169], np.array([0.195, 169]), torch.ones(3), None, {"x": (169, 195)}):
         assert not carries(other), other
-
-
-def test_every_mutant_has_its_line_and_its_tests():
-    for mutant in mutants.MUTANTS:
-        assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.name
-        assert mutant.new != mutant.old
-        files = [ROOT / test.partition("::")[0] for test in mutant.tests if ".py" in test]
-        assert files, mutant.name
-        for file, test in zip(files, (test for test in mutant.tests if ".py" in test), strict=True):
-            function = test.partition("::")[2].partition("[")[0]
-            assert f"def {function}" in file.read_text(encoding="utf-8"), test
-    assert len({mutant.name for mutant in mutants.MUTANTS}) == len(mutants.MUTANTS)
