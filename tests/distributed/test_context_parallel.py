@@ -47,6 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long  # a part of the resume matrix
 @pytest.mark.parametrize("pair", [(ALONE, SHARING), (SHARING, ALONE)], ids=["single to cp", "cp to single"])
 def test_resumes_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[Place, Place]) -> None:
     """Losses and weights are those of one process, so the run under context parallel that was saved is, too."""

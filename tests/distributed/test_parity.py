@@ -28,6 +28,15 @@ BY_SCRIPT = {
     *("full dpo", "full dpo plain head", "full deep dpo", "lora simpo"),
     *("lora qwen3_5", "full qwen3_5 checkpointing"),
     *("full granite_hybrid", "lora granite_hybrid checkpointing selective"),
+    *(
+        "lora dpo",
+        "lora reward",
+        "lora distill",
+        "lora focal",
+        "lora chunked head",
+        "lora tied tokens",
+        "lora tokens whole",
+    ),
 }
 ON_DDP = {
     "full",
@@ -64,7 +73,7 @@ SELECTED = {
     ("fsdp2_offload", 2): {"full"},
     ("zero2", 2): {"full accumulate 1", "qlora"},
     ("zero3", 2): {"full", "full tied", "full from scratch", "lora dora", "qlora", "lora dropout offloaded"}
-    | {"full kto", "full qwen3_5"},  # what is in its mixers runs as often as a rank has documents
+    | {"full qwen3_5"},  # what is in its mixers runs as often as a rank has documents
     ("zero3_offload", 2): {"full"},
     ("pp", 2): {
         *("full", "lora", "full token budget", "full tied", "full checkpointing", "full bf16"),

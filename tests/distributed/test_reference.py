@@ -14,7 +14,10 @@ import tiny
 import yaml
 
 LN_2 = float(np.float32(math.log(2)))
-PLACES = [("ddp", 2), ("fsdp2", 2), ("pp", 2), ("cp", 2), ("tp", 2)]
+PLACES = [
+    *(("fsdp2", 2), ("pp", 2), ("tp", 2)),
+    *(pytest.param(config, 2, marks=pytest.mark.long) for config in ("ddp", "cp")),
+]
 ADAPTERS = (*parity.LORA, "objective.reference=adapters_off")
 JOBS = {  # name: overrides
     "full": (),

@@ -41,6 +41,7 @@ def test_a_host_is_killed_the_other_resumes_alone_and_it_comes_back(folder: Path
     assert [size for size, _ in outcome.ranks] == [2, 1, 2]
 
 
+@pytest.mark.long
 def test_two_hosts_that_do_not_share_a_disk(folder: Path, tmp_path: Path) -> None:
     """A relative run.dir, started in two folders: refused before the first step; and doctor says the same."""
     this = job(folder, "apart", "ddp")

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
 
 FIGURES = ("step_s", "stall_s", "first_stall_s", "cost_s", "wait_s", "written_bytes", "memory_bytes", "device_bytes")
 
 
+@pytest.mark.long
 def test_a_small_measurement(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "checkpoint_cost.py"), "--json", str(tmp_path / "cost.json")]
     command += ["--config", "single", "--processes", "1", "--scale", "0.01", "--tokens", "16"]

@@ -20,7 +20,7 @@ from finetune.recipe.schema import Model
 
 
 def test_random_inputs_are_read_or_refused(tmp_path: Path) -> None:
-    counts = {"recipes": 150, "files": 100, "templates": 40}
+    counts = {"recipes": 150, "files": 100, "templates": 80}
     for kind, result in fuzz.fuzz(tmp_path, counts, seed=1).items():
         assert result.outcomes[True] > 3, kind  # else it tries one kind of mistake only
         assert result.outcomes[False] > 3, kind

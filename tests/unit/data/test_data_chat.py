@@ -515,7 +515,7 @@ def test_an_empty_thought_that_is_given_ends_the_prompt_of_all_who_use_the_templ
     ids, labels = render(thoughtful, tokenizer)
     assert tokenizer.decode(ids[: int((labels != UNTRAINED).argmax())]) == without
     (note, *_) = check_template(tokenizer)
-    assert note.startswith("note: rows without `reasoning`: the answer alone is trained, behind the prompt ")
+    assert note.startswith("note: rows without `reasoning`: the answer alone is trained, after the prompt ")
 
 
 def test_an_empty_thought_that_a_template_does_not_have():
