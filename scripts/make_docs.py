@@ -59,7 +59,7 @@ NAMES = {  # of the folders of recipes
 
 
 def comments_of(section: type[BaseModel]) -> dict[str, str]:
-    """Returns the comment of each key: the lines above it and the one behind it."""
+    """Returns the comment of each key: the lines above it and the one at its end."""
     source = textwrap.dedent(inspect.getsource(section))
     lines = source.splitlines()
     found = {  # line: comment

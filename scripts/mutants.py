@@ -1,4 +1,4 @@
-"""Wrong lines, put into a copy of the package one at a time: the tests named beside each have to fail.
+"""Wrong lines, put into a copy of the package one at a time: the tests named with each have to fail.
 
     python scripts/mutants.py                        # every one; a line for each, and which test caught it
     python scripts/mutants.py --only objectives z0   # names or topics that contain one of the words

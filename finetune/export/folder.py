@@ -10,10 +10,11 @@ an export that was stopped continues after the last one, if it would write the s
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,19 +52,12 @@ def export_folder(
     disk is full: what was written until then is kept for the next try.
     """
     check_absent(out)
-    model, partial = StreamedModel(trained, dtype, base), partial_path(out)
-    about = describe(model)
-    try:
-        _start(partial, {**about, "shard_bytes": shard_bytes})
+    model = StreamedModel(trained, dtype, base)
+    with _whole_or_absent(out, trained, describe(model), {"shard_bytes": shard_bytes}) as partial:
         write_shards(
             *(partial, model.shapes, model.make, shard_bytes), lambda n, total: say(f"weights: file {n} of {total}")
         )
         _write_settings(model, partial)
-        (partial / METADATA).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        (partial / "README.md").write_text(_card(trained), encoding="utf-8")
-        finish(partial, out)
-    except OSError as error:
-        raise not_written(out, error) from error
     return model
 
 
@@ -74,22 +68,33 @@ def export_gguf(
     from finetune.export.gguf_file import write_gguf
 
     check_absent(out)
-    model, partial = StreamedModel(trained, None, base), partial_path(out)
+    model = StreamedModel(trained, None, base)
     about = {**describe(model), "dtype": kind}
-    try:
-        _start(partial, about)
+    with _whole_or_absent(out, trained, about, {}) as partial:
         file = partial / f"{about['run']}-{kind}.gguf"
         if not file.exists():
             say(f"writing {file.name}")
             write_gguf(model, file, kind)
         if ollama:
             (partial / "Modelfile").write_text(modelfile(trained, file.name), encoding="utf-8")
+    return model
+
+
+@contextlib.contextmanager
+def _whole_or_absent(out: Path, trained: Trained, about: dict[str, Any], how: dict[str, Any]) -> Iterator[Path]:
+    """Yields the folder to write in, which becomes `out` with its description and card. Raises RunFailure.
+
+    how: what else has to be the same for an export that was stopped to continue.
+    """
+    partial = partial_path(out)
+    try:
+        _start(partial, {**about, **how})
+        yield partial
         (partial / METADATA).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         (partial / "README.md").write_text(_card(trained), encoding="utf-8")
         finish(partial, out)
     except OSError as error:
         raise not_written(out, error) from error
-    return model
 
 
 def modelfile(trained: Trained, name: str) -> str:

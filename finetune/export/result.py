@@ -193,7 +193,7 @@ def write_settings(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Saves a tokenizer. Raises OSError: the library behind it raises a bare Exception where the disk is full, so its
+    """Saves a tokenizer. Raises OSError: the tokenizers library raises a bare Exception where the disk is full, so its
     large file is written here first, and then once more."""
     write_atomically(folder / "tokenizer.json", tokenizer.backend_tokenizer.to_str(pretty=True))
     tokenizer.save_pretrained(folder)

@@ -450,10 +450,17 @@ def _greedy(model: Any, prompt: list[int], ends: set[int]) -> list[int]:
     return until_end(output.tolist(), ends)
 
 
+_LOADERS = (
+    "transformers.modeling_utils",
+    "transformers.loading_report",
+    "transformers.distributed.tensor_parallel",  # looks, and warns, only where the first one is this quiet
+)
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """What transformers and peft say while they load is in the figures, or known (tied heads, experts' patterns)."""
-    loggers = [logging.getLogger(name) for name in ("transformers.modeling_utils", "transformers.loading_report")]
+    loggers = [logging.getLogger(name) for name in _LOADERS]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:

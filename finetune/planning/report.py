@@ -104,8 +104,8 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
 
 
 def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) -> None:
-    """Serve the page on 127.0.0.1, made anew for each request, until interrupted. Raises UserError."""
-    [read_run(folder) for folder in folders]  # a folder that is none is said at once
+    """Serve the page on 127.0.0.1, made again for each request, until interrupted. Raises UserError."""
+    [read_run(folder) for folder in folders]  # raises at once for a folder that is no run
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
