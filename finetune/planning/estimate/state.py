@@ -1,4 +1,4 @@
-"""Bytes that a run keeps between its steps, on one rank: weights, gradients, optimizer state, as its engine shards them."""
+"""Bytes that a run keeps between its steps, on one rank, as its engine shards them."""
 
 from __future__ import annotations
 
