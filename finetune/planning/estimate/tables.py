@@ -254,11 +254,10 @@ def parse_machines(text: str, machines: int, hardware: Hardware) -> Machines:
 
 
 def this_machine() -> Device:
-    """Returns this machine's processors and memory as a device; its peaks are not known, so only a probe gives times."""
+    """Returns this machine's processors and memory as a device; peaks are not known, so only a probe gives times."""
     memory = psutil.virtual_memory().total / 1e9
-    return Device(
-        name=CPU, fp32=1.0, memory_gb=memory, bandwidth_gb_s=10.0, link="shared_memory", source="this machine"
-    )
+    link, unknown = "shared_memory", 1.0
+    return Device(name=CPU, fp32=unknown, memory_gb=memory, bandwidth_gb_s=unknown, link=link, source="this machine")
 
 
 # --- models
