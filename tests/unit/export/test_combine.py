@@ -38,7 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({**state, **moved}, root / "full" / "model" / "model.safetensors", metadata={"format": "pt"})
     (root / "full" / "recipe.yaml").write_text(
         f"run: {{name: full}}\nmodel: {{name: {base}}}\nmode: full\n"
-        "data: {train: [{path: rows.jsonl}], max_length: 64}\nbatch: {rows: 1}\noptimizer: {lr: 0.001}\ntrain: {max_steps: 1, precision: fp32}\n"
+        "data: {train: [{path: rows.jsonl}], max_length: 64}\nbatch: {rows: 1}\n"
+        "optimizer: {lr: 0.001}\ntrain: {max_steps: 1, precision: fp32}\n"
     )
     return root
 
