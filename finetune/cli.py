@@ -531,21 +531,42 @@ def score(
 
 @app.command(cls=Command)
 def merge(
-    run_dir: RunDir,
-    out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/merged.")] = None,
+    run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Default, of one run: RUN_DIR/merged.")] = None,
+    method: Annotated[str | None, typer.Option(help="Of several runs: linear, slerp, ties or dare.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="W1,W2,...", help="Of each run's change. Default: equal, with sum 1.")
+    ] = None,
+    density: Annotated[
+        float | None, typer.Option(help="Share of entries kept. Default: ties 0.2 (the largest), dare 0.5 (drawn).")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the entries that dare keeps. Default: 0.")] = None,
+    base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the runs found it.")] = None,
 ) -> None:
-    """Merge a run's adapter into its base model: a plain model folder, for servers without adapter support.
+    """Merge a run's adapter into its base model, or several runs of one base: a plain model folder.
 
-    Short for `export --to hf`, of the result.
+    Of one run it is short for `export --to hf`, of the result. Of several, what each has changed of the base is
+    combined by --method, tensor by tensor in fp32.
 
     Example: [bold]python -m finetune merge runs/quickstart-lora[/bold]
     """
     quiet_libraries()
     with few_collections():
         import_transformers()
-        from finetune.export.commands import merge_adapter
+        from finetune.export.combine import combination
+        from finetune.export.commands import merge_adapter, merge_several
 
-    print(f"merged into {merge_adapter(run_dir, out or run_dir / 'merged')}")
+    if len(run_dirs) == 1:
+        for name, value in {"method": method, "weights": weights, "density": density, "seed": seed}.items():
+            if value is not None:
+                raise UserError(f"--{name}: says how several runs are merged; give them all")
+        print(f"merged into {merge_adapter(run_dirs[0], out or run_dirs[0] / 'merged', base)}")
+        return
+    if method is None or out is None:
+        raise UserError("merge: several runs need --method linear, slerp, ties or dare, and a folder by -o")
+    how = combination(method, len(run_dirs), weights, density, seed)
+    merge_several(run_dirs, how, out, base, Console(stderr=True))
+    print(f"merged into {out}")
 
 
 @app.command(cls=Command)

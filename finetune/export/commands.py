@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def auto_class(name: str) -> Any:
     return AutoModelForMultimodalLM if is_multimodal(AutoConfig.from_pretrained(name)) else AutoModelForCausalLM
 
 
-def merge_adapter(run_dir: Path, out: Path) -> Path:
+def merge_adapter(run_dir: Path, out: Path, base: str | None = None) -> Path:
     """Write base + adapter of a run's result as one plain model folder, complete or absent; returns `out`.
 
     The base is read unquantised also for qlora: merging into 4-bit weights would round the adapter away. The sum is
@@ -87,9 +88,20 @@ def merge_adapter(run_dir: Path, out: Path) -> Path:
         raise UserError(f"{run_dir}: no adapter here (no model/adapter_config.json); a full run needs no merging")
     check_absent(out)
     trained = find_trained(run_dir)
-    export_folder(trained, out)
-    gate(trained, out, None, Console(stderr=True))
+    export_folder(trained, out, base=base)
+    gate(trained, out, base, Console(stderr=True))
     return out
+
+
+def merge_several(run_dirs: Sequence[Path], how: Any, out: Path, base: str | None, console: Console) -> None:
+    """Write what several runs make together as one plain model folder. how: a `Combination`. Raises UserError."""
+    from finetune.export.combine import merge_runs
+    from finetune.export.trained import find_trained
+
+    for run_dir in run_dirs:
+        if not run_dir.is_dir():
+            raise UserError(f"{run_dir}: no such run directory")
+    merge_runs([find_trained(run_dir) for run_dir in run_dirs], how, out, base, console.print)
 
 
 def gate(trained: Any, export: Path, base: str | None, console: Console, rows: int | None = None) -> Any:
