@@ -354,6 +354,8 @@ def _weights(model: Any) -> Iterator[Tensor]:
     for parameter in model.parameters():
         yield getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's shard
         yield from _quantization_tensors(getattr(parameter, "quant_state", None))
+    for module in model.modules():  # FSDP2's parameters are others, without the scales of those that they replace
+        yield from _quantization_tensors(getattr(module, "quant_state", None))
     yield from model.buffers()
 
 
