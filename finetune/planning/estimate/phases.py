@@ -29,7 +29,7 @@ from finetune.planning.estimate.state import (
 from finetune.planning.estimate.timeline import HeaviestBatch, How, Part, Timeline, timeline_of
 from finetune.recipe import Recipe
 
-_NORM_CHUNK = 2**20  # elements of `optimizer_step.squared_norm`'s buffer, fp64, on the CPU
+_NORM_CHUNK = 2**18  # elements of `optimizer_step.squared_norm`'s buffer, fp64, on the CPU
 _REUSED_WITHIN, _PREFETCHED = 500_000_000, 50_000_000  # elements that DeepSpeed's stage 3 keeps gathered, and fetches
 
 
@@ -85,13 +85,15 @@ def phases_of(
     state, shapes = state_of(recipe, config, launch, rank, device), shapes_of(recipe, config, sizes.tensor)
     sharded = launch.kind == "fsdp2" or sizes.tensor > 1
     stage_3 = launch.kind == "zero" and _stage(launch) == 3
+    in_backward = recipe.optimizer.in_backward
     keeps_gradients = not sharded and launch.kind != "zero" and launch.processes == 1 and micro_batches == 1
     how = How(
         device=device,
         capability=capability,
         casts_weights=sharded and recipe.train.precision in ("bf16", "fp16"),
         keeps_inputs_alone=stage_3,
-        gradients_there=not sharded and not keeps_gradients,
+        gradients_there=not sharded and not keeps_gradients and not in_backward,
+        drops_gradients=in_backward,
         tensor=sizes.tensor,
     )
     parts = timeline_of(recipe, config, _of_rank(batch, sizes), how)
@@ -102,11 +104,13 @@ def phases_of(
         rest += state.persistent[GRADIENTS]  # one buffer, as long as the engine lives
     walk = Peaks(rest, {"load": _load(shapes, launch, state)})
     stage = _Stage.of(shapes, sizes, rank, kinds)
-    several = micro_batches > 1 and not stage_3
+    several = micro_batches > 1 and not stage_3 and not recipe.optimizer.in_backward
     accumulated = state.persistent[GRADIENTS] if several or (launch.kind == "replicated" and how.gradients_there) else 0
     walk.now += accumulated + moving.always
     walk.now += stage.in_flight(launch, micro_batches, parts, rank)
-    _micro_batch(walk, parts, stage, moving, sharded and micro_batches == 1)
+    if in_backward:
+        moving.freed_of_layer = moving.freed_of_tail = 0
+    _micro_batch(walk, parts, stage, moving, sharded and micro_batches == 1 and not in_backward)
     walk.reach("reduction", moving.end)
     walk.now = rest + (0 if stage_3 else state.persistent[GRADIENTS])
     trained = max((weight.numel for weight in shapes.weights if weight.trains), default=0)

@@ -66,7 +66,8 @@ def state_of(recipe: Recipe, config: PretrainedConfig, launch: Launch, rank: int
     state.persistent[WEIGHTS] = sum(shard.padded * shard.weight.size for shard in shards)
     scales = sum(shapes.scales(weight.packed) for weight in kept if weight.packed)
     scales += shapes.buffers + shapes.buffer_layer_bytes * len(layers) // max(1, shapes.layers)
-    state.persistent[GRADIENTS] = sum(shard.padded * shard.weight.size for shard in trained)
+    if not recipe.optimizer.in_backward:
+        state.persistent[GRADIENTS] = sum(shard.padded * shard.weight.size for shard in trained)
     state.persistent[OPTIMIZER], paged = optimizer_bytes(recipe.optimizer, trained, device)
     state.host = paged
     if launch.offloads_optimizer and device != "cpu":

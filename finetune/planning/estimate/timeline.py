@@ -90,6 +90,7 @@ class How:
     casts_weights: bool = False  # gathered in the compute type (FSDP2)
     keeps_inputs_alone: bool = False  # linear layers without casts of their weights (ZeRO-3)
     gradients_there: bool = False  # those of an earlier micro-batch, that are added to
+    drops_gradients: bool = False  # each is stepped by and freed as soon as it is there
     tensor: int = 1  # ranks that share matrices
 
 
@@ -133,6 +134,9 @@ def _timeline(key: _Key) -> Timeline:
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         on_device = batch.map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+        for parameter in model.parameters() if how.drops_gradients else ():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop)
         marks.watch(_layers(model))
         marks.begin("before")
         outputs = forward(model, on_device)
@@ -168,6 +172,10 @@ def _parts(marks: Marks, kinds: int, layers: int) -> Timeline:
         tuple(backward),
         marks.part("before backward"),
     )
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 class Marks:
