@@ -238,7 +238,7 @@ class StreamedModel:
 
 def _part_of(trained: Trained, base: str | None) -> TextPart | None:
     """Returns the text part that was trained, of a multimodal base; None with a head of scores, which only it has."""
-    name, revision = (base, None) if base else _base_name(trained)
+    name, revision = (base, None) if base else name_of_base(trained)
     return None if name is None or _labels(trained) else text_part_of(Model(name=name, revision=revision))
 
 
@@ -259,7 +259,7 @@ def _config(trained: Trained, base: str | None) -> Any:
         return model_config(recipe.model)
     if recipe is not None and recipe.model.config is not None:
         return model_config(recipe.model)
-    name, revision = (base, None) if base else _base_name(trained)
+    name, revision = (base, None) if base else name_of_base(trained)
     assert name is not None  # a model from scratch has a recipe
     try:
         return model_config(Model(name=name, revision=revision))
@@ -267,7 +267,7 @@ def _config(trained: Trained, base: str | None) -> Any:
         raise UserError(f"the base model {name!r} cannot be loaded: {error}; give --base FOLDER") from None
 
 
-def _base_name(trained: Trained) -> tuple[str | None, str | None]:
+def name_of_base(trained: Trained) -> tuple[str | None, str | None]:
     """Returns name and revision of the base; None for a model from scratch."""
     if trained.recipe is not None:
         return trained.recipe.model.name, trained.recipe.model.revision
@@ -276,7 +276,7 @@ def _base_name(trained: Trained) -> tuple[str | None, str | None]:
 
 
 def _base_of(trained: Trained, base: str | None) -> Base | None:
-    name, revision = (base, None) if base else _base_name(trained)
+    name, revision = (base, None) if base else name_of_base(trained)
     if not (trained.is_adapter or trained.is_checkpoint):  # a result of full weights has all that is exported
         return replace(find_base(str(trained.folder), None), name=name or "")
     if name is None:

@@ -408,6 +408,18 @@ def offloaded_activations(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
+def images_of_rows(recipe: Recipe) -> Iterator[Finding]:
+    image = recipe.data.image
+    if image is None:
+        return
+    if image.max_pixels and image.min_pixels and image.min_pixels > image.max_pixels:
+        yield "data.image.min_pixels", f"is above max_pixels ({image.max_pixels}): lower it"
+    if recipe.data.overlong == "truncate" and recipe.objective.train_on == "all":
+        yield "data.overlong", "with images, `truncate` cuts after an answer, and `train_on: all` knows none: use drop"
+    if recipe.model.config is not None:
+        yield "data.image", "a model from `model.config` has no image processor: give `model.name`, or remove this"
+
+
 RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     lora_section,
     quantization_section,
@@ -441,6 +453,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     cross_entropy_of_torch,
     stepped_in_backward,
     offloaded_activations,
+    images_of_rows,
 )
 
 

@@ -219,6 +219,21 @@ class HeldOut(Section):
     share: Annotated[Float, Field(gt=0, lt=1)]  # of the rows
 
 
+class Images(Section):
+    """Images in the rows: how large they are seen, and where their files are."""
+
+    # Pixels of an image after it is scaled down, at most: each costs memory, and tokens of `max_length`. null: as the
+    # model's own processor has it. Where that scales images to a square or cuts them into tiles, all tiles together.
+    max_pixels: Count | None = None
+    min_pixels: Count | None = None  # Qwen's models: smaller images are scaled up; null: as the processor has it
+    folder: str | None = None  # paths in rows start here; null: at the folder of the data file that has the row
+    outside: bool = False  # paths may lead out of that folder
+    # What of an image is read when rows are tokenised. header: its size, and whether its file ends as it should;
+    # pixels: all of it, so that any broken image is a bad row, never an error during the run
+    verify: Literal["header", "pixels"] = "header"
+    threads: Count = 4  # of each process, which decode and scale images ahead of the steps
+
+
 class Data(Section):
     """Training and evaluation data, and how it becomes packed sequences."""
 
@@ -235,6 +250,9 @@ class Data(Section):
     balance: Count = 8
     streaming: bool = False  # read `train` during the run instead of before; needs `train.max_steps`
     window: Count = 10_000  # with streaming: source rows that are shuffled and packed together
+    # Rows have images, and the model is trained with its tower, `image: {}` with all defaults; see docs/images.md.
+    # null: rows with images are refused.
+    image: Images | None = None
 
     @property
     def eval_sources(self) -> tuple[Source, ...]:
