@@ -18,6 +18,7 @@ from finetune.engine.parallelism import Parallelism
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
 from finetune.models.config import training_config
+from finetune.models.quantized import state_tensors
 from finetune.models.weights import Placement, load_model, without_weights
 from finetune.planning.estimate.errors import compare_run
 from finetune.planning.estimate.memory import HeaviestBatch, Place, estimate_memory
@@ -53,6 +54,8 @@ def recipe(made: Path, tmp_path: Path) -> Any:
         ("mode=full",),
         ("mode=full", "train.precision=bf16_true"),
         ("mode=lora", "lora={rank: 4, alpha: 8}"),
+        ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: nf4}"),
+        ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: fp8}"),
         ("mode=full", "optimizer={name: sgd, lr: 0.1, momentum: 0.9}"),
         ("mode=full", "optimizer={name: muon, lr: 0.1}"),
     ],
@@ -61,7 +64,7 @@ def recipe(made: Path, tmp_path: Path) -> Any:
 def test_state_is_that_of_real_tensors(recipe: Any, overrides: tuple[str, ...]) -> None:
     loaded = recipe(*overrides)
     config = training_config(loaded)
-    model = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", None))
+    model = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", torch.device("cpu")))
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     optimizers = build_optimizers(loaded.optimizer, trained)
     for _, parameter in trained:
@@ -69,8 +72,9 @@ def test_state_is_that_of_real_tensors(recipe: Any, overrides: tuple[str, ...]) 
     for optimizer in optimizers:
         optimizer.step()
     counter = StorageCounter(torch.device("cpu"))
+    scales = [tensor for module in model.modules() for _, tensor in state_tensors(module)]
     real = {
-        "weights": counter.add([*model.parameters(), *model.buffers()]),
+        "weights": counter.add([*model.parameters(), *model.buffers(), *scales]),
         "gradients": counter.add([parameter.grad for _, parameter in trained if parameter.grad is not None]),
         "optimizer state": counter.add(
             value
