@@ -276,6 +276,8 @@ def _of_fsdp2(recipe: Recipe, shapes: Shapes, launch: Launch, device: str) -> Mo
     moving.stays = 0 if reshards else gathered
     moving.layer_backward = (gathered * (2 if kept_buffer else 1) if reshards else 0) + reduction
     moving.sharded, moving.sharded_tail = reduction // inner, _reduced(tail, reduced, outer) // outer
+    if sizes.replicate > 1:  # HSDP keeps what it sums over replicas until the next unit's
+        moving.layer_backward += moving.sharded
     moving.layer_end = (gathered if reshards else 0) + reduction + moving.sharded
     moving.tail_end = _reduced(tail, reduced, outer) + moving.sharded_tail
     if launch.offloads_optimizer and device != "cpu":
