@@ -69,10 +69,11 @@ def fake_run(
     start: Callable[[Engine], Steps],
     rank: int = 0,
     device: FakeDevice = H100,
+    told: Callable[[str], None] = lambda phase: None,
 ) -> Meter:
     """Runs set-up, two steps, the parts of a checkpoint and the tensors of the result; returns what was measured.
 
-    start: loads and wraps, as `build_trainer` does. rank: of the one that runs.
+    start: loads and wraps, as `build_trainer` does. rank: of the one that runs. told: of each phase that begins.
     """
     if recipe.mode != "full":
         import peft  # noqa: F401  (it imports bitsandbytes, which would load its CUDA kernels)
@@ -83,6 +84,7 @@ def fake_run(
     engine.accelerator.prepare_model = lambda model, **_: model.to(engine.device)
     attention_for(recipe, config, "cuda")  # a trial on real tensors, which is remembered
     with fake_cuda() as meter, _weights_without_values(), _without_agreement(launch):
+        meter.told = told
         meter.begin("load")
         wrap = engine.wrap
         engine.wrap = lambda *arguments: (meter.begin("wrap"), wrap(*arguments))[1]
