@@ -314,6 +314,12 @@ def plan(
     spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken away.")] = False,
     probe: Annotated[bool, typer.Option("--probe", help="Measure this machine's speed, half a minute.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the accelerate config of the best place.")] = False,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="KEY=FIRST..LAST", help="Other values of a key: data.max_length=2048..131072.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What must change to fit into as much a device: 24GB.")
+    ] = None,
     hardware: Annotated[Path | None, typer.Option(help="Own devices. Default: hardware.yaml, if it is here.")] = None,
     prices: Annotated[Path | None, typer.Option(help="Own prices. Default: prices.yaml, if it is here.")] = None,
     as_json: AsJson = False,
@@ -331,8 +337,22 @@ def plan(
         import_transformers()
         from finetune.planning.estimate.command import PlanOptions, run
 
-    options = PlanOptions(tuple(on or ()), nodes, budget, deadline, by, spot, probe, write, hardware, prices, as_json)
-    run(recipe, overrides or (), options, Console())
+    wanted = (
+        tuple(on or ()),
+        nodes,
+        budget,
+        deadline,
+        by,
+        spot,
+        probe,
+        write,
+        sweep,
+        memory,
+        hardware,
+        prices,
+        as_json,
+    )
+    run(recipe, overrides or (), PlanOptions(*wanted), Console())
 
 
 @app.command(cls=Command)

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from finetune.errors import UserError
 from finetune.models.config import base_config, training_config
-from finetune.planning.estimate.lengths import Lengths, read_lengths, widest
+from finetune.planning.estimate.lengths import Lengths, RowFacts, read_lengths, widest
 from finetune.planning.estimate.search import (
     ORDER,
     Choice,
@@ -28,8 +28,8 @@ from finetune.planning.estimate.search import (
     search,
     spot_loss,
 )
+from finetune.planning.estimate.shapes import shapes_of as weights_of
 from finetune.planning.estimate.speed import Shape, Speeds, probe, table_speeds
-from finetune.planning.estimate.state import skeleton
 from finetune.planning.estimate.tables import (
     CPU,
     GIB,
@@ -39,6 +39,7 @@ from finetune.planning.estimate.tables import (
     read_prices,
     shipped_config,
 )
+from finetune.planning.estimate.what_if import sweep, to_fit, values_of
 from finetune.planning.plan import FEW_STEPS, run_length
 from finetune.recipe import Recipe, load_recipe
 from finetune.utils import write_atomically
@@ -56,6 +57,8 @@ class PlanOptions:
     spot: bool = False
     measure: bool = False  # --probe
     write: bool = False
+    sweep: str | None = None
+    memory: str | None = None
     hardware: Path | None = None
     prices: Path | None = None
     as_json: bool = False
@@ -69,6 +72,11 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
         raise UserError(f"--by {options.by}: expected time or price")
     if options.budget is not None and options.budget <= 0:
         raise UserError(f"--budget {options.budget}: expected a price above 0")
+    if options.deadline:
+        hours_of(options.deadline)
+    if options.sweep or options.memory:
+        what_if(path, overrides, options, console)
+        return
     question, choices, founds = plan(path, overrides, options)
     if options.as_json:
         print(json.dumps(as_dicts(question, choices), indent=1))
@@ -93,6 +101,62 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions) -> tuple[Qu
     return question, choices, founds
 
 
+def what_if(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> None:
+    """--sweep and --memory."""
+    recipe, machines = load_recipe(path, overrides), machines_of(options)
+    lines: list[dict[str, Any]] = []
+    if options.sweep:
+        key, values = values_of(options.sweep)
+        for value in values:
+            other = load_recipe(path, [*overrides, f"{key}={value}"])
+            question = ask(other, str(path), options, machines)
+            reached = [speeds_for(question, one, options) for one in machines]
+            chosen = sweep(question, machines, reached, key, value)
+            made = {"why": chosen} if isinstance(chosen, str) else as_dicts(question, [chosen])[0]
+            lines.append({key: value, **made})
+        fitting = [line[key] for line in lines if line.get("verdict") == "fits"]
+        last = f"largest {key} that fits, of these: {max(fitting) if fitting else 'none'}"
+    else:
+        assert options.memory
+        gib = memory_of(options.memory)
+        smaller = [replace(one, device=one.device.model_copy(update={"memory_gib": gib})) for one in machines]
+        question = ask(recipe, str(path), options, machines)
+        for one in smaller:
+            for change, chosen in to_fit(question, one, speeds_for(question, one, options)):
+                lines.append({"change": change, **as_dicts(question, [chosen])[0]})
+        last = (
+            "" if lines else f"nothing known here makes it fit into {options.memory}: fewer parameters, or more devices"
+        )
+    if options.as_json:
+        print(json.dumps(lines, indent=1))
+        return
+    table = Table(box=None, pad_edge=False)
+    first = next(iter(lines[0])) if lines else ""
+    for title in (first, "config", "verdict", "peak GiB", "step s", "price"):
+        table.add_column(title)
+    for line in lines:
+        names = (first, "config", "verdict", "peak_gib", "step_s", "price")
+        table.add_row(*(_short(line.get(name)) for name in names))
+    console.print(table)
+    console.print(last, highlight=False)
+
+
+def _short(value: Any) -> str:
+    return "?" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def memory_of(text: str) -> float:
+    """Returns GiB; GB are 10^9 bytes. Raises UserError.
+
+    >>> memory_of("24GiB"), round(memory_of("24GB"), 2)
+    (24.0, 22.35)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text.strip())
+    if match is None or not float(match[1]):
+        raise UserError(f"--memory {text}: expected a size with its unit, such as 24GB or 22.5GiB")
+    return float(match[1]) * (1e9 / GIB if match[2] == "GB" else 1.0)
+
+
 def machines_of(options: PlanOptions) -> list[Machines]:
     hardware = read_hardware(options.hardware)
     return [parse_machines(text, options.nodes, hardware) for text in options.on]
@@ -102,15 +166,19 @@ def ask(recipe: Recipe, path: str, options: PlanOptions, machines: Sequence[Mach
     """Reads all that does not depend on the place: shapes, lengths, tables. Raises UserError."""
     config = config_of(recipe)
     found = read_lengths(recipe)
-    rows = found.rows(recipe) if isinstance(found, Lengths) else widest(recipe, found)
+
+    def repack(recipe: Recipe) -> RowFacts:
+        return found.rows(recipe) if isinstance(found, Lengths) else widest(recipe, found)
+
     shapes = shapes_of(recipe, config, all(one.key == CPU for one in machines))
     tables = read_hardware(options.hardware), read_prices(options.prices)
-    return Question(recipe, path, config, shapes, rows, *tables, spot=options.spot)
+    return Question(recipe, path, config, shapes, repack(recipe), *tables, options.spot, repack)
 
 
 def shapes_of(recipe: Recipe, config: PretrainedConfig, on_cpu: bool) -> dict[bool, Shape]:
-    model = skeleton(recipe, config)
-    return {recomputes: Shape.of(model, config, recipe, on_cpu, recomputes) for recomputes in (False, True)}
+    weights = weights_of(recipe, config).weights
+    both = (False, True)
+    return {recomputes: Shape.of(weights, recipe, config, on_cpu, recomputes) for recomputes in both}
 
 
 def config_of(recipe: Recipe) -> PretrainedConfig:

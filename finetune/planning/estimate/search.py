@@ -7,7 +7,7 @@ per device, recomputation.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -39,8 +39,7 @@ _SIZED = {  # keys of parallelism_config whose size a config leaves open
     "ep": "ep_size",
     "hsdp": "dp_replicate_size",
 }
-_ROWS = (1, 2, 4, 8)
-_KEEPS: tuple[Literal["selective"] | bool, ...] = (True, "selective", False)  # train.activation_checkpointing
+_ROWS = (1, 2, 4)  # per device
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class Question:
     hardware: Hardware
     prices: Prices
     spot: bool = False
+    repack: Callable[[Recipe], RowFacts] | None = None  # the rows of other lengths
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,7 @@ def config_folder() -> Path:
 
 
 def launches(machines: Machines) -> Iterator[Launch]:
-    """Yields every config with every size of its dimension that the devices allow; more machines than one: no
-    `single`."""
+    """Yields every config, with the smallest and the largest size of its dimension that the devices allow."""
     for path in sorted(config_folder().glob("*.yaml")):
         processes = 1 if path.stem == "single" else machines.count
         if machines.count == 1 and path.stem not in _ALONE:
@@ -130,7 +129,9 @@ def _sizes(stem: str, machines: Machines) -> list[int]:
     sizes = [size for size in divisors(within) if 1 < size <= 16]
     if stem == "pp":
         return [size for size in sizes if size == machines.count]
-    return [size for size in sizes if size < machines.count] if stem in ("pp_dp", "fsdp2_tp", "fsdp2_cp") else sizes
+    if stem in ("pp_dp", "fsdp2_tp", "fsdp2_cp"):
+        sizes = [size for size in sizes if size < machines.count]
+    return sorted({*sizes[:1], *sizes[-1:]})
 
 
 def search(question: Question, machines: Machines, speeds: Speeds | None, widely: bool = True) -> Found:
@@ -169,17 +170,16 @@ def _others(
     """Yields choices with keys of the recipe that do not change its result: less memory where it does not fit, more
     speed where there is room."""
     recipe, rows = question.recipe, question.recipe.batch.rows_per_device
-    keeps = [keep for keep in _KEEPS if keep != recipe.train.activation_checkpointing]
-    fewer = own.verdict != "fits"
-    counts = (
-        []
-        if drops(recipe, question.config) or rows == "auto"
-        else [n for n in _ROWS if (n < rows) == fewer and n != rows]
-    )
-    changes = [{"train.activation_checkpointing": keep} for keep in (keeps[:1] if fewer else keeps)]
-    changes += [{"batch.rows_per_device": n} for n in counts]
-    if fewer and recipe.train.activation_checkpointing is not True and counts:
-        changes.append({"train.activation_checkpointing": True, "batch.rows_per_device": 1})
+    fewer, keeps = own.verdict != "fits", recipe.train.activation_checkpointing
+    changes: list[dict[str, Any]] = []
+    if not fewer and not launch.parallelism.is_plain:
+        return
+    if keeps is not fewer:
+        changes.append({"train.activation_checkpointing": fewer})
+    if rows != "auto" and recipe.batch.tokens_per_device is None and not drops(recipe, question.config):
+        changes += [{"batch.rows_per_device": n} for n in _ROWS if n != rows and (n < rows) == fewer]
+        if fewer and keeps is not True and rows > 1:
+            changes.append({"train.activation_checkpointing": True, "batch.rows_per_device": 1})
     for change in changes:
         try:
             yield evaluate(question, launch, machines, speeds, change)

@@ -12,9 +12,11 @@ Not predicted: data wait (rows are prepared in a thread beside the step), evalua
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -26,6 +28,7 @@ from finetune.engine.launch import Launch
 from finetune.models.attention import DOCUMENTS
 from finetune.models.config import dtypes
 from finetune.planning.estimate.lengths import RowFacts
+from finetune.planning.estimate.shapes import Weight, shortened, skeleton
 from finetune.planning.estimate.tables import CPU, Hardware, Link, Machines
 from finetune.planning.flops import ModelFlops, model_flops
 from finetune.recipe import Recipe
@@ -54,10 +57,11 @@ class Shape:
     flops: ModelFlops
 
     @classmethod
-    def of(cls, model: Any, config: PretrainedConfig, recipe: Recipe, on_cpu: bool, recomputes: bool) -> Shape:
-        """model: on `meta`, see `estimate.state.skeleton`. recomputes: full activation checkpointing."""
+    def of(
+        cls, weights: Sequence[Weight], recipe: Recipe, config: PretrainedConfig, on_cpu: bool, recomputes: bool
+    ) -> Shape:
+        """weights: of the full model. recomputes: full activation checkpointing."""
         text = config.get_text_config()
-        weights = list(model.parameters())
         heads = getattr(text, "num_attention_heads", 1) or 1
         size = getattr(text, "head_dim", None) or text.hidden_size // heads
         chosen = getattr(text, "num_experts_per_tok", 0) or 0
@@ -68,15 +72,15 @@ class Shape:
         if implementation == "auto":
             implementation = DOCUMENTS if on_cpu else "varlen"
         return cls(
-            parameters=sum(weight.numel() for weight in weights),
-            trained=sum(weight.numel() for weight in weights if weight.requires_grad),
+            parameters=sum(weight.packed or weight.numel for weight in weights),
+            trained=sum(weight.numel for weight in weights if weight.trains),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             inner=inner,
             queries=heads * size,
             keys=(getattr(text, "num_key_value_heads", None) or heads) * size,
             experts_per_token=chosen,
-            flops=model_flops(model, implementation, recomputes),
+            flops=flops_of(recipe, config, implementation, recomputes),
         )
 
     @property
@@ -84,6 +88,22 @@ class Shape:
         """Element-wise traffic of a token in one forward through all layers."""
         rotated = _ROTATED_BYTES * (self.queries + self.keys)
         return self.layers * (_HIDDEN_BYTES * self.hidden + _INNER_BYTES * self.inner + rotated)
+
+
+def flops_of(recipe: Recipe, config: PretrainedConfig, implementation: str, recomputes: bool) -> ModelFlops:
+    """Counts on `meta`; where all layers are alike, models of one and two are drawn out to all."""
+    layers = config.get_text_config().num_hidden_layers
+    short, kinds = shortened(config)
+    if len(set(kinds)) > 1 or layers < 3:
+        return model_flops(skeleton(recipe, config), implementation, recomputes)
+    longer = copy.deepcopy(short)
+    longer.get_text_config().num_hidden_layers = 2
+    if types := getattr(short.get_text_config(), "layer_types", None):
+        longer.get_text_config().layer_types = list(types) * 2
+    one, two = (model_flops(skeleton(recipe, each), implementation, recomputes) for each in (short, longer))
+    names = ("token_forward", "token_backward", "token_recomputed")
+    drawn = {name: getattr(one, name) + (layers - 1) * (getattr(two, name) - getattr(one, name)) for name in names}
+    return replace(one, attention=(*two.attention[:1], *two.attention[1:] * (layers - 1)), **drawn)
 
 
 @dataclass(frozen=True)
