@@ -28,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "plan_errors.json"
 MARK = "plan_errors/"
 PHASES = ("forward", "backward", "optimizer")
 STEPS = 2  # the second begins with an optimizer that has its state
-TOKENS = 256  # of a row, which is one document
+TOKENS = 192  # of a row, which is one document
 _COMMON = {
     "intermediate_size": 512,
     "hidden_size": 192,
