@@ -187,10 +187,10 @@ def config_of(recipe: Recipe) -> PretrainedConfig:
     try:
         base_config(recipe.model)
     except UserError as error:
-        config = shipped_config(recipe.model.name or "")
+        config = shipped_config(recipe.model.name or "") if recipe.model.train is None else None
         if config is None:
             raise UserError(
-                f"{error}\nNothing is downloaded for a plan, and the shipped table of models does not have it: "
+                f"{error}\nNothing is downloaded for a plan, and the shipped table, of text models, does not have it: "
                 "give a folder with its config.json, or download it once"
             ) from None
         from finetune.models.config import without_dropout
