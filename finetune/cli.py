@@ -567,6 +567,34 @@ def verify(
 
 
 @app.command(cls=Command)
+def evaluate(
+    run_dir: RunDir,
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks of lm_eval, or of --task-folder.")],
+    task_folder: Annotated[Path | None, typer.Option(help="Folder of tasks as lm_eval's YAML.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of each task.")] = None,
+    fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt. Default: the task's.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
+    base: Annotated[bool, typer.Option(help="Ask the base model, too.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a run's result and its base on tasks of lm_eval, side by side, through the run's chat template.
+
+    Figures with standard errors go to RUN_DIR/evaluate.json, metrics.jsonl and the run's trackers.
+
+    Example: [bold]python -m finetune evaluate runs/gsm8k-full --tasks gsm8k_local --task-folder tasks[/bold]
+    """
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.export.evaluate import EvaluateOptions, evaluate_run
+
+    options = EvaluateOptions(tuple(tasks.split(",")), task_folder, limit, fewshot, batch_size, base)
+    scores = evaluate_run(run_dir, options, Console(stderr=as_json))
+    if as_json:
+        print(json.dumps({name: vars(score) for name, score in scores.items()}))
+
+
+@app.command(cls=Command)
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Page to write. Default: report.html.")] = None,

@@ -63,6 +63,15 @@ def read_steps(path: Path) -> list[Entry]:
     return [entry for entry in map(_parsed, _complete_lines(path)) if entry is not None]
 
 
+def add_to_step(path: Path, step: int, values: Entry) -> None:
+    """Add values to the line of a step, whole or not at all; other lines stay as they are. No run may be writing."""
+    lines = path.read_bytes().split(b"\n")
+    for i, line in enumerate(lines):
+        if (entry := _parsed(line)) is not None and entry["step"] == step:
+            lines[i] = _line({**entry, **values}).rstrip("\n").encode()
+    write_atomically(path, b"\n".join(lines).decode())
+
+
 def num_damaged(path: Path) -> int:
     return sum(_parsed(line) is None for line in _complete_lines(path))
 
