@@ -1,4 +1,5 @@
-"""Files of a run that grow while it trains: metrics.jsonl, samples/rank-*.jsonl, status.json; and sums over its steps.
+"""Files of a run that grow while it trains: metrics.jsonl, generations.jsonl, samples/rank-*.jsonl, status.json; and
+sums over its steps.
 
 JSON lines are in the order of steps, each step once, also after a resume.
 """
@@ -19,6 +20,7 @@ from typing import Any, Literal, get_args
 from finetune.utils import naming, write_atomically
 
 Entry = dict[str, Any]
+GENERATIONS = "generations.jsonl"  # answers to held-out prompts, of each evaluation
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +66,13 @@ def read_steps(path: Path) -> list[Entry]:
 
 
 def add_to_step(path: Path, step: int, values: Entry) -> None:
-    """Add values to the line of a step, whole or not at all; other lines stay as they are. No run may be writing."""
-    lines = path.read_bytes().split(b"\n")
-    for i, line in enumerate(lines):
-        if (entry := _parsed(line)) is not None and entry["step"] == step:
-            lines[i] = _line({**entry, **values}).rstrip("\n").encode()
-    write_atomically(path, b"\n".join(lines).decode())
+    """Add values to the last line of a step, whole or not at all; others stay as they are. No run may be writing."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for i, line in reversed([*enumerate(lines)]):
+        if (entry := _parsed(line.encode())) is not None and entry["step"] == step:
+            lines[i] = _line({**entry, **values}).rstrip("\n")
+            break
+    write_atomically(path, "\n".join(lines))
 
 
 def num_damaged(path: Path) -> int:

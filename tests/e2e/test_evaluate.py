@@ -125,7 +125,9 @@ def test_accuracy_is_our_own(workplace: Path, mode: str) -> None:
             assert getattr(scores[task], name) == pytest.approx(mean), (task, name)
             assert getattr(scores[task], f"{name}_stderr") == pytest.approx(stderr), (task, name)
     exact = scores["gsm8k_local/exact_match,answer"]
-    assert (exact.rows, exact.trained, exact.base) == (11, pytest.approx(7 / 11), 0)  # it has learnt to say good
+    assert (exact.rows, exact.base) == (11, 0)
+    if mode == "full":  # it has learnt to say good
+        assert exact.trained == pytest.approx(7 / 11)
     # in the line of the last step, and nothing else of it is changed
     line = metrics(run)[-1]
     assert {key: value for key, value in line.items() if not key.startswith("eval_tasks/")} == last
@@ -142,11 +144,16 @@ def test_accuracy_is_our_own(workplace: Path, mode: str) -> None:
 
 def test_values_are_added_to_the_line_of_a_step(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n{"step": 3, "lo')
+    lines = [
+        '{"step": 1, "loss": 0.5}',
+        '{"step": 2, "loss": 0.25}',
+        '{"step": 2, "eval_loss": 1.0}',
+        '{"step": 3, "lo',
+    ]
+    file.write_text("\n".join(lines))
     add_to_step(file, 2, {"eval_tasks/a": 1.0})
-    assert (
-        file.read_text() == '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25, "eval_tasks/a": 1.0}\n{"step": 3, "lo'
-    )
+    lines[2] = '{"step": 2, "eval_loss": 1.0, "eval_tasks/a": 1.0}'
+    assert file.read_text() == "\n".join(lines)
 
 
 def test_a_folder_without_a_result_is_refused(tmp_path: Path) -> None:
