@@ -519,6 +519,9 @@ def export(
         str | None,
         typer.Option(help="hf: float32, bfloat16, float16; gguf: f32, bf16, f16, q8_0."),
     ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="hf: weights in int8 or fp8, compressed-tensors' format, without calibration.")
+    ] = None,
     base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
     average_checkpoints: Annotated[
         int | None,
@@ -537,7 +540,7 @@ def export(
         from finetune.export.commands import ExportOptions, export_run
 
     exported = export_run(
-        run_dir, ExportOptions(to, step, out, dtype, base, verify, average_checkpoints), Console(stderr=True)
+        run_dir, ExportOptions(to, step, out, dtype, base, verify, average_checkpoints, quantize), Console(stderr=True)
     )
     print(json.dumps(exported) if as_json else f"exported to {exported['out']}")
 
