@@ -26,6 +26,12 @@ def quantization_section(recipe: Recipe) -> Iterator[Finding]:
         yield "mode", "`mode: qlora` needs a `quantization:` section, such as `quantization: {type: nf4}`"
     if recipe.mode != "qlora" and recipe.quantization is not None:
         yield "quantization", f"only `mode: qlora` quantises; remove this section or change `mode: {recipe.mode}`"
+    if recipe.quantization is None or recipe.quantization.type != "fp8":
+        return
+    if recipe.quantization.double_quant is not None:
+        yield "quantization.double_quant", "is for 4 bits: `type: fp8` has one scale for each row. Set it to null"
+    if recipe.lora is not None and recipe.lora.dora:
+        yield "lora.dora", "peft reads the base's matrices, which it cannot unpack from fp8: use `type: nf4`, or false"
 
 
 def adapters_need_a_base(recipe: Recipe) -> Iterator[Finding]:

@@ -161,10 +161,11 @@ class Tokens(Section):
 
 
 class Quantization(Section):
-    """4-bit storage of frozen weights for qlora (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314)."""
+    """Storage of frozen weights for qlora in 4 bits (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), or 8."""
 
-    type: Literal["nf4", "fp4"] = "nf4"
-    double_quant: bool = True  # quantises the block scales, too: saves 0.37 bits per weight
+    type: Literal["nf4", "fp4", "fp8"] = "nf4"  # fp8: float8_e4m3 with a scale for each row
+    # 4 bits: quantises the block scales, too: saves 0.37 bits per weight. null: true in 4 bits
+    double_quant: bool | None = None
 
 
 Answers = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
