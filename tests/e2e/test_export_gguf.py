@@ -304,6 +304,32 @@ def test_a_run_is_exported_for_ollama_and_compared(made: Path, tmp_path: Path) -
     assert "[2] end an answer in the run" in str(error.value)
 
 
+def test_a_run_of_mixtral_is_compared_by_its_tensors(made: Path, tmp_path: Path) -> None:
+    recipe = {
+        "run": {"name": "lora", "dir": str(tmp_path)},
+        "model": {"name": str(made / "mixtral")},
+        "mode": "lora",
+        "lora": {"rank": 4},
+        "data": {"train": [{"path": str(made / "rows.jsonl"), "format": "messages"}], "max_length": 64},
+        "batch": {"rows": 2},
+        "optimizer": {"lr": 2e-2},
+        "train": {"max_steps": 2, "precision": "fp32"},
+    }
+    (tmp_path / "lora.yaml").write_text(yaml.safe_dump(recipe))
+    train_here(tmp_path / "lora.yaml")
+    export_run(tmp_path / "lora", ExportOptions(to="gguf", out=tmp_path / "out", dtype="f32"), Console(quiet=True))
+    figures = json.loads((tmp_path / "out" / "verify.json").read_text())
+    assert figures["passed"]
+    assert figures["kl_mean"] < 1e-10 < figures["kl_base"]
+    (file,) = (tmp_path / "out").glob("*.gguf")
+    reader = gguf.GGUFReader(file, "r+")
+    stack = next(tensor for tensor in reader.tensors if tensor.name == "blk.1.ffn_up_exps.weight")
+    stack.data[:] = stack.data[::-1].copy()  # experts in another order
+    reader.data.flush()
+    with pytest.raises(RunFailure, match="KL"):
+        verify_run(tmp_path / "out", tmp_path / "lora", None, None, 8, Console(quiet=True))
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "fragment"),
     [
