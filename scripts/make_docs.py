@@ -40,6 +40,7 @@ NAMES = {  # of the folders of recipes
     "mistral-small-24b": "Mistral Small 24B",
     "mixtral-8x7b": "Mixtral 8x7B",
     "mistral-small-3.2-24b": "Mistral Small 3.2 24B",
+    "mistral-small-3.1-24b": "Mistral Small 3.1 24B, images",
     "ministral3-8b": "Ministral 3 8B",
     "llama4-scout": "Llama 4 Scout",
     "gemma3-4b": "Gemma 3 4B",
@@ -53,6 +54,9 @@ NAMES = {  # of the folders of recipes
     "qwen3-30b-a3b": "Qwen3 30B A3B",
     "qwen3.5-9b": "Qwen3.5 9B",
     "lfm2.5-1.2b": "LFM2.5 1.2B",
+    "smolvlm-256m": "SmolVLM 256M",
+    "qwen3-vl-4b": "Qwen3-VL 4B",
+    "qwen3-vl-8b": "Qwen3-VL 8B",
     "gsm8k": "GSM8K, any model",
     "quickstart": "quickstart, no download",
 }

@@ -108,6 +108,10 @@ class Fsdp2(Engine):
         offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if offloads else OffloadPolicy()
         return Sharding(self._meshes, self._policy, offload, plugin.reshard_after_forward)
 
+    @property
+    def gathers_in_forward(self) -> bool:
+        return True
+
     def backward(self, loss: Tensor) -> None:
         """Every micro-batch is reduced at once: accumulated gradients would be unsharded, on every rank."""
         sharing = self.parallelism.data * self.parallelism.tokens

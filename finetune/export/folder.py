@@ -165,7 +165,9 @@ def describe(model: StreamedModel) -> dict[str, Any]:
 def write_settings(model: StreamedModel, folder: Path) -> None:
     """Write config, generation config and tokenizer."""
     trained, base = model.trained, model.base
-    copied = base is not None and (trained.is_adapter or model.part is not None) and not model.is_scoring
+    sees_images = trained.recipe is not None and trained.recipe.model.train is not None
+    multimodal = model.part is not None or sees_images
+    copied = base is not None and (trained.is_adapter or multimodal) and not model.is_scoring
     if copied:
         assert base is not None
         config = json.loads((base.folder / "config.json").read_text(encoding="utf-8"))

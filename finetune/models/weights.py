@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -32,9 +33,16 @@ from finetune.models.compiled import compile_layers
 from finetune.models.config import dtypes, first_line, load_tokenizer, model_config
 from finetune.models.quantized import is_stored_quantised, keep_weights_unpacked, linear_weights, quantise
 from finetune.models.score_model import labelled, score_head, start_score_head
+from finetune.models.vision import (
+    adapted_modules,
+    attention_of_parts,
+    family_of,
+    freeze_parts,
+    processor_files,
+)
 from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Recipe, Tokens
-from finetune.utils import full_shape, unwrap_peft
+from finetune.utils import full_shape, pattern_of, unwrap_peft
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,8 @@ def load_model(
     if labels:
         model = _scoring_model(recipe, labelled(config, labels), attention, base_dtype, placement)
     else:
-        model, _ = _base_model(recipe, config, attention, base_dtype, placement, AutoModelForCausalLM)
+        auto = AutoModelForCausalLM if recipe.model.train is None else AutoModelForImageTextToText
+        model, _ = _base_model(recipe, config, attention, base_dtype, placement, auto)
     if not labels and model.get_output_embeddings() is None:
         raise UserError(f"{type(config).__name__} has no LM head to train")
     first_added = 0
@@ -92,12 +101,20 @@ def load_model(
     if recipe.objective.drops_nothing:
         model.base_config = model_config(recipe.model)  # whose dropout the result has
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
+    adapted = None
+    if recipe.model.train is not None:
+        family = family_of(config)
+        model.processor_files = processor_files(recipe.model)
+        if recipe.lora is None:
+            freeze_parts(model, family, recipe.model.train)
+        else:
+            adapted = adapted_modules(model, family, recipe.model.train, recipe.lora)
     if recipe.lora is not None:
         torch.manual_seed(recipe.run.seed + 1)  # the adapters do not depend on how many draws the base took
         # DoRA copies a packed weight, which bitsandbytes begins with an empty tensor on the default device.
         shapes_only = recipe.quantization is not None and placement.weights == "meta"
         with torch.device("meta") if shapes_only else contextlib.nullcontext():
-            model = add_adapters(model, recipe.lora, types.trained, recipe.tokens)
+            model = add_adapters(model, recipe.lora, types.trained, recipe.tokens, adapted)
         if (base := getattr(unwrap_peft(model), "base_checkpoint", None)) is not None:
             check_adapted(base.part, model.base_model.targeted_module_names)
         if recipe.tokens is not None and recipe.tokens.train != "all":
@@ -139,6 +156,9 @@ def _base_model(
     model, missing = _unpacked_model(recipe, config, attention, dtype, placement, auto)
     if recipe.quantization is not None and not is_stored_quantised(config):
         whole = [SCORE] if auto is AutoModelForSequenceClassification else None  # the LM head is packed as well
+        if auto is AutoModelForImageTextToText:
+            family = family_of(config)
+            whole = ["lm_head", *(f"model.{path}" for path in (family.tower, *family.projector))]
         device = placement.device or torch.device("cpu")
         kept_on = placement.packed_on or device
         quantise(model, recipe.quantization, dtypes(recipe).compute, device, kept_on, whole)
@@ -155,6 +175,8 @@ def _unpacked_model(
 ) -> tuple[Any, set[str] | None]:
     """Returns what `_base_model` does, with linear layers as they were published."""
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
+    if recipe.model.train is not None:
+        common["attn_implementation"] = attention_of_parts(config, attention.implementation)
     if (is_mxfp4 := stored_in_mxfp4(config)) and recipe.mode != "lora":
         raise UserError(
             f"mode: {recipe.mode}: the experts of {recipe.model.name!r} are stored in MXFP4, for frozen weights: "
@@ -262,8 +284,11 @@ def parameter_counts(model: Any) -> tuple[int, int]:
 # --- LoRA adapters through peft, imported where there are any: it takes a second, for it imports bitsandbytes
 
 
-def add_adapters(model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | None = None) -> Any:
-    """Returns the model with its weights frozen and adapters in `dtype` that train. tokens: which it has got.
+def add_adapters(
+    model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | None = None, paths: list[str] | None = None
+) -> Any:
+    """Returns the model with its weights frozen and adapters in `dtype` that train. tokens: which it has got; paths: of
+    the modules that get adapters, where `lora.targets` names others as well.
 
     Raises UserError where `lora.targets` or `lora.modules_to_save` name nothing of the model, and where DoRA would
     divide by zero.
@@ -276,12 +301,15 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | No
     # Llama 4's router is a linear layer by class, but returns two tensors.
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     routers = [name for name, module in linear if type(module).__module__.startswith("transformers.models.")]
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    if paths is not None:
+        targets = pattern_of(paths, [name for name, _ in model.named_modules()])
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (peft says int; it only divides)
         lora_dropout=lora.dropout,
-        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
-        exclude_modules=routers if lora.targets == "all-linear" and routers else None,
+        target_modules=targets,
+        exclude_modules=routers if targets == "all-linear" and routers else None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=whole or None,
