@@ -19,8 +19,12 @@ from finetune.engine.parallelism import Parallelism
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import DOCUMENTS, AttentionChoice, choose_attention
+from finetune.models.attention.isolation import batched_where_same
 from finetune.models.attention.mixers import (
+    Mixer,
+    Mixers,
     NoMixers,
+    calls_of,
     documents_of_forward,
     find_mixers,
     recomputed_alike,
@@ -69,9 +73,59 @@ def test_packed_documents_of_a_hybrid_are_those_of_each_alone(name: str, mixer: 
     assert line.verdict == "packed", line
     choice = choice_of(sweep.tiny(name))
     assert mixer in choice.mixers
+    assert choice.mixers[mixer]["batched"]
     assert f"{mixer} once for each document" in choice.reason
     # Shared beginnings would need the state at the end of the beginning.
     assert choice.not_shared is not None
+
+
+def test_documents_of_like_length_are_one_call_and_each_is_in_one() -> None:
+    assert calls_of((180, 42, 95, 300, 61, 33)) == ((3,), (0,), (2, 4), (1, 5))
+    assert calls_of((7,)) == ((0,),)
+    assert calls_of((1000, 1, 1000)) == ((0, 2), (1,))
+
+
+class _Sums(torch.nn.Module):
+    """Of the tokens before, and of those that a mask lets through: causal, and of a number of calls that is counted."""
+
+    calls = 0
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        seen = torch.ones(hidden.shape[1], hidden.shape[1]).tril() if mask is None else mask[:, 0].float()
+        return seen @ hidden
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_batch_of_documents_is_in_the_rows_order_and_padding_is_not_in_it(masked: bool) -> None:
+    lengths, module = (3, 5, 2, 4), _Sums()
+    hidden = torch.randn(1, 14, 6, requires_grad=True)
+    alone = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths))
+    places: dict[str, list[int]] = {"['hidden']": [1]} | ({"['mask']": [2, 3]} if masked else {})
+    run_per_document(module, {"_Sums": Mixer(inputs=places, outputs={"": [1]}, batched=True)})
+    with documents_of_forward(lengths):
+        ours = module(hidden, mask=alone.bool()[None, None] if masked else None)
+    assert module.calls == 1
+    torch.testing.assert_close(ours, alone @ hidden)
+    weights = torch.randn(1, 14, 6)
+    (gradient,) = torch.autograd.grad((ours * weights).sum(), hidden)
+    torch.testing.assert_close(gradient, alone.T @ weights)
+
+
+def test_modules_are_batched_only_where_the_trial_is_the_same() -> None:
+    def mixer(dimension: int) -> Mixer:
+        return Mixer(inputs={"['x']": [dimension]}, outputs={"": [1]}, batched=False)
+
+    mixers: Mixers = {"Same": mixer(1), "Other": mixer(1), "Also": mixer(2), "NoRoom": mixer(0)}
+    tried = []
+
+    def same(one: Mixers) -> bool:
+        tried.append([name for name in one if one[name]["batched"]])
+        return "Other" not in tried[-1]
+
+    chosen = batched_where_same(mixers, same)
+    assert [name for name in chosen if chosen[name]["batched"]] == ["Same", "Also"]
+    assert tried == [["Same", "Other", "Also"], ["Same"], ["Same", "Other"], ["Same", "Also"]]
 
 
 def test_the_sweep_sees_mixers_that_run_along_the_row() -> None:
