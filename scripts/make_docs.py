@@ -40,6 +40,7 @@ NAMES = {  # of the folders of recipes
     "mistral-small-24b": "Mistral Small 24B",
     "mixtral-8x7b": "Mixtral 8x7B",
     "mistral-small-3.2-24b": "Mistral Small 3.2 24B",
+    "mistral-large-4": "Mistral Large 4",
     "ministral3-8b": "Ministral 3 8B",
     "llama4-scout": "Llama 4 Scout",
     "gemma3-4b": "Gemma 3 4B",
@@ -53,6 +54,9 @@ NAMES = {  # of the folders of recipes
     "qwen3-30b-a3b": "Qwen3 30B A3B",
     "qwen3.5-9b": "Qwen3.5 9B",
     "lfm2.5-1.2b": "LFM2.5 1.2B",
+    "gpt-oss-20b": "gpt-oss 20B",
+    "granite4-h-micro": "Granite 4.0 H Micro",
+    "nemotron-nano-9b-v2": "Nemotron Nano 9B v2",
     "gsm8k": "GSM8K, any model",
     "quickstart": "quickstart, no download",
 }

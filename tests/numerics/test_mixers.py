@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,8 @@ import architectures as sweep
 import pytest
 import tiny
 import torch
+from conftest import tiny_overrides, train_here
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,6 +20,7 @@ from finetune.data.batch import UNSHARDED
 from finetune.engine.context_parallel import apply_context_parallel
 from finetune.engine.parallelism import Parallelism
 from finetune.errors import UserError
+from finetune.export.commands import load_result, merge_adapter
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import DOCUMENTS, AttentionChoice, choose_attention
 from finetune.models.attention.isolation import batched_where_same
@@ -31,6 +35,10 @@ from finetune.models.attention.mixers import (
     run_per_document,
 )
 from finetune.models.attention.per_document import prepare
+from finetune.models.weights import add_adapters
+from finetune.recipe.schema import Lora
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def choice_of(config: Any, **settings: Any) -> AttentionChoice:
@@ -126,6 +134,45 @@ def test_modules_are_batched_only_where_the_trial_is_the_same() -> None:
     chosen = batched_where_same(mixers, same)
     assert [name for name in chosen if chosen[name]["batched"]] == ["Same", "Also"]
     assert tried == [["Same", "Other", "Also"], ["Same"], ["Same", "Other"], ["Same", "Also"]]
+
+
+# Mamba's kernels read `out_proj.weight`: adapters on it would train on the CPU only.
+HYBRID_RECIPES = {"granite4-h-micro": "granitemoehybrid", "nemotron-nano-9b-v2": "nemotron_h", "lfm2.5-1.2b": "lfm2"}
+
+
+@pytest.mark.parametrize("folder", [pytest.param(name, marks=pytest.mark.long) for name in HYBRID_RECIPES])
+def test_recipes_of_hybrids(made: Path, tmp_path: Path, folder: str) -> None:
+    base, run = tmp_path / "base", tmp_path / f"{folder}-lora"
+    config = sweep.tiny(HYBRID_RECIPES[folder])
+    config.vocab_size = 384
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    tiny.tokenizer().save_pretrained(base)
+    train_here(RECIPES / folder / "lora.yaml", *tiny_overrides(made, base, tmp_path))
+    plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
+    assert "once for each document" in plan["attention"]
+    adapted = {name.rpartition(".lora_A")[0] for name in load_file(run / "model" / "adapter_model.safetensors")} - {""}
+    mixers = {name for name in adapted if ".mamba." in name or ".mixer." in name or ".conv." in name}
+    assert {name.rpartition(".")[2] for name in mixers} >= {"in_proj"}
+    assert ("out_proj" in {name.rpartition(".")[2] for name in adapted}) == (folder == "lfm2.5-1.2b")
+    merged = AutoModelForCausalLM.from_pretrained(merge_adapter(run, tmp_path / "merged")).eval()
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(
+        load_result(run)[0](input_ids=ids).logits, merged(input_ids=ids).logits, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "mamba"])
+def test_adapters_that_kernels_would_pass_by(name: str) -> None:
+    def adapted(targets: Any) -> set[str]:
+        model: Any = AutoModelForCausalLM.from_config(sweep.tiny(name))
+        model = add_adapters(model, Lora(rank=2, alpha=4, targets=targets), torch.float32)
+        return {n.rpartition(".lora_A")[0].rpartition(".")[2] for n, _ in model.named_parameters() if "lora_A" in n}
+
+    assert "in_proj" in adapted("all-linear")
+    assert not adapted("all-linear") & {"out_proj", "dt_proj"}
+    if name == "granitemoehybrid":  # of the other peft knows it
+        with pytest.raises(UserError, match=r"out_proj: GraniteMoeHybridMambaLayer reads this layer's weight itself"):
+            adapted(("out_proj",))
 
 
 def test_the_sweep_sees_mixers_that_run_along_the_row() -> None:
