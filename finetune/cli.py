@@ -420,26 +420,88 @@ def clean_cache(
         print(f"kept, because it is being built: {entry.path}")
 
 
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0: greedy.")]
+TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this mass.")]
+TopK = Annotated[int | None, typer.Option(min=0, help="Draw from so many likeliest tokens; 0: all.")]
+Penalty = Annotated[float | None, typer.Option(min=0.01, help="Above 1: tokens that occurred are less likely.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="The same seed draws the same answers.")]
+Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End an answer here; may be repeated.")]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")]
+
+
 @app.command(cls=Command)
 def generate(
     run_dir: RunDir,
     prompt: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts. Default: read from the terminal.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
+    rows: Annotated[
+        Path | None, typer.Option("--input", metavar="FILE", help='JSONL of {"prompt": ...} or {"messages": [...]}.')
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of --input: its rows with answers; resumes where it stopped.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of --input at once.")] = 8,
+    system: System = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    stop: Stop = None,
     as_json: AsJson = False,
 ) -> None:
-    """Generate answers with the trained model.
+    """Generate answers with the trained model: to prompts, or to each row of a file.
 
     Example: [bold]python -m finetune generate runs/quickstart-full "the 3rd of March, 2021"[/bold]
+    """
+    if (rows is None) != (output is None):
+        raise UserError("generate: --input and --output go together: a file of rows, and the file of their answers")
+    if rows is not None and prompt:
+        raise UserError("generate: give prompts, or --input with a file of them")
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.export.answering import Sampling, answer_file, answer_prompts
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, tuple(stop or ()))
+    if rows is None or output is None:
+        answer_prompts(run_dir, prompt or [], sampling, system, as_json)
+        return
+    count = answer_file(run_dir, rows, output, sampling, system, batch_size, Console(stderr=True))
+    print(json.dumps({"rows": count, "output": str(output)}) if as_json else f"{count:,} answers in {output}")
+
+
+@app.command(cls=Command)
+def chat(
+    run_dir: RunDir,
+    system: System = None,
+    max_new_tokens: MaxNewTokens = 1024,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    stop: Stop = None,
+) -> None:
+    """Talk to the trained model, which sees the conversation so far.
+
+    /clear begins again, /system TEXT sets a system prompt, /save FILE adds the conversation to a file of rows.
+
+    Example: [bold]python -m finetune chat runs/quickstart-lora --temperature 0.7[/bold]
     """
     quiet_libraries()
     with few_collections():
         import_transformers()
-        from finetune.export.commands import answer_prompts
+        from finetune.export.answering import Sampling, chat_with
 
-    answer_prompts(run_dir, prompt or [], max_new_tokens, temperature, as_json)
+    chat_with(
+        run_dir,
+        Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, tuple(stop or ())),
+        system,
+    )
 
 
 @app.command(cls=Command)
@@ -469,21 +531,42 @@ def score(
 
 @app.command(cls=Command)
 def merge(
-    run_dir: RunDir,
-    out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/merged.")] = None,
+    run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Default, of one run: RUN_DIR/merged.")] = None,
+    method: Annotated[str | None, typer.Option(help="Of several runs: linear, slerp, ties or dare.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="W1,W2,...", help="Of each run's change. Default: equal, with sum 1.")
+    ] = None,
+    density: Annotated[
+        float | None, typer.Option(help="Share of entries kept. Default: ties 0.2 (the largest), dare 0.5 (drawn).")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the entries that dare keeps. Default: 0.")] = None,
+    base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the runs found it.")] = None,
 ) -> None:
-    """Merge a run's adapter into its base model: a plain model folder, for servers without adapter support.
+    """Merge a run's adapter into its base model, or several runs of one base: a plain model folder.
 
-    Short for `export --to hf`, of the result.
+    Of one run it is short for `export --to hf`, of the result. Of several, what each has changed of the base is
+    combined by --method, tensor by tensor in fp32.
 
     Example: [bold]python -m finetune merge runs/quickstart-lora[/bold]
     """
     quiet_libraries()
     with few_collections():
         import_transformers()
-        from finetune.export.commands import merge_adapter
+        from finetune.export.combine import combination
+        from finetune.export.commands import merge_adapter, merge_several
 
-    print(f"merged into {merge_adapter(run_dir, out or run_dir / 'merged')}")
+    if len(run_dirs) == 1:
+        for name, value in {"method": method, "weights": weights, "density": density, "seed": seed}.items():
+            if value is not None:
+                raise UserError(f"--{name}: says how several runs are merged; give them all")
+        print(f"merged into {merge_adapter(run_dirs[0], out or run_dirs[0] / 'merged', base)}")
+        return
+    if method is None or out is None:
+        raise UserError("merge: several runs need --method linear, slerp, ties or dare, and a folder by -o")
+    how = combination(method, len(run_dirs), weights, density, seed)
+    merge_several(run_dirs, how, out, base, Console(stderr=True))
+    print(f"merged into {out}")
 
 
 @app.command(cls=Command)

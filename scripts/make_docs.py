@@ -41,6 +41,7 @@ NAMES = {  # of the folders of recipes
     "mixtral-8x7b": "Mixtral 8x7B",
     "mistral-small-3.2-24b": "Mistral Small 3.2 24B",
     "mistral-large-4": "Mistral Large 4",
+    "mistral-small-3.1-24b": "Mistral Small 3.1 24B, images",
     "ministral3-8b": "Ministral 3 8B",
     "llama4-scout": "Llama 4 Scout",
     "gemma3-4b": "Gemma 3 4B",
@@ -57,6 +58,9 @@ NAMES = {  # of the folders of recipes
     "gpt-oss-20b": "gpt-oss 20B",
     "granite4-h-micro": "Granite 4.0 H Micro",
     "nemotron-nano-9b-v2": "Nemotron Nano 9B v2",
+    "smolvlm-256m": "SmolVLM 256M",
+    "qwen3-vl-4b": "Qwen3-VL 4B",
+    "qwen3-vl-8b": "Qwen3-VL 8B",
     "gsm8k": "GSM8K, any model",
     "quickstart": "quickstart, no download",
 }

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.samples import Example, ExampleSizes
+from finetune.data.samples import Example, ExampleSizes, Image, Sequence
 
 PADDING_DOCUMENT = 128  # tokens; short, so that attention within padding costs little
 
@@ -44,6 +44,18 @@ class Ends(NamedTuple):
     sequence: Tensor  # (D,) int64: index of the sequence that each is from
 
 
+class ImagePlace(NamedTuple):
+    """Where an image is in the flat row: its tokens [begin, end), see `samples.Image`."""
+
+    sequence: int  # index of the sequence that it is in
+    begin: int
+    end: int
+
+
+# What a model's forward takes for these images, in their order, besides ids and positions: see `images/pixels.py`.
+ImageInputs = Callable[[ListLike[Image], Tensor], dict[str, Tensor]]
+
+
 class Origin(NamedTuple):
     """Where an example is from."""
 
@@ -56,7 +68,10 @@ class Origin(NamedTuple):
 class Batch:
     """One micro-batch: sequences end to end in one flat row (see `collate`)."""
 
-    inputs: dict[str, Tensor]  # of the model's forward: input_ids, position_ids (1, T) int64
+    # Of the model's forward: input_ids, position_ids (1, T) int64. Where there are images, in the order of `images`,
+    # what transformers' forward calls pixel_values and, by family, image_grid_thw, image_sizes, pixel_attention_mask,
+    # token_type_ids; see `images/pixels.py`.
+    inputs: dict[str, Tensor]
     # Tokens that each sequence has in the row; they sum to T. The D sequences of examples, then padding.
     sequence_lengths: tuple[int, ...]
     # Tokens that each shares: it begins with so many of the sequence before it, and its own places come after them.
@@ -74,6 +89,7 @@ class Batch:
     distinct_targets: DistinctTargets | None = None  # None: all targets are
     row_lengths: tuple[int, ...] = ()  # tokens of each row of the recipe in it; none in a dummy
     index: int = 0  # of this micro-batch within its step, over all processes; seeds dropout
+    images: tuple[ImagePlace, ...] = ()  # in the order of their tokens; a sequence's are next to each other
 
     @property
     def num_padding(self) -> int:
@@ -108,7 +124,11 @@ class Batch:
 
 
 def collate(
-    examples: ListLike[Example], index: int = 0, padded_to: int | None = None, shares_prompts: bool = False
+    examples: ListLike[Example],
+    index: int = 0,
+    padded_to: int | None = None,
+    shares_prompts: bool = False,
+    image_inputs: ImageInputs | None = None,
 ) -> Batch:
     """Sequences end to end. No attention mask; `position_ids` start again with every sequence.
 
@@ -137,6 +157,8 @@ def collate(
     padded_to: T, where every forward has to be of one length (compiled layers). What is missing are sequences of their
     own at the end, of token 0, untrained, which no other sequence sees; otherwise there is no padding.
 
+    image_inputs: called where there are images; None leaves them out.
+
     Raises ValueError for a trained first token: nothing within its sequence predicts it; and where T is exceeded.
     """
     for example in examples:
@@ -164,8 +186,10 @@ def collate(
         torch.from_numpy(input_ids[predicting + 1].astype(np.int64)),
         torch.from_numpy(np.repeat(np.arange(len(lengths)), num_targets)),
     )
+    images, image_places = _images(sequences, own_lengths)
+    with_images = image_inputs(images, input_row) if images and image_inputs else {}
     return Batch(
-        inputs={"input_ids": input_row, "position_ids": position_row},
+        inputs={"input_ids": input_row, "position_ids": position_row, **with_images},
         sequence_lengths=(*own_lengths, *padding),
         prefix_lengths=(*prefixes, *(0 for _ in padding)),
         targets=targets,
@@ -186,7 +210,19 @@ def collate(
         sequence_tokens=lengths,
         sequence_targets=num_targets,
         index=index,
+        images=image_places,
     )
+
+
+def _images(sequences: ListLike[Sequence], own_lengths: tuple[int, ...]) -> tuple[list[Image], tuple[ImagePlace, ...]]:
+    """Returns the images of sequences end to end; those with images share no beginning (`shared_prefix`)."""
+    begins = np.cumsum((0, *own_lengths)).tolist()
+    placed = [
+        (image, ImagePlace(i, begins[i] + image.begin, begins[i] + image.end))
+        for i, sequence in enumerate(sequences)
+        for image in sequence.images
+    ]
+    return [image for image, _ in placed], tuple(place for _, place in placed)
 
 
 def row_places(sequence_lengths: ListLike[int], prefix_lengths: ListLike[int]) -> NDArray[np.int64]:
@@ -217,13 +253,13 @@ def _distinct(targets: Targets) -> DistinctTargets | None:
     return DistinctTargets(positions, ids, torch.from_numpy(of_target.reshape(-1)))
 
 
-def dummy_batch(example: Example, index: int, padded_to: int | None) -> Batch:
+def dummy_batch(example: Example, index: int, padded_to: int | None, image_inputs: ImageInputs | None = None) -> Batch:
     """A forward over the shortest sequence of an example that trains nothing and counts for nothing: D and E are 0."""
     shortest = min(example.sequences, key=lambda sequence: len(sequence.input_ids))
     masked = replace(shortest, loss_mask=np.zeros_like(shortest.loss_mask))
     untrained = {name: values[:0] for name, values in example.target_columns.items()}
     alone = replace(example, sequences=(masked,), columns={}, target_columns=untrained)
-    batch = collate([alone], index, padded_to)
+    batch = collate([alone], index, padded_to, image_inputs=image_inputs)
     return replace(
         batch,
         ends=Ends(*(torch.zeros(0, dtype=torch.int64) for _ in Ends._fields)),
@@ -306,8 +342,8 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
     if share.context * share.sequence == 1:
         return batch
     tokens = batch.inputs["input_ids"].shape[1]
-    if any(batch.prefix_lengths):
-        raise ValueError("sequences that share a beginning cannot be cut")
+    if any(batch.prefix_lengths) or batch.images:
+        raise ValueError("sequences with images, or that share a beginning, cannot be cut")
     if share.padded(tokens) != tokens:
         raise ValueError(f"{tokens} tokens cannot be cut for {share}")
     places = share.places(tokens)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.batch import UNSHARDED, Batch, TokenShare, collate, dummy_batch, token_shard
+from finetune.data.batch import UNSHARDED, Batch, ImageInputs, TokenShare, collate, dummy_batch, token_shard
 from finetune.data.examples import Examples
 from finetune.data.packing import RowOrder, Rows
 from finetune.data.samples import Example
@@ -114,6 +114,8 @@ class Loader:
     share: TokenShare = UNSHARDED  # of every row, where several ranks with the same `rank` have its tokens
     alike: bool = False  # forwards are padded to the longest of their step
     shares_prompts: bool = False  # the beginning that two sequences share is computed once, see `collate`
+    image_inputs: ImageInputs | None = None  # see `collate`
+    positions: Callable[[Batch], Batch] | None = None  # gives a batch those of a model that has others than places
 
     def __post_init__(self) -> None:
         if self.tokens_per_device is None and self.rows_per_step % (self.rows_per_device * self.world_size):
@@ -193,12 +195,13 @@ class Loader:
                 examples = [one for row in rows for one in self.rows.examples(assignment.positions[row])]
                 padded_to = self._forward_tokens(assignment, assignment.micro_batch_tokens[index])
                 row_lengths = tuple(int(assignment.lengths[row].sum()) for row in rows)
-                batch = collate(examples, index, padded_to, self.shares_prompts)
+                batch = collate(examples, index, padded_to, self.shares_prompts, self.image_inputs)
                 batch = replace(batch, row_lengths=row_lengths)
             else:
                 example = self._shortest_example(assignment)
-                batch = dummy_batch(example, index, self._forward_tokens(assignment, assignment.shortest))
-            yield token_shard(batch, self.share)
+                padded_to = self._forward_tokens(assignment, assignment.shortest)
+                batch = dummy_batch(example, index, padded_to, self.image_inputs)
+            yield token_shard(self.positions(batch) if self.positions else batch, self.share)
 
     def _shortest_example(self, assignment: StepAssignment) -> Example:
         """The example with the shortest sequence of the step."""

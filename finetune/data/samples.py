@@ -102,11 +102,23 @@ Sample = Drawable | Ranked | Labelled
 
 
 @dataclass(frozen=True)
+class Image:
+    """An image as it is stored, and the tokens of a sequence that stand for it; its pixels are read when trained on."""
+
+    source: str | bytes  # path of its file, or the file itself, where the row has it
+    height: int  # pixels, as it is seen: turned as its EXIF data says
+    width: int
+    begin: int  # its tokens [begin, end) of the sequence, marks of lines and crops included; none is ever trained
+    end: int
+
+
+@dataclass(frozen=True)
 class Sequence:
     """Tokens that attention keeps apart from all others: a document, or one answer of a preference."""
 
     input_ids: NDArray[np.int32]  # (T,)
     loss_mask: NDArray[np.bool_]  # (T,) whether a token is trained; never the first, which nothing predicts
+    images: tuple[Image, ...] = ()  # in the order of their tokens
 
     @property
     def num_targets(self) -> int:
@@ -143,11 +155,11 @@ def shared_prefix(sequences: Collection[Sequence]) -> int:
     """Returns the tokens of the longest beginning that two sequences share, and leaves each at least one of its own.
 
     Of ids, not of texts: causal models compute the same there, also where it reaches into the answers. 0 where there
-    are not two sequences.
+    are not two sequences, and with images, of which each sequence computes its own.
 
     1 5 6 7 8 2 and 1 5 6 9 2 -> 3      1 5 6 and 1 5 6 2 -> 2
     """
-    if len(sequences) != 2:
+    if len(sequences) != 2 or any(sequence.images for sequence in sequences):
         return 0
     first, second = sequences
     most = min(len(first.input_ids), len(second.input_ids)) - 1

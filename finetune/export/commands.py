@@ -1,11 +1,10 @@
-"""`generate`, `merge` and `export`: use what a run has trained."""
+"""`merge`, `export` and `verify`, and how what a run has trained is loaded."""
 
 from __future__ import annotations
 
 import json
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
-    TextStreamer,
 )
 
 from finetune.errors import RunFailure, UserError
@@ -31,24 +29,6 @@ from finetune.models.config import model_config
 from finetune.models.score_model import labelled
 from finetune.models.text_part import is_multimodal
 from finetune.recipe.schema import Model
-
-
-def answer_prompts(run_dir: Path, prompts: list[str], max_new_tokens: int, temperature: float, as_json: bool) -> None:
-    """Print each prompt with its answer; without prompts, read them from standard input. Raises UserError."""
-    model, tokenizer = load_result(run_dir)
-    for prompt in prompts or _read_prompts(as_json):
-        if prompts and not as_json:
-            print(f"> {prompt}")
-        streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        answer = _generate(model, tokenizer, prompt, max_new_tokens, temperature, streamer)
-        if as_json:
-            print(json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False), flush=True)
-
-
-def answers(run_dir: Path, prompts: Sequence[str], max_new_tokens: int, temperature: float) -> list[str]:
-    """Returns the answer to each prompt. Raises UserError where there is no result."""
-    model, tokenizer = load_result(run_dir)
-    return [_generate(model, tokenizer, prompt, max_new_tokens, temperature, None) for prompt in prompts]
 
 
 def model_folder(run_dir: Path) -> Path:
@@ -95,35 +75,7 @@ def auto_class(name: str) -> Any:
     return AutoModelForMultimodalLM if is_multimodal(AutoConfig.from_pretrained(name)) else AutoModelForCausalLM
 
 
-def _read_prompts(as_json: bool) -> Iterator[str]:
-    """Lines of standard input, until an empty one; shows a prompt on a terminal."""
-    while True:
-        if sys.stdin.isatty() and not as_json:
-            print("> ", end="", flush=True)
-        line = sys.stdin.readline().rstrip("\n")
-        if not line:
-            return
-        yield line
-
-
-@torch.no_grad()
-def _generate(
-    model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, temperature: float, streamer: TextStreamer | None
-) -> str:
-    if tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        inputs = tokenizer(prompt, return_tensors="pt")
-    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items() if name != "token_type_ids"}
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    output = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)
-    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def merge_adapter(run_dir: Path, out: Path) -> Path:
+def merge_adapter(run_dir: Path, out: Path, base: str | None = None) -> Path:
     """Write base + adapter of a run's result as one plain model folder, complete or absent; returns `out`.
 
     The base is read unquantised also for qlora: merging into 4-bit weights would round the adapter away. The sum is
@@ -136,9 +88,20 @@ def merge_adapter(run_dir: Path, out: Path) -> Path:
         raise UserError(f"{run_dir}: no adapter here (no model/adapter_config.json); a full run needs no merging")
     check_absent(out)
     trained = find_trained(run_dir)
-    export_folder(trained, out)
-    gate(trained, out, None, Console(stderr=True))
+    export_folder(trained, out, base=base)
+    gate(trained, out, base, Console(stderr=True))
     return out
+
+
+def merge_several(run_dirs: Sequence[Path], how: Any, out: Path, base: str | None, console: Console) -> None:
+    """Write what several runs make together as one plain model folder. how: a `Combination`. Raises UserError."""
+    from finetune.export.combine import merge_runs
+    from finetune.export.trained import find_trained
+
+    for run_dir in run_dirs:
+        if not run_dir.is_dir():
+            raise UserError(f"{run_dir}: no such run directory")
+    merge_runs([find_trained(run_dir) for run_dir in run_dirs], how, out, base, console.print)
 
 
 def gate(trained: Any, export: Path, base: str | None, console: Console, rows: int | None = None) -> Any:
@@ -166,6 +129,8 @@ def _not_compared(trained: Any, base: str | None) -> str | None:
         return "no run is around it"
     if trained.recipe.objective.scores_sequences:
         return "a model of scores has no answers"
+    if trained.recipe.model.train is not None:
+        return "its rows have images"
     name = base or trained.recipe.model.name
     if trained.is_checkpoint and name is not None and is_multimodal(AutoConfig.from_pretrained(name)):
         return "of a multimodal base only results are compared, not checkpoints"

@@ -134,6 +134,10 @@ def find_against(run_dir: Path, export: Path, step: str | None) -> Trained:
     if step is not None or not about.is_file():
         return find_trained(run_dir, step)
     known = json.loads(about.read_text(encoding="utf-8"))
+    if "runs" in known:
+        raise UserError(
+            f"{export}: merged from several runs, so no run answers like it; `evaluate` says how good it is"
+        )
     return find_trained(run_dir, None if known["step"] is None else str(known["step"]), known.get("averaged"))
 
 

@@ -1,0 +1,78 @@
+"""Memory of a run, from shapes alone: bytes of tensors at the peak of each phase, on the fullest rank.
+
+    persistent     weights, gradients and optimizer state, as the engine of the config shards them (`state.py`)
+    transient      what a forward keeps for its backward, the largest operation (`timeline.py`), gathered layers,
+                   buckets (`phases.py`)
+
+Tensors only: a device's context, communicators and what its allocator leaves unused come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from finetune.engine.launch import Launch
+from finetune.planning.estimate.phases import phases_of
+from finetune.planning.estimate.timeline import HeaviestBatch
+from finetune.recipe import Recipe
+
+__all__ = ["HeaviestBatch", "Memory", "Place", "estimate_memory"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run would be."""
+
+    launch: Launch  # of an accelerate config, as `engine.launch.read_config_file` reads it
+    per_host: int  # processes on each machine
+    device: str = "cuda"  # or cpu: a rehearsal
+    capability: tuple[int, int] = (9, 0)  # of the CUDA device: attention kernels depend on it
+
+    @property
+    def config(self) -> str:
+        return self.launch.where
+
+    @property
+    def processes(self) -> int:
+        return self.launch.processes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of the fullest rank."""
+
+    rank: int
+    phases: dict[str, int]  # bytes of tensors on the device at the peak of each
+    persistent: dict[str, int]  # bytes on the device between steps, or in the case of gradients before one, by what
+    host: int  # bytes in its machine's memory, of all processes there: what is offloaded
+    disk: int = 0  # bytes on the disks of its machine: NVMe offload
+    notes: tuple[str, ...] = ()  # what is not known
+
+    @property
+    def tensors(self) -> int:
+        return max(self.phases.values())
+
+
+def estimate_memory(
+    recipe: Recipe, config: PretrainedConfig, place: Place, batch: HeaviestBatch, micro_batches: int = 1
+) -> Memory:
+    """Returns the memory of a run of `recipe` at `place`. config: `models.config.training_config(recipe)`'s.
+
+    micro_batches: of a step on each process. No weights are read; raises UserError where no such model can be made.
+    """
+    found = []
+    for rank in _ranks(place.launch):
+        arguments = (place.launch, rank, place.device, place.capability, batch, micro_batches)
+        phases, state = phases_of(recipe, config, *arguments)
+        host, disk = state.host * place.per_host, state.disk * place.per_host
+        found.append(Memory(rank, phases, state.persistent, host, disk))
+    return max(found, key=lambda memory: memory.tensors)
+
+
+def _ranks(launch: Launch) -> Sequence[int]:
+    """Returns the ranks that may differ in memory: of a pipeline one of each stage, else the first."""
+    sizes = launch.parallelism
+    return range(0, sizes.processes, sizes.processes // sizes.pipeline)
