@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import json
 import os
@@ -505,6 +506,39 @@ def chat(
 
 
 @app.command(cls=Command)
+def serve(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="[NAME=]RUN_DIR...", help="Runs or model folders; adapters share their base.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on; requests need no key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    device: Annotated[str, typer.Option(help="auto: over all GPUs; or cpu, cuda:1, ...")] = "auto",
+) -> None:
+    """Serve trained models by their names, for OpenAI clients: transformers' own server, one request after the other.
+
+    Example: [bold]python -m finetune serve runs/quickstart-lora other=runs/quickstart-full --port 8000[/bold]
+    """
+    named = [(name or Path(path).resolve().name, Path(path)) for name, _, path in (_name_and_path(run) for run in runs)]
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from transformers.utils.import_utils import is_serve_available
+
+        if not is_serve_available():
+            raise UserError("serve: pip install 'finetune[serve]' (fastapi, uvicorn and openai), then again")
+        from finetune.export.serving import serve as run_server
+
+    with contextlib.suppress(KeyboardInterrupt):
+        run_server(named, host, port, device)
+
+
+def _name_and_path(run: str) -> tuple[str, str, str]:
+    """Returns NAME=RUN in three; a path may have `=` in it, but not in its first part."""
+    name, sign, path = run.partition("=")
+    return (name, sign, path) if sign and "/" not in name else ("", "", run)
+
+
+@app.command(cls=Command)
 def score(
     run_dir: RunDir,
     data: Annotated[str, typer.Option(help="File of pairs, answers or texts: a path as in a recipe's `data.train`.")],
@@ -606,24 +640,42 @@ def export(
 
 @app.command(cls=Command)
 def verify(
-    export: Annotated[Path, typer.Argument(help="Folder that was exported.", metavar="EXPORT")],
     against: Annotated[Path, typer.Option(help="Run directory that it is of.", metavar="RUN_DIR")],
+    export: Annotated[Path | None, typer.Argument(help="Folder that was exported.", metavar="EXPORT")] = None,
+    url: Annotated[
+        str | None, typer.Option(metavar="http://HOST:PORT/v1", help="A live server, in place of a folder.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Its name on that server, if not the run's.")] = None,
     step: Annotated[str | None, typer.Option(metavar="N|best", help="Checkpoint. Default: as exported.")] = None,
     base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Held-out rows to compare on.")] = 32,
     as_json: AsJson = False,
 ) -> None:
-    """Compare an export with its run on held-out rows: KL per trained token, likeliest tokens, greedy texts, rendered
-    tokens, end tokens, names of tensors. Exit status 1 beyond the thresholds of its format.
+    """Compare an export, or a live server of any make, with its run on held-out rows. Exit status 1 beyond the
+    thresholds.
+
+    An export: KL per trained token, likeliest tokens, greedy texts, rendered tokens, end tokens, names of tensors. A
+    server: whether its greedy tokens are the run's likeliest, where answers end, how many tokens a prompt has.
 
     Example: [bold]python -m finetune verify my-model --against runs/quickstart-lora[/bold]
     """
+    if (export is None) == (url is None):
+        raise UserError("verify: give a folder that was exported, or --url of a server")
+    if model is not None and url is None:
+        raise UserError("verify: --model is of a server: give --url")
     quiet_libraries()
     with few_collections():
         import_transformers()
         from finetune.export.commands import verify_run
+        from finetune.export.live import verify_url
+        from finetune.export.trained import find_trained
 
-    figures = verify_run(export, against, step, base, rows, Console(stderr=as_json))
+    console = Console(stderr=as_json)
+    if url is not None:
+        figures = verify_url(url, find_trained(against, step), model, base, rows, console)
+    else:
+        assert export is not None
+        figures = verify_run(export, against, step, base, rows, console)
     if as_json and figures is not None:
         print(json.dumps(figures.as_dict()))
 

@@ -25,7 +25,7 @@ from finetune.errors import RunFailure, UserError
 from finetune.export.scoring import is_scoring, read_labels
 from finetune.models.added_tokens import grow_to
 from finetune.models.base_checkpoint import base_checkpoint
-from finetune.models.config import model_config
+from finetune.models.config import first_line, model_config
 from finetune.models.score_model import labelled
 from finetune.models.text_part import is_multimodal
 from finetune.recipe.schema import Model
@@ -54,20 +54,23 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def load_trained(folder: Path, base: str | None = None) -> Any:
-    """Returns the model of a result: an adapter through peft, on its base.
+def load_trained(folder: Path, base: str | None = None, adapter: str = "default", device_map: str | None = None) -> Any:
+    """Returns the model of a result: an adapter through peft, under a name, on its base. Raises UserError.
 
-    base: where that is, if not where the adapter says. transformers 5.23 loads adapters by itself as well, but not the
-    magnitudes of DoRA, which it initialises again.
+    base: where that is, if not where the adapter says; device_map: of `from_pretrained`. transformers 5.23 loads
+    adapters by itself as well, but not the magnitudes of DoRA, which it initialises again.
     """
     if not (folder / "adapter_config.json").is_file():
-        return auto_class(str(folder)).from_pretrained(folder, dtype="auto")
+        try:
+            return auto_class(str(folder)).from_pretrained(folder, dtype="auto", device_map=device_map)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder} cannot be loaded: {first_line(error)}") from None
     from peft import PeftModel
 
     with warnings.catch_warnings():
         # For patterns that peft 0.21 itself adds for stacked experts, and that do match: it looks for modules only.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        return PeftModel.from_pretrained(load_base(folder, base), str(folder))
+        return PeftModel.from_pretrained(load_base(folder, base, device_map), str(folder), adapter)
 
 
 def auto_class(name: str) -> Any:
@@ -193,7 +196,7 @@ def verify_run(export: Path, run_dir: Path, step: str | None, base: str | None, 
     return gate(find_against(run_dir, export, step), export, base, console, rows)
 
 
-def load_base(adapter: Path, elsewhere: str | None = None) -> Any:
+def load_base(adapter: Path, elsewhere: str | None = None, device_map: str | None = None) -> Any:
     """Returns the base of an adapter, with the head that the adapter is for. Raises UserError.
 
     elsewhere: where it is, if not where the adapter says.
@@ -203,7 +206,7 @@ def load_base(adapter: Path, elsewhere: str | None = None) -> Any:
     size = len(AutoTokenizer.from_pretrained(adapter))
     try:
         if settings["task_type"] != "SEQ_CLS":
-            return grow_to(auto_class(name).from_pretrained(name, dtype="auto"), size)
+            return grow_to(auto_class(name).from_pretrained(name, dtype="auto", device_map=device_map), size)
         config = labelled(model_config(Model(name=name)), read_labels(adapter))
         config.get_text_config().pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id
         part = base_checkpoint(Model(name=name))
@@ -211,5 +214,8 @@ def load_base(adapter: Path, elsewhere: str | None = None) -> Any:
             name, config=config, dtype="auto", key_mapping=part and part.renames
         )
         return grow_to(base, size)
-    except OSError as error:
-        raise UserError(f"the adapter's base {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError) as error:  # a name that is neither a folder's nor the hub's is a ValueError
+        raise UserError(
+            f"the adapter's base {name!r} cannot be loaded: {first_line(error)}; is it where it was when this was "
+            "trained? `base_model_name_or_path` in adapter_config.json says where it is"
+        ) from error

@@ -118,11 +118,11 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
         _compare_tokens(figures, recipe, trained.settings, settings, examples)
         config = _base_config(recipe, base)
         _compare_configs(figures, config, export)
-        with _quiet():
+        with quiet_loading():
             run = _Reference.of(load_reference(trained, base), recipe, trained, examples, figures)
             model = _load_export(export, figures, config)
             if model is not None:
-                run.compare(model, _ends(settings), figures)
+                run.compare(model, end_tokens(settings), figures)
     figures.judge()
     _write(export, trained, figures)
     return figures
@@ -233,7 +233,7 @@ def _compare_tokens(figures: Figures, recipe: Recipe, settings: Path, export: Pa
         figures.problems.append(f"{len(theirs)} of {len(examples)} rows are rendered: another chat template")
     if examples and (problem := _other_prompt(*tokenizers)):
         figures.problems.append(problem)
-    ends = [_ends(folder) for folder in (settings, export)]
+    ends = [end_tokens(folder) for folder in (settings, export)]
     if ends[0] - ends[1]:
         figures.problems.append(f"{sorted(ends[0] - ends[1])} end an answer in the run, and do not in the export")
 
@@ -300,7 +300,7 @@ def _other_prompt(ours: Any, theirs: Any) -> str | None:
     return None
 
 
-def _ends(folder: Path) -> set[int]:
+def end_tokens(folder: Path) -> set[int]:
     try:
         ends = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError:
@@ -398,7 +398,7 @@ class _Reference:
             log_probs.append(found)
         figures.rows, figures.tokens = len(kept), sum(map(len, log_probs))
         figures.kl_base = kl_base / figures.tokens if adapted and figures.tokens else None
-        ends = _ends(trained.settings)
+        ends = end_tokens(trained.settings)
         prompts = [prompt for ids, mask in kept if (prompt := ids[: int(mask.int().argmax())].tolist())][:_GREEDY_ROWS]
         texts = [_greedy(model, prompt, ends) for prompt in prompts]
         return cls(kept, log_probs, prompts, texts, ends)
@@ -462,7 +462,7 @@ _LOADERS = (
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """What transformers and peft say while they load is in the figures, or known (tied heads, experts' patterns)."""
     loggers = [logging.getLogger(name) for name in _LOADERS]
     levels = [logger.level for logger in loggers]
