@@ -672,6 +672,9 @@ def export(
         str | None,
         typer.Option(help="hf: float32, bfloat16, float16; gguf: f32, bf16, f16, q8_0."),
     ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="hf: weights in int8 or fp8, compressed-tensors' format, without calibration.")
+    ] = None,
     base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
     average_checkpoints: Annotated[
         int | None,
@@ -690,7 +693,7 @@ def export(
         from finetune.export.commands import ExportOptions, export_run
 
     exported = export_run(
-        run_dir, ExportOptions(to, step, out, dtype, base, verify, average_checkpoints), Console(stderr=True)
+        run_dir, ExportOptions(to, step, out, dtype, base, verify, average_checkpoints, quantize), Console(stderr=True)
     )
     print(json.dumps(exported) if as_json else f"exported to {exported['out']}")
 
@@ -735,6 +738,34 @@ def verify(
         figures = verify_run(export, against, step, base, rows, console)
     if as_json and figures is not None:
         print(json.dumps(figures.as_dict()))
+
+
+@app.command(cls=Command)
+def evaluate(
+    run_dir: RunDir,
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks of lm_eval, or of --task-folder.")],
+    task_folder: Annotated[Path | None, typer.Option(help="Folder of tasks as lm_eval's YAML.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of each task.")] = None,
+    fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt. Default: the task's.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
+    base: Annotated[bool, typer.Option(help="Ask the base model, too.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a run's result and its base on tasks of lm_eval, side by side, through the run's chat template.
+
+    Figures with standard errors go to RUN_DIR/evaluate.json, metrics.jsonl and the run's trackers.
+
+    Example: [bold]python -m finetune evaluate runs/gsm8k-full --tasks gsm8k_local --task-folder tasks[/bold]
+    """
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.export.evaluate import EvaluateOptions, evaluate_run
+
+    options = EvaluateOptions(tuple(tasks.split(",")), task_folder, limit, fewshot, batch_size, base)
+    scores = evaluate_run(run_dir, options, Console(stderr=as_json))
+    if as_json:
+        print(json.dumps({name: vars(score) for name, score in scores.items()}))
 
 
 @app.command(cls=Command)
