@@ -110,7 +110,9 @@ def phases_of(
     walk.now += stage.in_flight(launch, micro_batches, parts, rank)
     if in_backward:
         moving.freed_of_layer = moving.freed_of_tail = 0
-    _micro_batch(walk, parts, stage, moving, sharded and micro_batches == 1 and not in_backward)
+    # HSDP keeps what it sums over replicas until the end of a backward, next to what it adds that to.
+    first = sharded and (micro_batches == 1 or sizes.replicate > 1) and not in_backward
+    _micro_batch(walk, parts, stage, moving, first)
     walk.reach("reduction", moving.end)
     walk.now = rest + (0 if stage_3 else state.persistent[GRADIENTS])
     trained = max((weight.numel for weight in shapes.weights if weight.trains), default=0)
@@ -276,8 +278,6 @@ def _of_fsdp2(recipe: Recipe, shapes: Shapes, launch: Launch, device: str) -> Mo
     moving.stays = 0 if reshards else gathered
     moving.layer_backward = (gathered * (2 if kept_buffer else 1) if reshards else 0) + reduction
     moving.sharded, moving.sharded_tail = reduction // inner, _reduced(tail, reduced, outer) // outer
-    if sizes.replicate > 1:  # HSDP keeps what it sums over replicas until the next unit's
-        moving.layer_backward += moving.sharded
     moving.layer_end = (gathered if reshards else 0) + reduction + moving.sharded
     moving.tail_end = _reduced(tail, reduced, outer) + moving.sharded_tail
     if launch.offloads_optimizer and device != "cpu":
