@@ -139,7 +139,7 @@ def tokenize_chunk(settings: RowSettings, items: Iterable[Item]) -> ChunkResult:
         tokens = iter(settings.renderer.tokenise([text for row in rows for group, _ in row.groups for text in group]))
         for row in rows:
             examples = [
-                TokenizedExample(row.row_id, tuple(next(tokens) for _ in group), numbers)
+                TokenizedExample(row.row_id, tuple(Sequence(*next(tokens)) for _ in group), numbers)
                 for group, numbers in row.groups
             ]
             if _has_equal_answers(settings, examples):

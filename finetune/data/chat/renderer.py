@@ -37,13 +37,14 @@ from finetune.data.chat.template import (
     unknown_argument,
 )
 from finetune.data.chat.trained_spans import Chat, Part, parts_of
-from finetune.data.samples import BadRow, Conversation, Drawable, Ids, Preference, PromptCompletion, Text
-from finetune.data.samples import Sequence as TokenSequence
+from finetune.data.samples import BadRow, Conversation, Drawable, Ids, Image, Preference, PromptCompletion, Text
 from finetune.errors import UserError
 
 if TYPE_CHECKING:  # Pillow and transformers' processors are for those who have images
     from finetune.data.images.expansion import RowImages
     from finetune.data.images.image_files import StoredImage
+
+TokensAndImages = tuple[NDArray[np.int32], NDArray[np.bool_], tuple[Image, ...]]
 
 UNTRAINED = -100  # Hugging Face convention, the ignore_index of torch's cross entropy
 
@@ -112,11 +113,11 @@ class Renderer:
             raise BadRow("the row has images: `data.image: {}` trains on them, with a model that sees")
         return Rendered(part.text, part.spans)
 
-    def tokenise(self, rendered: Sequence[Rendered]) -> list[TokenSequence]:
-        """Ids, masks and images of many, in one call of the tokenizer."""
+    def tokenise(self, rendered: Sequence[Rendered]) -> list[Tokens | TokensAndImages]:
+        """Ids and masks of many, and images where rows have them, in one call of the tokenizer."""
         texts = [one for one in rendered if one.ready is None]
         encoded = iter(self.encoder.encode([one.text for one in texts], [one.spans for one in texts]))
-        sequences: list[TokenSequence] = []
+        tokens: list[Tokens | TokensAndImages] = []
         for one in rendered:
             if one.ready:
                 input_ids, trained = np.array(one.ready.input_ids, np.int32), np.array(one.ready.trained, bool)
@@ -124,10 +125,12 @@ class Renderer:
                 input_ids, trained = self._with_ends(*next(encoded)) if one.is_plain else next(encoded)
                 if self.train_on == "all":
                     trained = np.ones(len(input_ids), bool)
-            images = self.images.place(input_ids, trained, one.images) if self.images else ()
             trained[:1] = False  # nothing predicts the first token
-            sequences.append(TokenSequence(input_ids, trained, images))
-        return sequences
+            if self.images:
+                tokens.append((input_ids, trained, self.images.place(input_ids, trained, one.images)))
+            else:
+                tokens.append((input_ids, trained))
+        return tokens
 
     def _with_ends(self, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> Tokens:
         """BOS before a plain text if the tokenizer would add it, EOS after (see `ends_plain`); neither twice."""
@@ -280,8 +283,8 @@ def render(
     """
     renderer = build_renderer(tokenizer, template, train_on)
     (group,) = renderer.draw(sample)
-    (sequence,) = renderer.tokenise(group)
-    return sequence.input_ids, labels_of(sequence.input_ids, sequence.loss_mask)
+    (tokens,) = renderer.tokenise(group)
+    return tokens[0], labels_of(tokens[0], tokens[1])
 
 
 def labels_of(input_ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> NDArray[np.int32]:
