@@ -80,6 +80,9 @@ class TensorFiles:
     def names(self) -> list[str]:
         return list(self._places)
 
+    def paths(self) -> list[Path]:
+        return sorted({place.file for place in self._places.values()})
+
     def meta(self, name: str) -> Tensor:
         """Returns shape and type, without values (device `meta`)."""
         place = self._places[name]

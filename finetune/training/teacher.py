@@ -1,16 +1,17 @@
 """The teacher of a run that distils: its predictions are there before the student's model loads.
 
-They are from a parquet file, or of a model: `finetune reference` runs that alone, on any launch that does not share the
-tokens of a row, and writes to the cache what it predicts of the student's training data.
+They are from a parquet file, or of a model: `finetune reference` runs that alone, on any launch, and writes what it
+predicts of the student's training data to the cache.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from finetune.data.batch import Batch
+from finetune.data.batch import Batch, TokenShare
 from finetune.data.dataset import Dataset, Stream
 from finetune.data.loader import Loader, OrderedRows
 from finetune.data.predictions import (
@@ -137,17 +138,8 @@ class TeacherPass:
         return min(self.vocabulary, teacher.get_text_config().vocab_size)
 
     def compute(self, trainer: Trainer) -> str:
-        """Fills the cache, unless it has them; returns what was done. Collective. trainer: of `recipe_of_teacher`.
-
-        Raises UserError where ranks share the tokens of a row.
-        """
-        engine = trainer.engine
-        if engine.parallelism.tokens > 1:
-            raise UserError(
-                "objective.teacher: predictions are of whole rows, and under context and sequence parallel a rank has "
-                "parts of them: run this command with another accelerate config; training may have any"
-            )
-        key = self.key
+        """Fills the cache, unless it has them; returns what was done. Collective. trainer: of `recipe_of_teacher`."""
+        engine, key = trainer.engine, self.key
         if engine.ranks.gather(engine.is_main and load_predictions(key) is not None)[0]:
             return "in the cache already"
         settings, config = self.recipe.objective, engine.unwrapped.config
@@ -184,23 +176,53 @@ def _rows(engine: Engine, forward: ForwardPass, loader: Loader, console: Console
             batches = next(feed).batches
             with engine.evaluating():
                 outputs = engine.forwards(batches, forward)
-                mine = [row for batch, of_batch in outputs for row in _rows_of(batch, of_batch)]
+                mine = [_piece(batch, of_batch, engine.context_shard) for batch, of_batch in outputs if batch.origins]
+            micro_batches = defaultdict[int, list[Piece]](list)
             for of_rank in engine.ranks.gather(mine):
-                yield from of_rank
+                for piece in of_rank:
+                    micro_batches[piece.index].append(piece)
+            for pieces in micro_batches.values():
+                yield from _rows_of(pieces)
             progress.update(step + 1)
 
 
-def _rows_of(batch: Batch, outputs: Outputs) -> Iterator[Row]:
-    """Yields (tokens, which are trained, ids (n, k), log-probabilities (n, k)) of each sequence of a batch."""
+class Piece(NamedTuple):
+    """What one rank predicts of a micro-batch of T tokens: of all of them, or of its own t."""
+
+    index: int  # of the micro-batch in its step
+    sequence_lengths: tuple[int, ...]  # of examples; their sum is T, without padding
+    places: NDArray[np.int64]  # (t,) of its tokens in the row
+    tokens: NDArray[np.int32]  # (t,)
+    predicting: NDArray[np.int64]  # (s,) places whose next token is trained
+    ids: NDArray[np.int32]  # (s, k)
+    log_probs: NDArray[np.float32]  # (s, k)
+
+
+def _piece(batch: Batch, outputs: Outputs, share: TokenShare) -> Piece:
     tokens = _numpy(batch.inputs["input_ids"][0]).astype(np.int32)
-    trained = np.zeros(len(tokens), np.bool_)
-    trained[_numpy(batch.targets.positions) + 1] = True
+    places = share.places(len(tokens) * share.context * share.sequence)
     ids, log_probs = (_numpy(values) for values in outputs.details)
-    begin = first = 0
-    for length, targets in zip(batch.sequence_tokens, batch.sequence_targets, strict=True):
-        place, of_sequence = slice(begin, begin + length), slice(first, first + targets)
-        yield tokens[place], trained[place], ids[of_sequence].astype(np.int32), log_probs[of_sequence]
-        begin, first = place.stop, of_sequence.stop
+    lengths = batch.sequence_lengths[: len(batch.sequence_tokens)]
+    predicting = places[_numpy(batch.targets.positions)]
+    return Piece(batch.index, lengths, places, tokens, predicting, ids.astype(np.int32), log_probs)
+
+
+def _rows_of(pieces: list[Piece]) -> Iterator[Row]:
+    """Yields (tokens, which are trained, ids (n, k), log-probabilities (n, k)) of each sequence of a micro-batch.
+
+    pieces: of all ranks that have some of it; ranks that share layers have the same ones.
+    """
+    _, first = np.unique(np.concatenate([piece.places for piece in pieces]), return_index=True)
+    tokens = np.concatenate([piece.tokens for piece in pieces])[first]
+    predicting, first = np.unique(np.concatenate([piece.predicting for piece in pieces]), return_index=True)
+    ids = np.concatenate([piece.ids for piece in pieces])[first]
+    log_probs = np.concatenate([piece.log_probs for piece in pieces])[first]
+    trained = np.zeros(len(tokens), np.bool_)
+    trained[predicting + 1] = True
+    ends = np.cumsum(pieces[0].sequence_lengths)
+    for begin, end in zip(ends - pieces[0].sequence_lengths, ends, strict=True):
+        of_sequence = slice(*np.searchsorted(predicting, (begin, end)))
+        yield tokens[begin:end], trained[begin:end], ids[of_sequence], log_probs[of_sequence]
 
 
 def _numpy(tensor: Tensor) -> NDArray[Any]:

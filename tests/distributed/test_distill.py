@@ -142,7 +142,13 @@ def test_teachers_that_are_none(distilling: Path, teacher: Path, tmp_path: Path)
             compute_or_train(distilling, *overrides)
 
 
-@pytest.mark.parametrize(("config", "processes"), [("ddp", 2), ("zero3", 2), ("pp", 2)])
+@pytest.mark.parametrize(
+    ("config", "processes"),
+    [
+        *(pytest.param(config, 2, marks=pytest.mark.long) for config in ("ddp", "ulysses")),
+        *((config, 2) for config in ("zero3", "pp", "cp")),
+    ],
+)
 def test_a_teacher_on_several_processes(distilling: Path, tmp_path: Path, config: str, processes: int) -> None:
     """Whichever way it is spread, it predicts what it does on one."""
     predict_here(distilling)
@@ -156,14 +162,6 @@ def test_a_teacher_on_several_processes(distilling: Path, tmp_path: Path, config
             ours, theirs = example.target_columns, alone[example.path, example.row]
             np.testing.assert_allclose(ours[LOG_PROBS], theirs[LOG_PROBS], rtol=0, atol=2e-6)
             assert (ours[IDS] == theirs[IDS]).mean() > 0.99
-
-
-def test_a_row_that_ranks_share_is_refused(distilling: Path, tmp_path: Path) -> None:
-    done = forks.accelerate_launch(
-        parity.config_file(tmp_path, "cp"), 2, "-m", "finetune", "reference", str(distilling)
-    )
-    assert done.returncode
-    assert "under context and sequence parallel a rank has parts of them" in done.stdout + (done.stderr or "")
 
 
 def test_a_run_goes_on_with_its_teacher_and_with_no_other(distilling: Path, made: Path, tmp_path: Path) -> None:

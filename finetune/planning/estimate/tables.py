@@ -1,0 +1,279 @@
+"""Facts that `plan` calculates with: devices, links, prices and shapes of models, each with source and date.
+
+They are shipped as YAML beside this file; `hardware.yaml` and `prices.yaml` in the current folder add to them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import psutil
+import yaml
+from pydantic import BeforeValidator, Field, ValidationError
+from transformers import AutoConfig, PretrainedConfig
+
+from finetune.errors import UserError
+from finetune.recipe.schema import Names, Positive, Section, Share
+
+_FOLDER = Path(__file__).parent
+GIB = 2**30
+CPU = "cpu"  # name of this machine's processors in `--on`
+
+Text = Annotated[str, Field(min_length=1)]
+Day = Annotated[date, Field(strict=False)]
+Table = TypeVar("Table", bound=Section)
+
+
+class Device(Section):
+    """One device as torch counts it. Peaks in TFLOP/s by operand type; None if not supported."""
+
+    name: Text
+    also: Names | tuple[()] = ()  # other names in `--on`
+    cuda_name: str | None = None  # regular expression for torch.cuda.get_device_name()
+    fp32: Positive
+    tf32: Positive | None = None
+    fp16: Positive | None = None
+    bf16: Positive | None = None
+    memory_gb: Positive  # 10^9 bytes
+    memory_gib: Positive | None = None  # that torch reports, which differs
+    seen: str | None = None  # source of memory_gib
+    bandwidth_gb_s: Positive
+    link: Text  # between the devices of a machine; a row of `links`
+    network: Text = "ethernet"  # between machines
+    source: Text
+
+    @property
+    def gib(self) -> float:
+        return self.memory_gib or self.memory_gb * 1e9 / GIB
+
+
+class Link(Section):
+    gb_s: Positive  # that one device sends and, at once, receives
+    latency_us: Positive
+    share: Share  # of it that collectives reach
+    source: Text
+
+
+class Shares(Section):
+    """Shares of a device's peaks that operators reach."""
+
+    products: Share  # of matrices
+    attention: Share
+    memory: Share  # of the bandwidth, by element-wise operators and the optimizer
+
+
+class Efficiency(Section):
+    date: Day
+    source: Text
+    ampere: Shares
+    hopper: Shares
+    default: Shares
+    by_device: dict[str, Names]
+
+
+class Reserve(Section):
+    """Memory of a device that no tensor has; see hardware.yaml."""
+
+    date: Day
+    source: Text
+    context_gib: Annotated[float, Field(ge=0)]
+    collectives_gib: Annotated[float, Field(ge=0)]
+    gaps: Share
+    margin: Share
+
+    def bytes(self, tensors: int, processes: int) -> int:
+        """Returns what comes on top of the tensors' peak. processes: of the launch."""
+        fixed = self.context_gib + (self.collectives_gib if processes > 1 else 0)
+        return int(fixed * GIB + self.gaps * tensors)
+
+
+class Hardware(Section):
+    date: Day
+    sources: dict[str, str]
+    devices: dict[str, Device]
+    links: dict[str, Link]
+    efficiency: Efficiency
+    reserve: Reserve
+
+    def shares(self, key: str) -> Shares:
+        """key: of a device."""
+        efficiency = self.efficiency
+        kind = next((name for name, keys in efficiency.by_device.items() if key in keys), "default")
+        return getattr(efficiency, kind)
+
+
+def _amount(value: Any) -> Any:
+    """Accepts `2.69 USD/hour`."""
+    if isinstance(value, int | float):
+        raise ValueError(f"{value} has no unit: write `{value} USD/hour`, for one device")
+    if not isinstance(value, str) or (match := _AMOUNT.fullmatch(value.strip())) is None:
+        raise ValueError(f"expected a price of one device with its unit, such as `2.69 USD/hour`, got {value!r}")
+    return float(match[1]), match[2]
+
+
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?([A-Z]{3}) ?/ ?(?:hour|h)")
+Amount = Annotated[tuple[float, str], BeforeValidator(_amount)]
+
+
+class Price(Section):
+    """Of one device; (amount, currency) for an hour."""
+
+    device: Text
+    provider: Text
+    on_demand: Amount | None = None
+    spot: Amount | None = None
+    losses_per_hour: Positive | None = None  # how often a spot machine is taken away
+    date: Day
+    source: Text
+
+
+class Prices(Section):
+    prices: tuple[Price, ...] = Field(strict=False)
+    losses_per_hour: Positive = 0.05  # where a line has none: an assumption
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Raises UserError."""
+    try:
+        read = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 (safe)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(read, dict):
+        raise UserError(f"{path}: expected keys and values, as in docs/plan.md")
+    return read
+
+
+def _checked(model: type[Table], values: dict[str, Any], path: Path) -> Table:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(map(str, one['loc']))}: {one['msg'].removeprefix('Value error, ')}" for one in error.errors()
+        ]
+        raise UserError(f"{path}: " + "\n  ".join(lines)) from None
+
+
+def _merged(shipped: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    both = {**shipped, **own}
+    nested = [key for key in own if isinstance(own[key], dict) and isinstance(shipped.get(key), dict)]
+    return both | {key: _merged(shipped[key], own[key]) for key in nested}
+
+
+@functools.cache
+def shipped_hardware() -> Hardware:
+    path = _FOLDER / "hardware.yaml"
+    return _checked(Hardware, _with_links(_read(path)), path)
+
+
+def read_hardware(own: Path | None = None) -> Hardware:
+    """Returns the shipped table and the user's own. own: default hardware.yaml in the current folder, if there is one.
+    Raises UserError."""
+    path = own or Path("hardware.yaml")
+    if own is None and not path.exists():
+        return shipped_hardware()
+    read = _merged(_read(_FOLDER / "hardware.yaml"), _read(path))
+    hardware = _checked(Hardware, _with_links(read), path)
+    for key, device in hardware.devices.items():
+        for link in (device.link, device.network):
+            if link not in hardware.links:
+                raise UserError(f"{path}: devices.{key}: no link {link!r}: use one of {', '.join(hardware.links)}")
+    return hardware
+
+
+def _with_links(read: dict[str, Any]) -> dict[str, Any]:
+    """Puts the address of a source where its short name is."""
+    sources = read.get("sources", {})
+    for one in (*read.get("devices", {}).values(), *read.get("links", {}).values()):
+        if isinstance(one, dict):
+            one["source"] = sources.get(one.get("source"), one.get("source"))
+    return read
+
+
+def read_prices(own: Path | None = None) -> Prices:
+    """Returns the shipped prices; those of a device that the user's own file has are replaced. Raises UserError."""
+    path = _FOLDER / "prices.yaml"
+    shipped = _checked(Prices, _read(path), path)
+    path = own or Path("prices.yaml")
+    if own is None and not path.exists():
+        return shipped
+    mine = _checked(Prices, _read(path), path)
+    devices = {price.device for price in mine.prices}
+    kept = [price for price in shipped.prices if price.device not in devices]
+    return Prices(prices=(*mine.prices, *kept), losses_per_hour=mine.losses_per_hour)
+
+
+# --- places
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Equal devices that a run could have."""
+
+    device: Device
+    key: str  # in the table
+    per_machine: int
+    machines: int
+
+    @property
+    def count(self) -> int:
+        return self.per_machine * self.machines
+
+    @property
+    def name(self) -> str:
+        return f"{self.machines} x {self.per_machine} {self.key}" if self.machines > 1 else f"{self.count} {self.key}"
+
+
+MAX_DEVICES = 4096
+
+
+def parse_machines(text: str, machines: int, hardware: Hardware) -> Machines:
+    """Reads `8xH100-80`, `4090` or `2xcpu`. machines: with as many devices each. Raises UserError."""
+    match = re.fullmatch(r"(?:(\d+) ?[x×*] ?)?(\S+)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise UserError(f"--on {text!r}: expected a number and a device, such as 8xH100-80")
+    count, name = int(match[1] or 1), match[2]
+    if not 1 <= count * machines <= MAX_DEVICES or machines < 1:
+        raise UserError(f"--on {text}: {count} devices on {machines} machines: expected 1 to {MAX_DEVICES:,} in all")
+    if name.lower() == CPU:
+        return Machines(this_machine(), CPU, count, machines)
+    known = {other.lower(): key for key, device in hardware.devices.items() for other in (key, *device.also)}
+    if (key := known.get(name.lower())) is None:
+        close = difflib.get_close_matches(name.lower(), known, n=3)
+        hint = f"did you mean {' or '.join(dict.fromkeys(known[one] for one in close))}? " if close else ""
+        raise UserError(
+            f"--on {text}: no device {name!r}. {hint}Known: {', '.join(hardware.devices)}, {CPU}; others go into "
+            "hardware.yaml (docs/plan.md)"
+        )
+    return Machines(hardware.devices[key], key, count, machines)
+
+
+def this_machine() -> Device:
+    """Returns this machine's processors and memory as a device; peaks are not known, so only a probe gives times."""
+    memory = psutil.virtual_memory().total / 1e9
+    link, unknown = "shared_memory", 1.0
+    return Device(name=CPU, fp32=unknown, memory_gb=memory, bandwidth_gb_s=unknown, link=link, source="this machine")
+
+
+# --- models
+
+
+def _shipped_models() -> dict[str, dict[str, Any]]:
+    models = _read(_FOLDER / "models.yaml")["models"]
+    return {name: facts for key, facts in models.items() for name in (key, *facts.get("also", ()))}
+
+
+def shipped_config(name: str) -> PretrainedConfig | None:
+    """Returns the config of a model of the table, None where it has none of this name."""
+    if (facts := _shipped_models().get(name)) is None:
+        return None
+    from finetune.models.text_part import text_config
+
+    config = AutoConfig.for_model(**facts["config"])
+    config.name_or_path = name
+    return text_config(config, has_head=not config.tie_word_embeddings)
