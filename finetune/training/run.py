@@ -263,7 +263,7 @@ def _load(
         "offload": ActivationOffload(engine.device) if recipe.train.activation_offload else None,
         "routers": routers if divided is None else None,
     }
-    if objective.scores:
+    if objective.num_scores:
         return ScoreModel(model, **surroundings), objective
     return CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=objective.only_sums, **surroundings), objective
 
