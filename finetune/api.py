@@ -15,6 +15,7 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from finetune.recipe import Recipe
 from finetune.recipe import load_recipe as _load_recipe
@@ -52,12 +53,20 @@ def train(recipe: Recipe | str | Path, *overrides: str) -> Path:
 
 
 def generate(
-    run_dir: str | Path, prompts: Sequence[str], max_new_tokens: int = 256, temperature: float = 0.0
+    run_dir: str | Path,
+    prompts: Sequence[str],
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    system: str | None = None,
+    **sampling: Any,
 ) -> list[str]:
-    """Returns the answers of a trained model (a run directory or a model folder). temperature 0: greedy."""
+    """Returns the answers of a trained model (a run directory or a model folder). temperature 0: greedy.
+
+    sampling: top_p, top_k, repetition_penalty, seed, stop, as options of the command line.
+    """
     quiet_libraries()
     with few_collections():
         import_transformers()
-        from finetune.export.commands import answers
+        from finetune.export.answering import Sampling, answers
 
-    return answers(Path(run_dir), prompts, max_new_tokens, temperature)
+    return answers(Path(run_dir), prompts, Sampling(max_new_tokens, temperature, **sampling), system)

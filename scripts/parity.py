@@ -184,6 +184,7 @@ CASES = (
     Case("full paged_adamw", ("optimizer.name=paged_adamw",)),
     Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
     Case("qlora", QLORA),
+    Case("qlora fp8", (*QLORA, "quantization={type: fp8}")),
     Case("full deep", (), model="llama_deep", on=DEEP),
     Case("lora deep", LORA, model="llama_deep", on=DEEP),
     Case(
@@ -250,7 +251,7 @@ EXPERTS = tuple(
 LAUNCHES = (
     ("ddp", 2, None),
     ("fsdp2", 2, None),
-    ("fsdp2_offload", 2, ("full", "lora", "qlora", "full in backward", *OBJECTIVES)),
+    ("fsdp2_offload", 2, ("full", "lora", "qlora", "qlora fp8", "full in backward", *OBJECTIVES)),
     ("zero2", 2, None),
     ("zero2_offload", 2, ("full", "lora", "qlora", *OF_PAIRS)),
     ("zero3", 2, None),
@@ -286,6 +287,7 @@ LAUNCHES = (
         4,
         (
             *("full", "lora", "full tied", "full unpacked", "full in backward", "lora dropout rslora", "full reward"),
+            *("qlora", "qlora fp8"),
             *OF_PAIRS,
         ),
     ),

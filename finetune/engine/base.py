@@ -28,6 +28,7 @@ from finetune.engine.optimizer_step import LossScale, NonFinite, StepInBackward,
 from finetune.engine.ranks import Ranks
 from finetune.engine.state_shards import Part, Types, make_room
 from finetune.engine.timing import Stopwatch
+from finetune.models.quantized import state_tensors
 from finetune.models.weights import Placement
 from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.objectives.objective import TokenRanks
@@ -124,6 +125,11 @@ class Engine(abc.ABC):
     @property
     def forwards_alike(self) -> bool:
         """Whether all micro-batches of a step must have equally many tokens."""
+        return False
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether a forward waits for the other ranks at each part of the model."""
         return False
 
     @property
@@ -351,19 +357,12 @@ def measure_state_bytes(engine: Engine) -> tuple[int, int]:
 
 
 def _weights(model: Any) -> Iterator[Tensor]:
+    """Yields weights, buffers, and what unpacks weights in four bits."""
     for parameter in model.parameters():
         yield getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's shard
-        yield from _quantization_tensors(getattr(parameter, "quant_state", None))
     yield from model.buffers()
-
-
-def _quantization_tensors(quant_state: Any) -> Iterator[Tensor]:
-    """Yields the scales of 4-bit blocks, and with double quantisation the scales of these."""
-    for value in vars(quant_state).values() if quant_state is not None else ():
-        if isinstance(value, Tensor):
-            yield value
-        elif hasattr(value, "absmax"):
-            yield from _quantization_tensors(value)
+    for module in model.modules():
+        yield from (tensor for _, tensor in state_tensors(module))
 
 
 def _optimizer_tensors(engine: Engine) -> Iterator[Tensor]:

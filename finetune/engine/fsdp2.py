@@ -39,7 +39,8 @@ from finetune.engine.sharding import (
 from finetune.engine.state_shards import Part
 from finetune.engine.tensor_parallel import ParameterShard, ShardedParameters, TensorGroup, all_gathered, parallelize
 from finetune.engine.timing import Stopwatch
-from finetune.models.config import dtypes
+from finetune.models.config import dtypes, model_config
+from finetune.models.quantized import is_stored_quantised, make_plain
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel
 from finetune.recipe.schema import Recipe
@@ -56,21 +57,23 @@ class Fsdp2(Engine):
 
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         super().__init__(accelerator, launch, recipe)
+        # Not of a checkpoint that is quantised itself: transformers makes the packed layers as it reads them.
+        self._rank_0_reads = recipe.quantization is None or not is_stored_quantised(model_config(recipe.model))
         self._policy = MixedPrecisionPolicy()
         if recipe.train.precision in ("bf16", "fp16"):
             self._policy = MixedPrecisionPolicy(param_dtype=dtypes(recipe).compute, reduce_dtype=torch.float32)
 
     def placement(self, recipe: Recipe) -> Placement:
-        """Only rank 0 reads the weights; quantised ones cannot be sent through `meta` and are a quarter of the size."""
-        from_meta = recipe.mode != "qlora" and self.rank > 0
-        return Placement("meta" if from_meta else "load", self.device)
+        """Only rank 0 reads the weights, packs quantised ones one by one on its device, and has them in host memory."""
+        from_meta = self.rank > 0 and self._rank_0_reads
+        return Placement("meta" if from_meta else "load", self.device, packed_on=torch.device("cpu"))
 
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         self.model, self.unwrapped = model, model.causal_lm
         self._meshes = device_meshes(self.parallelism, self.device.type)
         causal_lm = self.unwrapped
-        from_rank_0 = not getattr(causal_lm, "is_quantized", False)
-        weights = take_weights(causal_lm, self.is_main) if from_rank_0 else None
+        make_plain(causal_lm)
+        weights = take_weights(causal_lm, self.is_main) if self._rank_0_reads else None
         self._sharded, self._tensor_group = ShardedParameters({}, frozenset()), None
         if (mesh := self._meshes.tensor) is not None:
             self._tensor_group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
@@ -104,6 +107,10 @@ class Fsdp2(Engine):
         offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if offloads else OffloadPolicy()
         return Sharding(self._meshes, self._policy, offload, plugin.reshard_after_forward)
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        return True
 
     def backward(self, loss: Tensor) -> None:
         """Every micro-batch is reduced at once: accumulated gradients would be unsharded, on every rank."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from finetune.engine.parallelism import Parallelism
 from finetune.engine.state_shards import Part
 from finetune.engine.tensor_parallel import ParameterShard
 from finetune.errors import UserError
+from finetune.models.quantized import state_tensors
 from finetune.models.wrapped import WrappedModel, output_head
 from finetune.utils import unwrap_peft
 
@@ -138,7 +140,7 @@ class Weights:
     """All values of a model, on the rank that has them; on the others their names."""
 
     saved: dict[str, Tensor]  # its state dict; empty on the other ranks
-    computed: dict[str, Tensor]  # by `module.attribute`: what a state dict lacks, such as rotary frequencies
+    computed: dict[str, Tensor]  # by path of attributes: what a state dict lacks, such as rotary frequencies
 
 
 def take_weights(model: Any, on_this_rank: bool) -> Weights:
@@ -157,12 +159,14 @@ def take_weights(model: Any, on_this_rank: bool) -> Weights:
 
 
 def _computed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields (`module.attribute`, tensor) of what no state dict has: buffers that are not saved, plain attributes."""
+    """Yields (path of attributes, tensor) of what no state dict has: buffers that are not saved, plain attributes, and
+    what unpacks a weight."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if name in module._non_persistent_buffers_set:
                 yield f"{path}.{name}", buffer
         yield from ((f"{path}.{name}", value) for name, value in vars(module).items() if isinstance(value, Tensor))
+        yield from ((f"{path}.{name}", value) for name, value in state_tensors(module))
 
 
 _TensorList = list[tuple[str, tuple[int, ...], torch.dtype]]
@@ -230,8 +234,8 @@ def fill_shards(
     model.load_state_dict(filled, assign=True)
     model.tie_weights()
     for name, tensor in weights.computed.items():
-        path, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(path), attribute, _broadcast_bytes(tensor, device))
+        *path, attribute = name.split(".")
+        setattr(reduce(getattr, path, model), attribute, _broadcast_bytes(tensor, device))
 
 
 def _broadcast_bytes(own: Tensor, device: torch.device) -> Tensor:

@@ -20,6 +20,7 @@ from finetune.engine.state_shards import Part, Types
 from finetune.errors import UserError
 from finetune.models.attention.mixers import is_mixer, with_positional_input
 from finetune.models.config import dtypes
+from finetune.models.quantized import linear_weights, move
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel, trained_head
 from finetune.recipe.schema import Recipe
@@ -40,7 +41,8 @@ class Zero(Engine):
 
     def placement(self, recipe: Recipe) -> Placement:
         if self.plugin.zero_stage == 3:
-            return Placement("load", None)
+            packs = recipe.quantization is not None
+            return Placement("load", self.device if packs else None, packed_on=torch.device("cpu"))
         return Placement("load", self.device, direct=recipe.mode == "full" and self.device.type != "cpu")
 
     @contextlib.contextmanager
@@ -48,8 +50,8 @@ class Zero(Engine):
         """Under stage 3 transformers shards every model as it is created, so that no rank holds all of it.
 
         It does so in the config's compute type, which would be fp32: frozen weights would take twice their memory.
-        Random weights drawn in shards would depend on the number of ranks: these are created in full on every rank, and
-        sharded at wrap.
+        Random weights drawn in shards would depend on the number of ranks, and rows of shards cannot be packed: these
+        models are created in full on every rank, and sharded at wrap.
         """
         from transformers.integrations import unset_hf_deepspeed_config
 
@@ -63,7 +65,7 @@ class Zero(Engine):
         if recipe.mode == "lora" and half:
             self.plugin.deepspeed_config[half] = {"enabled": True}  # until `wrap`
             self.plugin.set_deepspeed_weakref()
-        if recipe.model.config is not None:
+        if recipe.model.config is not None or recipe.quantization is not None:
             unset_hf_deepspeed_config()
         try:
             yield
@@ -87,10 +89,20 @@ class Zero(Engine):
         )
         self._limit_buckets(config, self.unwrapped)
         (optimizer,) = build(named_trainables(self.unwrapped))
+        if self.plugin.zero_stage == 3 and next(linear_weights(self.unwrapped), None) is not None:
+            self._shard_packed(self.unwrapped, config)
         self.accelerator.gradient_accumulation_steps = micro_batches
         self.model, wrapped = self.accelerator.prepare(model, optimizer)
         self.optimizers = [optimizer]
         self.zero = wrapped.optimizer
+
+    def _shard_packed(self, model: Any, config: dict[str, Any]) -> None:
+        """Shard a model with packed weights from host memory, one parameter after another: DeepSpeed would first move
+        all of it to the device."""
+        from deepspeed.runtime.zero import Init
+
+        Init(module=model, dtype=torch.float32, config_dict_or_path=config)
+        move(model, self.device)  # buffers, and what unpacks weights
 
     @staticmethod
     def _make_leaves(model: Any) -> None:
@@ -113,6 +125,10 @@ class Zero(Engine):
         section = config.setdefault("zero_optimization", {})
         if isinstance(size := section.get("reduce_bucket_size", 500_000_000), int | float):
             section["reduce_bucket_size"] = min(int(size), trained)
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        return self.plugin.zero_stage == 3
 
     def backward(self, loss: Tensor) -> None:
         if self.loss_scale.enabled:

@@ -1,11 +1,10 @@
-"""`generate`, `merge` and `export`: use what a run has trained."""
+"""`merge`, `export` and `verify`, and how what a run has trained is loaded."""
 
 from __future__ import annotations
 
 import json
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,35 +19,16 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
-    TextStreamer,
 )
 
 from finetune.errors import RunFailure, UserError
 from finetune.export.scoring import is_scoring, read_labels
 from finetune.models.added_tokens import grow_to
 from finetune.models.base_checkpoint import base_checkpoint
-from finetune.models.config import model_config
+from finetune.models.config import first_line, model_config
 from finetune.models.score_model import labelled
 from finetune.models.text_part import is_multimodal
 from finetune.recipe.schema import Model
-
-
-def answer_prompts(run_dir: Path, prompts: list[str], max_new_tokens: int, temperature: float, as_json: bool) -> None:
-    """Print each prompt with its answer; without prompts, read them from standard input. Raises UserError."""
-    model, tokenizer = load_result(run_dir)
-    for prompt in prompts or _read_prompts(as_json):
-        if prompts and not as_json:
-            print(f"> {prompt}")
-        streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        answer = _generate(model, tokenizer, prompt, max_new_tokens, temperature, streamer)
-        if as_json:
-            print(json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False), flush=True)
-
-
-def answers(run_dir: Path, prompts: Sequence[str], max_new_tokens: int, temperature: float) -> list[str]:
-    """Returns the answer to each prompt. Raises UserError where there is no result."""
-    model, tokenizer = load_result(run_dir)
-    return [_generate(model, tokenizer, prompt, max_new_tokens, temperature, None) for prompt in prompts]
 
 
 def model_folder(run_dir: Path) -> Path:
@@ -74,53 +54,28 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def load_trained(folder: Path, base: str | None = None) -> Any:
-    """Returns the model of a result: an adapter through peft, on its base.
+def load_trained(folder: Path, base: str | None = None, adapter: str = "default", device_map: str | None = None) -> Any:
+    """Returns the model of a result: an adapter through peft, under a name, on its base. Raises UserError.
 
-    base: where that is, if not where the adapter says. transformers 5.23 loads adapters by itself as well, but not the
-    magnitudes of DoRA, which it initialises again.
+    base: where that is, if not where the adapter says; device_map: of `from_pretrained`. transformers 5.23 loads
+    adapters by itself as well, but not the magnitudes of DoRA, which it initialises again.
     """
     if not (folder / "adapter_config.json").is_file():
-        return auto_class(str(folder)).from_pretrained(folder, dtype="auto")
+        try:
+            return auto_class(str(folder)).from_pretrained(folder, dtype="auto", device_map=device_map)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder} cannot be loaded: {first_line(error)}") from None
     from peft import PeftModel
 
     with warnings.catch_warnings():
         # For patterns that peft 0.21 itself adds for stacked experts, and that do match: it looks for modules only.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        return PeftModel.from_pretrained(load_base(folder, base), str(folder))
+        return PeftModel.from_pretrained(load_base(folder, base, device_map), str(folder), adapter)
 
 
 def auto_class(name: str) -> Any:
     """Returns transformers' auto class of a model that generates: another one, where it is multimodal."""
     return AutoModelForMultimodalLM if is_multimodal(AutoConfig.from_pretrained(name)) else AutoModelForCausalLM
-
-
-def _read_prompts(as_json: bool) -> Iterator[str]:
-    """Lines of standard input, until an empty one; shows a prompt on a terminal."""
-    while True:
-        if sys.stdin.isatty() and not as_json:
-            print("> ", end="", flush=True)
-        line = sys.stdin.readline().rstrip("\n")
-        if not line:
-            return
-        yield line
-
-
-@torch.no_grad()
-def _generate(
-    model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, temperature: float, streamer: TextStreamer | None
-) -> str:
-    if tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        inputs = tokenizer(prompt, return_tensors="pt")
-    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items() if name != "token_type_ids"}
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    output = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)
-    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def merge_adapter(run_dir: Path, out: Path, base: str | None = None) -> Path:
@@ -177,6 +132,8 @@ def _not_compared(trained: Any, base: str | None) -> str | None:
         return "no run is around it"
     if trained.recipe.objective.scores_sequences:
         return "a model of scores has no answers"
+    if trained.recipe.model.train is not None:
+        return "its rows have images"
     name = base or trained.recipe.model.name
     if trained.is_checkpoint and name is not None and is_multimodal(AutoConfig.from_pretrained(name)):
         return "of a multimodal base only results are compared, not checkpoints"
@@ -194,6 +151,7 @@ class ExportOptions:
     base: str | None = None
     verify: bool = True
     average: int | None = None  # checkpoints
+    quantised: str | None = None  # int8 or fp8
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -204,6 +162,7 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
     """Export a result or a checkpoint; returns where it is. Raises UserError."""
     from finetune.export.folder import export_folder, export_gguf
     from finetune.export.gguf_file import TYPES
+    from finetune.export.quantised import check_kind
     from finetune.export.trained import find_trained
 
     if options.to not in FORMATS:
@@ -211,17 +170,22 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
     types = _DTYPES if options.to == "hf" else TYPES
     if options.dtype is not None and options.dtype not in types:
         raise UserError(f"--dtype {options.dtype}: expected one of {', '.join(types)}")
+    if options.quantised is not None:
+        if options.to != "hf":
+            raise UserError(f"--quantize {options.quantised}: goes with --to hf; other formats have --dtype")
+        check_kind(options.quantised, options.verify)
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
     trained = find_trained(run_dir, options.step, options.average)
-    suffix = f"-step-{trained.step}" if trained.is_checkpoint else ""
+    suffix = f"-{options.quantised}" if options.quantised else ""
+    suffix += f"-step-{trained.step}" if trained.is_checkpoint else ""
     suffix += f"-mean-of-{options.average}" if options.average else ""
     out = options.out or run_dir / f"export-{options.to}{suffix}"
     what = f"step {trained.step}" if trained.is_checkpoint else "the result"
     console.print(f"exporting {what} of {escape(str(run_dir))}", highlight=False)
     if options.to == "hf":
         dtype = getattr(torch, options.dtype) if options.dtype else None
-        export_folder(trained, out, dtype, options.base, console.print)
+        export_folder(trained, out, dtype, options.base, console.print, quantised=options.quantised)
     else:
         export_gguf(trained, out, options.dtype or "bf16", options.base, console.print, options.to == "ollama")
     figures = gate(trained, out, options.base, console) if options.verify else None
@@ -239,7 +203,7 @@ def verify_run(export: Path, run_dir: Path, step: str | None, base: str | None, 
     return gate(find_against(run_dir, export, step), export, base, console, rows)
 
 
-def load_base(adapter: Path, elsewhere: str | None = None) -> Any:
+def load_base(adapter: Path, elsewhere: str | None = None, device_map: str | None = None) -> Any:
     """Returns the base of an adapter, with the head that the adapter is for. Raises UserError.
 
     elsewhere: where it is, if not where the adapter says.
@@ -249,7 +213,7 @@ def load_base(adapter: Path, elsewhere: str | None = None) -> Any:
     size = len(AutoTokenizer.from_pretrained(adapter))
     try:
         if settings["task_type"] != "SEQ_CLS":
-            return grow_to(auto_class(name).from_pretrained(name, dtype="auto"), size)
+            return grow_to(auto_class(name).from_pretrained(name, dtype="auto", device_map=device_map), size)
         config = labelled(model_config(Model(name=name)), read_labels(adapter))
         config.get_text_config().pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id
         part = base_checkpoint(Model(name=name))
@@ -257,5 +221,8 @@ def load_base(adapter: Path, elsewhere: str | None = None) -> Any:
             name, config=config, dtype="auto", key_mapping=part and part.renames
         )
         return grow_to(base, size)
-    except OSError as error:
-        raise UserError(f"the adapter's base {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError) as error:  # a name that is neither a folder's nor the hub's is a ValueError
+        raise UserError(
+            f"the adapter's base {name!r} cannot be loaded: {first_line(error)}; is it where it was when this was "
+            "trained? `base_model_name_or_path` in adapter_config.json says where it is"
+        ) from error

@@ -6,6 +6,10 @@ Where the weights are in memory is the engine's decision (`Placement`).
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,8 +17,8 @@ from typing import Any, Literal
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
-    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -30,10 +34,18 @@ from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint, check_adapted
 from finetune.models.compiled import compile_layers
 from finetune.models.config import dtypes, first_line, load_tokenizer, model_config
+from finetune.models.quantized import is_stored_quantised, keep_weights_unpacked, linear_weights, quantise
 from finetune.models.score_model import labelled, score_head, start_score_head
+from finetune.models.vision import (
+    adapted_modules,
+    attention_of_parts,
+    family_of,
+    freeze_parts,
+    processor_files,
+)
 from finetune.models.wrapped import SCORE, has_scores
-from finetune.recipe.schema import Lora, Quantization, Recipe, Tokens
-from finetune.utils import full_shape, unwrap_peft
+from finetune.recipe.schema import Lora, Recipe, Tokens
+from finetune.utils import full_shape, pattern_of, unwrap_peft
 
 
 @dataclass(frozen=True)
@@ -41,15 +53,17 @@ class Placement:
     """How this rank gets its weights.
 
     meta: shapes only, of buffers as well; the engine fills them in from rank 0. device: where quantised weights are
-    packed; None where ZeRO-3 places them itself. layers: the decoder layers that need weights, the others may be left
-    on `meta`. direct: each weight is read straight to `device`. Otherwise every rank would need a copy of the model in
-    host memory where it is in fp32, which checkpoints are not.
+    packed; None where ZeRO-3 shards each weight as it is read. layers: the decoder layers that need weights, the others
+    may be left on `meta`. direct: each weight is read straight to `device`. Otherwise every rank would need a copy of
+    the model in host memory where it is in fp32, which checkpoints are not. packed_on: where packed weights wait for
+    the engine to shard them; None: `device`.
     """
 
     weights: Literal["load", "meta"]
     device: torch.device | None
     layers: frozenset[int] | None = None
     direct: bool = False
+    packed_on: torch.device | None = None
 
 
 def load_model(
@@ -70,7 +84,8 @@ def load_model(
     if labels:
         model = _scoring_model(recipe, labelled(config, labels), attention, base_dtype, placement)
     else:
-        model, _ = _base_model(recipe, config, attention, base_dtype, placement, AutoModelForCausalLM)
+        auto = AutoModelForCausalLM if recipe.model.train is None else AutoModelForImageTextToText
+        model, _ = _base_model(recipe, config, attention, base_dtype, placement, auto)
     if not labels and model.get_output_embeddings() is None:
         raise UserError(f"{type(config).__name__} has no LM head to train")
     first_added = 0
@@ -89,9 +104,20 @@ def load_model(
     if recipe.objective.drops_nothing:
         model.base_config = model_config(recipe.model)  # whose dropout the result has
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
+    adapted = None
+    if recipe.model.train is not None:
+        family = family_of(config)
+        model.processor_files = processor_files(recipe.model)
+        if recipe.lora is None:
+            freeze_parts(model, family, recipe.model.train)
+        else:
+            adapted = adapted_modules(model, family, recipe.model.train, recipe.lora)
     if recipe.lora is not None:
         torch.manual_seed(recipe.run.seed + 1)  # the adapters do not depend on how many draws the base took
-        model = add_adapters(model, recipe.lora, types.trained, recipe.tokens)
+        # DoRA copies a packed weight, which bitsandbytes begins with an empty tensor on the default device.
+        shapes_only = recipe.quantization is not None and placement.weights == "meta"
+        with torch.device("meta") if shapes_only else contextlib.nullcontext():
+            model = add_adapters(model, recipe.lora, types.trained, recipe.tokens, adapted)
         if (base := getattr(unwrap_peft(model), "base_checkpoint", None)) is not None:
             check_adapted(base.part, model.base_model.targeted_module_names)
         if recipe.tokens is not None and recipe.tokens.train != "all":
@@ -130,7 +156,30 @@ def _base_model(
     auto: Any,  # transformers' auto class
 ) -> tuple[Any, set[str] | None]:
     """Returns the model, and the weights that its checkpoint lacks; None: all, it is made from a config."""
+    model, missing = _unpacked_model(recipe, config, attention, dtype, placement, auto)
+    if recipe.quantization is not None and not is_stored_quantised(config):
+        whole = [SCORE] if auto is AutoModelForSequenceClassification else None  # the LM head is packed as well
+        if auto is AutoModelForImageTextToText:
+            family = family_of(config)
+            whole = ["lm_head", *(f"model.{path}" for path in (family.tower, *family.projector))]
+        device = placement.device or torch.device("cpu")
+        kept_on = placement.packed_on or device
+        quantise(model, recipe.quantization, dtypes(recipe).compute, device, kept_on, whole)
+    return model, missing
+
+
+def _unpacked_model(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    attention: AttentionChoice,
+    dtype: torch.dtype,
+    placement: Placement,
+    auto: Any,
+) -> tuple[Any, set[str] | None]:
+    """Returns what `_base_model` does, with linear layers as they were published."""
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
+    if recipe.model.train is not None:
+        common["attn_implementation"] = attention_of_parts(config, attention.implementation)
     if (is_mxfp4 := stored_in_mxfp4(config)) and recipe.mode != "lora":
         raise UserError(
             f"mode: {recipe.mode}: the experts of {recipe.model.name!r} are stored in MXFP4, for frozen weights: "
@@ -142,17 +191,14 @@ def _base_model(
         return model, None
     if recipe.model.config is not None:
         return auto.from_config(config, **common), None
-    if recipe.quantization is not None:
-        whole = [SCORE] if auto is AutoModelForSequenceClassification else None
-        common["quantization_config"] = quantization_config(recipe.quantization, dtypes(recipe).compute, whole)
     if is_mxfp4:
         common["quantization_config"] = Mxfp4Config(dequantize=True)
-    if placement.device is not None and (recipe.quantization is not None or placement.direct):
+    if placement.device is not None and (is_stored_quantised(config) or placement.direct):
         common["device_map"] = {"": placement.device}
     name = recipe.model.name
     assert name is not None  # the schema wants it where there is no config
     load: Any = auto
-    layers = placement.layers if recipe.quantization is None else None
+    layers = None if is_stored_quantised(config) else placement.layers
     if (base := base_checkpoint(recipe.model)) is not None:
         common["key_mapping"] = base.renames
     if layers is not None or base is not None:
@@ -193,40 +239,6 @@ def stored_in_mxfp4(config: PretrainedConfig) -> bool:
     return method == "mxfp4"
 
 
-def quantization_config(
-    quantization: Quantization, compute: torch.dtype, whole: list[str] | None = None
-) -> BitsAndBytesConfig:
-    """Returns bitsandbytes' config. whole: modules that stay as they are; None: the LM head.
-
-    Raises UserError with the install line where the package is missing.
-    """
-    try:
-        import bitsandbytes  # noqa: F401  (only to see whether it is installed)
-    except ImportError:
-        raise UserError("`mode: qlora` needs bitsandbytes: pip install 'bitsandbytes>=0.49'") from None
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=quantization.type,
-        bnb_4bit_use_double_quant=quantization.double_quant,
-        bnb_4bit_compute_dtype=compute,
-        # The packed bytes are stored as floats of the compute type: FSDP2 shards floats only (bytes it would
-        # replicate).
-        bnb_4bit_quant_storage=compute,
-        llm_int8_skip_modules=whole,  # 4 bits as well
-    )
-
-
-def keep_weights_unpacked(model: Any) -> None:
-    """Forbid bitsandbytes to repack 4-bit weights for inference on CPUs with AVX512-BF16.
-
-    One evaluation pass would repack them, `train()` would not undo it, and every later gradient would be wrong
-    (bitsandbytes 0.50, nn/modules.py, `Linear4bit.forward`).
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-
-
 def without_weights(config: PretrainedConfig, auto: Any = AutoModelForCausalLM, **common: Any) -> Any:
     """Returns a model of shapes alone (device `meta`), not tied; common: arguments of transformers' `from_config`."""
     with torch.device("meta"), no_init_weights():
@@ -263,10 +275,10 @@ def _complete(model: Any, skeleton: Any) -> None:
 
 def parameter_counts(model: Any) -> tuple[int, int]:
     """Returns (all, trained) parameters of the full model, also where this rank has a shard or 4-bit weights."""
+    packed = {id(parameter): weights for parameter, weights in linear_weights(model)}
     total = trained = 0
     for parameter in model.parameters():
-        packed = type(parameter).__name__ == "Params4bit"  # two weights a byte
-        numel = full_shape(parameter).numel() * (2 * parameter.element_size() if packed else 1)
+        numel: int = packed[id(parameter)] if id(parameter) in packed else full_shape(parameter).numel()
         total += numel
         trained += numel if parameter.requires_grad else 0
     return total, trained
@@ -275,8 +287,11 @@ def parameter_counts(model: Any) -> tuple[int, int]:
 # --- LoRA adapters through peft, imported where there are any: it takes a second, for it imports bitsandbytes
 
 
-def add_adapters(model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | None = None) -> Any:
-    """Returns the model with its weights frozen and adapters in `dtype` that train. tokens: which it has got.
+def add_adapters(
+    model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | None = None, paths: list[str] | None = None
+) -> Any:
+    """Returns the model with its weights frozen and adapters in `dtype` that train. tokens: which it has got; paths: of
+    the modules that get adapters, where `lora.targets` names others as well.
 
     Raises UserError where `lora.targets` or `lora.modules_to_save` name nothing of the model, and where DoRA would
     divide by zero.
@@ -289,12 +304,16 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | No
     # Llama 4's router is a linear layer by class, but returns two tensors.
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     routers = [name for name, module in linear if type(module).__module__.startswith("transformers.models.")]
+    passed_by = _layers_without_a_call(model)
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    if paths is not None:
+        targets = pattern_of(paths, [name for name, _ in model.named_modules()])
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (peft says int; it only divides)
         lora_dropout=lora.dropout,
-        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
-        exclude_modules=routers if lora.targets == "all-linear" and routers else None,
+        target_modules=targets,
+        exclude_modules=[*routers, *passed_by] or None if targets == "all-linear" else None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=whole or None,
@@ -308,12 +327,38 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | No
             adapted = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"lora: {first_line(error)}") from error
+    for name in passed_by:
+        if hasattr(model.get_submodule(name), "lora_A"):
+            parent = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise UserError(
+                f"lora.targets: {name}: {parent} reads this layer's weight itself, for its kernels, and would pass an "
+                f"adapter by: remove {name.rpartition('.')[2]!r} (`all-linear` leaves it out)"
+            )
     _rename_tied(adapted.get_base_model())
     _check_magnitudes(adapted.get_base_model())
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+def _layers_without_a_call(model: Any) -> list[str]:
+    """Returns the names of linear layers whose weight a module of transformers hands to a function, such as Mamba's
+    kernels: an adapter acts where the layer is called."""
+    return [
+        f"{name}.{layer}"
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("transformers.models.") and not isinstance(module, PreTrainedModel)
+        for layer in _weights_read(type(module))
+        if isinstance(getattr(module, layer, None), torch.nn.Linear)
+    ]
+
+
+@functools.cache
+def _weights_read(kind: type) -> tuple[str, ...]:
+    """Returns the layers whose weight, not only its type or a slice of it, is in the source of a class."""
+    read = r"self\.(\w+)\.weight\b(?!\[|\.(?:data|dtype|device|shape))"
+    return tuple(dict.fromkeys(re.findall(read, inspect.getsource(kind))))
 
 
 def keep_input_types(model: Any) -> None:

@@ -331,6 +331,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, device: str = "cuda"):
         super().__init__()
         self.phase, self.phases = "begin", defaultdict[str, PhaseCounts](PhaseCounts)
+        self.told: Callable[[str], None] = lambda phase: None  # of each phase that begins
         self.may_read = False  # whether values may be asked for, which are then made up
         self.now = self.peak = 0  # bytes
         self.at_peak: Counter[str] = Counter()  # bytes by shape, type and phase of what lay there
@@ -341,6 +342,7 @@ class Meter(TorchDispatchMode):
     def begin(self, phase: str) -> None:
         self.phases[self.phase].end_bytes = self.now
         self.phase = phase
+        self.told(phase)
         self.phases[phase].peak_bytes = max(self.phases[phase].peak_bytes, self.now)
 
     @property

@@ -9,6 +9,7 @@ for, casts, copies and sends. In a process of its own, which ends by `os._exit`.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from finetune.data.loader import Loader, StepBatches
 from finetune.engine.base import Engine
 from finetune.engine.launch import Launch, read_config_file, read_launch
 from finetune.engine.start import start_engine
+from finetune.models import quantized
 from finetune.models.attention import attention_for
 from finetune.models.weights import without_weights
 from finetune.planning.fake_devices import H100, FakeDevice, Meter, enable, fake_cuda
@@ -69,10 +71,11 @@ def fake_run(
     start: Callable[[Engine], Steps],
     rank: int = 0,
     device: FakeDevice = H100,
+    told: Callable[[str], None] = lambda phase: None,
 ) -> Meter:
     """Runs set-up, two steps, the parts of a checkpoint and the tensors of the result; returns what was measured.
 
-    start: loads and wraps, as `build_trainer` does. rank: of the one that runs.
+    start: loads and wraps, as `build_trainer` does. rank: of the one that runs. told: of each phase that begins.
     """
     if recipe.mode != "full":
         import peft  # noqa: F401  (it imports bitsandbytes, which would load its CUDA kernels)
@@ -83,6 +86,7 @@ def fake_run(
     engine.accelerator.prepare_model = lambda model, **_: model.to(engine.device)
     attention_for(recipe, config, "cuda")  # a trial on real tensors, which is remembered
     with fake_cuda() as meter, _weights_without_values(), _without_agreement(launch):
+        meter.told = told
         meter.begin("load")
         wrap = engine.wrap
         engine.wrap = lambda *arguments: (meter.begin("wrap"), wrap(*arguments))[1]
@@ -160,9 +164,10 @@ def _weights_without_values() -> Iterator[None]:
     for what it has read."""
     from transformers.initialization import no_init_weights
     from transformers.integrations import is_deepspeed_zero3_enabled
-    from transformers.modeling_utils import set_quantized_state
 
     original = AutoModelForCausalLM.from_pretrained
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        _pack_without_values()
 
     def from_pretrained(
         _name: str,
@@ -170,20 +175,14 @@ def _weights_without_values() -> Iterator[None]:
         dtype: torch.dtype,
         attn_implementation: str,
         device_map: Any = None,
-        quantization_config: Any = None,
         **_: Any,
     ) -> tuple[Any, dict[str, Any]]:
         common = {"dtype": dtype, "attn_implementation": attn_implementation}
         placed = (device_map or {"": None})[""]
-        if quantization_config is not None:
-            with set_quantized_state():  # it keeps DeepSpeed from sharding what is not packed yet
-                model = without_weights(config, AutoModelForCausalLM, **common)
-            _quantise(model, quantization_config, placed := placed or torch.device("cuda", torch.cuda.current_device()))
-        elif is_deepspeed_zero3_enabled():
+        if is_deepspeed_zero3_enabled():
             with no_init_weights():
                 return AutoModelForCausalLM.from_config(config, **common), {"missing_keys": set()}
-        else:
-            model = without_weights(config, AutoModelForCausalLM, **common)
+        model = without_weights(config, AutoModelForCausalLM, **common)
         _fill(model, placed or torch.device("cpu"))
         model.tie_weights()
         return model, {"missing_keys": set()}
@@ -208,49 +207,28 @@ def _fill(model: Any, device: torch.device) -> None:
                 module._parameters[name] = torch.nn.Parameter(made, tensor.requires_grad)
 
 
-def _quantise(model: Any, config: Any, device: torch.device) -> None:
-    """Replace the linear layers that transformers would, packed by bitsandbytes' own operator. `Params4bit` cannot be a
-    fake tensor, nor is it a parameter's type any more where FSDP2 has sharded one: layers have their state themselves.
-    """
-    import bitsandbytes
+def _pack_without_values() -> None:
+    """`Params4bit` cannot be a fake tensor, nor is it a parameter's type any more where FSDP2 has sharded one: layers
+    have their state themselves."""
     from bitsandbytes import functional
-    from transformers.integrations.bitsandbytes import should_convert_module
-    from transformers.quantizers import AutoHfQuantizer
+    from bitsandbytes.nn import Linear4bit
+
+    create = Linear4bit.__init__
+
+    def without_values(self: Any, *arguments: Any, **named: Any) -> None:
+        with _disable_current_modes():
+            create(self, *arguments, **named)
+
+    def pack(layer: Any, weight: torch.Tensor) -> None:
+        settings = vars(layer.weight)
+        names = ("compress_statistics", "quant_type", "quant_storage")
+        packed, state = functional.quantize_4bit(weight, **{name: settings[name] for name in names})
+        layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+        vars(layer.weight).update({**settings, "bnb_quantized": True})
+        layer.quant_state = state
 
     functional.create_dynamic_map = lambda *_, **__: torch.empty(256)  # made of numbers
-    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
-    whole = quantizer.get_modules_to_not_convert(model, config.llm_int8_skip_modules, model._keep_in_fp32_modules)
-    for name, module in model.named_modules():
-        if type(module) is torch.nn.Linear and should_convert_module(name, whole):
-            read = torch.empty(module.weight.shape, dtype=module.weight.dtype, device=device)
-            packed, state = functional.quantize_4bit(
-                read,
-                compress_statistics=config.bnb_4bit_use_double_quant,
-                quant_type=config.bnb_4bit_quant_type,
-                quant_storage=config.bnb_4bit_quant_storage,
-            )
-            module.weight = torch.nn.Parameter(packed, requires_grad=False)
-            vars(module.weight).update(
-                quant_state=state,
-                quant_type=config.bnb_4bit_quant_type,
-                blocksize=state.blocksize,
-                compress_statistics=config.bnb_4bit_use_double_quant,
-                quant_storage=packed.dtype,
-                bnb_quantized=True,
-                module=module,
-            )
-            vars(module).update(
-                quant_state=state,
-                compute_dtype=config.bnb_4bit_compute_dtype,
-                compute_type_is_set=True,
-                quant_storage=packed.dtype,
-                support_avx512bf16_for_cpu=False,
-            )
-            module.__class__ = bitsandbytes.nn.Linear4bit
-    bitsandbytes.nn.Linear4bit.forward = _forward_4bit
-    model.is_loaded_in_4bit = model.is_quantized = True
-    model.hf_quantizer, model.quantization_method = quantizer, config.quant_method
-    model.hf_device_map, model.config.quantization_config = {"": device}, config
+    Linear4bit.__init__, Linear4bit.forward, quantized.pack_4bit = without_values, _forward_4bit, pack
 
 
 def _forward_4bit(self: Any, x: torch.Tensor) -> torch.Tensor:

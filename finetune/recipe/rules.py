@@ -26,6 +26,12 @@ def quantization_section(recipe: Recipe) -> Iterator[Finding]:
         yield "mode", "`mode: qlora` needs a `quantization:` section, such as `quantization: {type: nf4}`"
     if recipe.mode != "qlora" and recipe.quantization is not None:
         yield "quantization", f"only `mode: qlora` quantises; remove this section or change `mode: {recipe.mode}`"
+    if recipe.quantization is None or recipe.quantization.type != "fp8":
+        return
+    if recipe.quantization.double_quant is not None:
+        yield "quantization.double_quant", "is for 4 bits: `type: fp8` has one scale for each row. Set it to null"
+    if recipe.lora is not None and recipe.lora.dora:
+        yield "lora.dora", "peft reads the base's matrices, which it cannot unpack from fp8: use `type: nf4`, or false"
 
 
 def adapters_need_a_base(recipe: Recipe) -> Iterator[Finding]:
@@ -402,6 +408,30 @@ def offloaded_activations(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
+_SEES_IMAGES = ("sft", "focal")
+
+
+def images(recipe: Recipe) -> Iterator[Finding]:
+    """What a model that is trained with its tower does not do."""
+    if recipe.model.train is None:
+        return
+    if len(set(recipe.model.train)) < len(recipe.model.train):
+        yield "model.train", "names a part twice: keep one of each"
+    if recipe.model.config is not None and recipe.data.image is None:
+        yield "model.train", "a model from `model.config` has no tower: give `model.name`, or remove this"
+    if (name := recipe.objective.name) not in _SEES_IMAGES:
+        yield "objective.name", f"`{name}` was not tried with images: use {' or '.join(_SEES_IMAGES)}"
+    if recipe.tokens is not None:
+        yield (
+            "tokens.add",
+            "a multimodal model keeps the tables of its base: remove it, or use unused tokens of it",
+        )
+    if recipe.train.compile:
+        yield "train.compile", "layers are compiled for one length, and towers have images of any size: set it to false"
+    if recipe.batch.rows_per_device == "auto":
+        yield "batch.rows_per_device", "`auto` tries rows without images, which need less memory: give a number"
+
+
 def images_of_rows(recipe: Recipe) -> Iterator[Finding]:
     image = recipe.data.image
     if image is None:
@@ -447,6 +477,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     cross_entropy_of_torch,
     stepped_in_backward,
     offloaded_activations,
+    images,
     images_of_rows,
 )
 

@@ -1,7 +1,8 @@
 """Memory of a run, from shapes alone: bytes of tensors at the peak of each phase, on the fullest rank.
 
     persistent     weights, gradients and optimizer state, as the engine of the config shards them (`state.py`)
-    transient      what a forward keeps for its backward, the largest operation, gathered layers, buckets
+    transient      what a forward keeps for its backward, the largest operation (`timeline.py`), gathered layers,
+                   buckets (`phases.py`)
 
 Tensors only: a device's context, communicators and what its allocator leaves unused come on top.
 """
@@ -9,14 +10,16 @@ Tensors only: a device's context, communicators and what its allocator leaves un
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
 from finetune.engine.launch import Launch
-from finetune.planning.estimate.state import State, state_of
+from finetune.planning.estimate.phases import phases_of
+from finetune.planning.estimate.timeline import HeaviestBatch
 from finetune.recipe import Recipe
+
+__all__ = ["HeaviestBatch", "Memory", "Place", "estimate_memory"]
 
 
 @dataclass(frozen=True)
@@ -38,30 +41,15 @@ class Place:
 
 
 @dataclass(frozen=True)
-class HeaviestBatch:
-    """The largest micro-batch of a run."""
-
-    documents: tuple[int, ...]  # tokens of each
-    targets: int  # supervised tokens
-
-    @classmethod
-    def of_rows(cls, rows: int, length: int, share: float = 1.0) -> HeaviestBatch:
-        """`rows` rows of one document of `length` tokens, a `share` of them supervised."""
-        return cls((length,) * rows, max(1, int(rows * (length - 1) * share)))
-
-
-@dataclass(frozen=True)
 class Memory:
     """Of the fullest rank."""
 
     rank: int
     phases: dict[str, int]  # bytes of tensors on the device at the peak of each
     persistent: dict[str, int]  # bytes on the device between steps, or in the case of gradients before one, by what
-    host: (
-        int  # bytes in its machine's memory, of all processes there: offload, optimizer state, copies for a checkpoint
-    )
+    host: int  # bytes in its machine's memory, of all processes there: what is offloaded
     disk: int = 0  # bytes on the disks of its machine: NVMe offload
-    notes: tuple[str, ...] = field(default=())  # what is not known
+    notes: tuple[str, ...] = ()  # what is not known
 
     @property
     def tensors(self) -> int:
@@ -75,33 +63,16 @@ def estimate_memory(
 
     micro_batches: of a step on each process. No weights are read; raises UserError where no such model can be made.
     """
-    states = [state_of(recipe, config, place.launch, rank, place.device) for rank in _ranks(place.launch)]
-    fullest = max(range(len(states)), key=lambda i: states[i].device_bytes)
-    state = states[fullest]
-    hidden = config.get_text_config().hidden_size
-    transient = _roughly(state, hidden, batch)
-    weights, optimizer = state.persistent["weights"], state.persistent["optimizer state"]
-    at_rest = weights + optimizer
-    phases = {
-        "load": weights,
-        "forward": at_rest + transient,
-        "backward": at_rest + state.persistent["gradients"] + transient,
-        "optimizer": at_rest + state.persistent["gradients"],
-    }
-    return Memory(
-        _ranks(place.launch)[fullest], phases, state.persistent, state.host * place.per_host, state.disk, (_ROUGH,)
-    )
-
-
-_ROUGH = "a first version: shards by numbers of elements, activations by the residual stream alone"
+    found = []
+    for rank in _ranks(place.launch):
+        arguments = (place.launch, rank, place.device, place.capability, batch, micro_batches)
+        phases, state = phases_of(recipe, config, *arguments)
+        host, disk = state.host * place.per_host, state.disk * place.per_host
+        found.append(Memory(rank, phases, state.persistent, host, disk))
+    return max(found, key=lambda memory: memory.tensors)
 
 
 def _ranks(launch: Launch) -> Sequence[int]:
     """Returns the ranks that may differ in memory: of a pipeline one of each stage, else the first."""
     sizes = launch.parallelism
     return range(0, sizes.processes, sizes.processes // sizes.pipeline)
-
-
-def _roughly(state: State, hidden: int, batch: HeaviestBatch) -> int:
-    tokens: Any = sum(batch.documents)
-    return tokens * hidden * 2 * state.layers

@@ -238,6 +238,18 @@ CASES = [
         {3: "mode: qlora"},
     ),
     Bad(
+        "fp8 with what four bits have",
+        [
+            ":8: lora.dora: peft reads the base's matrices, which it cannot unpack from fp8: use `type: nf4`, or false",
+            ":9: quantization.double_quant: is for 4 bits: `type: fp8` has one scale for each row. Set it to null",
+        ],
+        {
+            3: "mode: qlora",
+            8: "lora: {rank: 16, alpha: 32, dora: true}",
+            9: "quantization: {type: fp8, double_quant: true}",
+        },
+    ),
+    Bad(
         "quantised without qlora",
         [":9: quantization: only `mode: qlora` quantises; remove this section or change `mode: lora`"],
         {3: "mode: lora", 8: LORA, 9: "quantization: {type: nf4}"},

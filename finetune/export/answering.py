@@ -1,0 +1,402 @@
+"""`generate` and `chat`: a trained model answers prompts, conversations and files of them.
+
+A prompt is rendered as training rendered it: the same reader of messages, the same template, the same tokens. What is
+drawn begins with the model's generation_config.json, as transformers' own server does; options take precedence.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from transformers import GenerationConfig, TextStreamer
+
+from finetune.data.chat.renderer import chat_of
+from finetune.data.chat.template import own_template
+from finetune.data.chat.trained_spans import Chat
+from finetune.data.dataset import until_end
+from finetune.data.formats.messages import context_of, read_messages, read_tools
+from finetune.data.samples import BadRow
+from finetune.errors import RunFailure, UserError
+from finetune.export.commands import load_result
+from finetune.utils import sha256_file, write_atomically
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn; None: as the model's generation config has it."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0  # 0: greedy
+    top_p: float | None = None
+    top_k: int | None = None  # 0: all tokens
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()  # texts that end an answer, and are not part of it
+
+    def check(self) -> Sampling:
+        """Raises UserError for options that would have no effect."""
+        drawn = {"--top-p": self.top_p, "--top-k": self.top_k, "--seed": self.seed}
+        if not self.temperature and (given := [name for name, value in drawn.items() if value is not None]):
+            raise UserError(f"{given[0]}: greedy answers are not drawn; give --temperature, such as 0.7")
+        if "" in self.stop:
+            raise UserError("--stop: an empty text would end every answer")
+        return self
+
+
+def generation_settings(config: GenerationConfig, sampling: Sampling) -> GenerationConfig:
+    """Returns the model's generation config with these options."""
+    settings = copy.deepcopy(config)
+    if sampling.temperature:
+        given = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    else:  # transformers' defaults: it warns of others, which greedy search does not use
+        given = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
+    for name, value in {**given, "repetition_penalty": sampling.repetition_penalty}.items():
+        if value is not None:
+            setattr(settings, name, value)
+    settings.do_sample, settings.max_new_tokens = bool(sampling.temperature), sampling.max_new_tokens
+    settings.max_length = None
+    settings.stop_strings = list(sampling.stop) or None
+    return settings
+
+
+class StopFilter:
+    """Text up to the first of some stops: keeps back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops, self._held, self._ended = tuple(stops), "", False
+
+    def feed(self, text: str, is_last: bool = False) -> str:
+        """Returns what may be shown of a text that goes on. is_last: nothing follows."""
+        if self._ended:
+            return ""
+        text = self._held + text
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        self._ended = bool(places)
+        if places or is_last:
+            self._held = ""
+            return text[: min(places)] if places else text
+        starts = (n for stop in self._stops for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n]))
+        keep = len(text) - max(starts, default=0)
+        self._held = text[keep:]
+        return text[:keep]
+
+
+class _Shown(TextStreamer):
+    """Answers on the terminal while they are written."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._filter = StopFilter(stops)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        print(self._filter.feed(text, stream_end), flush=True, end="\n" if stream_end else "")
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    finish_reason: str  # stop: by an end token or a stop; length
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """A trained model with its tokenizer and template."""
+
+    model: Any  # transformers' or peft's
+    tokenizer: Any
+    chat: Chat | None  # None: no template, so that prompts are texts
+
+    def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> list[int]:
+        """Returns the tokens of a conversation up to where the model answers. Raises UserError."""
+        text = render_prompt(self.chat, messages, tools)
+        return self.tokenizer(text, add_special_tokens=self.chat is None)["input_ids"]
+
+    @torch.no_grad()
+    def answer(self, prompts: Sequence[list[int]], sampling: Sampling, shown: bool = False) -> list[Answer]:
+        """Returns an answer to each prompt, as one batch, padded on the left. shown: print it meanwhile."""
+        width, device = max(map(len, prompts)), self.model.device
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
+            mask[row, width - len(prompt) :] = 1
+        settings = generation_settings(self.model.generation_config, sampling)
+        settings.pad_token_id = 0 if settings.pad_token_id is None else settings.pad_token_id
+        output = self.model.generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=settings,
+            tokenizer=self.tokenizer,
+            streamer=_Shown(self.tokenizer, sampling.stop) if shown else None,
+        )
+        return [self._read(row, settings, sampling.stop) for row in output[:, width:].tolist()]
+
+    def _read(self, ids: list[int], settings: GenerationConfig, stops: Sequence[str]) -> Answer:
+        ends: Any = settings.eos_token_id
+        kept = until_end(ids, ends if isinstance(ends, list) else [ends])
+        whole = self.tokenizer.decode(kept, skip_special_tokens=True)
+        text = StopFilter(stops).feed(whole, is_last=True)
+        return Answer(text, "stop" if len(kept) < len(ids) or text != whole else "length")
+
+
+def load_answerer(run_dir: Path) -> Answerer:
+    """Returns the model of a run directory or a model folder. Raises UserError where there is none."""
+    model, tokenizer = load_result(run_dir)
+    return Answerer(model, tokenizer, chat_template(tokenizer))
+
+
+def chat_template(tokenizer: Any) -> Chat | None:
+    template = own_template(tokenizer)
+    return chat_of(tokenizer, template) if template else None
+
+
+def render_prompt(chat: Chat | None, messages: Any, tools: Any = ()) -> str:
+    """Returns a conversation as text, with the generation prompt. Raises UserError for one that there is not."""
+    messages, tools = as_templates_see(chat, messages, tools)
+    if chat is None:
+        return messages[0]["content"]
+    try:
+        return chat.jinja.text(messages, tools, prompt=True)
+    except BadRow as error:
+        raise UserError(str(error)) from None
+
+
+def as_templates_see(chat: Chat | None, messages: Any, tools: Any = ()) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Returns a conversation and its tools as training gives them to the template. Raises UserError."""
+    try:
+        conversation = context_of(read_messages(messages, "messages"), tools=read_tools(tools or None, "tools"))
+    except BadRow as error:
+        raise UserError(str(error)) from None
+    if conversation.messages[-1].role not in ("user", "tool"):
+        raise UserError(f"the last message is from {conversation.messages[-1].role}: there is nothing to answer")
+    if chat is None:
+        first, *others = conversation.messages
+        if others or conversation.tools:
+            raise UserError("this model has no chat template: give one text as the prompt, without system or history")
+        return [{"role": "user", "content": first.content}], []
+    return chat.traits.as_dicts(conversation), list(conversation.tools)
+
+
+def asked(prompt: str, system: str | None, history: Messages = ()) -> list[Mapping[str, Any]]:
+    """Returns a prompt as messages, after a system prompt and what was said before."""
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, *history, {"role": "user", "content": prompt}]
+
+
+# --- generate
+
+
+def answer_prompts(
+    run_dir: Path, prompts: Sequence[str], sampling: Sampling, system: str | None, as_json: bool
+) -> None:
+    """Print each prompt with its answer; without prompts, read them from standard input. Raises UserError."""
+    sampling.check()
+    answerer = load_answerer(run_dir)
+    _seed(sampling)
+    for prompt in prompts or _read_prompts(as_json):
+        if prompts and not as_json:
+            print(f"> {prompt}")
+        (answer,) = answerer.answer([answerer.prompt(asked(prompt, system))], sampling, shown=not as_json)
+        if as_json:
+            print(json.dumps({"prompt": prompt, "answer": answer.text}, ensure_ascii=False), flush=True)
+
+
+def answers(run_dir: Path, prompts: Sequence[str], sampling: Sampling, system: str | None = None) -> list[str]:
+    """Returns the answer to each prompt. Raises UserError where there is no result."""
+    sampling.check()
+    answerer = load_answerer(run_dir)
+    _seed(sampling)
+    return [answerer.answer([answerer.prompt(asked(one, system))], sampling)[0].text for one in prompts]
+
+
+def _seed(sampling: Sampling, row: int = 0) -> None:
+    if sampling.seed is not None:
+        torch.manual_seed(sampling.seed + row)
+
+
+def _read_prompts(as_json: bool) -> Iterator[str]:
+    """Lines of standard input, until an empty one; shows a prompt on a terminal."""
+    while True:
+        if sys.stdin.isatty() and not as_json:
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline().rstrip("\n")
+        if not line:
+            return
+        yield line
+
+
+# --- from a file to a file
+
+
+_RESULTS = ("answer", "finish_reason")
+
+
+def answer_file(
+    run_dir: Path, rows: Path, output: Path, sampling: Sampling, system: str | None, batch_size: int, console: Console
+) -> int:
+    """Answer every row of a JSONL file, and write the rows with `answer` and `finish_reason`; returns their number.
+
+    Until it is complete the file is OUTPUT.partial, and the same command goes on with it: a batch is written whole,
+    and with a seed it is drawn as it would have been. Raises UserError, RunFailure where the disk is full.
+    """
+    sampling.check()
+    if output.exists():
+        raise UserError(f"{output} exists already: remove it, or give another --output")
+    conversations = _read_rows(rows, system)
+    answerer = load_answerer(run_dir)
+    prompts = [_prompt(answerer, rows, i, one) for i, one in enumerate(conversations)]
+    partial = output.with_name(output.name + ".partial")
+    about = {"model": str(run_dir), "rows": sha256_file(rows), "system": system, "batch_size": batch_size}
+    try:
+        done = _begin(partial, {**about, "sampling": {**asdict(sampling), "stop": list(sampling.stop)}}, batch_size)
+        with partial.open("a", encoding="utf-8") as file, rows.open(encoding="utf-8") as source:
+            lines = islice((line for line in source if line.strip()), done, None)
+            starts = range(done, len(prompts), batch_size)
+            for start in track(starts, "answering", console=console, disable=not console.is_terminal):
+                batch = prompts[start : start + batch_size]
+                _seed(sampling, start)
+                for answer in answerer.answer(batch, sampling):
+                    found = {"answer": answer.text, "finish_reason": answer.finish_reason}
+                    file.write(json.dumps({**json.loads(next(lines)), **found}, ensure_ascii=False) + "\n")
+                file.flush()
+        partial.replace(output)
+        _settings_file(partial).unlink()
+    except OSError as error:
+        raise RunFailure(
+            f"{output} could not be written: {error}; what is done so far is in {partial}: the same command goes on"
+        ) from None
+    return len(prompts)
+
+
+def _read_rows(path: Path, system: str | None) -> list[tuple[Any, Any]]:
+    """Returns messages and tools of each row: `prompt`, or `messages` up to its last answer. Raises UserError."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: not JSON: {error}; expected a JSON object a line") from None
+        if not isinstance(row, dict) or not {"prompt", "messages"} & row.keys():
+            raise UserError(f'{path}:{number}: expected {{"prompt": ...}} or {{"messages": [...]}}')
+        if taken := [key for key in _RESULTS if key in row]:
+            raise UserError(f"{path}:{number}: has `{taken[0]}` already, which the answer would replace: rename it")
+        messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
+        if isinstance(messages, list) and messages and dict(messages[-1]).get("role") == "assistant":
+            messages = messages[:-1]
+        has_system = isinstance(messages, list) and messages and dict(messages[0]).get("role") == "system"
+        if system and isinstance(messages, list) and not has_system:
+            messages = [{"role": "system", "content": system}, *messages]
+        found.append((messages, row.get("tools")))
+    if not found:
+        raise UserError(f"{path}: has no rows")
+    return found
+
+
+def _prompt(answerer: Answerer, path: Path, index: int, row: tuple[Any, Any]) -> list[int]:
+    try:
+        return answerer.prompt(*row)
+    except UserError as error:
+        raise UserError(f"{path}, row {index + 1}: {error}") from None
+
+
+def _settings_file(partial: Path) -> Path:
+    return partial.with_name(partial.name + ".json")
+
+
+def _begin(partial: Path, about: dict[str, Any], batch_size: int) -> int:
+    """Returns how many rows are done; what a stop left of a batch is cut off. Raises UserError where what is there is
+    of another command."""
+    settings = _settings_file(partial)
+    if not partial.exists():
+        write_atomically(settings, json.dumps(about, indent=1) + "\n")
+        return 0
+    known = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    if other := sorted(key for key in about if about[key] != known.get(key)):
+        raise UserError(
+            f"{partial} was begun with other {', '.join(other)}: remove it to begin again, or give another --output"
+        )
+    with partial.open("r+b") as file:
+        ends, size = [0], 0
+        for line in file:
+            size += len(line)
+            if line.endswith(b"\n"):
+                ends.append(size)
+        done = (len(ends) - 1) // batch_size * batch_size
+        file.truncate(ends[done])
+        os.fsync(file.fileno())
+    return done
+
+
+# --- chat
+
+
+_HELP = "/clear forgets the conversation, /system TEXT sets a system prompt, /save FILE writes it, /exit ends"
+
+
+def chat_with(run_dir: Path, sampling: Sampling, system: str | None) -> None:
+    """A conversation on the terminal, or on standard input, a line a turn. Raises UserError."""
+    sampling.check()
+    answerer, history = load_answerer(run_dir), list[Mapping[str, Any]]()
+    if answerer.chat is None:
+        raise UserError(f"{run_dir}: no chat template, so there are no turns: `finetune generate` continues a text")
+    if sys.stdin.isatty():
+        print(_HELP)
+    _seed(sampling)
+    for line in _read_turns():
+        command, _, rest = line.partition(" ")
+        if command == "/exit":
+            return
+        if command == "/clear":
+            history = []
+        elif command == "/system":
+            system, history = rest.strip() or None, []
+        elif command == "/save":
+            _save(Path(rest.strip() or "chat.jsonl"), system, history)
+        elif command.startswith("/"):
+            print(_HELP)
+        else:
+            messages = asked(line, system, history)
+            (answer,) = answerer.answer([answerer.prompt(messages)], sampling, shown=True)
+            said = {"role": "assistant", "content": answer.text}
+            history = [*messages[1 if system else 0 :], *([said] if answer.text.strip() else [])]
+            if not answer.text.strip():
+                history = history[:-1]  # a turn without an answer is no part of a conversation
+
+
+def _read_turns() -> Iterator[str]:
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _save(path: Path, system: str | None, history: Messages) -> None:
+    """Add the conversation to a file, as a row that can be trained on."""
+    first = [{"role": "system", "content": system}] if system else []
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"messages": [*first, *history]}, ensure_ascii=False) + "\n")
+        print(f"saved to {path}")
+    except OSError as error:
+        print(f"not saved: {error}")

@@ -1,0 +1,212 @@
+"""Frozen weights in few bits: linear layers whose packed matrices have scales beside them.
+
+    nf4, fp4    bitsandbytes' Linear4bit, a scale for 64 weights (Dettmers et al. 2023,
+                https://arxiv.org/abs/2305.14314)
+    fp8         Fp8Linear: float8_e4m3fn, a power of two as the scale of each row
+
+Weights are read unpacked, as every frozen base, and packed here one layer after another, so that a device has the
+unpacked values of one layer at most. Ranks without values pack shapes. Packed bytes are stored as floats of the compute
+type: FSDP2 shards floats only (bytes it would replicate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from finetune.errors import UserError
+from finetune.recipe.schema import Quantization
+
+META = torch.device("meta")
+
+
+def is_stored_quantised(config: PretrainedConfig) -> bool:
+    """Returns whether transformers unpacks or keeps packed what a checkpoint has, by its own config."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def quantise(
+    model: Any,
+    settings: Quantization,
+    compute: torch.dtype,
+    device: torch.device,
+    kept_on: torch.device,
+    whole: list[str] | None = None,
+) -> None:
+    """Replace linear layers by packed ones, in place. Those on `meta` get the shapes of packed ones.
+
+    device: where a layer is packed; kept_on: where it stays. whole: names of modules that stay as they are; None: the
+    head, and what the model's code keeps in fp32. Raises UserError with the install line where bitsandbytes is missing.
+    """
+    pack = _pack_fp8 if settings.type == "fp8" else _four_bit_packer(settings)
+    skipped = HfQuantizer.get_modules_to_not_convert(model, whole, model._keep_in_fp32_modules)
+    for name, module in list(model.named_modules()):
+        if not (isinstance(module, Conv1D) or type(module) is nn.Linear) or not should_convert_module(name, skipped):
+            continue
+        weight = module.weight.detach().T if isinstance(module, Conv1D) else module.weight.detach()
+        bias = None if module.bias is None else module.bias.detach()
+        packed = pack(weight if weight.is_meta else weight.to(device), bias, compute)
+        packed.requires_grad_(False)
+        if not weight.is_meta:
+            move(packed, kept_on)
+        model.set_submodule(name, packed)
+    model.is_loaded_in_4bit = settings.type != "fp8"  # peft asks
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Move a model to a device, in place; its quantisation states as well, which are no module's tensors."""
+    model.to(device)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and (state := getattr(module, "quant_state", None)) is not None:
+            state.to(device)
+
+
+def linear_weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
+    """Yields each packed parameter, and the weights that it has."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and (isinstance(module, Fp8Linear) or hasattr(module, "quant_state")):
+            yield module.weight, module.in_features * module.out_features
+
+
+# --- 4 bits
+
+
+def _four_bit_packer(settings: Quantization) -> Any:
+    try:
+        from bitsandbytes import functional
+        from bitsandbytes.nn import Linear4bit
+    except ImportError:
+        raise UserError(
+            f"`quantization.type: {settings.type}` needs bitsandbytes: pip install 'bitsandbytes>=0.49'"
+        ) from None
+    # Made at the first use, on the device of that one, which may be `meta`.
+    functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
+
+    def pack(weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> nn.Module:
+        layer = Linear4bit(
+            weight.shape[1],
+            weight.shape[0],
+            bias is not None,
+            compute,
+            compress_statistics=settings.double_quant is not False,
+            quant_type=settings.type,
+            quant_storage=compute,
+            device="meta",
+        )
+        pack_4bit(layer, weight)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias, requires_grad=False)
+        return layer
+
+    return pack
+
+
+def pack_4bit(layer: Any, weight: Tensor) -> None:
+    """Pack `weight` on its own device, for a bitsandbytes layer."""
+    from bitsandbytes.nn import Params4bit
+
+    layer.weight = Params4bit(weight, requires_grad=False, **vars(layer.weight))._quantize(weight.device)
+
+
+def keep_weights_unpacked(model: Any) -> None:
+    """Forbid bitsandbytes to repack 4-bit weights for inference on CPUs with AVX512-BF16.
+
+    One evaluation pass would repack them, `train()` would not undo it, and every later gradient would be wrong
+    (bitsandbytes 0.50, nn/modules.py, `Linear4bit.forward`).
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def make_plain(model: nn.Module) -> None:
+    """Replace 4-bit parameters by plain ones over the same bytes; layers keep their quantisation states themselves.
+
+    A parameter with a state adds the state's tensors to each state dict, and reads numbers off them. The layer's
+    forward gives it back.
+    """
+    for module in model.modules():
+        if type(weight := module._parameters.get("weight")).__name__ == "Params4bit" and weight is not None:
+            module.weight = nn.Parameter(weight.detach().as_subclass(Tensor), requires_grad=False)
+
+
+def state_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields (path of attributes, tensor) of a 4-bit layer's quantisation state."""
+    state = getattr(module, "quant_state", None) if isinstance(module, nn.Linear) else None
+    for path, part in (("quant_state", state), ("quant_state.state2", getattr(state, "state2", None))):
+        for name in ("absmax", "code", "offset"):
+            if isinstance(value := getattr(part, name, None), Tensor):
+                yield f"{path}.{name}", value
+
+
+# --- 8 bits
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of E4M3
+
+
+def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (O, I) E4M3 and (O, 1) fp32 scales, powers of two: the smallest with which a row fits.
+
+    Such a scale moves exponents alone: 4 bits of significand times it are exact in bfloat16 and float32, so that all
+    devices and compute types have the same weights.
+    """
+    largest = weight.abs().amax(1, keepdim=True).float()
+    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest / LARGEST).exponent)
+    return (weight.float() / scale).to(E4M3), scale
+
+
+class Fp8Linear(nn.Linear):
+    """A frozen linear layer in 8 bits a weight. Unpacked in the forward and again in the backward, never kept."""
+
+    scale: Tensor  # (O, 1) fp32
+
+    def __init__(self, packed: Tensor, scale: Tensor, in_features: int, bias: Tensor | None):
+        """packed: (ceil(O * I / size), 1) bytes as floats of the compute type, `size` bytes each."""
+        super().__init__(in_features, len(scale), bias is not None, device="meta")
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.register_buffer("scale", scale, persistent=False)
+        if bias is not None:
+            self.bias = nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., I) -> (..., O) in the compute type
+        return _Fp8Product.apply(x.to(self.weight.dtype), self.weight, self.scale, self.bias)  # pyright: ignore[reportReturnType]
+
+
+def unpacked(weight: Tensor, scale: Tensor, in_features: int) -> Tensor:
+    """Returns (O, I) in the type that the bytes are stored as: exact, but where fp16 has no such small numbers."""
+    rows = weight.view(-1).view(torch.uint8)[: len(scale) * in_features].view(E4M3).view(len(scale), in_features)
+    return rows.to(weight.dtype) * scale.to(weight.dtype)
+
+
+class _Fp8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight, scale)
+        ctx.in_features = x.shape[-1]
+        return F.linear(x, unpacked(weight, scale, x.shape[-1]), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        weight, scale = ctx.saved_tensors
+        return grads[0] @ unpacked(weight, scale, ctx.in_features), None, None, None
+
+
+def _pack_fp8(weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> nn.Module:
+    outputs, inputs = weight.shape
+    size = -(-weight.numel() // compute.itemsize)
+    if weight.is_meta:
+        packed, scale = torch.empty(size, 1, dtype=compute, device=META), torch.empty(outputs, 1, device=META)
+        return Fp8Linear(packed, scale, inputs, bias)
+    values, scale = fp8_rows(weight)
+    flat = values.view(torch.uint8).flatten()
+    flat = F.pad(flat, (0, size * compute.itemsize - flat.numel()))
+    return Fp8Linear(flat.view(compute)[:, None], scale, inputs, bias)

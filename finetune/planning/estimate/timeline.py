@@ -1,0 +1,395 @@
+"""Memory over one micro-batch: a forward and a backward of the run's own code, on fake tensors.
+
+    before | layer 0 | layer 1 | ... | head || head | ... | layer 1 | layer 0 | before
+               forward                                backward
+
+Every storage is weighed from its allocation to its release, so what a forward keeps, what a layer computes again, and
+the largest moment of each part are counted, and what several operations keep is counted once. The model has one layer
+more than it has kinds of layers; `phases.py` lays the parts end to end for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from finetune.data.batch import collate
+from finetune.data.samples import Example
+from finetune.data.samples import Sequence as TokenSequence
+from finetune.engine import tensor_parallel
+from finetune.errors import UserError
+from finetune.models.activations import ActivationOffload
+from finetune.models.attention import AttentionChoice, kernels
+from finetune.models.attention.choice import Kernels, choose_attention
+from finetune.models.config import dtypes
+from finetune.models.head.chunked import rows_at_once
+from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.moe import compute_experts_in
+from finetune.models.quantized import linear_weights
+from finetune.models.score_model import ScoreModel
+from finetune.models.weights import keep_input_types
+from finetune.objectives import make_objective, score_labels
+from finetune.objectives.forward import ForwardPass
+from finetune.objectives.objective import Objective, Term
+from finetune.objectives.table import OF_TOKENS
+from finetune.planning.estimate.shapes import shortened, skeleton
+from finetune.planning.fake_devices import Meter
+from finetune.recipe import Recipe
+from finetune.utils import unwrap_peft
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes above those at its begin."""
+
+    peak: int
+    kept: int  # at its end; less than nothing where it frees
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Parts of a micro-batch; layers by kind, as `shapes.shortened` tells them apart."""
+
+    before: Part
+    layers: tuple[Part, ...]
+    head: Part
+    head_backward: Part
+    layers_backward: tuple[Part, ...]
+    before_backward: Part
+
+
+@dataclass(frozen=True)
+class HeaviestBatch:
+    """The largest micro-batch of a run."""
+
+    documents: tuple[int, ...]  # tokens of each
+    targets: int  # supervised tokens
+
+    @classmethod
+    def of_rows(cls, rows: int, length: int, share: float = 1.0) -> HeaviestBatch:
+        """`rows` rows of one document of `length` tokens, a `share` of them supervised."""
+        return cls((length,) * rows, max(1, int(rows * (length - 1) * share)))
+
+
+@dataclass(frozen=True)
+class How:
+    """What of an engine a forward and a backward show."""
+
+    device: str = "cuda"
+    capability: tuple[int, int] = (9, 0)
+    casts_weights: bool = False  # gathered in the compute type (FSDP2)
+    keeps_inputs_alone: bool = False  # linear layers without casts of their weights (ZeRO-3)
+    gradients_there: bool = False  # those of an earlier micro-batch, that are added to
+    drops_gradients: bool = False  # each is stepped by and freed as soon as it is there
+    tensor: int = 1  # ranks that share matrices
+
+
+def timeline_of(recipe: Recipe, config: PretrainedConfig, batch: HeaviestBatch, how: How) -> Timeline:
+    """Returns the parts of a micro-batch on one rank. Raises UserError where the model cannot be made."""
+    return _timeline(_Key(recipe, config, batch, how))
+
+
+class _Key:
+    """What a timeline depends on, for a cache."""
+
+    def __init__(self, recipe: Recipe, config: PretrainedConfig, batch: HeaviestBatch, how: How):
+        self.recipe, self.config, self.batch, self.how = recipe, config, batch, how
+        parts = {"model", "mode", "lora", "quantization", "tokens", "objective"}
+        train = {"precision", "activation_checkpointing", "activation_offload"}
+        text = recipe.model_dump_json(include={*parts}) + recipe.train.model_dump_json(include=train)
+        self.parts = (text, config.to_json_string(), batch, how)
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.parts == other.parts
+
+
+@functools.lru_cache(maxsize=64)
+def _timeline(key: _Key) -> Timeline:
+    recipe, how = key.recipe, key.how
+    short, kinds = shortened(key.config)
+    attention = attention_at(recipe, key.config, how)
+    count = len(set(kinds))
+    if count < len(kinds):  # one more, whose neighbours are layers on both sides
+        short = _with_first_again(short)
+    model, forward = _model(recipe, short, attention, how)
+    marks = Marks()
+    examples = _examples(recipe, key.batch)
+    batch = collate(examples)
+    with FakeTensorMode(allow_non_fake_inputs=True), marks.meter, _linear(how), _no_communication():
+        fill(model, dtypes(recipe).compute if how.casts_weights else None)
+        if how.gradients_there:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        on_device = batch.map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+        for parameter in model.parameters() if how.drops_gradients else ():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop)
+        marks.watch(_layers(model))
+        marks.begin("before")
+        outputs = forward(model, on_device)
+        loss = forward.objective.trial_loss(outputs, on_device)
+        marks.backward = True
+        marks.begin("head backward")
+        loss.backward()
+        marks.end()
+    return _parts(marks, count, len(_layers(model)))
+
+
+def _with_first_again(config: PretrainedConfig) -> PretrainedConfig:
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers += 1
+    if getattr(text, "layer_types", None):
+        text.layer_types = [*text.layer_types, text.layer_types[0]]
+    return config
+
+
+def _parts(marks: Marks, kinds: int, layers: int) -> Timeline:
+    forward = [marks.part(f"layer {i}") for i in range(layers)]
+    backward = [marks.part(f"layer {i} backward") for i in range(layers)]
+    # The first layer's backward ends with that of the embedding where its input needs no gradient: a later one's is
+    # taken for its kind where there is one.
+    if layers > kinds:
+        forward, backward = [forward[-1], *forward[1:kinds]], [backward[-1], *backward[1:kinds]]
+    return Timeline(
+        marks.part("before"),
+        tuple(forward),
+        marks.part("head"),
+        marks.part("head backward"),
+        tuple(backward),
+        marks.part("before backward"),
+    )
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class Marks:
+    """Cuts what a meter weighs into parts, at the edges of layers."""
+
+    def __init__(self) -> None:
+        self.meter, self.backward = Meter("cpu"), False
+        self._parts: dict[str, Part] = {}
+        self._current, self._start = "", 0
+
+    def begin(self, name: str) -> None:
+        self.end()
+        self._current, self._start = name, self.meter.now
+        self.meter.begin(f"{name} {len(self._parts)}")
+
+    def end(self) -> None:
+        if self._current:
+            part = Part(self.meter.counts.peak_bytes - self._start, self.meter.now - self._start)
+            before = self._parts.get(self._current, Part(0, 0))
+            self._parts[self._current] = Part(max(before.peak, before.kept + part.peak), before.kept + part.kept)
+
+    def part(self, name: str) -> Part:
+        return self._parts.get(name, Part(0, 0))
+
+    def watch(self, layers: list[Any]) -> None:
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(self._enters, index), with_kwargs=True)
+            layer.register_forward_hook(partial(self._leaves, index, len(layers)))
+
+    def _enters(self, index: int, _layer: Any, inputs: Any, named: Any) -> None:
+        if self.backward:  # computes again
+            return
+        hidden = inputs[0] if inputs else named["hidden_states"]
+        if hidden.requires_grad:
+            before = "before backward" if index == 0 else f"layer {index - 1} backward"
+            hidden.register_hook(lambda _gradient: self.begin(before))
+        self.begin(f"layer {index}")
+
+    def _leaves(self, index: int, layers: int, _layer: Any, _inputs: Any, output: Any) -> None:
+        if self.backward:
+            return
+        if index == layers - 1:
+            self.begin("head")
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _gradient: self.begin(f"layer {index} backward"))
+
+
+# --- the model
+
+
+def attention_at(recipe: Recipe, config: PretrainedConfig, how: How) -> AttentionChoice:
+    """Returns the attention of a run on such a device, which this machine need not have, for fake tensors."""
+    try:
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        raise UserError(f"{type(config).__name__} is not a causal language model that transformers knows") from None
+    half = dtypes(recipe).compute != torch.float32
+    there = Kernels(how.capability, flash_kernels=True, triton=True) if how.device == "cuda" else Kernels()
+    choice = choose_attention(recipe.model.attention, model_class, config, how.device, half, there)
+    if choice.implementation == kernels.VARLEN:
+        return replace(choice, prepare=partial(kernels.prepare_varlen, device="cpu"))
+    return choice
+
+
+def _model(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, how: How) -> tuple[Any, ForwardPass]:
+    """Returns the wrapped model on `meta`, and what calls it; as `training/run.py` makes them."""
+    model = skeleton(recipe, config, attention)
+    if how.tensor > 1:
+        tensor_parallel.parallelize(model, tensor_parallel.TensorGroup(None, 0, how.tensor))
+    if recipe.quantization is not None:
+        _unpack_in_forwards(model)
+    types = dtypes(recipe)
+    casts = types.compute != types.trained
+    if casts:
+        compute_experts_in(model, types.compute)
+        keep_input_types(model)
+    surroundings: dict[str, Any] = {"device_type": "cpu", "autocast": types.compute if casts else None}
+    if recipe.train.activation_offload and how.device != "cpu":
+        surroundings["offload"] = ActivationOffload(torch.device("cpu"))
+    labels = score_labels(recipe.objective)
+    if labels:
+        return ScoreModel(model, **surroundings), ForwardPass(attention, make_objective(recipe.objective))
+    objective = make_objective(recipe.objective) if recipe.objective.name in ("sft", "focal") else _any_tokens()
+    wrapped = CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=objective.only_sums, **surroundings)
+    if wrapped.choice.implementation != "plain":
+        wrapped._rows = rows_at_once(config.get_text_config().vocab_size, how.device)
+    return wrapped, ForwardPass(attention, objective)
+
+
+def _any_tokens() -> Objective:
+    """Of objectives that read more than a batch has here: the gradient of every token's loss."""
+    return Objective(lambda outputs, _batch: {"loss": Term(outputs.token_losses.sum(), None, 1.0)}, differentiable=True)
+
+
+def _examples(recipe: Recipe, batch: HeaviestBatch) -> list[Example]:
+    """Returns documents with targets at their ends."""
+    left, made = batch.targets, []
+    for length in batch.documents:
+        targets = min(length - 1, left)
+        left -= targets
+        mask = np.arange(length) >= length - targets
+        made.append(TokenSequence(np.zeros(length, dtype=np.int32), mask))
+    columns = {"label": 0.0} if recipe.objective.name not in OF_TOKENS else {}
+    return [Example("", 1, 0, (sequence,), columns) for sequence in made]
+
+
+def _layers(model: Any) -> list[Any]:
+    return list(unwrap_peft(model.causal_lm).base_model.layers)
+
+
+def fill(model: Any, dtype: torch.dtype | None = None) -> None:
+    """Give what is on `meta` a place on the CPU, which under a mode of fake tensors has no memory. Tied weights stay
+    tied. dtype: of floating-point parameters; None: their own."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+                made[id(parameter)] = torch.nn.Parameter(
+                    torch.empty(parameter.shape, dtype=kind), parameter.requires_grad
+                )
+            module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+class _Unpacked(torch.autograd.Function):
+    """A product with a weight that is unpacked for it, in the forward and again in the backward (`models/quantized.py`,
+    bitsandbytes' MatMul4Bit)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.shape = shape
+        return torch.nn.functional.linear(x, torch.empty(shape, dtype=x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        return gradient @ torch.empty(ctx.shape, dtype=gradient.dtype), None
+
+
+def _unpack_in_forwards(model: Any) -> None:
+    packed = {id(parameter) for parameter, _ in linear_weights(model)}
+    for module in model.modules():
+        if id(getattr(module, "weight", None)) in packed and isinstance(module, torch.nn.Linear):
+            layer: Any = module
+            layer.forward = partial(_product, (layer.out_features, layer.in_features))
+
+
+def _product(shape: tuple[int, int], x: Tensor) -> Tensor:
+    kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    out: Any = _Unpacked.apply(x.to(kind), shape)
+    return out.to(x.dtype)
+
+
+# --- surroundings
+
+
+class _InputAlone(torch.autograd.Function):
+    """As DeepSpeed's linear layer under stage 3: it keeps input and weight, and autocast's copies only as long as a
+    product takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        output = x.matmul(weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        x, weight, bias = ctx.saved_tensors
+        with torch.autocast("cpu", dtype=gradient.dtype, enabled=gradient.dtype != torch.float32, cache_enabled=False):
+            grad_x = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
+            flat = gradient.reshape(-1, gradient.shape[-1])
+            grad_weight = flat.t().matmul(x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+        grad_bias = flat.sum(0) if bias is not None and ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias
+
+
+@contextlib.contextmanager
+def _linear(how: How) -> Iterator[None]:
+    original: Callable[..., Tensor] = torch.nn.functional.linear
+    if how.keeps_inputs_alone:
+        torch.nn.functional.linear = lambda x, weight, bias=None: _InputAlone.apply(x, weight, bias)
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = original
+
+
+@dataclass
+class _Nobody:
+    """Collectives with one rank."""
+
+    calls: int = field(default=0)
+
+    def all_reduce(self, _tensor: Tensor, **_: Any) -> None:
+        self.calls += 1
+
+    def all_gather(self, _parts: list[Tensor], _tensor: Tensor, **_: Any) -> None:
+        self.calls += 1
+
+
+@contextlib.contextmanager
+def _no_communication() -> Iterator[None]:
+    original: Any = tensor_parallel.dist
+    tensor_parallel.dist = _Nobody()  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        tensor_parallel.dist = original

@@ -1,0 +1,118 @@
+"""The memory of a run by running it: its own set-up and steps as one rank of N, on devices that are not there.
+
+    python -m finetune.training.exact RECIPE CONFIG PROCESSES [KEY=VALUE ...]
+
+In a process of its own, for it changes tables of libtorch (`planning/fake_devices.py`). A line of JSON for each phase
+that begins, and at last one with the peaks.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from finetune.errors import UserError
+
+PHASES = ("load", "wrap", "forward", "backward", "reduction", "optimizer", "save")
+_ORDER = ("load", "wrap", *("batch", "forward", "backward", "reduction", "optimizer") * 2, "save")  # of a run
+
+
+@dataclass(frozen=True)
+class ExactMemory:
+    phases: dict[str, int]  # bytes of tensors on the device at the peak of each, of rank 0
+    at_peak: list[tuple[str, int]]  # what lay there: shape, type and phase in which it came; bytes
+
+    @property
+    def tensors(self) -> int:
+        return max(self.phases.values())
+
+
+def exact_memory(
+    recipe_file: str,
+    overrides: Sequence[str],
+    config_file: str,
+    processes: int,
+    progress: Callable[[float, str], None] = lambda share, phase: None,
+) -> ExactMemory:
+    """Returns what a rank of a run takes on fake H100s. progress: is told the share that is done and what runs.
+
+    Seconds to minutes. Raises UserError where the run would, and where this torch cannot have such devices.
+    """
+    from finetune.planning.fake_devices import why_not
+
+    if reason := why_not():
+        raise UserError(f"--exact needs devices that are not there: {reason}; leave it out for the estimate by formula")
+    program = [sys.executable, "-m", "finetune.training.exact", recipe_file, config_file, str(processes), *overrides]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        found, begun = dict[str, Any](), 0
+        for line in running.stdout:
+            if not line.startswith("{"):
+                continue
+            found = json.loads(line)
+            if "phase" in found:
+                begun = _ORDER.index(found["phase"], begun) if found["phase"] in _ORDER[begun:] else begun
+                progress(begun / len(_ORDER), found["phase"])
+        errors = running.stderr.read()
+    if "error" in found:
+        raise UserError(found["error"])
+    if "phases" not in found:
+        last = errors.strip().splitlines()[-1:] or ["no message"]
+        raise UserError(f"--exact: {config_file} cannot run on devices without values: {last[0]}")
+    return ExactMemory(found["phases"], [(what, size) for what, size in found["at_peak"]])
+
+
+def main(recipe_file: str, config_file: str, processes: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns what is written last."""
+    from rich.console import Console
+
+    from finetune.data.building import OpenedSources
+    from finetune.data.dataset import build_training
+    from finetune.engine.base import Engine
+    from finetune.engine.compatibility import check_launch
+    from finetune.engine.launch import read_config_file
+    from finetune.models.config import load_tokenizer, training_config
+    from finetune.planning.fake_run import fake_run
+    from finetune.recipe import load_recipe
+    from finetune.training.run import build_trainer
+    from finetune.training.signals import StopRequest
+
+    recipe = load_recipe(recipe_file, overrides)
+    config, tokenizer = training_config(recipe), load_tokenizer(recipe.model)
+    micro_batches = check_launch(recipe, recipe_file, read_config_file(config_file, processes), config)
+    training = build_training(recipe, tokenizer, OpenedSources(recipe))
+
+    def start(engine: Engine) -> Any:
+        console = Console(file=io.StringIO())
+        data = (training, None)
+        trainer = build_trainer(recipe, engine, tokenizer, config, data, micro_batches, StopRequest(), console)
+        trainer.saver = SimpleNamespace(failed=False)  # pyright: ignore[reportAttributeAccessIssue]  (`_run` makes it)
+        return trainer
+
+    meter = fake_run(recipe, config, config_file, processes, start, told=lambda phase: _say({"phase": phase}))
+    peaks = {name: meter.phases[name].peak_bytes for name in PHASES if name in meter.phases}
+    return {"phases": peaks, "at_peak": meter.at_peak.most_common(12)}
+
+
+def _say(content: dict[str, Any]) -> None:
+    print(json.dumps(content), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        _say(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]))
+    except UserError as refusal:
+        _say({"error": str(refusal)})
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if sys.exc_info()[0] is None:
+            os._exit(0)  # libtorch's teardown would call into the changed tables

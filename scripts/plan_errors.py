@@ -1,0 +1,413 @@
+"""Predicted memory (`finetune/planning/estimate`) against what runs take; an hour on two cores.
+
+    python scripts/plan_errors.py --out benchmarks/results/plan_errors.json
+    python scripts/plan_errors.py --only zero3 --folder measured
+
+processes   real ones: every allocation and release of the second step that torch's profiler records. Weights are copied
+            before they are wrapped, for on a CPU they are mapped files, which no allocator has given. State is what the
+            engine's own counter finds after the step, to the byte.
+devices     the run's own set-up and two steps as one rank of N on fake CUDA devices, every storage weighed. For configs
+            of several processes, as gloo's threads keep the tensors of their last collective: an artefact of CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "plan_errors.json"
+MARK = "plan_errors/"
+PHASES = ("forward", "backward", "optimizer")
+STEPS = 2  # the second begins with an optimizer that has its state
+TOKENS = 192  # of a row, which is one document
+_COMMON = {
+    "intermediate_size": 512,
+    "hidden_size": 192,
+    "num_hidden_layers": 4,
+    "vocab_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {**_COMMON}),
+    "tied": ("llama_tied", {**_COMMON, "vocab_size": 3072}),
+    "odd": ("llama", {**_COMMON, "vocab_size": 1031, "intermediate_size": 501, "num_hidden_layers": 5}),
+    "qwen3": ("qwen3", {**_COMMON, "head_dim": 24}),
+    "mistral": ("mistral", {**_COMMON, "sliding_window": 4096}),
+}
+MODES: dict[str, list[str]] = {
+    "full": [],
+    "lora": ["mode=lora", "lora.rank=16"],
+    "qlora": ["mode=qlora", "lora.rank=16", "quantization.type=nf4"],
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    model: str
+    config: str
+    processes: int
+    mode: str
+    overrides: tuple[str, ...] = ()
+    level: str = "processes"  # real ones; devices: one rank on those that are not there
+    rank: int = 0
+
+    @property
+    def name(self) -> str:
+        said = "_".join(part.rpartition(".")[2].replace("=", "-") for part in self.overrides)
+        rank = f"rank-{self.rank}" if self.level == "devices" else ""
+        return "_".join(filter(None, (self.model, self.config, str(self.processes), self.mode, said, rank)))
+
+    @property
+    def all_overrides(self) -> list[str]:
+        return [*MODES[self.mode], *self.overrides]
+
+
+# --- in a launch
+
+
+def measure_case(
+    recipe_file: str, out: Path, name: str, overrides: list[str], config_file: str | None
+) -> dict[str, Any]:
+    """Trains two steps in this process group; returns bytes of state and peaks of phases, of this rank."""
+    import torch
+    from rich.console import Console
+
+    from finetune.data.dataset import build_training
+    from finetune.engine.base import StorageCounter, measure_state_bytes
+    from finetune.engine.compatibility import check_launch
+    from finetune.engine.launch import read_launch
+    from finetune.engine.start import start_engine
+    from finetune.errors import UserError
+    from finetune.models.config import load_tokenizer, training_config
+    from finetune.recipe import load_recipe
+    from finetune.training import run
+    from finetune.training.run_dir import make_run_folder
+    from finetune.training.signals import StopRequest
+
+    recipe = load_recipe(recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}"])
+    launch, config, tokenizer = read_launch(config_file), training_config(recipe), load_tokenizer(recipe.model)
+    try:
+        micro_batches = check_launch(recipe, recipe_file, launch, config)
+    except UserError as refusal:
+        return {"refused": str(refusal)}
+    training, engine = build_training(recipe, tokenizer), start_engine(recipe, launch)
+    make_run_folder(recipe)
+    load, state = run._load, dict[str, int]()
+
+    def load_copied(*arguments: Any) -> Any:
+        model, objective = load(*arguments)
+        for parameter in model.parameters():
+            if not parameter.is_meta and not hasattr(parameter, "ds_tensor") and not hasattr(parameter, "quant_state"):
+                parameter.data = parameter.data.clone()
+        return model, objective
+
+    run._load = load_copied
+    try:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profiler:
+            trainer = run.build_trainer(
+                recipe,
+                engine,
+                tokenizer,
+                config,
+                (training, None),
+                micro_batches,
+                StopRequest(),
+                Console(quiet=True),
+            )
+            trainer.saver = SimpleNamespace(failed=False)  # pyright: ignore[reportAttributeAccessIssue]
+            _mark_phases(trainer)
+
+            def gradients() -> None:
+                state["gradients"] = StorageCounter(engine.device).add(engine.gradients())
+
+            trainer.meters.measure_gradients = gradients
+            for number in range(STEPS):
+                gc.collect()  # what the load has left in cycles would be freed at some time
+                with torch.profiler.record_function(f"{MARK}step {number}"):
+                    pass
+                trainer.train_step(trainer.loader.step(number))
+            state["weights"], state["optimizer state"] = measure_state_bytes(engine)
+    finally:
+        run._load = load
+    engine.close()
+    return {"state": state, "peaks": peaks(profiler), "micro_batches": trainer.plan.micro_batches}
+
+
+def _mark_phases(trainer: Any) -> None:
+    """Let the profiler see where the phases of steps begin."""
+    import torch
+
+    engine, phase = trainer.engine, trainer.engine.stopwatch.phase
+
+    def mark(name: str) -> None:
+        with torch.profiler.record_function(MARK + name):
+            pass
+
+    @contextlib.contextmanager
+    def named(name: str) -> Iterator[None]:
+        mark(name)
+        with phase(name):
+            yield
+        mark("forward" if name == "backward" else "rest")
+
+    def accumulate(*arguments: Any) -> None:
+        mark("forward")
+        type(engine).accumulate(engine, *arguments)
+        mark("rest")
+
+    engine.stopwatch.phase, engine.accumulate = named, accumulate
+
+
+def peaks(profiler: Any) -> dict[str, int]:
+    """Returns the most bytes that were allocated at once in each phase of the last step."""
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    now, phase, found = 0, "load", defaultdict[str, int](int)
+    for event in events:
+        if event.name().startswith(MARK):
+            phase = event.name().removeprefix(MARK)
+            if phase == f"step {STEPS - 1}":
+                found.clear()
+            found[phase] = max(found[phase], now)
+        elif event.name() == "[memory]":
+            now += event.nbytes()
+            found[phase] = max(found[phase], now)
+    return dict(found)
+
+
+# --- outside
+
+
+def recipe_file(folder: Path, model: str) -> Path:
+    import parity
+    import tiny
+    import yaml
+
+    name, changes = MODELS[model]
+    home = folder / model
+    home.mkdir(exist_ok=True)
+    tiny.save_model(home, name, **changes)
+    rows = [
+        {"messages": [{"role": "user", "content": "stone"}, {"role": "assistant", "content": "light paper " * 200}]}
+    ] * 64
+    tiny.write_rows(home / "rows.jsonl", rows)
+    values = parity.base_recipe(home)
+    values["model"]["name"] = str(home / name)
+    del values["data"]["eval"], values["evaluate"]
+    values["data"] |= {"max_length": TOKENS, "overlong": "truncate"}
+    values["batch"] = {"rows": 8, "rows_per_device": 1}
+    values["train"] |= {"precision": "bf16", "max_steps": STEPS}
+    values["schedule"] = {"warmup_steps": 0}
+    (home / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return home / "recipe.yaml"
+
+
+def run_processes(folder: Path, cells: list[Cell]) -> None:
+    """Runs cells of one model, config and size in one launch, each rank writing its file."""
+    import forks
+
+    first = cells[0]
+    config = ROOT / "accelerate_configs" / f"{first.config}.yaml"
+    alone = first.config == "single"
+    cases = [
+        {"name": cell.name, "overrides": cell.all_overrides, "config_file": None if alone else str(config)}
+        for cell in cells
+    ]
+    plan = folder / "plan.json"
+    content = {"recipe": str(folder / first.model / "recipe.yaml"), "out": str(folder), "cases": cases}
+    plan.write_text(json.dumps(content), encoding="utf-8")
+    if alone:
+        done = forks.python(Path(__file__), "--measure", plan)
+    else:
+        os.environ["TORCHELASTIC_RUN_ID"] = "plan_errors"
+        done = forks.torchrun(first.processes, Path(__file__), "--measure", plan)
+        del os.environ["TORCHELASTIC_RUN_ID"]
+    if done.returncode:
+        print(f"{first.name}: {done.stderr[-1500:]}", file=sys.stderr)
+
+
+def run_devices(folder: Path, cells: list[Cell]) -> None:
+    """Runs one rank of each cell on devices that are not there; writes its file."""
+    wanted = {
+        cell.name: [cell.config, cell.processes, cell.rank, *cell.all_overrides]
+        for cell in cells
+        if not (folder / f"{cell.name}.json").exists()
+    }
+    program = [sys.executable, str(ROOT / "tests" / "fake_cuda" / "fake_cells.py")]
+    program += [str(folder / "llama" / "recipe.yaml"), str(folder)]
+    paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run(program, input=json.dumps(wanted), text=True, env=environment, check=True)
+
+
+def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
+    """Returns what is predicted and measured of a cell, in bytes; None where it was refused or did not run."""
+    from finetune.engine.launch import read_config_file
+    from finetune.models.config import training_config
+    from finetune.planning.estimate.phases import phases_of
+    from finetune.planning.estimate.timeline import HeaviestBatch
+    from finetune.recipe import load_recipe
+
+    files = [folder / f"{cell.name}-{rank}.json" for rank in range(cell.processes)]
+    files = files if cell.level == "processes" else [folder / f"{cell.name}.json"]
+    if not all(file.exists() for file in files):
+        return None
+    ranks = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    if "refused" in ranks[0]:
+        return None
+    recipe = load_recipe(folder / cell.model / "recipe.yaml", cell.all_overrides)
+    launch = read_config_file(str(ROOT / "accelerate_configs" / f"{cell.config}.yaml"), cell.processes)
+    rows = recipe.batch.rows_per_device
+    assert isinstance(rows, int)
+    batch = HeaviestBatch.of_rows(rows, recipe.data.max_length)
+    micro_batches = recipe.batch.rows // rows // launch.parallelism.data
+    device = "cpu" if cell.level == "processes" else "cuda"
+    numbers = range(cell.processes) if cell.level == "processes" else [cell.rank]
+    config = training_config(recipe)
+    found: list[dict[str, Any]] = []
+    for rank, measured in zip(numbers, ranks, strict=True):
+        phases, state = phases_of(recipe, config, launch, rank, device, (9, 0), batch, micro_batches)
+        if device == "cpu":
+            peaks = {name: measured["peaks"][name] for name in PHASES if name in measured["peaks"]}
+            kept = {name: (state.persistent[name], measured["state"][name]) for name in measured["state"]}
+        else:
+            peaks = {name: measured["phases"][name]["peak_bytes"] for name in PHASES}
+            kept = {}
+        predicted = max(phases[name] for name in (*PHASES, "reduction"))
+        found.append({"predicted": predicted, "measured": max(peaks.values()), "state": kept})
+    return max(found, key=lambda one: one["measured"])
+
+
+def errors(compared: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns median and worst error of peaks, and the share of pairs more than 10 % apart whose order is right."""
+    off = {name: one["predicted"] / one["measured"] - 1 for name, one in compared.items()}
+    sizes = [(one["predicted"], one["measured"]) for one in compared.values()]
+    pairs = [(a, b) for a, b in combinations(sizes, 2) if max(a[1], b[1]) > 1.1 * min(a[1], b[1])]
+    right = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)
+    worst = max(off, key=lambda name: abs(off[name]))
+    median = statistics.median(map(abs, off.values()))
+    order = {"pairs": len(pairs), "right": right / len(pairs) if pairs else 1.0}
+    return {"cells": len(off), "median": median, "worst": [worst, off[worst]], "order": order}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="words that all are in the name of a cell")
+    parser.add_argument("--folder", type=Path, help="keeps what was measured; what is there already is not run again")
+    parser.add_argument("--no-runs", action="store_true", help="compare only what was measured in --folder")
+    parser.add_argument("--out", type=Path, help=f"JSON, such as {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        from worker import main as run_plan
+
+        run_plan(json.loads(arguments.measure.read_text(encoding="utf-8")), measure_case)
+        return
+    cells = [cell for cell in CELLS if all(word in cell.name for word in arguments.only)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        if not arguments.no_runs:
+            run_all(folder, cells)
+        compared = {cell.name: one for cell in cells if (one := compare(folder, cell)) is not None}
+    for level in ("processes", "devices"):
+        of_level = {cell.name: compared[cell.name] for cell in cells if cell.level == level and cell.name in compared}
+        for name, one in of_level.items():
+            exact = all(ours == theirs for ours, theirs in one["state"].values())
+            error = one["predicted"] / one["measured"] - 1
+            print(f"{error:+7.1%}  {one['measured'] / 2**20:8.2f} MiB  {'' if exact else 'state differs'}  {name}")
+        if of_level:
+            print(level, json.dumps(errors(of_level)))
+    if arguments.out:
+        content = {"of": __doc__, "all": errors(compared), "cells": compared}
+        arguments.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def run_all(folder: Path, cells: list[Cell]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for model in dict.fromkeys(["llama", *(cell.model for cell in cells)]):
+        if not (folder / model / "recipe.yaml").exists():
+            recipe_file(folder, model)
+    run_devices(folder, [cell for cell in cells if cell.level == "devices"])
+    launches = defaultdict[Any, list[Cell]](list)
+    for cell in cells:
+        if cell.level == "processes" and not (folder / f"{cell.name}-0.json").exists():
+            launches[cell.model, cell.config, cell.processes].append(cell)
+    for of_launch in launches.values():
+        run_processes(folder, of_launch)
+
+
+RECOMPUTED, KEPT, SELECTIVE = (f"train.activation_checkpointing={how}" for how in ("true", "false", "selective"))
+_FP32 = "train.precision=fp32"
+_PROCESSES = [
+    Cell(model, "single", 1, mode, overrides)
+    for model in MODELS
+    for mode, overrides in (
+        ("full", (RECOMPUTED, "batch.rows=2")),
+        ("lora", (RECOMPUTED, "batch.rows=2")),
+        ("full", (KEPT, "batch.rows=2")),
+        ("qlora", (KEPT, "batch.rows=2")),
+        ("full", (SELECTIVE, "batch.rows=1")),
+        ("lora", (KEPT, _FP32, "batch.rows=4", "batch.rows_per_device=2")),
+        ("full", (RECOMPUTED, _FP32, "batch.rows=1")),
+        ("qlora", (RECOMPUTED, "batch.rows=2", "batch.rows_per_device=2")),
+    )
+]
+_DEVICES = [
+    Cell("llama", config, processes, mode, (how, f"batch.rows={rows}"), "devices", rank)
+    for config, processes, mode, how, rank, rows in (
+        ("ddp", 2, "full", RECOMPUTED, 0, 4),
+        ("cp", 2, "full", RECOMPUTED, 0, 4),
+        ("ulysses", 2, "full", RECOMPUTED, 0, 4),
+        ("hsdp", 4, "full", RECOMPUTED, 0, 8),
+        ("fsdp2_tp", 4, "full", RECOMPUTED, 0, 8),
+        ("zero3_offload", 2, "full", RECOMPUTED, 0, 4),
+        ("fsdp2", 2, "qlora", KEPT, 0, 4),
+        ("zero2", 2, "lora", RECOMPUTED, 0, 4),
+        ("zero3", 4, "full", RECOMPUTED, 0, 8),
+        ("fsdp2", 4, "full", SELECTIVE, 3, 8),
+        ("tp", 2, "full", RECOMPUTED, 0, 4),
+        ("zero2", 2, "full", RECOMPUTED, 0, 4),
+        ("fsdp2_cp", 4, "lora", RECOMPUTED, 0, 8),
+        ("zero3", 2, "qlora", RECOMPUTED, 0, 4),
+        ("fsdp2", 2, "full", RECOMPUTED, 0, 2),
+        ("zero2", 4, "full", KEPT, 0, 8),
+        ("tp", 2, "lora", KEPT, 0, 4),
+        ("hsdp", 4, "lora", KEPT, 0, 8),
+        ("fsdp2_offload", 2, "lora", RECOMPUTED, 0, 4),
+        ("fsdp2", 2, "full", RECOMPUTED, 0, 4),
+        ("fsdp2", 2, "full", KEPT, 0, 4),
+        ("zero3", 2, "full", RECOMPUTED, 0, 4),
+        ("fsdp2_offload", 2, "full", RECOMPUTED, 0, 4),
+        ("zero3", 2, "lora", KEPT, 0, 4),
+        ("fsdp2", 2, "lora", RECOMPUTED, 0, 4),
+        ("ddp", 4, "lora", RECOMPUTED, 0, 8),
+        ("zero2", 2, "qlora", RECOMPUTED, 0, 4),
+        ("fsdp2", 8, "full", RECOMPUTED, 7, 8),
+        ("zero3", 8, "lora", RECOMPUTED, 0, 8),
+        ("ddp", 2, "full", KEPT, 0, 4),
+    )
+]
+CELLS = _PROCESSES + _DEVICES
+
+
+if __name__ == "__main__":
+    sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]
+    main()
