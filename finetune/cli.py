@@ -300,6 +300,63 @@ def check(
 
 
 @app.command(cls=Command)
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    on: Annotated[
+        list[str] | None, typer.Option(metavar="NxDEVICE", help="Devices, such as 8xH100-80; may be repeated.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Machines, each with these devices.")] = 1,
+    by: Annotated[str, typer.Option(help="Rank by time or by price.")] = "time",
+    budget: Annotated[
+        float | None, typer.Option(help="Most that the run may cost, in the currency of its price.")
+    ] = None,
+    deadline: Annotated[str | None, typer.Option(help="Longest that the run may take: 90m, 12h, 2d.")] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken away.")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="Measure this machine's speed, half a minute.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the accelerate config of the best place.")] = False,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="KEY=FIRST..LAST", help="Other values of a key: data.max_length=2048..131072.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What must change to fit into as much a device: 24GB.")
+    ] = None,
+    hardware: Annotated[Path | None, typer.Option(help="Own devices. Default: hardware.yaml, if it is here.")] = None,
+    prices: Annotated[Path | None, typer.Option(help="Own prices. Default: prices.yaml, if it is here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a run before renting for it: does it fit, how fast, at what price, with which accelerate config.
+
+    Every legal config on the given devices, by formula, without weights and without network. docs/plan.md says what the
+    numbers rest on.
+
+    Example: [bold]python -m finetune plan recipes/llama3.1-8b/lora.yaml --on 8xH100-80 --on 2x4090[/bold]
+    """
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.planning.estimate.command import PlanOptions, run
+
+    wanted = (
+        tuple(on or ()),
+        nodes,
+        budget,
+        deadline,
+        by,
+        spot,
+        probe,
+        write,
+        sweep,
+        memory,
+        hardware,
+        prices,
+        as_json,
+    )
+    run(recipe, overrides or (), PlanOptions(*wanted), Console())
+
+
+@app.command(cls=Command)
 def inspect(
     recipe: RecipePath,
     overrides: Overrides = None,
