@@ -219,7 +219,6 @@ UNDER_PIPELINES = tuple(
     case.name
     for case in CASES
     if not any(word in case.name for word in ("dropout", "auto rows", "qlora checkpointing", "balance"))
-    and not any(word in case.name for word in ("reward", "classify"))  # their head is no LM head
 )
 FEW_SHARED = ("full", "lora", "full tied", "lora tied")
 # Names of configs that have no file of their own: another's, with these sizes.
