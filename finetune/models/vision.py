@@ -13,9 +13,11 @@ Letters: T tokens of the flat row, N images, P patches, D hidden size.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -263,18 +265,29 @@ class ImagePart:
         for module in self._frozen:
             module.training = False
 
-    def complete(self, model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the inputs of a forward, by which the tower runs in it. model: transformers' or peft's."""
+    @contextlib.contextmanager
+    def forward(self, model: Any, inputs: dict[str, Any]) -> Iterator[None]:
+        """Around a forward with these inputs: the tower runs in it. model: transformers' or peft's.
+
+        Where transformers' own forward runs it, after the embedding: ZeRO-3 gathers weights ahead in the order of the
+        forward before, which has to be the same on all ranks.
+        """
         if "pixel_values" in inputs or not self._always or _is_continued(inputs):
-            return inputs
-        # In the order of transformers' forward: the embedding, and then the tower.
-        whole, ids = unwrap_peft(model), inputs["input_ids"]
-        embeddings = whole.get_input_embeddings()(ids)
-        pictures = {name: tensor.to(ids.device) for name, tensor in self._smallest.items()}
+            yield
+            return
+        whole = unwrap_peft(model)
+        hook = whole.get_input_embeddings().register_forward_hook(partial(self._add_nothing, whole))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _add_nothing(self, whole: Any, _embedding: Any, _inputs: Any, embeddings: Tensor) -> Tensor:
+        pictures = {name: tensor.to(embeddings.device) for name, tensor in self._smallest.items()}
         features = whole.base_model.get_image_features(**pictures, return_dict=True)
         for tensor in _gradients_to(features):
             embeddings = embeddings + (tensor.sum() * 0).to(embeddings.dtype)
-        return {**{name: value for name, value in inputs.items() if name != "input_ids"}, "inputs_embeds": embeddings}
+        return embeddings
 
 
 def _is_continued(inputs: dict[str, Any]) -> bool:

@@ -64,9 +64,8 @@ class WrappedModel(nn.Module):
         return self.causal_lm.config
 
     def forward(self, targets: Any = None, **inputs: Any) -> Any:
-        with self._surroundings():
-            if self._images is not None:
-                inputs = self._images.complete(self.causal_lm, inputs)
+        images = self._images.forward(self.causal_lm, inputs) if self._images else contextlib.nullcontext()
+        with self._surroundings(), images:
             if targets is None:
                 return self.causal_lm(**inputs)
             with self._routers.recording() if self._routers else contextlib.nullcontext([]) as logits:
