@@ -19,7 +19,6 @@ from finetune.models.attention.image_isolation import why_not_isolated
 from finetune.models.attention.isolation import Prepare, Verdict, verdict
 from finetune.models.attention.mixers import Mixers
 from finetune.models.config import dtypes, layer_configs
-from finetune.models.text_part import text_config
 from finetune.models.vision import family_of
 from finetune.recipe.schema import Recipe
 
@@ -140,6 +139,8 @@ def attention_for(recipe: Recipe, config: PretrainedConfig, device: str) -> Atte
 def _with_images(recipe: Recipe, config: PretrainedConfig, device: str) -> AttentionChoice:
     """Returns the attention of the language model of a multimodal one. Raises UserError where it, or what the family's
     forward does with images, does not keep packed documents apart."""
+    from finetune.models.text_part import text_config  # which tries models by this package
+
     text, family = text_config(config, has_head=True), family_of(config)
     model_class: Any = AutoModelForCausalLM._model_mapping[type(text)]
     requested, half = recipe.model.attention, dtypes(recipe).compute != torch.float32
