@@ -151,6 +151,7 @@ class ExportOptions:
     base: str | None = None
     verify: bool = True
     average: int | None = None  # checkpoints
+    quantised: str | None = None  # int8 or fp8
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -161,6 +162,7 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
     """Export a result or a checkpoint; returns where it is. Raises UserError."""
     from finetune.export.folder import export_folder, export_gguf
     from finetune.export.gguf_file import TYPES
+    from finetune.export.quantised import check_kind
     from finetune.export.trained import find_trained
 
     if options.to not in FORMATS:
@@ -168,17 +170,22 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
     types = _DTYPES if options.to == "hf" else TYPES
     if options.dtype is not None and options.dtype not in types:
         raise UserError(f"--dtype {options.dtype}: expected one of {', '.join(types)}")
+    if options.quantised is not None:
+        if options.to != "hf":
+            raise UserError(f"--quantize {options.quantised}: goes with --to hf; other formats have --dtype")
+        check_kind(options.quantised, options.verify)
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
     trained = find_trained(run_dir, options.step, options.average)
-    suffix = f"-step-{trained.step}" if trained.is_checkpoint else ""
+    suffix = f"-{options.quantised}" if options.quantised else ""
+    suffix += f"-step-{trained.step}" if trained.is_checkpoint else ""
     suffix += f"-mean-of-{options.average}" if options.average else ""
     out = options.out or run_dir / f"export-{options.to}{suffix}"
     what = f"step {trained.step}" if trained.is_checkpoint else "the result"
     console.print(f"exporting {what} of {escape(str(run_dir))}", highlight=False)
     if options.to == "hf":
         dtype = getattr(torch, options.dtype) if options.dtype else None
-        export_folder(trained, out, dtype, options.base, console.print)
+        export_folder(trained, out, dtype, options.base, console.print, quantised=options.quantised)
     else:
         export_gguf(trained, out, options.dtype or "bf16", options.base, console.print, options.to == "ollama")
     figures = gate(trained, out, options.base, console) if options.verify else None

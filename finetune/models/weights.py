@@ -7,6 +7,9 @@ Where the weights are in memory is the engine's decision (`Placement`).
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -301,6 +304,7 @@ def add_adapters(
     # Llama 4's router is a linear layer by class, but returns two tensors.
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     routers = [name for name, module in linear if type(module).__module__.startswith("transformers.models.")]
+    passed_by = _layers_without_a_call(model)
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     if paths is not None:
         targets = pattern_of(paths, [name for name, _ in model.named_modules()])
@@ -309,7 +313,7 @@ def add_adapters(
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (peft says int; it only divides)
         lora_dropout=lora.dropout,
         target_modules=targets,
-        exclude_modules=routers if targets == "all-linear" and routers else None,
+        exclude_modules=[*routers, *passed_by] or None if targets == "all-linear" else None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=whole or None,
@@ -323,12 +327,38 @@ def add_adapters(
             adapted = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"lora: {first_line(error)}") from error
+    for name in passed_by:
+        if hasattr(model.get_submodule(name), "lora_A"):
+            parent = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise UserError(
+                f"lora.targets: {name}: {parent} reads this layer's weight itself, for its kernels, and would pass an "
+                f"adapter by: remove {name.rpartition('.')[2]!r} (`all-linear` leaves it out)"
+            )
     _rename_tied(adapted.get_base_model())
     _check_magnitudes(adapted.get_base_model())
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+def _layers_without_a_call(model: Any) -> list[str]:
+    """Returns the names of linear layers whose weight a module of transformers hands to a function, such as Mamba's
+    kernels: an adapter acts where the layer is called."""
+    return [
+        f"{name}.{layer}"
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("transformers.models.") and not isinstance(module, PreTrainedModel)
+        for layer in _weights_read(type(module))
+        if isinstance(getattr(module, layer, None), torch.nn.Linear)
+    ]
+
+
+@functools.cache
+def _weights_read(kind: type) -> tuple[str, ...]:
+    """Returns the layers whose weight, not only its type or a slice of it, is in the source of a class."""
+    read = r"self\.(\w+)\.weight\b(?!\[|\.(?:data|dtype|device|shape))"
+    return tuple(dict.fromkeys(re.findall(read, inspect.getsource(kind))))
 
 
 def keep_input_types(model: Any) -> None:

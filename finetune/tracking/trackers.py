@@ -69,11 +69,12 @@ class Trackers:
     """All trackers of a run. A resumed run keeps its W&B id."""
 
     def __init__(self, recipe: Recipe, run_dir: Path, config: Metrics, ids: dict[str, str]):
-        """ids: run ids by tracker, from the checkpoint; empty for a new run."""
+        """config: empty to add to a run that has stored it. ids: run ids by tracker, from the checkpoint; empty for a
+        new run."""
         self._wandb_id = ids.get("wandb") or secrets.token_hex(4)
         self._all = [_START[name](recipe, run_dir, self._wandb_id) for name in enabled_trackers(recipe.tracking)]
         self._run_dir = run_dir
-        for tracker in self._all:
+        for tracker in self._all if config else ():
             if tracker.name == "tensorboard":
                 _store_hyperparameters(tracker.writer, _flatten(redact(config)))
             else:

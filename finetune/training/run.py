@@ -328,6 +328,11 @@ def _plan(
         shared_token_share=shared_share if attention.shares_prompts else None,
         reference=reference,
         precision=recipe.train.precision,
+        launch={
+            "kind": engine.launch.kind,
+            "config": engine.launch.config,
+            "per_host": engine.local_processes,
+        },
         division=engine.summary(micro_batches),
         versions=versions(),
         git_commit=git_commit(),

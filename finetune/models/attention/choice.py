@@ -139,7 +139,7 @@ def attention_for(recipe: Recipe, config: PretrainedConfig, device: str) -> Atte
 def _with_images(recipe: Recipe, config: PretrainedConfig, device: str) -> AttentionChoice:
     """Returns the attention of the language model of a multimodal one. Raises UserError where it, or what the family's
     forward does with images, does not keep packed documents apart."""
-    from finetune.models.text_part import text_config  # which tries models by this package
+    from finetune.models.text_part import text_config  # which has its own trial, and so imports this package
 
     text, family = text_config(config, has_head=True), family_of(config)
     model_class: Any = AutoModelForCausalLM._model_mapping[type(text)]

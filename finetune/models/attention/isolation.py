@@ -32,7 +32,15 @@ from transformers.utils import logging
 from finetune.data.batch import row_places
 from finetune.data.sources.files import cache_root
 from finetune.models.attention.kernels import WITHIN_DOCUMENTS, with_unread_mask
-from finetune.models.attention.mixers import FAILURES, Mixers, documents_of_forward, find_mixers, run_per_document
+from finetune.models.attention.mixers import (
+    FAILURES,
+    Mixer,
+    Mixers,
+    documents_of_forward,
+    find_mixers,
+    run_per_document,
+    takes_batches,
+)
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config
 from finetune.models.wrapped import accepted, accepted_names
@@ -172,8 +180,21 @@ def _why_not_packed(
     except FAILURES:
         return packs(prepare, {}) or reason, {}
     if (still := packs(as_in_a_run, mixers)) is None:
-        return None, mixers
+        return None, batched_where_same(mixers, lambda tried: packs(as_in_a_run, tried) is None)
     return f"{reason}; with {', '.join(mixers)} once for each document: {still}", {}
+
+
+def batched_where_same(mixers: Mixers, same: Callable[[Mixers], bool]) -> Mixers:
+    """Returns the mixers, those that compute documents of like length as one batch set to do so: all, or else those
+    that do in addition to the ones before them."""
+    able = [name for name, mixer in mixers.items() if takes_batches(mixer)]
+    for names in (able, *([name] for name in able[: len(able) if len(able) > 1 else 0])):
+        tried = {n: Mixer(**{**mixer, "batched": n in names or mixer["batched"]}) for n, mixer in mixers.items()}
+        if names and same(tried):
+            mixers = tried
+            if names is able:
+                break
+    return mixers
 
 
 def _untried(error: BaseException) -> Verdict:

@@ -44,7 +44,9 @@ def _check_parameters(name: str) -> None:
 
 def test_every_recipe_of_a_hub_model_can_be_planned_offline() -> None:
     known = {other for name, facts in MODELS.items() for other in (name, *facts.get("also", ()))}
-    named = {name for path in RECIPES if (name := load_recipe(path).model.name) and not name.startswith("runs/")}
+    models = [load_recipe(path).model for path in RECIPES]
+    named = {one.name for one in models if one.name and not one.name.startswith("runs/") and one.train is None}
+    assert len(named) > 20
     assert named <= known
 
 
