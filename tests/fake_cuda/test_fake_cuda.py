@@ -165,7 +165,8 @@ def test_memory_by_formula_is_that_of_a_run(results: Path, cell: Cell) -> None:
     micro_batches = recipe.batch.rows // launch.parallelism.data
     estimate = estimate_memory(recipe, training_config(recipe), place, batch, micro_batches)
     peaks = {name: counts["peak_bytes"] for name, counts in found["phases"].items()}
-    assert estimate.tensors == pytest.approx(max(peaks.values()), rel=0.15)
+    small = 2**17  # bytes: an allocator's blocks are larger than many of a tiny model's tensors
+    assert estimate.tensors == pytest.approx(max(peaks.values()), rel=0.15, abs=small)
     kept = sum(size for what, size in estimate.persistent.items() if what != "gradients")
     if "zero" not in cell.config and "offload" not in cell.config:  # DeepSpeed keeps buffers as well
-        assert kept == pytest.approx(peaks["batch"], rel=0.05)
+        assert kept == pytest.approx(peaks["batch"], rel=0.05, abs=small)

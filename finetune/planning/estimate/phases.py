@@ -110,7 +110,9 @@ def phases_of(
     walk.now += stage.in_flight(launch, micro_batches, parts, rank)
     if in_backward:
         moving.freed_of_layer = moving.freed_of_tail = 0
-    _micro_batch(walk, parts, stage, moving, sharded and micro_batches == 1 and not in_backward)
+    # HSDP keeps what it sums over replicas until the end of a backward, next to what it adds that to.
+    first = sharded and (micro_batches == 1 or sizes.replicate > 1) and not in_backward
+    _micro_batch(walk, parts, stage, moving, first)
     walk.reach("reduction", moving.end)
     walk.now = rest + (0 if stage_3 else state.persistent[GRADIENTS])
     trained = max((weight.numel for weight in shapes.weights if weight.trains), default=0)

@@ -326,7 +326,8 @@ def _unpack_in_forwards(model: Any) -> None:
     packed = {id(parameter) for parameter, _ in linear_weights(model)}
     for module in model.modules():
         if id(getattr(module, "weight", None)) in packed and isinstance(module, torch.nn.Linear):
-            module.forward = partial(_product, (module.out_features, module.in_features))
+            layer: Any = module
+            layer.forward = partial(_product, (layer.out_features, layer.in_features))
 
 
 def _product(shape: tuple[int, int], x: Tensor) -> Tensor:
