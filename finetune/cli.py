@@ -300,6 +300,63 @@ def check(
 
 
 @app.command(cls=Command)
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    on: Annotated[
+        list[str] | None, typer.Option(metavar="NxDEVICE", help="Devices, such as 8xH100-80; may be repeated.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Machines, each with these devices.")] = 1,
+    by: Annotated[str, typer.Option(help="Rank by time or by price.")] = "time",
+    budget: Annotated[
+        float | None, typer.Option(help="Most that the run may cost, in the currency of its price.")
+    ] = None,
+    deadline: Annotated[str | None, typer.Option(help="Longest that the run may take: 90m, 12h, 2d.")] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken away.")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="Measure this machine's speed, half a minute.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the accelerate config of the best place.")] = False,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="KEY=FIRST..LAST", help="Other values of a key: data.max_length=2048..131072.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What must change to fit into as much a device: 24GB.")
+    ] = None,
+    hardware: Annotated[Path | None, typer.Option(help="Own devices. Default: hardware.yaml, if it is here.")] = None,
+    prices: Annotated[Path | None, typer.Option(help="Own prices. Default: prices.yaml, if it is here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a run before renting for it: does it fit, how fast, at what price, with which accelerate config.
+
+    Every legal config on the given devices, by formula, without weights and without network. docs/plan.md says what the
+    numbers rest on.
+
+    Example: [bold]python -m finetune plan recipes/llama3.1-8b/lora.yaml --on 8xH100-80 --on 2x4090[/bold]
+    """
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.planning.estimate.command import PlanOptions, run
+
+    wanted = (
+        tuple(on or ()),
+        nodes,
+        budget,
+        deadline,
+        by,
+        spot,
+        probe,
+        write,
+        sweep,
+        memory,
+        hardware,
+        prices,
+        as_json,
+    )
+    run(recipe, overrides or (), PlanOptions(*wanted), Console())
+
+
+@app.command(cls=Command)
 def inspect(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -606,7 +663,9 @@ def merge(
 @app.command(cls=Command)
 def export(
     run_dir: RunDir,
-    to: Annotated[str, typer.Option(help="hf (a plain model folder), gguf, or ollama; adapters merged.")] = "hf",
+    to: Annotated[
+        str, typer.Option(help="hf or vllm (a plain model folder), gguf, or ollama; adapters merged.")
+    ] = "hf",
     step: Annotated[
         str | None, typer.Option(metavar="N|best", help="A checkpoint. Default: the result, or the newest checkpoint.")
     ] = None,
@@ -615,10 +674,16 @@ def export(
         str | None,
         typer.Option(help="hf: float32, bfloat16, float16; gguf: f32, bf16, f16, q8_0."),
     ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="hf: weights in int8 or fp8, compressed-tensors' format, without calibration.")
+    ] = None,
     base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
     average_checkpoints: Annotated[
         int | None,
         typer.Option(min=2, help="The mean of so many checkpoints: that of --step, or the newest, and before."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Of the server, for the command of vLLM. Default: this machine's.")
     ] = None,
     verify: Annotated[bool, typer.Option(help="Compare the export with what was trained.")] = True,
     as_json: AsJson = False,
@@ -633,7 +698,9 @@ def export(
         from finetune.export.commands import ExportOptions, export_run
 
     exported = export_run(
-        run_dir, ExportOptions(to, step, out, dtype, base, verify, average_checkpoints), Console(stderr=True)
+        run_dir,
+        ExportOptions(to, step, out, dtype, base, verify, average_checkpoints, quantize, gpus),
+        Console(stderr=True),
     )
     print(json.dumps(exported) if as_json else f"exported to {exported['out']}")
 
@@ -678,6 +745,60 @@ def verify(
         figures = verify_run(export, against, step, base, rows, console)
     if as_json and figures is not None:
         print(json.dumps(figures.as_dict()))
+
+
+@app.command(cls=Command)
+def upload(
+    run_dir: Annotated[Path, typer.Argument(help="Run directory, or a folder that was exported.", metavar="RUN_DIR")],
+    to: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Default: your name and the folder's.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="The base's hub id, where it was trained from a local path.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="For all to see. Default: private.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+) -> None:
+    """Upload a result or an export to the Hugging Face Hub, private, after a list of its files.
+
+    Example: [bold]python -m finetune upload runs/quickstart-lora --to my-org/my-model[/bold]
+    """
+    quiet_libraries()
+    from finetune.export.upload import upload as send
+
+    def agrees() -> None:
+        if not yes:
+            if not sys.stdin.isatty():
+                raise UserError("upload: no terminal to ask for confirmation; give --yes to upload what is listed")
+            typer.confirm("Upload these files?", abort=True)
+
+    print(f"uploaded to {send(run_dir, to, base_model, public, Console(), agrees)}")
+
+
+@app.command(cls=Command)
+def evaluate(
+    run_dir: RunDir,
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks of lm_eval, or of --task-folder.")],
+    task_folder: Annotated[Path | None, typer.Option(help="Folder of tasks as lm_eval's YAML.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of each task.")] = None,
+    fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt. Default: the task's.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
+    base: Annotated[bool, typer.Option(help="Ask the base model, too.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a run's result and its base on tasks of lm_eval, side by side, through the run's chat template.
+
+    Figures with standard errors go to RUN_DIR/evaluate.json, metrics.jsonl and the run's trackers.
+
+    Example: [bold]python -m finetune evaluate runs/gsm8k-full --tasks gsm8k_local --task-folder tasks[/bold]
+    """
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.export.evaluate import EvaluateOptions, evaluate_run
+
+    options = EvaluateOptions(tuple(tasks.split(",")), task_folder, limit, fewshot, batch_size, base)
+    scores = evaluate_run(run_dir, options, Console(stderr=as_json))
+    if as_json:
+        print(json.dumps({name: vars(score) for name, score in scores.items()}))
 
 
 @app.command(cls=Command)

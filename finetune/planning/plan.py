@@ -44,6 +44,7 @@ class Plan:
     shared_token_share: float | None  # of an epoch's tokens, where it is: they are not computed again
     reference: str | None  # of a preference: where its log-probabilities are from; None where there is none
     precision: str
+    launch: dict[str, Any]  # kind, accelerate config, processes on a machine: with the recipe, what memory depends on
     division: dict[str, Any]  # how the backend divides the model, such as pipeline stages
     versions: dict[str, str]
     git_commit: str | None

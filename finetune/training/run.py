@@ -30,6 +30,7 @@ from finetune.data.dataset import (
     data_notes,
     template_notes,
 )
+from finetune.data.examples import image_reader
 from finetune.data.loader import Loader, OrderedRows, RunRows
 from finetune.engine.base import Engine
 from finetune.engine.compatibility import check_launch
@@ -217,6 +218,7 @@ def build_trainer(
     plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice), reference)
     plan = replace(plan, parts=parts)
     loader = _loader(recipe, engine, rows, attention, training.in_order(recipe), plan.total_rows)
+    loader = replace(loader, image_inputs=image_reader(recipe, tokenizer))
     ends = end_ids(recipe, tokenizer, [training, held_out])
     evaluator = _evaluator(recipe, engine, rows, held_out, attention, tokenizer, ends) if held_out else None
     state, tracker_ids = _resume(recipe, engine, training, plan, say)
@@ -265,7 +267,7 @@ def _load(
         "offload": ActivationOffload(engine.device) if recipe.train.activation_offload else None,
         "routers": routers if divided is None else None,
     }
-    if objective.scores:
+    if objective.num_scores:
         return ScoreModel(model, **surroundings), objective
     if recipe.model.train is not None:
         surroundings["images"] = ImagePart(model, engine.gathers_in_forward)
@@ -328,6 +330,11 @@ def _plan(
         shared_token_share=shared_share if attention.shares_prompts else None,
         reference=reference,
         precision=recipe.train.precision,
+        launch={
+            "kind": engine.launch.kind,
+            "config": engine.launch.config,
+            "per_host": engine.local_processes,
+        },
         division=engine.summary(micro_batches),
         versions=versions(),
         git_commit=git_commit(),
@@ -387,6 +394,7 @@ def _evaluator(
     ends: set[int],
 ) -> Evaluator:
     loader = _evaluation_loader(recipe, engine, rows_per_device, attention, held_out)
+    loader = replace(loader, image_inputs=image_reader(recipe, tokenizer))
     names, shares = held_out.source_names, attention.shares_prompts
     objective = make_objective(recipe.objective, names, True, token_ranks=engine.token_ranks, shares_prompts=shares)
     return Evaluator(
