@@ -294,11 +294,6 @@ def pipeline_recipe(combination: Combination) -> Iterator[str]:
         )
     if recipe.optimizer.in_backward:
         yield f"{key}: `optimizer.in_backward` needs one micro-batch a step, a pipeline needs several: set `false`"
-    if recipe.objective.scores_sequences:
-        yield (
-            f"{key}: `objective.name: {recipe.objective.name}` has a head of scores, and the last stage is made for an "
-            "LM head: use fsdp2 or zero3"
-        )
     for name in combination.dropouts():
         yield (
             f"{key}: dropout draws its numbers layer after layer, and a stage does not know those of the layers before "

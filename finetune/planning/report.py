@@ -49,6 +49,8 @@ td { overflow-wrap: anywhere; min-width: 12.5rem; }
 td.n { text-align: left; white-space: nowrap; overflow-wrap: normal; min-width: 0; }
 tbody th { min-width: 11rem; }
 .answers td { min-width: 16rem; font-family: var(--mono); font-size: 0.82rem; white-space: pre-wrap; }
+.answers td.n { min-width: 0; }
+.answers .note { margin: 0 0 0.5rem; }
 @media (max-width: 46rem) { td { min-width: 9rem; } tbody th { min-width: 8rem; } .answers td { min-width: 13rem; } }
 """
 
@@ -233,9 +235,6 @@ def _measured(run: RunData) -> list[list[Any]]:
     for key in ("tokens", "supervised_tokens"):
         if f"{key}_per_epoch" in plan and key in line:
             rows.append([f"{key} per epoch", plan[f"{key}_per_epoch"], round(line[key] / line["epoch"])])
-    if "packing_efficiency" in plan and "padding_tokens" in line:
-        of_all = line["tokens"] / (line["tokens"] + line["padding_tokens"])
-        rows.append(["share of positions with a token", plan["packing_efficiency"], of_all])
     return rows
 
 
@@ -246,10 +245,10 @@ def _answers(runs: Sequence[RunData]) -> Iterator[str]:
         every = -(-len(run.generations) // EVALUATIONS)
         for entry in [*run.generations[:-1:every], *run.generations[-1:]]:
             for prompt, output, reference in entry["rows"]:
-                rows = prompts.setdefault(prompt, [["expected", "", reference]])
-                rows.append([f"{run.name}, step {entry['step']}", output == reference, output])
+                rows = prompts.setdefault(prompt, [["expected", reference, ""]])
+                rows.append([f"{run.name}, step {entry['step']}", output, output == reference])
     for number, (prompt, rows) in enumerate(prompts.items(), 1):
-        table = _table(f"Answers over time {number}", ["", "equal", "answer"], rows)
+        table = _table(f"Answers over time {number}", ["", "answer", "equal"], rows)
         note = f'<p class="note">{_text(prompt)}</p>'
         yield table.replace("<section>", '<section class="answers">', 1).replace("</h2>", f"</h2>{note}", 1)
 
@@ -280,12 +279,17 @@ def _differences(recipes: Sequence[dict[str, Any]]) -> list[list[Any]]:
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Returns a table; the first cell of a row is its name."""
     top = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in head)
-    body = "".join(f'<tr><th scope="row">{_text(row[0])}</th>{"".join(map(_cell, row[1:]))}</tr>' for row in rows)
+    body = "".join(f'<tr><th scope="row">{_name(row[0])}</th>{"".join(map(_cell, row[1:]))}</tr>' for row in rows)
     label = _text(title)
     return (
         f'<section><h2>{label}</h2><div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
         f"<thead><tr>{top}</tr></thead><tbody>{body or '<tr><th>none</th></tr>'}</tbody></table></div></section>"
     )
+
+
+def _name(value: object) -> Markup:
+    """Returns a name that breaks behind its underscores and dots."""
+    return _text(value).replace("_", Markup("_<wbr>")).replace(".", Markup(".<wbr>"))
 
 
 def _cell(value: Any) -> str:

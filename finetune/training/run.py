@@ -267,7 +267,7 @@ def _load(
         "offload": ActivationOffload(engine.device) if recipe.train.activation_offload else None,
         "routers": routers if divided is None else None,
     }
-    if objective.scores:
+    if objective.num_scores:
         return ScoreModel(model, **surroundings), objective
     if recipe.model.train is not None:
         surroundings["images"] = ImagePart(model, engine.gathers_in_forward)

@@ -369,6 +369,8 @@ def _against(choices: Sequence[Choice]) -> list[str]:
         for name in {*first.step.parts, *second.step.parts}
     }
     part = max(gains, key=lambda name: gains[name])
+    if second.step.seconds < 1.005 * first.step.seconds:
+        return [f"before {_name(second)}: as fast by the formula, {(second.peak - first.peak) / GIB:+.1f} GiB there"]
     faster = second.step.seconds / first.step.seconds - 1
     return [f"before {_name(second)}: {faster:.0%} faster, most of it by {part} ({gains[part]:.3g} s a step)"]
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
+from finetune.planning.check import check_recipe
 from finetune.planning.estimate.command import (
     PlanOptions,
     Question,
@@ -124,6 +125,12 @@ def test_bad_input_says_what_to_give(
 ) -> None:
     with pytest.raises(UserError, match=words):
         run(write_recipe(recipe), SHORT, options, Console())
+
+
+def test_check_prints_the_estimate_for_its_config(recipe: dict[str, Any], write_recipe: Any) -> None:
+    report = check_recipe(write_recipe(recipe), SHORT, Path("accelerate_configs/fsdp2.yaml"), 2)
+    assert report.error is None
+    assert "of tensors on a GPU, in " in report.facts["memory"]
 
 
 def test_deadlines_sizes_and_sweeps_are_read() -> None:
