@@ -8,6 +8,7 @@ processes   real ones: every allocation and release of the second step that torc
             engine's own counter finds after the step, to the byte.
 devices     the run's own set-up and two steps as one rank of N on fake CUDA devices, every storage weighed. For configs
             of several processes, as gloo's threads keep the tensors of their last collective: an artefact of CPUs.
+state       of real launches of several processes: what every rank keeps, to the byte.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Cell:
     processes: int
     mode: str
     overrides: tuple[str, ...] = ()
-    level: str = "processes"  # real ones; devices: one rank on those that are not there
+    level: str = "processes"  # real ones; state: of these, what they keep alone; devices: fake ones, one rank
     rank: int = 0
 
     @property
@@ -267,7 +268,7 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     from finetune.recipe import load_recipe
 
     files = [folder / f"{cell.name}-{rank}.json" for rank in range(cell.processes)]
-    files = files if cell.level == "processes" else [folder / f"{cell.name}.json"]
+    files = files if cell.level != "devices" else [folder / f"{cell.name}.json"]
     if not all(file.exists() for file in files):
         return None
     ranks = [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -279,8 +280,8 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     assert isinstance(rows, int)
     batch = HeaviestBatch.of_rows(rows, recipe.data.max_length)
     micro_batches = recipe.batch.rows // rows // launch.parallelism.data
-    device = "cpu" if cell.level == "processes" else "cuda"
-    numbers = range(cell.processes) if cell.level == "processes" else [cell.rank]
+    device = "cuda" if cell.level == "devices" else "cpu"
+    numbers = range(cell.processes) if cell.level != "devices" else [cell.rank]
     config = training_config(recipe)
     found: list[dict[str, Any]] = []
     for rank, measured in zip(numbers, ranks, strict=True):
@@ -293,7 +294,11 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
             kept = {}
         predicted = max(phases[name] for name in (*PHASES, "reduction"))
         found.append({"predicted": predicted, "measured": max(peaks.values()), "state": kept})
-    return max(found, key=lambda one: one["measured"])
+    fullest = max(found, key=lambda one: one["measured"])
+    differing = [kept for one in found for kept in one["state"].values() if kept[0] != kept[1]]
+    if cell.level == "state":
+        return {"state": fullest["state"], "differing": differing}
+    return {**fullest, "differing": differing}
 
 
 def errors(compared: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -330,13 +335,18 @@ def main() -> None:
     for level in ("processes", "devices"):
         of_level = {cell.name: compared[cell.name] for cell in cells if cell.level == level and cell.name in compared}
         for name, one in of_level.items():
-            exact = all(ours == theirs for ours, theirs in one["state"].values())
             error = one["predicted"] / one["measured"] - 1
-            print(f"{error:+7.1%}  {one['measured'] / 2**20:8.2f} MiB  {'' if exact else 'state differs'}  {name}")
+            print(f"{error:+7.1%}  {one['measured'] / 2**20:8.2f} MiB  {one['differing'] or ''}  {name}")
         if of_level:
             print(level, json.dumps(errors(of_level)))
+    peaks = {name: one for name, one in compared.items() if "predicted" in one}
+    for cell in cells:
+        if cell.level == "state" and cell.name in compared:
+            print(f"state of {cell.name}: {compared[cell.name]['differing'] or 'equal on every rank'}")
+    if peaks:
+        print("all", json.dumps(errors(peaks)))
     if arguments.out:
-        content = {"of": __doc__, "all": errors(compared), "cells": compared}
+        content = {"of": __doc__, "peaks": errors(peaks), "cells": compared}
         arguments.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -348,7 +358,7 @@ def run_all(folder: Path, cells: list[Cell]) -> None:
     run_devices(folder, [cell for cell in cells if cell.level == "devices"])
     launches = defaultdict[Any, list[Cell]](list)
     for cell in cells:
-        if cell.level == "processes" and not (folder / f"{cell.name}-0.json").exists():
+        if cell.level != "devices" and not (folder / f"{cell.name}-0.json").exists():
             launches[cell.model, cell.config, cell.processes].append(cell)
     for of_launch in launches.values():
         run_processes(folder, of_launch)
@@ -380,7 +390,6 @@ _DEVICES = [
         ("fsdp2_tp", 4, "full", RECOMPUTED, 0, 8),
         ("zero3_offload", 2, "full", RECOMPUTED, 0, 4),
         ("fsdp2", 2, "qlora", KEPT, 0, 4),
-        ("zero2", 2, "lora", RECOMPUTED, 0, 4),
         ("zero3", 4, "full", RECOMPUTED, 0, 8),
         ("fsdp2", 4, "full", SELECTIVE, 3, 8),
         ("tp", 2, "full", RECOMPUTED, 0, 4),
@@ -405,7 +414,16 @@ _DEVICES = [
         ("ddp", 2, "full", KEPT, 0, 4),
     )
 ]
-CELLS = _PROCESSES + _DEVICES
+_STATE = [
+    Cell("llama", config, 2, mode, overrides, "state")
+    for config in ("fsdp2", "zero3", "zero2", "ddp", "tp", "pp", "cp", "ulysses", "fsdp2_offload", "zero3_offload")
+    for mode, overrides in (
+        ("full", (RECOMPUTED, "batch.rows=4")),
+        ("lora", (KEPT, "batch.rows=4")),
+        ("qlora", (RECOMPUTED, "batch.rows=2")),
+    )
+]
+CELLS = _PROCESSES + _DEVICES + _STATE
 
 
 if __name__ == "__main__":

@@ -162,9 +162,18 @@ def _units(model: Any) -> dict[int, str]:
 
 
 def _repeated(short: list[Weight], kinds: list[int]) -> Iterator[Weight]:
-    yield from (weight for weight in short if weight.layer is None)
+    """Yields the weights of the full model in its order."""
+    done = False
+    for weight in short:
+        if weight.layer is None:
+            yield weight
+        elif not done:
+            done = True
+            yield from _layers(short, kinds)
+
+
+def _layers(short: list[Weight], kinds: list[int]) -> Iterator[Weight]:
     for index, kind in enumerate(kinds):
         for weight in short:
             if weight.layer == kind:
-                name = _LAYER.sub(f"layers.{index}.", weight.name, count=1)
-                yield replace(weight, name=name, layer=index)
+                yield replace(weight, name=_LAYER.sub(f"layers.{index}.", weight.name, count=1), layer=index)

@@ -196,7 +196,7 @@ def _flat(recipe: Recipe, shapes: Shapes, launch: Launch, rank: int, stage: int,
         part = flat // ranks
         state.persistent[WEIGHTS] += 4 * flat
         optimizer += 4 * part + _of_flat(recipe.optimizer, part)
-        gradients += 4 * part
+        gradients += 4 * _touched(group, rank * part, (rank + 1) * part)
     state.persistent[GRADIENTS] = gradients
     if away:
         state.host = optimizer + gradients
@@ -204,6 +204,17 @@ def _flat(recipe: Recipe, shapes: Shapes, launch: Launch, rank: int, stage: int,
     else:
         state.persistent[OPTIMIZER] = optimizer
     return state
+
+
+def _touched(group: Sequence[Weight], begin: int, end: int) -> int:
+    """Returns the elements of weights that a range of a flat group has a part of, and of the padding at its end:
+    gradients are kept in full tensors."""
+    total = first = 0
+    for weight in group:
+        if first < end and first + weight.numel > begin:
+            total += weight.numel
+        first += weight.numel
+    return total + max(0, end - max(first, begin))
 
 
 def _stage_3(recipe: Recipe, shapes: Shapes, launch: Launch, away: bool) -> State:

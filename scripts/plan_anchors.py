@@ -1,0 +1,82 @@
+"""Predicted memory beside numbers that others have published, with their settings as far as they are known.
+
+    python scripts/plan_anchors.py
+
+torchtune: README of v0.6.1, Llama 3.1 8B on one RTX 4090, batch 2 x 2,048 tokens, compiled; peak memory as reported
+there. Weights and adapters in bfloat16, rank 8, activations recomputed; `full`: PagedAdamW8bit, in the backward
+(configs of its recipes). Its products are those of its own kernels: its loss has all logits in bfloat16, here they are
+in chunks. Another program was measured, so this checks sizes, not this project's own peak.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "rope_theta": 500000.0,
+}
+_LORA: dict[str, Any] = {"lora": {"rank": 8, "alpha": 16, "targets": "all-linear"}}
+ANCHORS: list[tuple[str, float, dict[str, Any]]] = [  # name, GiB, changes of the recipe
+    ("torchtune 8B qlora", 7.4, {"mode": "qlora", **_LORA, "quantization": {"type": "nf4"}}),
+    ("torchtune 8B lora", 16.2, {"mode": "lora", **_LORA}),
+    (
+        "torchtune 8B full",
+        18.9,
+        {"mode": "full", "optimizer": {"name": "paged_adamw_8bit", "lr": 2e-5, "in_backward": True}},
+    ),
+]
+
+
+def predicted(folder: Path, changes: dict[str, Any]) -> int:
+    """Returns the bytes of tensors at the peak."""
+    import yaml
+
+    from finetune.engine.launch import Launch
+    from finetune.models.config import training_config
+    from finetune.planning.estimate.memory import HeaviestBatch, Place, estimate_memory
+    from finetune.recipe import load_recipe
+
+    values = {
+        "run": {"name": "anchor", "dir": str(folder)},
+        "model": {"name": str(folder)},
+        "data": {"train": [{"path": "rows.jsonl", "format": "messages"}], "max_length": 2048},
+        "batch": {"rows": 2, "rows_per_device": 2},
+        "optimizer": {"lr": 3e-4, "max_grad_norm": None},
+        "train": {"max_steps": 6, "precision": "bf16_true", "activation_checkpointing": True},
+        **changes,
+    }
+    values["optimizer"] = {"max_grad_norm": None, **values["optimizer"]}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    recipe = load_recipe(folder / "recipe.yaml", [])
+    place, batch = Place(Launch("replicated", 1), 1, "cuda", (8, 9)), HeaviestBatch.of_rows(2, 2048)
+    return estimate_memory(recipe, training_config(recipe), place, batch).tensors
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / "config.json").write_text(json.dumps(LLAMA_8B), encoding="utf-8")
+        for name, published, changes in ANCHORS:
+            gib = predicted(folder, changes) / GIB
+            print(f"{name:20} published {published:5.1f} GiB  predicted {gib:5.1f} GiB  {gib / published - 1:+.0%}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(1, str(ROOT))
+    main()
