@@ -315,6 +315,7 @@ def plan(
     spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken away.")] = False,
     probe: Annotated[bool, typer.Option("--probe", help="Measure this machine's speed, half a minute.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the accelerate config of the best place.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a picture of memory.")] = None,
     sweep: Annotated[
         str | None, typer.Option(metavar="KEY=FIRST..LAST", help="Other values of a key: data.max_length=2048..131072.")
     ] = None,
@@ -338,22 +339,10 @@ def plan(
         import_transformers()
         from finetune.planning.estimate.command import PlanOptions, run
 
-    wanted = (
-        tuple(on or ()),
-        nodes,
-        budget,
-        deadline,
-        by,
-        spot,
-        probe,
-        write,
-        sweep,
-        memory,
-        hardware,
-        prices,
-        as_json,
-    )
-    run(recipe, overrides or (), PlanOptions(*wanted), Console())
+    ranking = {"nodes": nodes, "by": by, "budget": budget, "deadline": deadline, "spot": spot, "measure": probe}
+    wanted = {"write": write, "html": html, "sweep": sweep, "memory": memory, "as_json": as_json}
+    options = PlanOptions(tuple(on or ()), **ranking, **wanted, hardware=hardware, prices=prices)
+    run(recipe, overrides or (), options, Console())
 
 
 @app.command(cls=Command)
@@ -663,7 +652,9 @@ def merge(
 @app.command(cls=Command)
 def export(
     run_dir: RunDir,
-    to: Annotated[str, typer.Option(help="hf (a plain model folder), gguf, or ollama; adapters merged.")] = "hf",
+    to: Annotated[
+        str, typer.Option(help="hf or vllm (a plain model folder), gguf, or ollama; adapters merged.")
+    ] = "hf",
     step: Annotated[
         str | None, typer.Option(metavar="N|best", help="A checkpoint. Default: the result, or the newest checkpoint.")
     ] = None,
@@ -680,6 +671,9 @@ def export(
         int | None,
         typer.Option(min=2, help="The mean of so many checkpoints: that of --step, or the newest, and before."),
     ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Of the server, for the command of vLLM. Default: this machine's.")
+    ] = None,
     verify: Annotated[bool, typer.Option(help="Compare the export with what was trained.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -693,7 +687,9 @@ def export(
         from finetune.export.commands import ExportOptions, export_run
 
     exported = export_run(
-        run_dir, ExportOptions(to, step, out, dtype, base, verify, average_checkpoints, quantize), Console(stderr=True)
+        run_dir,
+        ExportOptions(to, step, out, dtype, base, verify, average_checkpoints, quantize, gpus),
+        Console(stderr=True),
     )
     print(json.dumps(exported) if as_json else f"exported to {exported['out']}")
 
@@ -738,6 +734,32 @@ def verify(
         figures = verify_run(export, against, step, base, rows, console)
     if as_json and figures is not None:
         print(json.dumps(figures.as_dict()))
+
+
+@app.command(cls=Command)
+def upload(
+    run_dir: Annotated[Path, typer.Argument(help="Run directory, or a folder that was exported.", metavar="RUN_DIR")],
+    to: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Default: your name and the folder's.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="The base's hub id, where it was trained from a local path.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="For all to see. Default: private.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+) -> None:
+    """Upload a result or an export to the Hugging Face Hub, private, after a list of its files.
+
+    Example: [bold]python -m finetune upload runs/quickstart-lora --to my-org/my-model[/bold]
+    """
+    quiet_libraries()
+    from finetune.export.upload import upload as send
+
+    def agrees() -> None:
+        if not yes:
+            if not sys.stdin.isatty():
+                raise UserError("upload: no terminal to ask for confirmation; give --yes to upload what is listed")
+            typer.confirm("Upload these files?", abort=True)
+
+    print(f"uploaded to {send(run_dir, to, base_model, public, Console(), agrees)}")
 
 
 @app.command(cls=Command)

@@ -152,10 +152,12 @@ class ExportOptions:
     verify: bool = True
     average: int | None = None  # checkpoints
     quantised: str | None = None  # int8 or fp8
+    gpus: int | None = None  # of the server, for its command; None: those of this machine
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
-FORMATS = ("hf", "gguf", "ollama")
+FORMATS = ("hf", "vllm", "gguf", "ollama")
+_FOLDERS = ("hf", "vllm")  # of transformers' layout
 
 
 def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[str, Any]:
@@ -167,13 +169,15 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
 
     if options.to not in FORMATS:
         raise UserError(f"--to {options.to}: expected one of {', '.join(FORMATS)}")
-    types = _DTYPES if options.to == "hf" else TYPES
+    types = _DTYPES if options.to in _FOLDERS else TYPES
     if options.dtype is not None and options.dtype not in types:
         raise UserError(f"--dtype {options.dtype}: expected one of {', '.join(types)}")
     if options.quantised is not None:
-        if options.to != "hf":
-            raise UserError(f"--quantize {options.quantised}: goes with --to hf; other formats have --dtype")
+        if options.to not in _FOLDERS:
+            raise UserError(f"--quantize {options.quantised}: goes with --to hf or vllm; other formats have --dtype")
         check_kind(options.quantised, options.verify)
+    if options.gpus is not None and options.to not in _FOLDERS:
+        raise UserError(f"--gpus is of the command for vLLM and SGLang, which --to {options.to} has not")
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
     trained = find_trained(run_dir, options.step, options.average)
@@ -183,14 +187,30 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
     out = options.out or run_dir / f"export-{options.to}{suffix}"
     what = f"step {trained.step}" if trained.is_checkpoint else "the result"
     console.print(f"exporting {what} of {escape(str(run_dir))}", highlight=False)
-    if options.to == "hf":
+    if options.to in _FOLDERS:
         dtype = getattr(torch, options.dtype) if options.dtype else None
         export_folder(trained, out, dtype, options.base, console.print, quantised=options.quantised)
     else:
         export_gguf(trained, out, options.dtype or "bf16", options.base, console.print, options.to == "ollama")
     figures = gate(trained, out, options.base, console) if options.verify else None
     compared = {"kl_mean": figures.kl_mean, "top1": figures.top1} if figures else {}
-    return {"out": str(out), "to": options.to, "step": trained.step, **compared}
+    commands = _commands(trained, out, options.gpus) if options.to in _FOLDERS else {}
+    for name, command in commands.items():
+        console.print(f"{name}: {command}", highlight=False, markup=False, soft_wrap=True)
+    more = {"commands": commands} if commands else {}
+    return {"out": str(out), "to": options.to, "step": trained.step, **compared, **more}
+
+
+def _commands(trained: Any, out: Path, gpus: int | None) -> dict[str, str]:
+    """Returns how servers are started with a folder; none for a model of scores."""
+    from finetune.export.servers import serve_commands
+
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config") or config
+    if is_scoring(out) or "num_attention_heads" not in config:
+        return {}
+    adapter = trained.folder if trained.is_adapter and not trained.is_checkpoint else None
+    return dict(serve_commands(out, config, gpus or torch.cuda.device_count() or 1, adapter))
 
 
 def verify_run(export: Path, run_dir: Path, step: str | None, base: str | None, rows: int, console: Console) -> Any:

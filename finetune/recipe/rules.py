@@ -109,6 +109,8 @@ def early_stop_has_evaluations(recipe: Recipe) -> Iterator[Finding]:
 def best_result_is_measured(recipe: Recipe) -> Iterator[Finding]:
     if recipe.train.result == "best" and recipe.checkpoint.best is None:
         yield "train.result", "`best` needs a metric: set `checkpoint.best`, such as `checkpoint: {best: eval_loss}`"
+    if recipe.tracking.wandb and recipe.tracking.wandb.log_model == "best" and recipe.checkpoint.best is None:
+        yield "tracking.wandb.log_model", "`best` needs a metric: set `checkpoint.best`, or log_model to `result`"
 
 
 def generation_has_prompts(recipe: Recipe) -> Iterator[Finding]:

@@ -593,6 +593,7 @@ class Wandb(Section):
     group: str | None = None
     tags: Names | None = None
     mode: Literal["online", "offline", "disabled"] = "online"
+    log_model: Literal["none", "result", "best"] = "none"  # artifacts at the end: model/; best: its checkpoint as well
 
 
 class Tracking(Section):

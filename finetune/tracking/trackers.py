@@ -105,6 +105,18 @@ class Trackers:
             if tracker.name == "wandb":
                 tracker.run.summary.update({**{grouped(name): value for name, value in values.items()}, **best})
 
+    def artifacts(self, folders: dict[str, Path]) -> None:
+        """Give W&B folders as versions of the run's model, by alias. It reads them where they are."""
+        for tracker in self._all:
+            if tracker.name == "wandb":
+                import wandb
+
+                for alias, folder in folders.items():
+                    kind = "model" if alias == "result" else "checkpoint"
+                    artifact = wandb.Artifact(f"{tracker.run.id}-{kind}", kind)
+                    artifact.add_dir(str(folder), policy="immutable")
+                    tracker.run.log_artifact(artifact, aliases=[alias])
+
     def finish(self) -> None:
         for tracker in self._all:
             tracker.finish()

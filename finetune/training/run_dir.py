@@ -164,9 +164,11 @@ class RunLog:
                 self._thread.do(log.flush)
         self._thread.flush()
 
-    def finish(self, summary: dict[str, float]) -> None:
+    def finish(self, summary: dict[str, float], artifacts: dict[str, Path]) -> None:
+        """artifacts: folders of models that trackers get, by alias."""
         if self._trackers:
             self._thread.do(self._trackers.summary, summary)
+            self._thread.do(self._trackers.artifacts, artifacts)
             self._thread.do(self._trackers.finish)
         self._thread.flush()
 

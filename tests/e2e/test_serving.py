@@ -17,7 +17,9 @@ from transformers import GenerationConfig
 
 from finetune.errors import RunFailure, UserError
 from finetune.export.answering import Sampling, answers
+from finetune.export.commands import ExportOptions, export_run
 from finetune.export.live import Live, verify_url
+from finetune.export.servers import tensor_parallel_size, unread_by_vllm
 from finetune.export.serving import build_app, load_served, serve
 from finetune.export.trained import find_trained
 
@@ -132,6 +134,48 @@ def test_what_cannot_be_served(taught: Path, tmp_path: Path) -> None:  # noqa: F
 
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot be listened on"):
         serve([("a", runs)], "127.0.0.1", taken.getsockname()[1], "cpu")
+
+
+# --- servers of others
+
+
+def test_an_export_for_vllm_says_how_servers_are_started(taught: Path, tmp_path: Path) -> None:  # noqa: F811
+    run, out = taught / "stones", tmp_path / "out"
+    said = export_run(run, ExportOptions("vllm", out=out, gpus=8, verify=False), Console(quiet=True))
+    assert (out / "model.safetensors").is_file()  # merged
+    assert said["commands"] == {
+        "vLLM": f"vllm serve {out} --tensor-parallel-size 4",
+        "vLLM, the adapter next to its base": f"vllm serve {taught / 'llama'} --enable-lora --max-lora-rank 8 "
+        f"--lora-modules stones={run / 'model'} --tensor-parallel-size 4",
+        "SGLang": f"python -m sglang.launch_server --model-path {out} --tp 4",
+        "MLX": f"mlx_lm.convert --hf-path {out}",
+        "llama.cpp": f"python convert_hf_to_gguf.py {out}  # or: finetune export --to gguf",
+    }
+    with pytest.raises(UserError, match="--gpus is of the command for vLLM"):
+        export_run(run, ExportOptions("gguf", gpus=8), Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "unread"),
+    [
+        ({}, None),
+        ({"use_rslora": True}, None),
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules trained in full"),
+        ({"alpha_pattern": {"q_proj": 4}}, "scales that differ by module"),
+        ({"bias": "all"}, "trained biases"),
+        ({"r": 600}, "a rank above 512"),
+    ],
+)
+def test_what_vllm_does_not_read_of_an_adapter(changed: dict[str, Any], unread: str | None) -> None:
+    assert unread_by_vllm({"r": 8, "bias": "none", "modules_to_save": None, **changed}) == unread
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "gpus", "size"), [(32, 8, 3, 2), (32, 8, 16, 16), (12, 8, 6, 4), (14, 2, 8, 2)]
+)
+def test_heads_are_divided(heads: int, kv: int, gpus: int, size: int) -> None:
+    assert tensor_parallel_size(heads, kv, gpus) == size
 
 
 # --- verify --url

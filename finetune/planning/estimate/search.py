@@ -172,7 +172,7 @@ def _others(
     recipe, rows = question.recipe, question.recipe.batch.rows_per_device
     fewer, keeps = own.verdict != "fits", recipe.train.activation_checkpointing
     changes: list[dict[str, Any]] = []
-    if not fewer and not launch.parallelism.is_plain:
+    if not fewer and launch.parallelism.data < launch.processes:
         return
     if keeps is not fewer:
         changes.append({"train.activation_checkpointing": fewer})
@@ -214,7 +214,7 @@ def evaluate(
     micro_batches = check_launch(recipe, question.path, launch, question.config)
     device = "cpu" if machines.key == CPU else "cuda"
     place = Place(launch, min(launch.processes, machines.per_machine), device)
-    memory = estimate_memory(recipe, question.config, place, _heaviest(recipe, question.rows), micro_batches)
+    memory = estimate_memory(recipe, question.config, place, heaviest(recipe, question.rows), micro_batches)
     peak = memory.tensors + (
         0 if device == "cpu" else question.hardware.reserve.bytes(memory.tensors, launch.processes)
     )
@@ -252,7 +252,7 @@ def verdict(peak: int, machines: Machines, hardware: Hardware) -> Verdict:
     return "fits" if free >= hardware.reserve.margin * machines.device.gib else "tight"
 
 
-def _heaviest(recipe: Recipe, rows: RowFacts) -> HeaviestBatch:
+def heaviest(recipe: Recipe, rows: RowFacts) -> HeaviestBatch:
     """Returns the largest micro-batch: the fullest row, as often as a forward has rows."""
     if (most := recipe.batch.tokens_per_device) is not None:
         times = max(1, most // sum(rows.heaviest))
