@@ -1,12 +1,18 @@
-"""Hybrids: packed documents, their mixers one by one, against one document per forward, in turns on the same documents.
+"""Hybrids: packed documents against one document per forward, in turns on the same documents.
 
-    python benchmarks/hybrids.py [--only lfm2] [--json benchmarks/results/hybrids.json]
+    python benchmarks/hybrids.py [--only lfm2] [--sizes wide] [--json benchmarks/results/hybrids.json]
 
-Each family is a model of about ten million parameters of the real class, with random weights, in fp32 on the CPU by
-transformers' own operations in torch (no kernel packages). A micro-batch is 12 documents of 30 to 300 tokens, as long
-as short conversations. Forward and backward through the run's own path (`ForwardPass`, loss in the head). The ratio is
-taken within a round: seconds of the 12 forwards over seconds of the one; median over rounds, with the lowest and
-highest. By processor time as well, which other work on the machine moves less. Losses of both ways are compared.
+Each family is a model of the real class with random weights, in fp32 on the CPU by transformers' own operations in
+torch (no kernel packages), in two sizes. `wide`: four to eight million parameters, 12 documents of 30 to 300 tokens, as
+long as short conversations: arithmetic takes most of the time, which no way of packing makes less. `narrow`: a quarter
+as wide, 24 documents of 9 to 75 tokens: calls of operations take most of it, as they do on a device that computes
+faster than it is told to.
+
+Ways: one document per forward; packed, documents of like length one call of a mixer; packed, documents one by one in
+the mixers; and the row as if it were one document, which is wrong, and as fast as packing could ever be. Forward and
+backward through the run's own path (`ForwardPass`, loss in the head). Ratios are taken within a round: seconds of one
+document per forward over seconds of the other way; median over rounds, with the lowest and highest. By processor time
+as well, which other work on the machine moves less. Losses of the ways are compared.
 """
 
 from __future__ import annotations
@@ -31,13 +37,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.data.batch import collate
 from finetune.data.samples import Example, Sequence
 from finetune.models.attention import choose_attention
-from finetune.models.attention.mixers import run_per_document
+from finetune.models.attention.mixers import Mixer, Mixers, run_per_document
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.recipe.schema import Objective
 
-LENGTHS = (180, 42, 95, 300, 61, 33, 130, 75, 210, 30, 54, 118)  # tokens of the documents
+LENGTHS = {  # tokens of the documents
+    "wide": (180, 42, 95, 300, 61, 33, 130, 75, 210, 30, 54, 118),
+    "narrow": (18, 42, 9, 60, 61, 33, 13, 75, 21, 30, 54, 11) * 2,
+}
+_NARROW = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "shared_intermediate_size": 128}
+_NARROW |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32)
+_NARROW |= dict.fromkeys(
+    ("head_dim", "linear_key_head_dim", "linear_value_head_dim", "mamba_d_head", "mamba_head_dim"), 16
+)
 _SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 256,
@@ -91,15 +105,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--sizes", nargs="+", choices=list(LENGTHS), default=list(LENGTHS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     cells = []
-    for name in options.only:
-        cells.append(cell := measure(name, options.rounds))
-        print(json.dumps(cell), flush=True)
+    for size in options.sizes:
+        for name in options.only:
+            cells.append(cell := measure(name, size, options.rounds))
+            print(json.dumps(cell), flush=True)
     if options.json:
         about = {"command": " ".join(["python benchmarks/hybrids.py", *sys.argv[1:]]), "torch": torch.__version__}
         about |= {"transformers": transformers.__version__, "threads": torch.get_num_threads()}
@@ -107,24 +123,38 @@ def main() -> None:
         options.json.write_text(json.dumps({**about, "cells": cells}, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(name: str, rounds: int) -> dict[str, Any]:
-    config = AutoConfig.for_model(name, **FAMILIES[name])
+def measure(name: str, size: str, rounds: int) -> dict[str, Any]:
+    settings = FAMILIES[name]
+    if size == "narrow":
+        settings = settings | {key: value for key, value in _NARROW.items() if key in settings}
+    config = AutoConfig.for_model(name, **settings)
     model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     choice = choose_attention("auto", model_class, config, "cpu", False)
     assert choice.isolates_documents, choice.reason
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=choice.implementation)
-    run_per_document(model, choice.mixers)
     loss_model, forward = CausalLMWithLoss(model.train()), ForwardPass(choice, make_objective(Objective()))
     rng = np.random.default_rng(0)
     examples = [
-        Example("a", i, 0, (Sequence(rng.integers(3, 4096, n).astype(np.int32), np.arange(n) >= n // 2),))
-        for i, n in enumerate(LENGTHS)
+        Example("a", i, 0, (Sequence(rng.integers(3, 512, n).astype(np.int32), np.arange(n) >= n // 2),))
+        for i, n in enumerate(LENGTHS[size])
     ]
-    ways = {"packed": [collate(examples)], "one_by_one": [collate([example]) for example in examples]}
+    row, each = [collate(examples)], [collate([example]) for example in examples]
+    one_by_one = {kind: Mixer(**{**mixer, "batched": False}) for kind, mixer in choice.mixers.items()}
+    ways: dict[str, tuple[Mixers, list[Any]]] = {
+        "one_per_forward": ({}, each),
+        "packed": (choice.mixers, row),
+        "packed_one_by_one": (one_by_one, row),
+        "bound": ({}, row),
+    }
+    as_in_transformers = {module: module.forward for module in model.modules() if type(module).__name__ in one_by_one}
 
-    def run(batches: list[Any]) -> tuple[float, float, float]:
+    def run(way: str) -> tuple[float, float, float]:
         """Returns seconds by the clock and of the processor, and the loss."""
+        for module, original in as_in_transformers.items():
+            module.forward = original
+        mixers, batches = ways[way]
+        run_per_document(model, mixers)
         clock, processor, total = time.perf_counter(), time.process_time(), 0.0
         for batch in batches:
             outputs = forward(loss_model, batch)
@@ -133,20 +163,22 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         model.zero_grad(set_to_none=True)
         return time.perf_counter() - clock, time.process_time() - processor, total
 
-    losses = {way: run(batches)[2] for way, batches in ways.items()}  # warm
-    taken = [{way: run(batches) for way, batches in ways.items()} for _ in range(rounds)]
-    by_clock, by_processor = (sorted(one["one_by_one"][i] / one["packed"][i] for one in taken) for i in range(2))
+    losses = {way: run(way)[2] for way in ways}  # warm
+    taken = [{way: run(way) for way in ways} for _ in range(rounds)]
+
+    def times_as_fast(way: str, i: int) -> list[float]:
+        ratios = sorted(one["one_per_forward"][i] / one[way][i] for one in taken)
+        return [round(x, 2) for x in (statistics.median(ratios), ratios[0], ratios[-1])]
+
     return {
+        "size": size,
         "family": name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "mixers": list(choice.mixers),
-        "packed_s": round(statistics.median(one["packed"][0] for one in taken), 4),
-        "one_by_one_s": round(statistics.median(one["one_by_one"][0] for one in taken), 4),
-        "times_as_fast": [round(x, 2) for x in (statistics.median(by_clock), by_clock[0], by_clock[-1])],
-        "by_processor_time": [
-            round(x, 2) for x in (statistics.median(by_processor), by_processor[0], by_processor[-1])
-        ],
-        "loss_difference": abs(losses["packed"] / losses["one_by_one"] - 1),
+        "mixers": {kind: mixer["batched"] for kind, mixer in choice.mixers.items()},
+        "one_per_forward_processor_s": round(statistics.median(one["one_per_forward"][1] for one in taken), 4),
+        "times_as_fast": {way: times_as_fast(way, 0) for way in list(ways)[1:]},
+        "by_processor_time": {way: times_as_fast(way, 1) for way in list(ways)[1:]},
+        "loss_difference": abs(losses["packed"] / losses["one_per_forward"] - 1),
     }
 
 

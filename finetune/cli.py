@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import json
 import os
@@ -299,6 +300,63 @@ def check(
 
 
 @app.command(cls=Command)
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    on: Annotated[
+        list[str] | None, typer.Option(metavar="NxDEVICE", help="Devices, such as 8xH100-80; may be repeated.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Machines, each with these devices.")] = 1,
+    by: Annotated[str, typer.Option(help="Rank by time or by price.")] = "time",
+    budget: Annotated[
+        float | None, typer.Option(help="Most that the run may cost, in the currency of its price.")
+    ] = None,
+    deadline: Annotated[str | None, typer.Option(help="Longest that the run may take: 90m, 12h, 2d.")] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken away.")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="Measure this machine's speed, half a minute.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the accelerate config of the best place.")] = False,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="KEY=FIRST..LAST", help="Other values of a key: data.max_length=2048..131072.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What must change to fit into as much a device: 24GB.")
+    ] = None,
+    hardware: Annotated[Path | None, typer.Option(help="Own devices. Default: hardware.yaml, if it is here.")] = None,
+    prices: Annotated[Path | None, typer.Option(help="Own prices. Default: prices.yaml, if it is here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a run before renting for it: does it fit, how fast, at what price, with which accelerate config.
+
+    Every legal config on the given devices, by formula, without weights and without network. docs/plan.md says what the
+    numbers rest on.
+
+    Example: [bold]python -m finetune plan recipes/llama3.1-8b/lora.yaml --on 8xH100-80 --on 2x4090[/bold]
+    """
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.planning.estimate.command import PlanOptions, run
+
+    wanted = (
+        tuple(on or ()),
+        nodes,
+        budget,
+        deadline,
+        by,
+        spot,
+        probe,
+        write,
+        sweep,
+        memory,
+        hardware,
+        prices,
+        as_json,
+    )
+    run(recipe, overrides or (), PlanOptions(*wanted), Console())
+
+
+@app.command(cls=Command)
 def inspect(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -505,6 +563,39 @@ def chat(
 
 
 @app.command(cls=Command)
+def serve(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="[NAME=]RUN_DIR...", help="Runs or model folders; adapters share their base.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on; requests need no key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    device: Annotated[str, typer.Option(help="auto: over all GPUs; or cpu, cuda:1, ...")] = "auto",
+) -> None:
+    """Serve trained models by their names, for OpenAI clients: transformers' own server, one request after the other.
+
+    Example: [bold]python -m finetune serve runs/quickstart-lora other=runs/quickstart-full --port 8000[/bold]
+    """
+    named = [(name or Path(path).resolve().name, Path(path)) for name, _, path in (_name_and_path(run) for run in runs)]
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from transformers.utils.import_utils import is_serve_available
+
+        if not is_serve_available():
+            raise UserError("serve: pip install 'finetune[serve]' (fastapi, uvicorn and openai), then again")
+        from finetune.export.serving import serve as run_server
+
+    with contextlib.suppress(KeyboardInterrupt):
+        run_server(named, host, port, device)
+
+
+def _name_and_path(run: str) -> tuple[str, str, str]:
+    """Returns NAME=RUN in three; a path may have `=` in it, but not in its first part."""
+    name, sign, path = run.partition("=")
+    return (name, sign, path) if sign and "/" not in name else ("", "", run)
+
+
+@app.command(cls=Command)
 def score(
     run_dir: RunDir,
     data: Annotated[str, typer.Option(help="File of pairs, answers or texts: a path as in a recipe's `data.train`.")],
@@ -572,7 +663,9 @@ def merge(
 @app.command(cls=Command)
 def export(
     run_dir: RunDir,
-    to: Annotated[str, typer.Option(help="hf (a plain model folder), gguf, or ollama; adapters merged.")] = "hf",
+    to: Annotated[
+        str, typer.Option(help="hf or vllm (a plain model folder), gguf, or ollama; adapters merged.")
+    ] = "hf",
     step: Annotated[
         str | None, typer.Option(metavar="N|best", help="A checkpoint. Default: the result, or the newest checkpoint.")
     ] = None,
@@ -581,10 +674,16 @@ def export(
         str | None,
         typer.Option(help="hf: float32, bfloat16, float16; gguf: f32, bf16, f16, q8_0."),
     ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="hf: weights in int8 or fp8, compressed-tensors' format, without calibration.")
+    ] = None,
     base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
     average_checkpoints: Annotated[
         int | None,
         typer.Option(min=2, help="The mean of so many checkpoints: that of --step, or the newest, and before."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Of the server, for the command of vLLM. Default: this machine's.")
     ] = None,
     verify: Annotated[bool, typer.Option(help="Compare the export with what was trained.")] = True,
     as_json: AsJson = False,
@@ -599,33 +698,107 @@ def export(
         from finetune.export.commands import ExportOptions, export_run
 
     exported = export_run(
-        run_dir, ExportOptions(to, step, out, dtype, base, verify, average_checkpoints), Console(stderr=True)
+        run_dir,
+        ExportOptions(to, step, out, dtype, base, verify, average_checkpoints, quantize, gpus),
+        Console(stderr=True),
     )
     print(json.dumps(exported) if as_json else f"exported to {exported['out']}")
 
 
 @app.command(cls=Command)
 def verify(
-    export: Annotated[Path, typer.Argument(help="Folder that was exported.", metavar="EXPORT")],
     against: Annotated[Path, typer.Option(help="Run directory that it is of.", metavar="RUN_DIR")],
+    export: Annotated[Path | None, typer.Argument(help="Folder that was exported.", metavar="EXPORT")] = None,
+    url: Annotated[
+        str | None, typer.Option(metavar="http://HOST:PORT/v1", help="A live server, in place of a folder.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Its name on that server, if not the run's.")] = None,
     step: Annotated[str | None, typer.Option(metavar="N|best", help="Checkpoint. Default: as exported.")] = None,
     base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Held-out rows to compare on.")] = 32,
     as_json: AsJson = False,
 ) -> None:
-    """Compare an export with its run on held-out rows: KL per trained token, likeliest tokens, greedy texts, rendered
-    tokens, end tokens, names of tensors. Exit status 1 beyond the thresholds of its format.
+    """Compare an export, or a live server of any make, with its run on held-out rows. Exit status 1 beyond the
+    thresholds.
+
+    An export: KL per trained token, likeliest tokens, greedy texts, rendered tokens, end tokens, names of tensors. A
+    server: whether its greedy tokens are the run's likeliest, where answers end, how many tokens a prompt has.
 
     Example: [bold]python -m finetune verify my-model --against runs/quickstart-lora[/bold]
     """
+    if (export is None) == (url is None):
+        raise UserError("verify: give a folder that was exported, or --url of a server")
+    if model is not None and url is None:
+        raise UserError("verify: --model is of a server: give --url")
     quiet_libraries()
     with few_collections():
         import_transformers()
         from finetune.export.commands import verify_run
+        from finetune.export.live import verify_url
+        from finetune.export.trained import find_trained
 
-    figures = verify_run(export, against, step, base, rows, Console(stderr=as_json))
+    console = Console(stderr=as_json)
+    if url is not None:
+        figures = verify_url(url, find_trained(against, step), model, base, rows, console)
+    else:
+        assert export is not None
+        figures = verify_run(export, against, step, base, rows, console)
     if as_json and figures is not None:
         print(json.dumps(figures.as_dict()))
+
+
+@app.command(cls=Command)
+def upload(
+    run_dir: Annotated[Path, typer.Argument(help="Run directory, or a folder that was exported.", metavar="RUN_DIR")],
+    to: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Default: your name and the folder's.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="The base's hub id, where it was trained from a local path.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="For all to see. Default: private.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+) -> None:
+    """Upload a result or an export to the Hugging Face Hub, private, after a list of its files.
+
+    Example: [bold]python -m finetune upload runs/quickstart-lora --to my-org/my-model[/bold]
+    """
+    quiet_libraries()
+    from finetune.export.upload import upload as send
+
+    def agrees() -> None:
+        if not yes:
+            if not sys.stdin.isatty():
+                raise UserError("upload: no terminal to ask for confirmation; give --yes to upload what is listed")
+            typer.confirm("Upload these files?", abort=True)
+
+    print(f"uploaded to {send(run_dir, to, base_model, public, Console(), agrees)}")
+
+
+@app.command(cls=Command)
+def evaluate(
+    run_dir: RunDir,
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks of lm_eval, or of --task-folder.")],
+    task_folder: Annotated[Path | None, typer.Option(help="Folder of tasks as lm_eval's YAML.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of each task.")] = None,
+    fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt. Default: the task's.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
+    base: Annotated[bool, typer.Option(help="Ask the base model, too.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a run's result and its base on tasks of lm_eval, side by side, through the run's chat template.
+
+    Figures with standard errors go to RUN_DIR/evaluate.json, metrics.jsonl and the run's trackers.
+
+    Example: [bold]python -m finetune evaluate runs/gsm8k-full --tasks gsm8k_local --task-folder tasks[/bold]
+    """
+    quiet_libraries()
+    with few_collections():
+        import_transformers()
+        from finetune.export.evaluate import EvaluateOptions, evaluate_run
+
+    options = EvaluateOptions(tuple(tasks.split(",")), task_folder, limit, fewshot, batch_size, base)
+    scores = evaluate_run(run_dir, options, Console(stderr=as_json))
+    if as_json:
+        print(json.dumps({name: vars(score) for name, score in scores.items()}))
 
 
 @app.command(cls=Command)

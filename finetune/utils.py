@@ -101,3 +101,11 @@ def common_prefix_length(first: Sequence[object], second: Sequence[object]) -> i
     """Returns how many items both begin with."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def pattern_of(paths: list[str], modules: list[str]) -> str:
+    """Returns a regular expression for paths, and no others of a model's modules: of all layers, or path by path."""
+    every = "|".join(sorted({re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(path)) for path in paths}))
+    if {path for path in modules if re.fullmatch(every, path)} == {*paths}:
+        return every
+    return "|".join(map(re.escape, paths))

@@ -62,6 +62,8 @@ DISTILL = ("objective.name=distill", "objective.nll_weight=0.2")
 # Two that the rows have, and more than the spare rows of the embedding.
 TOKENS = f"tokens.add={json.dumps(['quick stars', 'under table', *(f'<{i}>' for i in range(40))])}"
 BALANCE = "objective.router_aux_loss_coef=0.02"
+IMAGES = ("data.image={}", "data.max_length=96")
+SEES_IMAGES = ("ddp", "fsdp2", "zero2", "zero3", "hsdp", "fsdp2_offload", "zero2_offload", "zero3_offload")
 DEEPSPEED = ("zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 CASES = (
     Case("full", ()),
@@ -85,6 +87,24 @@ CASES = (
     Case("lora qwen3", LORA, model="qwen3"),
     Case("full text part", (), model="mistral3"),  # of a multimodal model
     Case("lora text part", (*LORA, "optimizer.lr=1e-3"), model="gemma3"),
+    # Rows with none, one and two pictures: in most steps some ranks have none.
+    Case("full images", IMAGES, model="smolvlm_sees", rows="pictures", on=SEES_IMAGES),
+    Case(
+        "full images tower",
+        (*IMAGES, "model.train=[language, projector, vision]", "train.activation_checkpointing=true"),
+        model="qwen2_5_vl_sees",
+        rows="pictures",
+        on=SEES_IMAGES,
+    ),
+    Case("full images projector", (*IMAGES, "model.train=[projector]"), "gemma3_sees", rows="pictures", on=SEES_IMAGES),
+    Case("lora images", (*LORA, *IMAGES, "optimizer.lr=1e-3"), "qwen3_vl_sees", rows="pictures", on=SEES_IMAGES),
+    Case(
+        "lora images tower",
+        (*LORA, *IMAGES, "optimizer.lr=1e-3", "model.train=[language, projector, vision]"),
+        model="mistral3_sees",
+        rows="pictures",
+        on=SEES_IMAGES,
+    ),
     Case("full checkpointing", ("train.activation_checkpointing=true",)),
     Case("full compile", ("train.compile=true",), on=("ddp", "fsdp2", "pp", "ulysses")),
     Case(
@@ -199,6 +219,7 @@ CASES = (
 # Of pairs and of what a step has to know: on every config, and at every size of it.
 OF_PAIRS = ("full dpo", "full dpo ipo unpacked", "full kto")
 OBJECTIVES = (*OF_PAIRS, "full orpo", "full reward", "full classify", "full distill")
+OF_IMAGES = ("full images tower", "lora images")
 PREFERENCES = (
     "full dpo",
     "lora dpo",
@@ -219,7 +240,7 @@ UNDER_PIPELINES = tuple(
     case.name
     for case in CASES
     if not any(word in case.name for word in ("dropout", "auto rows", "qlora checkpointing", "balance"))
-    and not any(word in case.name for word in ("reward", "classify"))  # their head is no LM head
+    and "images" not in case.name  # towers are refused
 )
 FEW_SHARED = ("full", "lora", "full tied", "lora tied")
 # Names of configs that have no file of their own: another's, with these sizes.
@@ -266,9 +287,9 @@ LAUNCHES = (
     ("pp_dp", 4, ("full", "lora", "full tied", "full unpacked", *OF_PAIRS, "full orpo", "full distill")),
     ("ep", 2, EXPERTS),
     ("ep", 4, EXPERTS),
-    ("ddp", 4, ("full", "lora", "full tied", "lora dropout rslora", *OF_PAIRS)),
-    ("fsdp2", 4, ("full", "lora", "full tied", "lora dropout rslora", *OBJECTIVES)),
-    ("zero3", 4, ("full", "lora", *OBJECTIVES)),
+    ("ddp", 4, ("full", "lora", "full tied", "lora dropout rslora", *OF_PAIRS, *OF_IMAGES)),
+    ("fsdp2", 4, ("full", "lora", "full tied", "lora dropout rslora", *OBJECTIVES, *OF_IMAGES)),
+    ("zero3", 4, ("full", "lora", *OBJECTIVES, *OF_IMAGES)),
     ("fsdp2_offload", 4, ("full", "lora", *OF_PAIRS)),
     ("zero2", 4, ("full", "lora", *OF_PAIRS)),
     ("zero2_offload", 4, ("full", "lora", *OF_PAIRS)),
@@ -290,6 +311,7 @@ LAUNCHES = (
             *("full", "lora", "full tied", "full unpacked", "full in backward", "lora dropout rslora", "full reward"),
             *("qlora", "qlora fp8"),
             *OF_PAIRS,
+            *OF_IMAGES,
         ),
     ),
     ("tp", 2, TENSOR),
@@ -341,6 +363,10 @@ def prepare(folder: Path) -> None:
         tiny.save_model(folder, model)
     for model in {case.model for case in CASES} & tiny.MULTIMODAL.keys():
         tiny.save_multimodal(folder, model)
+    for model in sorted({case.model.removesuffix("_sees") for case in CASES if case.rows == "pictures"}):
+        tiny.save_seeing(folder, model)
+    tiny.write_pictures(folder, "pictures", 120)
+    tiny.write_pictures(folder, "held_out_pictures", 16, seed=1)
     tiny.write_rows(folder / "rows.jsonl", tiny.conversations(300))
     tiny.write_rows(folder / "held_out.jsonl", tiny.conversations(24, seed=1))
     made_rows = {"preference": tiny.preferences, "unpaired": tiny.unpaired, "classification": tiny.texts}
@@ -405,7 +431,8 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
         start = ["model.name=null", f"model.config={shape}", f"model.tokenizer={folder / case.model}"]
     if case.rows != "messages":
         sources = {"train": f"{case.rows}.jsonl", "eval": f"held_out_{case.rows}.jsonl"}
-        start += [f"data.{key}=[{{path: {folder / name}, format: {case.rows}}}]" for key, name in sources.items()]
+        format = "messages" if case.rows == "pictures" else case.rows
+        start += [f"data.{key}=[{{path: {folder / name}, format: {format}}}]" for key, name in sources.items()]
     if case.teacher:
         start.append(f"objective.teacher={folder / case.teacher}")
     if case.one_forward:

@@ -84,7 +84,7 @@ def draw(random: Random, place: Place, number: int) -> Case:
         sometimes(0.3, BALANCE)
     bound = BF16_LOSS_RELATIVE if bf16 else LOSS_RELATIVE
     # No bound on weights: AdamW divides each gradient by its own size, and some of these are nothing but rounding.
-    return Case(f"{number}", tuple(overrides), model, bound, float("inf"), one_forward=in_backward)
+    return Case(f"{number}", tuple(overrides), model, loss=bound, parameter=float("inf"), one_forward=in_backward)
 
 
 def refusal(folder: Path, place: Place, case: Case) -> str | None:

@@ -1,11 +1,13 @@
-"""Predicted memory (`finetune/planning/estimate`) against that of real runs on CPU processes.
+"""Predicted memory (`finetune/planning/estimate`) against what runs take; an hour on two cores.
 
-    python scripts/plan_errors.py                          all cells: table, benchmarks/results/plan_errors.json
-    python scripts/plan_errors.py --only zero3 --processes 2
+    python scripts/plan_errors.py --out benchmarks/results/plan_errors.json
+    python scripts/plan_errors.py --only zero3 --folder measured
 
-Measured is what torch's allocator gives: every allocation and release that its profiler records, of every rank, in the
-phases of the second step. Weights are copied before they are wrapped, for on a CPU they are mapped files, which no
-allocator has given. State is what the engine's own counter finds after the step, to the byte.
+processes   real ones: every allocation and release of the second step that torch's profiler records. Weights are copied
+            before they are wrapped, for on a CPU they are mapped files, which no allocator has given. State is what the
+            engine's own counter finds after the step, to the byte.
+devices     the run's own set-up and two steps as one rank of N on fake CUDA devices, every storage weighed. For configs
+            of several processes, as gloo's threads keep the tensors of their last collective: an artefact of CPUs.
 """
 
 from __future__ import annotations
@@ -15,10 +17,14 @@ import contextlib
 import gc
 import json
 import os
+import statistics
+import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,11 +65,14 @@ class Cell:
     processes: int
     mode: str
     overrides: tuple[str, ...] = ()
+    level: str = "processes"  # real ones; devices: one rank on those that are not there
+    rank: int = 0
 
     @property
     def name(self) -> str:
         said = "_".join(part.rpartition(".")[2].replace("=", "-") for part in self.overrides)
-        return "_".join(filter(None, (self.model, self.config, str(self.processes), self.mode, said)))
+        rank = f"rank-{self.rank}" if self.level == "devices" else ""
+        return "_".join(filter(None, (self.model, self.config, str(self.processes), self.mode, said, rank)))
 
     @property
     def all_overrides(self) -> list[str]:
@@ -211,8 +220,8 @@ def recipe_file(folder: Path, model: str) -> Path:
     return home / "recipe.yaml"
 
 
-def launch(folder: Path, cells: list[Cell]) -> dict[str, list[dict[str, Any]]]:
-    """Returns what every rank found, by name of cell. All of one config, size and model."""
+def run_processes(folder: Path, cells: list[Cell]) -> None:
+    """Runs cells of one model, config and size in one launch, each rank writing its file."""
     import forks
 
     first = cells[0]
@@ -233,25 +242,170 @@ def launch(folder: Path, cells: list[Cell]) -> dict[str, list[dict[str, Any]]]:
         del os.environ["TORCHELASTIC_RUN_ID"]
     if done.returncode:
         print(f"{first.name}: {done.stderr[-1500:]}", file=sys.stderr)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for cell in cells:
-        files = [folder / f"{cell.name}-{rank}.json" for rank in range(first.processes)]
-        if all(file.exists() for file in files):
-            found[cell.name] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    return found
+
+
+def run_devices(folder: Path, cells: list[Cell]) -> None:
+    """Runs one rank of each cell on devices that are not there; writes its file."""
+    wanted = {
+        cell.name: [cell.config, cell.processes, cell.rank, *cell.all_overrides]
+        for cell in cells
+        if not (folder / f"{cell.name}.json").exists()
+    }
+    program = [sys.executable, str(ROOT / "tests" / "fake_cuda" / "fake_cells.py")]
+    program += [str(folder / "llama" / "recipe.yaml"), str(folder)]
+    paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run(program, input=json.dumps(wanted), text=True, env=environment, check=True)
+
+
+def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
+    """Returns what is predicted and measured of a cell, in bytes; None where it was refused or did not run."""
+    from finetune.engine.launch import read_config_file
+    from finetune.models.config import training_config
+    from finetune.planning.estimate.phases import phases_of
+    from finetune.planning.estimate.timeline import HeaviestBatch
+    from finetune.recipe import load_recipe
+
+    files = [folder / f"{cell.name}-{rank}.json" for rank in range(cell.processes)]
+    files = files if cell.level == "processes" else [folder / f"{cell.name}.json"]
+    if not all(file.exists() for file in files):
+        return None
+    ranks = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    if "refused" in ranks[0]:
+        return None
+    recipe = load_recipe(folder / cell.model / "recipe.yaml", cell.all_overrides)
+    launch = read_config_file(str(ROOT / "accelerate_configs" / f"{cell.config}.yaml"), cell.processes)
+    rows = recipe.batch.rows_per_device
+    assert isinstance(rows, int)
+    batch = HeaviestBatch.of_rows(rows, recipe.data.max_length)
+    micro_batches = recipe.batch.rows // rows // launch.parallelism.data
+    device = "cpu" if cell.level == "processes" else "cuda"
+    numbers = range(cell.processes) if cell.level == "processes" else [cell.rank]
+    config = training_config(recipe)
+    found: list[dict[str, Any]] = []
+    for rank, measured in zip(numbers, ranks, strict=True):
+        phases, state = phases_of(recipe, config, launch, rank, device, (9, 0), batch, micro_batches)
+        if device == "cpu":
+            peaks = {name: measured["peaks"][name] for name in PHASES if name in measured["peaks"]}
+            kept = {name: (state.persistent[name], measured["state"][name]) for name in measured["state"]}
+        else:
+            peaks = {name: measured["phases"][name]["peak_bytes"] for name in PHASES}
+            kept = {}
+        predicted = max(phases[name] for name in (*PHASES, "reduction"))
+        found.append({"predicted": predicted, "measured": max(peaks.values()), "state": kept})
+    return max(found, key=lambda one: one["measured"])
+
+
+def errors(compared: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns median and worst error of peaks, and the share of pairs more than 10 % apart whose order is right."""
+    off = {name: one["predicted"] / one["measured"] - 1 for name, one in compared.items()}
+    sizes = [(one["predicted"], one["measured"]) for one in compared.values()]
+    pairs = [(a, b) for a, b in combinations(sizes, 2) if max(a[1], b[1]) > 1.1 * min(a[1], b[1])]
+    right = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)
+    worst = max(off, key=lambda name: abs(off[name]))
+    median = statistics.median(map(abs, off.values()))
+    order = {"pairs": len(pairs), "right": right / len(pairs) if pairs else 1.0}
+    return {"cells": len(off), "median": median, "worst": [worst, off[worst]], "order": order}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="words that all are in the name of a cell")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--measured", type=Path, help="of an earlier run: only predict")
+    parser.add_argument("--folder", type=Path, help="keeps what was measured; what is there already is not run again")
+    parser.add_argument("--no-runs", action="store_true", help="compare only what was measured in --folder")
+    parser.add_argument("--out", type=Path, help=f"JSON, such as {RESULTS.relative_to(ROOT)}")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         from worker import main as run_plan
 
         run_plan(json.loads(arguments.measure.read_text(encoding="utf-8")), measure_case)
+        return
+    cells = [cell for cell in CELLS if all(word in cell.name for word in arguments.only)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        if not arguments.no_runs:
+            run_all(folder, cells)
+        compared = {cell.name: one for cell in cells if (one := compare(folder, cell)) is not None}
+    for level in ("processes", "devices"):
+        of_level = {cell.name: compared[cell.name] for cell in cells if cell.level == level and cell.name in compared}
+        for name, one in of_level.items():
+            exact = all(ours == theirs for ours, theirs in one["state"].values())
+            error = one["predicted"] / one["measured"] - 1
+            print(f"{error:+7.1%}  {one['measured'] / 2**20:8.2f} MiB  {'' if exact else 'state differs'}  {name}")
+        if of_level:
+            print(level, json.dumps(errors(of_level)))
+    if arguments.out:
+        content = {"of": __doc__, "all": errors(compared), "cells": compared}
+        arguments.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def run_all(folder: Path, cells: list[Cell]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for model in dict.fromkeys(["llama", *(cell.model for cell in cells)]):
+        if not (folder / model / "recipe.yaml").exists():
+            recipe_file(folder, model)
+    run_devices(folder, [cell for cell in cells if cell.level == "devices"])
+    launches = defaultdict[Any, list[Cell]](list)
+    for cell in cells:
+        if cell.level == "processes" and not (folder / f"{cell.name}-0.json").exists():
+            launches[cell.model, cell.config, cell.processes].append(cell)
+    for of_launch in launches.values():
+        run_processes(folder, of_launch)
+
+
+RECOMPUTED, KEPT, SELECTIVE = (f"train.activation_checkpointing={how}" for how in ("true", "false", "selective"))
+_FP32 = "train.precision=fp32"
+_PROCESSES = [
+    Cell(model, "single", 1, mode, overrides)
+    for model in MODELS
+    for mode, overrides in (
+        ("full", (RECOMPUTED, "batch.rows=2")),
+        ("lora", (RECOMPUTED, "batch.rows=2")),
+        ("full", (KEPT, "batch.rows=2")),
+        ("qlora", (KEPT, "batch.rows=2")),
+        ("full", (SELECTIVE, "batch.rows=1")),
+        ("lora", (KEPT, _FP32, "batch.rows=4", "batch.rows_per_device=2")),
+        ("full", (RECOMPUTED, _FP32, "batch.rows=1")),
+        ("qlora", (RECOMPUTED, "batch.rows=2", "batch.rows_per_device=2")),
+    )
+]
+_DEVICES = [
+    Cell("llama", config, processes, mode, (how, f"batch.rows={rows}"), "devices", rank)
+    for config, processes, mode, how, rank, rows in (
+        ("ddp", 2, "full", RECOMPUTED, 0, 4),
+        ("cp", 2, "full", RECOMPUTED, 0, 4),
+        ("ulysses", 2, "full", RECOMPUTED, 0, 4),
+        ("hsdp", 4, "full", RECOMPUTED, 0, 8),
+        ("fsdp2_tp", 4, "full", RECOMPUTED, 0, 8),
+        ("zero3_offload", 2, "full", RECOMPUTED, 0, 4),
+        ("fsdp2", 2, "qlora", KEPT, 0, 4),
+        ("zero2", 2, "lora", RECOMPUTED, 0, 4),
+        ("zero3", 4, "full", RECOMPUTED, 0, 8),
+        ("fsdp2", 4, "full", SELECTIVE, 3, 8),
+        ("tp", 2, "full", RECOMPUTED, 0, 4),
+        ("zero2", 2, "full", RECOMPUTED, 0, 4),
+        ("fsdp2_cp", 4, "lora", RECOMPUTED, 0, 8),
+        ("zero3", 2, "qlora", RECOMPUTED, 0, 4),
+        ("fsdp2", 2, "full", RECOMPUTED, 0, 2),
+        ("zero2", 4, "full", KEPT, 0, 8),
+        ("tp", 2, "lora", KEPT, 0, 4),
+        ("hsdp", 4, "lora", KEPT, 0, 8),
+        ("fsdp2_offload", 2, "lora", RECOMPUTED, 0, 4),
+        ("fsdp2", 2, "full", RECOMPUTED, 0, 4),
+        ("fsdp2", 2, "full", KEPT, 0, 4),
+        ("zero3", 2, "full", RECOMPUTED, 0, 4),
+        ("fsdp2_offload", 2, "full", RECOMPUTED, 0, 4),
+        ("zero3", 2, "lora", KEPT, 0, 4),
+        ("fsdp2", 2, "lora", RECOMPUTED, 0, 4),
+        ("ddp", 4, "lora", RECOMPUTED, 0, 8),
+        ("zero2", 2, "qlora", RECOMPUTED, 0, 4),
+        ("fsdp2", 8, "full", RECOMPUTED, 7, 8),
+        ("zero3", 8, "lora", RECOMPUTED, 0, 8),
+        ("ddp", 2, "full", KEPT, 0, 4),
+    )
+]
+CELLS = _PROCESSES + _DEVICES
 
 
 if __name__ == "__main__":

@@ -59,10 +59,12 @@ ON_FEW: tuple[parity.Case, ...] = (
     # Its blocks are others under other shards (measured: 2.2e-5); on the same place it is bitwise all the same.
     parity.Case("full adamw_8bit", ("optimizer.name=adamw_8bit",), loss=1e-4, parameter=float("inf")),
 )
-# Statistics of a step, heads of scores and predictions of a teacher, on three kinds of place.
+# Statistics of a step, heads of scores, predictions of a teacher and towers, on three kinds of place.
 WITH_OBJECTIVES: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero3", 2))
 OF_OBJECTIVES = tuple(
-    case for case in parity.CASES if case.name in ("full orpo", "full kto", "full reward", "full distill")
+    case
+    for case in parity.CASES
+    if case.name in ("full orpo", "full kto", "full reward", "full distill", *parity.OF_IMAGES)
 )
 # Experts that are divided, and the same ones where each rank has them all.
 WITH_EXPERTS: tuple[Place, ...] = (("single", 1), ("ddp", 2), ("fsdp2", 4), ("zero3", 4), *DIVIDED)

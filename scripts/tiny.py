@@ -104,6 +104,14 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         "boi_token_index": 371,
         "eoi_token_index": 372,
     },
+    "smolvlm": {
+        "model_type": "smolvlm",
+        "text_config": {"model_type": "llama", **_TEXT, "tie_word_embeddings": False},
+        "vision_config": {"model_type": "smolvlm_vision", **_VISION, **_HEADS, "image_size": 56},
+        "scale_factor": 2,
+        "image_token_id": 370,
+        "tie_word_embeddings": False,
+    },
     "qwen3_vl": {  # transformers has no causal class of its text part
         "model_type": "qwen3_vl",
         "text_config": {"model_type": "qwen3_vl_text", **_TEXT, "rope_parameters": _MROPE},
@@ -320,3 +328,93 @@ def save_multimodal(folder: Path, name: str, **changes: Any) -> Path:
     tokenizer().save_pretrained(folder / name)
     (folder / name / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}\n', encoding="utf-8")
     return folder / name
+
+
+# --- models that see images
+#
+# Tokens of an image in each family: the one whose places the model fills comes first.
+_QWEN_IMAGE = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+SEEING: dict[str, tuple[tuple[str, ...], str, dict[str, Any], dict[str, Any]]] = {
+    # name of `MULTIMODAL`: (tokens, what the template writes, preprocessor_config.json, processor_config.json)
+    "smolvlm": (
+        ("<image>", "<fake_token_around_image>", "<global-img>"),
+        "<image>",
+        {"max_image_size": {"longest_edge": 56}, "size": {"longest_edge": 112}, "do_image_splitting": True},
+        {"image_seq_len": 4},
+    ),
+    "qwen2_5_vl": (
+        _QWEN_IMAGE,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        {"patch_size": 14, "size": {"shortest_edge": 28 * 28, "longest_edge": 8 * 28 * 28}},
+        {},
+    ),
+    "qwen3_vl": (
+        _QWEN_IMAGE,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        {"patch_size": 14, "size": {"shortest_edge": 28 * 28, "longest_edge": 8 * 28 * 28}},
+        {},
+    ),
+    "gemma3": (
+        ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+        "<start_of_image>",
+        {"size": {"height": 28, "width": 28}},
+        {"image_seq_length": 4},
+    ),
+    "mistral3": (
+        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        "[IMG]",
+        {"patch_size": 14, "size": {"longest_edge": 84}},
+        {"patch_size": 14, "spatial_merge_size": 2},
+    ),
+}
+_PARTS_OF_CONTENT = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}PLACEHOLDER{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+)
+
+
+def save_seeing(folder: Path, name: str, **changes: Any) -> Path:
+    """A model of `SEEING` with tokenizer, template and processor, in `folder/<name>_sees`."""
+    tokens, placeholder, preprocessor, processor = SEEING[name]
+    from transformers import PreTrainedTokenizerFast
+
+    named = dict(zip(("image_token", "boi_token", "eoi_token"), tokens, strict=True))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer().backend_tokenizer,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        extra_special_tokens=named,
+    )
+    content = _PARTS_OF_CONTENT.replace("PLACEHOLDER", placeholder)
+    fast.chat_template = CHATML.replace("{{ m.content }}", content)
+    ids = {token: fast.convert_tokens_to_ids(token) for token in tokens}
+    key = "image_token_index" if "image_token_index" in MULTIMODAL[name] else "image_token_id"
+    made = save_multimodal(folder / "made", name, **{key: ids[tokens[0]], **changes})
+    fast.save_pretrained(made)
+    (made / "preprocessor_config.json").write_text(json.dumps(preprocessor), encoding="utf-8")
+    (made / "processor_config.json").write_text(json.dumps(processor), encoding="utf-8")
+    return made.rename(folder / f"{name}_sees")
+
+
+def write_pictures(folder: Path, name: str, count: int, seed: int = 0) -> Path:
+    """Rows `name.jsonl` with none, one or two pictures of one colour, whose names are the answer."""
+    from PIL import Image
+
+    rng, colours = random.Random(seed), {"red": (220, 30, 40), "green": (20, 180, 60), "blue": (40, 60, 220)}
+    (folder / name).mkdir(exist_ok=True)
+    rows = []
+    for i, row in enumerate(conversations(count, seed)):
+        seen = [rng.choice(sorted(colours)) for _ in range(rng.choice((0, 1, 1, 2)))]
+        parts: list[dict[str, str]] = []
+        for n, colour in enumerate(seen):
+            size = (rng.randrange(56, 120), rng.randrange(56, 120))
+            picture = Image.new("RGB", size, colours[colour])
+            picture.paste((rng.randrange(256),) * 3, (5, 5, 5 + size[0] // 3, 5 + size[1] // 3))
+            picture.save(folder / name / f"{i}-{n}.png")
+            parts.append({"type": "image", "image": f"{name}/{i}-{n}.png"})
+        question, answer = row["messages"]
+        said = {"role": "user", "content": [*parts, {"type": "text", "text": question["content"]}]}
+        if not seen:
+            said = question
+        rows.append({"messages": [said, _said("assistant", seen) if seen else answer]})
+    return write_rows(folder / f"{name}.jsonl", rows)

@@ -131,6 +131,16 @@ def train_here(path: Path, *overrides: str) -> str:
     return console.file.getvalue()
 
 
+def tiny_overrides(made: Path, base: Path, runs: Path) -> list[str]:
+    """What makes of a recipe that ships one of two steps on a tiny model of its class."""
+    sources = {"train": made / "rows.jsonl", "eval": made / "held_out.jsonl"}
+    return [
+        *(f"data.{key}=[{{path: {path}, format: messages}}]" for key, path in sources.items()),
+        *(f"model.name={base}", "model.chat_template=null", "data.max_length=64", "train.max_steps=2"),
+        *(f"run.dir={runs}", "evaluate.generate=0", "train.precision=fp32", "batch.rows=8"),
+    ]
+
+
 def launch(config: str | Path, processes: int, *arguments: object, **environment: str) -> forks.Done:
     """`accelerate launch --config_file ... -m finetune ...`; config: a file, or a name in accelerate_configs/."""
     file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"

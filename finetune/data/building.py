@@ -292,6 +292,8 @@ def num_characters(value: Any) -> int:
     """Characters in a row, about."""
     if isinstance(value, str):
         return len(value)
+    if isinstance(value, bytes):  # of an image: its text is short, but it travels between processes
+        return len(value) // 8
     if isinstance(value, Mapping):
         return sum(map(num_characters, value.values()))
     if isinstance(value, Sequence):

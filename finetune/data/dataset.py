@@ -18,7 +18,7 @@ from finetune.data.examples import Examples, check_caps, prepare_examples
 from finetune.data.loader import OrderedRows
 from finetune.data.objective_rows import trained_part
 from finetune.data.packing import RowOrder, Rows, group_rows, one_per_row, pack, row_work
-from finetune.data.samples import Example
+from finetune.data.samples import Example, Image
 from finetune.data.streaming import StreamedRows, open_stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe
@@ -283,6 +283,7 @@ class Question:
 
     prompt: list[int]
     reference: list[int]  # up to and without its end token, where it has one
+    images: tuple[Image, ...] = ()  # of the prompt
 
 
 def questions(examples: Examples, end_ids: Collection[int]) -> Iterator[Question]:
@@ -296,7 +297,8 @@ def questions(examples: Examples, end_ids: Collection[int]) -> Iterator[Question
         if begin == 1 and formats[example.source] != _SHORT_PROMPTS:
             continue
         ids = sequence.input_ids.tolist()
-        yield Question(ids[:begin], until_end(ids[begin : last + 1], end_ids))
+        images = tuple(image for image in sequence.images if image.end <= begin)
+        yield Question(ids[:begin], until_end(ids[begin : last + 1], end_ids), images)
 
 
 def until_end(ids: list[int], end_ids: Collection[int]) -> list[int]:

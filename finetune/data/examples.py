@@ -21,7 +21,7 @@ from datetime import date
 from functools import partial
 from itertools import accumulate
 from pathlib import PurePosixPath
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jinja2
 import numpy as np
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
+from finetune.data.batch import ImageInputs
 from finetune.data.building import EntryBuild, OpenedSource, OpenedSources, build_source
 from finetune.data.chat.renderer import Renderer, build_renderer
 from finetune.data.chat.template import asks_for_today, dated, template_of
@@ -41,7 +42,10 @@ from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut, Mixture, Source
 
-CODE_VERSION = 6  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
+if TYPE_CHECKING:
+    from finetune.data.images.expansion import RowImages
+
+CODE_VERSION = 7  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
 # Of a source: what chooses among its examples, or names them.
 _NOT_IN_AN_ENTRY = {"weight", "name", "max_epochs"}
 
@@ -180,7 +184,27 @@ def prepare_examples(
 def recipe_renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Renderer:
     """The renderer of a recipe's rows. Raises UserError."""
     template = template_of(recipe.model, tokenizer)
-    return build_renderer(tokenizer, template, trained_part(recipe.objective), recipe.objective.name == "classify")
+    is_scored = recipe.objective.name == "classify"
+    return build_renderer(tokenizer, template, trained_part(recipe.objective), is_scored, row_images(recipe, tokenizer))
+
+
+def row_images(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RowImages | None:
+    """Returns how the recipe's model sees the images of rows; None without `data.image`. Raises UserError."""
+    if recipe.data.image is None:
+        return None
+    from finetune.data.images.expansion import RowImages
+    from finetune.data.images.families import image_family
+
+    return RowImages(image_family(recipe.model, recipe.data.image, tokenizer), recipe.data.image)
+
+
+def image_reader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ImageInputs | None:
+    """Returns what makes the inputs of a micro-batch's images; None without `data.image`. Raises UserError."""
+    if (images := row_images(recipe, tokenizer)) is None:
+        return None
+    from finetune.data.images.pixels import pixel_reader
+
+    return pixel_reader(images.family, images.rules.threads)
 
 
 def _choose_from(
@@ -266,8 +290,14 @@ def rendering_key(renderer: Renderer) -> str:
         "today": str(date.today()) if renderer.template and asks_for_today(renderer.template.text) else None,
         "train_on": renderer.train_on,
         **({} if renderer.ends_plain else {"ends_plain": False}),
+        **({"images": _image_settings(renderer.images)} if renderer.images else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _image_settings(images: RowImages) -> list[Any]:
+    rules = images.rules.model_dump(exclude={"threads", "max_pixels", "min_pixels"})  # the family has the last two
+    return [images.family.settings, rules]
 
 
 def entry_metadata(recipe: Recipe, opened: OpenedSource, renderer: Renderer) -> dict[str, Any]:

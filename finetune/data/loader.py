@@ -115,6 +115,7 @@ class Loader:
     alike: bool = False  # forwards are padded to the longest of their step
     shares_prompts: bool = False  # the beginning that two sequences share is computed once, see `collate`
     image_inputs: ImageInputs | None = None  # see `collate`
+    positions: Callable[[Batch], Batch] | None = None  # gives a batch those of a model that has others than places
 
     def __post_init__(self) -> None:
         if self.tokens_per_device is None and self.rows_per_step % (self.rows_per_device * self.world_size):
@@ -200,7 +201,7 @@ class Loader:
                 example = self._shortest_example(assignment)
                 padded_to = self._forward_tokens(assignment, assignment.shortest)
                 batch = dummy_batch(example, index, padded_to, self.image_inputs)
-            yield token_shard(batch, self.share)
+            yield token_shard(self.positions(batch) if self.positions else batch, self.share)
 
     def _shortest_example(self, assignment: StepAssignment) -> Example:
         """The example with the shortest sequence of the step."""

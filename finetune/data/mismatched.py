@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from finetune.data.samples import Sequence, shared_prefix
 from finetune.data.token_cache import CacheEntry, EntryWriter, load
-from finetune.data.tokenizing import ChunkResult, ExampleArrays
+from finetune.data.tokenizing import ChunkResult, ExampleArrays, image_arrays
 from finetune.errors import RunFailure
 
 CHUNK = 1000  # examples written at a time
@@ -107,4 +107,5 @@ def _groups(
         files=entry.files[indices],
         rows=entry.rows[indices],
         numbers=entry.numbers.reshape(-1, width)[indices].reshape(-1),
+        images=image_arrays(sequences),  # none: a rule of the recipe
     )

@@ -19,6 +19,12 @@ class BadRow(Exception):
     """A row that cannot be used: what was seen and what was expected. Whoever knows file and row adds them."""
 
 
+# Stands in a message's content for each of its images (U+FFFC, which is for such things).
+IMAGE = "\N{OBJECT REPLACEMENT CHARACTER}"
+# What a row says of an image: a path, a data URL, or the file itself; None: the next of those in its column of images.
+ImageReference = str | bytes | None
+
+
 @dataclass(frozen=True)
 class Message:
     """One turn. Of an assistant, `content` may be empty where `tool_calls` are not."""
@@ -32,6 +38,12 @@ class Message:
     ] = ()  # {"type": "function", "id"?: ..., "function": {"name", "arguments"}}
     name: str | None = None  # of the tool that answers
     tool_call_id: str | None = None  # of the call that a tool answers
+    images: tuple[ImageReference, ...] = ()  # those that `IMAGE` stands for, in order
+
+    @property
+    def texts(self) -> list[str]:
+        """Returns what is said before, between and after the images."""
+        return self.content.split(IMAGE) if self.images else [self.content]
 
 
 @dataclass(frozen=True)

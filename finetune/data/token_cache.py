@@ -11,6 +11,8 @@ An entry is a folder of flat arrays (`T` tokens in `M` sequences of `N` examples
     files.npy            (N,) int32, index in the report's `files`
     rows.npy             (N,) int64
     numbers.npy          (N * C,) float64, the report's `columns` of each example
+    image_numbers.npy    (I * 6,) int64, of each of `I` images, see `ImageArrays`; the last: where its source ends
+    image_sources.npy    (B,) uint8, paths of their files, or the files themselves where rows have them; no pixels
     report.json
 
 Its name is the key: a hash of everything that its tokens depend on, so that nothing stale can be found. Next to it are
@@ -40,7 +42,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from finetune.data.samples import Example, ExampleSizes, Sequence
+from finetune.data.samples import Example, ExampleSizes, Image, Sequence
 from finetune.data.sources.files import cache_root
 from finetune.data.tokenizing import ChunkResult
 from finetune.errors import RunFailure, UserError
@@ -99,6 +101,8 @@ ARRAYS = {
     "files": np.dtype(np.int32),
     "rows": np.dtype(np.int64),
     "numbers": np.dtype(np.float64),
+    "image_numbers": np.dtype(np.int64),
+    "image_sources": np.dtype(np.uint8),
 }
 
 BAD_ROWS_LISTED = 10
@@ -120,6 +124,8 @@ class CacheEntry:
     files: NDArray[np.int32]  # (N,)
     rows: NDArray[np.int64]  # (N,)
     numbers: NDArray[np.float64]  # (N * C,)
+    image_numbers: NDArray[np.int64]  # (I * 6,)
+    image_sources: NDArray[np.uint8]  # (B,)
     names: tuple[str, ...]  # of files
     columns: tuple[str, ...]  # names of the `C` numbers of each example
     report: SourceReport
@@ -136,10 +142,27 @@ class CacheEntry:
         first, end = self.example_offsets[i], self.example_offsets[i + 1]
         places = [slice(self.sequence_offsets[j], self.sequence_offsets[j + 1]) for j in range(first, end)]
         # Copies: torch wants memory it may write to.
-        sequences = [Sequence(np.array(self.input_ids[place]), np.array(self.loss_mask[place])) for place in places]
+        images = self._images(int(first), int(end))
+        sequences = [
+            Sequence(np.array(self.input_ids[place]), np.array(self.loss_mask[place]), of_sequence)
+            for place, of_sequence in zip(places, images, strict=True)
+        ]
         numbers = self.numbers[i * len(self.columns) : (i + 1) * len(self.columns)].tolist()
         columns = dict(zip(self.columns, numbers, strict=True))
         return Example(self.names[self.files[i]], int(self.rows[i]), source, tuple(sequences), columns)
+
+    def _images(self, first: int, end: int) -> list[tuple[Image, ...]]:
+        """Returns the images of each of the sequences [first, end)."""
+        numbers = self.image_numbers.reshape(-1, 6)
+        if not len(numbers):
+            return [()] * (end - first)
+        found: list[list[Image]] = [[] for _ in range(first, end)]
+        for i in range(*np.searchsorted(numbers[:, 0], (first, end)).tolist()):
+            sequence, height, width, begin, stop, source_end = numbers[i].tolist()
+            stored = self.image_sources[int(numbers[i - 1, 5]) if i else 0 : source_end].tobytes()
+            source = stored[1:] if stored[:1] == b"\1" else os.fsdecode(stored[1:])
+            found[sequence - first].append(Image(source, height, width, begin, stop))
+        return [tuple(of_sequence) for of_sequence in found]
 
 
 def entries_folder() -> Path:
@@ -156,6 +179,8 @@ def load(folder: Path) -> CacheEntry | None:
         entry = CacheEntry(**arrays, names=names, columns=columns, report=report, key=folder.name)
         sizes = (len(entry.input_ids), len(entry.targets), len(entry) * len(columns))
         is_complete = sizes == (entry.sequence_offsets[-1], entry.example_offsets[-1], len(entry.numbers))
+        of_images = entry.image_numbers.reshape(-1, 6)
+        is_complete &= len(entry.image_sources) == (of_images[-1, 5] if len(of_images) else 0)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
     if not is_complete:
@@ -299,7 +324,7 @@ class EntryWriter:
         self.report = SourceReport("")
         self.columns: tuple[str, ...] = ()
         self._file_indices: dict[str, int] = {}  # by name
-        self._num_tokens = self._num_sequences = 0
+        self._num_tokens = self._num_sequences = self._num_image_bytes = 0
         self._begun = time.monotonic()
         self._files = {name: _ArrayFile(folder / f"{name}.npy", dtype) for name, dtype in ARRAYS.items()}
         for name in ("sequence_offsets", "example_offsets"):
@@ -327,8 +352,13 @@ class EntryWriter:
         arrays["files"] = indices[chunk.files] if len(chunk.files) else chunk.files
         arrays["sequence_offsets"] = self._num_tokens + np.cumsum(chunk.lengths)
         arrays["example_offsets"] = self._num_sequences + np.cumsum(chunk.sizes)
+        images = chunk.images.numbers.copy()
+        images[:, 0] += self._num_sequences
+        images[:, 5] = self._num_image_bytes + np.cumsum(images[:, 5])
+        arrays["image_numbers"], arrays["image_sources"] = images.reshape(-1), chunk.images.sources
         for name, array in arrays.items():
             self._files[name].append(array)
+        self._num_image_bytes += len(chunk.images.sources)
         self._num_tokens += len(chunk.input_ids)
         self._num_sequences += len(chunk.lengths)
 

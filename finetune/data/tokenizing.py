@@ -87,6 +87,17 @@ class ExampleArrays:
     files: NDArray[np.int32]  # (N,) index in `labels`
     rows: NDArray[np.int64]  # (N,)
     numbers: NDArray[np.float64]  # (N * columns,) example after example
+    images: ImageArrays
+
+
+@dataclass(frozen=True)
+class ImageArrays:
+    """`I` images, in the order of their sequences."""
+
+    # (I, 6): index of its sequence; height, width; first and last + 1 of its tokens there; bytes of its source
+    numbers: NDArray[np.int64]
+    # (B,) sources end to end: \0 and the path of a file, or \1 and the file itself
+    sources: NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -151,7 +162,7 @@ def draw(settings: RowSettings, item: Item) -> DrawnRow:
         raise BadRow(row)
     sample = parse_row(row, settings.format, settings.columns)
     drawn = [
-        (settings.renderer.draw(example), numbers)
+        (settings.renderer.draw(example, label), numbers)
         for example, numbers in examples_of(sample, settings.objective, settings.pairs)
     ]
     groups = [(group, numbers) for groups, numbers in drawn for group in groups]
@@ -219,6 +230,11 @@ def _fit(settings: RowSettings, example: TokenizedExample, counts: Counter[str])
         yield example  # rendering has left the first tokens untrained
     elif settings.overlong == "drop":
         counts["dropped_overlong"] += 1
+    elif any(sequence.images for sequence in example.sequences) and settings.overlong != "error":
+        pieces = list(_turns(example, most))
+        counts["truncated" if settings.overlong == "truncate" else "split"] += bool(pieces)
+        counts["dropped_overlong"] += not pieces
+        yield from pieces if settings.overlong == "split" else pieces[:1]
     elif settings.overlong == "truncate":
         counts["truncated"] += 1
         yield _cut(example, 0, most)
@@ -241,12 +257,33 @@ def _cut(example: TokenizedExample, begin: int, end: int) -> TokenizedExample:
     return replace(example, sequences=(Sequence(sequence.input_ids[begin:end], loss_mask),))
 
 
+def _turns(example: TokenizedExample, most: int) -> Iterator[TokenizedExample]:
+    """Yields pieces of an example with images that end where an answer does, so that no image is cut: each of as many
+    turns as fit into `most` tokens. A turn that is longer by itself is left out."""
+    (sequence,) = example.sequences
+    mask = np.append(sequence.loss_mask, False)
+    ends = np.flatnonzero(mask[:-1] & ~mask[1:]) + 1  # of answers
+    begin = 0
+    while begin < len(mask) - 1 and len(later := ends[ends > begin]):
+        fitting = later[later <= begin + most]
+        end = int(fitting[-1]) if len(fitting) else int(later[0])
+        if len(fitting):
+            images = tuple(
+                replace(image, begin=image.begin - begin, end=image.end - begin)
+                for image in sequence.images
+                if begin <= image.begin < end
+            )
+            piece = _cut(example, begin, end)
+            yield replace(piece, sequences=(replace(piece.sequences[0], images=images),))
+        begin = end
+
+
 def _arrays_of(examples: list[TokenizedExample]) -> ExampleArrays:
     labels = list(dict.fromkeys(example.row_id[0] for example in examples))
     sequences = [sequence for example in examples for sequence in example.sequences]
     # 64 bits of the tokens: enough that among ten million examples no two differ by a name alone (1 in 10^5).
     separator = np.int32(-1).tobytes()
-    tokens = (separator.join(sequence.input_ids.tobytes() for sequence in example.sequences) for example in examples)
+    tokens = (separator.join(map(_content, example.sequences)) for example in examples)
     digests = [hashlib.blake2b(of_example, digest_size=8).digest() for of_example in tokens]
     return ExampleArrays(
         labels=labels,
@@ -260,7 +297,27 @@ def _arrays_of(examples: list[TokenizedExample]) -> ExampleArrays:
         files=np.array([labels.index(example.row_id[0]) for example in examples], np.int32),
         rows=np.array([example.row_id[1] for example in examples], np.int64),
         numbers=np.array([number for example in examples for number in example.numbers], np.float64),
+        images=image_arrays(sequences),
     )
+
+
+def _content(sequence: Sequence) -> bytes:
+    """Returns what makes a sequence the same as another: its tokens, and which images they stand for."""
+    sources = [one.source if isinstance(one.source, bytes) else os.fsencode(one.source) for one in sequence.images]
+    return sequence.input_ids.tobytes() + b"".join(hashlib.blake2b(source).digest() for source in sources)
+
+
+def image_arrays(sequences: list[Sequence]) -> ImageArrays:
+    every = [(i, image) for i, sequence in enumerate(sequences) for image in sequence.images]
+    sources = [
+        b"\1" + image.source if isinstance(image.source, bytes) else b"\0" + os.fsencode(image.source)
+        for _, image in every
+    ]
+    numbers = [
+        (i, image.height, image.width, image.begin, image.end, len(s))
+        for (i, image), s in zip(every, sources, strict=True)
+    ]
+    return ImageArrays(np.array(numbers, np.int64).reshape(-1, 6), np.frombuffer(b"".join(sources), np.uint8))
 
 
 # --- over all cores

@@ -133,6 +133,11 @@ class Engine(abc.ABC):
         return False
 
     @property
+    def gathers_in_forward(self) -> bool:
+        """Whether a forward waits for the other ranks at each part of the model."""
+        return False
+
+    @property
     def caches(self) -> bool:
         """Whether a forward may be given a cache of keys and values."""
         return True

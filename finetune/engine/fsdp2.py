@@ -126,6 +126,10 @@ class Fsdp2(Engine):
                 module.reshard()
                 module.set_reshard_after_forward(True, recurse=False)
 
+    @property
+    def gathers_in_forward(self) -> bool:
+        return True
+
     def backward(self, loss: Tensor) -> None:
         """Every micro-batch is reduced at once: accumulated gradients would be unsharded, on every rank."""
         sharing = self.parallelism.data * self.parallelism.tokens

@@ -294,11 +294,6 @@ def pipeline_recipe(combination: Combination) -> Iterator[str]:
         )
     if recipe.optimizer.in_backward:
         yield f"{key}: `optimizer.in_backward` needs one micro-batch a step, a pipeline needs several: set `false`"
-    if recipe.objective.scores_sequences:
-        yield (
-            f"{key}: `objective.name: {recipe.objective.name}` has a head of scores, and the last stage is made for an "
-            "LM head: use fsdp2 or zero3"
-        )
     for name in combination.dropouts():
         yield (
             f"{key}: dropout draws its numbers layer after layer, and a stage does not know those of the layers before "
@@ -383,6 +378,21 @@ def router_balance_of_rows(combination: Combination) -> Iterator[str]:
         )
 
 
+def images(combination: Combination) -> Iterator[str]:
+    """A tower and its images are whole on every rank."""
+    if combination.recipe.model.train is None:
+        return
+    why = {
+        "tensor": "transformers has no plan to split a tower between ranks",
+        "context": "an image's tokens would lie on several ranks, and its pixels on each",
+        "sequence": "an image's tokens would lie on several ranks, and its pixels on each",
+        "pipeline": "the tower's output would have to travel to the first stage, and with DeepStack to later ones",
+        "expert": "it was not tried with images",
+    }
+    for name in combination.uses(*why):
+        yield f"{combination.key(name)} with images (`model.train`): {why[name]}: use fsdp2, hsdp, zero3 or ddp"
+
+
 RULES: tuple[Rule, ...] = (
     shards_and_replicas,
     tensor_backends,
@@ -397,4 +407,5 @@ RULES: tuple[Rule, ...] = (
     expert_number,
     expert_recipe,
     router_balance_of_rows,
+    images,
 )

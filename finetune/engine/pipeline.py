@@ -86,7 +86,8 @@ class Pipeline(Engine):
         """Returns a layout by the weights of the model alone, so that it is the same in every mode."""
         sizes = self.parallelism
         skeleton = without_weights(model_config(recipe.model))
-        return lay_out(skeleton, sizes.pipeline * sizes.stages_per_rank, sizes.pipeline)
+        stages = sizes.pipeline * sizes.stages_per_rank
+        return lay_out(skeleton, stages, sizes.pipeline, recipe.objective.scores_sequences)
 
     def placement(self, recipe: Recipe) -> Placement:
         return Placement("load", self.device, self._layout.layers_of(self.place))

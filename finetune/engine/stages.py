@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from finetune.engine.parallelism import Schedule
 from finetune.errors import UserError
-from finetune.models.wrapped import WrappedModel
+from finetune.models.wrapped import WrappedModel, output_head
 from finetune.utils import unwrap_peft
 
 SINGLE_STAGE_SCHEDULES = ("gpipe", "1f1b")  # one stage on each rank
@@ -58,11 +58,13 @@ class Layout:
         return frozenset(layer for stage in self.stages_of(rank) for layer in self.layers(stage))
 
 
-def lay_out(model: Any, stages: int, ranks: int) -> Layout:
-    """model: a transformers causal model whose base model has the modules of PLAN; its weights may be `meta`."""
+def lay_out(model: Any, stages: int, ranks: int, scores: bool = False) -> Layout:
+    """model: a transformers causal model whose base model has the modules of PLAN; its weights may be `meta`.
+    scores: whether a head of scores, a few rows, is in the place of its LM head."""
     base = model.base_model
     layers = [_numel(layer) for layer in base.layers]
-    first, last = _numel(model.get_input_embeddings()), _numel(base.norm) + _numel(model.get_output_embeddings())
+    head = 0 if scores else _numel(model.get_output_embeddings())
+    first, last = _numel(model.get_input_embeddings()), _numel(base.norm) + head
     return Layout(stage_bounds(layers, stages, first, last), ranks)
 
 
@@ -222,7 +224,7 @@ def parts_of(model: Any, layout: Layout, stage: int) -> list[nn.Module]:
     if stage == 0:
         parts.append(causal.get_input_embeddings())
     if stage == layout.stages - 1:
-        parts += [base.norm, causal.get_output_embeddings()]
+        parts += [base.norm, output_head(model)]
     return parts
 
 

@@ -126,6 +126,10 @@ class Zero(Engine):
         if isinstance(size := section.get("reduce_bucket_size", 500_000_000), int | float):
             section["reduce_bucket_size"] = min(int(size), trained)
 
+    @property
+    def gathers_in_forward(self) -> bool:
+        return self.plugin.zero_stage == 3
+
     def backward(self, loss: Tensor) -> None:
         if self.loss_scale.enabled:
             self.zero.override_loss_scale(self.loss_scale.value)

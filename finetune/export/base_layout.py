@@ -4,7 +4,6 @@ other tensors as they are in its files."""
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from transformers import PretrainedConfig
 from finetune.export.weight_files import DiskLayout, State, WeightsWriter
 from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.text_part import TextPart
+from finetune.utils import pattern_of
 
 
 class BaseLayout:
@@ -90,16 +90,8 @@ def adapter_for_base(model: Any, part: TextPart, folder: Path) -> None:
     save_file(state, path, metadata={"format": "pt"})
     settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     modules = [name for name, _ in part.base.named_modules()]
-    settings["target_modules"] = _pattern([part.in_base(n) for n in model.base_model.targeted_module_names], modules)
+    settings["target_modules"] = pattern_of([part.in_base(n) for n in model.base_model.targeted_module_names], modules)
     if settings.get("modules_to_save"):
         whole = [name for name, module in model.get_base_model().named_modules() if hasattr(module, "modules_to_save")]
         settings["modules_to_save"] = [part.in_base(name) for name in whole]
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
-
-
-def _pattern(paths: list[str], modules: list[str]) -> str:
-    """Returns a regular expression for paths, and no others of a model's modules: of all layers, or path by path."""
-    every = "|".join(sorted({re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(path)) for path in paths}))
-    if {path for path in modules if re.fullmatch(every, path)} == {*paths}:
-        return every
-    return "|".join(map(re.escape, paths))

@@ -25,7 +25,7 @@ from finetune.errors import RunFailure, UserError
 from finetune.export.scoring import is_scoring, read_labels
 from finetune.models.added_tokens import grow_to
 from finetune.models.base_checkpoint import base_checkpoint
-from finetune.models.config import model_config
+from finetune.models.config import first_line, model_config
 from finetune.models.score_model import labelled
 from finetune.models.text_part import is_multimodal
 from finetune.recipe.schema import Model
@@ -54,20 +54,23 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def load_trained(folder: Path, base: str | None = None) -> Any:
-    """Returns the model of a result: an adapter through peft, on its base.
+def load_trained(folder: Path, base: str | None = None, adapter: str = "default", device_map: str | None = None) -> Any:
+    """Returns the model of a result: an adapter through peft, under a name, on its base. Raises UserError.
 
-    base: where that is, if not where the adapter says. transformers 5.23 loads adapters by itself as well, but not the
-    magnitudes of DoRA, which it initialises again.
+    base: where that is, if not where the adapter says; device_map: of `from_pretrained`. transformers 5.23 loads
+    adapters by itself as well, but not the magnitudes of DoRA, which it initialises again.
     """
     if not (folder / "adapter_config.json").is_file():
-        return auto_class(str(folder)).from_pretrained(folder, dtype="auto")
+        try:
+            return auto_class(str(folder)).from_pretrained(folder, dtype="auto", device_map=device_map)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder} cannot be loaded: {first_line(error)}") from None
     from peft import PeftModel
 
     with warnings.catch_warnings():
         # For patterns that peft 0.21 itself adds for stacked experts, and that do match: it looks for modules only.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        return PeftModel.from_pretrained(load_base(folder, base), str(folder))
+        return PeftModel.from_pretrained(load_base(folder, base, device_map), str(folder), adapter)
 
 
 def auto_class(name: str) -> Any:
@@ -129,6 +132,8 @@ def _not_compared(trained: Any, base: str | None) -> str | None:
         return "no run is around it"
     if trained.recipe.objective.scores_sequences:
         return "a model of scores has no answers"
+    if trained.recipe.model.train is not None:
+        return "its rows have images"
     name = base or trained.recipe.model.name
     if trained.is_checkpoint and name is not None and is_multimodal(AutoConfig.from_pretrained(name)):
         return "of a multimodal base only results are compared, not checkpoints"
@@ -146,39 +151,66 @@ class ExportOptions:
     base: str | None = None
     verify: bool = True
     average: int | None = None  # checkpoints
+    quantised: str | None = None  # int8 or fp8
+    gpus: int | None = None  # of the server, for its command; None: those of this machine
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
-FORMATS = ("hf", "gguf", "ollama")
+FORMATS = ("hf", "vllm", "gguf", "ollama")
+_FOLDERS = ("hf", "vllm")  # of transformers' layout
 
 
 def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[str, Any]:
     """Export a result or a checkpoint; returns where it is. Raises UserError."""
     from finetune.export.folder import export_folder, export_gguf
     from finetune.export.gguf_file import TYPES
+    from finetune.export.quantised import check_kind
     from finetune.export.trained import find_trained
 
     if options.to not in FORMATS:
         raise UserError(f"--to {options.to}: expected one of {', '.join(FORMATS)}")
-    types = _DTYPES if options.to == "hf" else TYPES
+    types = _DTYPES if options.to in _FOLDERS else TYPES
     if options.dtype is not None and options.dtype not in types:
         raise UserError(f"--dtype {options.dtype}: expected one of {', '.join(types)}")
+    if options.quantised is not None:
+        if options.to not in _FOLDERS:
+            raise UserError(f"--quantize {options.quantised}: goes with --to hf or vllm; other formats have --dtype")
+        check_kind(options.quantised, options.verify)
+    if options.gpus is not None and options.to not in _FOLDERS:
+        raise UserError(f"--gpus is of the command for vLLM and SGLang, which --to {options.to} has not")
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
     trained = find_trained(run_dir, options.step, options.average)
-    suffix = f"-step-{trained.step}" if trained.is_checkpoint else ""
+    suffix = f"-{options.quantised}" if options.quantised else ""
+    suffix += f"-step-{trained.step}" if trained.is_checkpoint else ""
     suffix += f"-mean-of-{options.average}" if options.average else ""
     out = options.out or run_dir / f"export-{options.to}{suffix}"
     what = f"step {trained.step}" if trained.is_checkpoint else "the result"
     console.print(f"exporting {what} of {escape(str(run_dir))}", highlight=False)
-    if options.to == "hf":
+    if options.to in _FOLDERS:
         dtype = getattr(torch, options.dtype) if options.dtype else None
-        export_folder(trained, out, dtype, options.base, console.print)
+        export_folder(trained, out, dtype, options.base, console.print, quantised=options.quantised)
     else:
         export_gguf(trained, out, options.dtype or "bf16", options.base, console.print, options.to == "ollama")
     figures = gate(trained, out, options.base, console) if options.verify else None
     compared = {"kl_mean": figures.kl_mean, "top1": figures.top1} if figures else {}
-    return {"out": str(out), "to": options.to, "step": trained.step, **compared}
+    commands = _commands(trained, out, options.gpus) if options.to in _FOLDERS else {}
+    for name, command in commands.items():
+        console.print(f"{name}: {command}", highlight=False, markup=False, soft_wrap=True)
+    more = {"commands": commands} if commands else {}
+    return {"out": str(out), "to": options.to, "step": trained.step, **compared, **more}
+
+
+def _commands(trained: Any, out: Path, gpus: int | None) -> dict[str, str]:
+    """Returns how servers are started with a folder; none for a model of scores."""
+    from finetune.export.servers import serve_commands
+
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config") or config
+    if is_scoring(out) or "num_attention_heads" not in config:
+        return {}
+    adapter = trained.folder if trained.is_adapter and not trained.is_checkpoint else None
+    return dict(serve_commands(out, config, gpus or torch.cuda.device_count() or 1, adapter))
 
 
 def verify_run(export: Path, run_dir: Path, step: str | None, base: str | None, rows: int, console: Console) -> Any:
@@ -191,7 +223,7 @@ def verify_run(export: Path, run_dir: Path, step: str | None, base: str | None, 
     return gate(find_against(run_dir, export, step), export, base, console, rows)
 
 
-def load_base(adapter: Path, elsewhere: str | None = None) -> Any:
+def load_base(adapter: Path, elsewhere: str | None = None, device_map: str | None = None) -> Any:
     """Returns the base of an adapter, with the head that the adapter is for. Raises UserError.
 
     elsewhere: where it is, if not where the adapter says.
@@ -201,7 +233,7 @@ def load_base(adapter: Path, elsewhere: str | None = None) -> Any:
     size = len(AutoTokenizer.from_pretrained(adapter))
     try:
         if settings["task_type"] != "SEQ_CLS":
-            return grow_to(auto_class(name).from_pretrained(name, dtype="auto"), size)
+            return grow_to(auto_class(name).from_pretrained(name, dtype="auto", device_map=device_map), size)
         config = labelled(model_config(Model(name=name)), read_labels(adapter))
         config.get_text_config().pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id
         part = base_checkpoint(Model(name=name))
@@ -209,5 +241,8 @@ def load_base(adapter: Path, elsewhere: str | None = None) -> Any:
             name, config=config, dtype="auto", key_mapping=part and part.renames
         )
         return grow_to(base, size)
-    except OSError as error:
-        raise UserError(f"the adapter's base {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError) as error:  # a name that is neither a folder's nor the hub's is a ValueError
+        raise UserError(
+            f"the adapter's base {name!r} cannot be loaded: {first_line(error)}; is it where it was when this was "
+            "trained? `base_model_name_or_path` in adapter_config.json says where it is"
+        ) from error

@@ -23,6 +23,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from finetune.errors import RunFailure, UserError
+from finetune.export.quantised import QuantisedModel
 from finetune.export.result import model_card, partial_path, write_config
 from finetune.export.streamed import StreamedModel
 from finetune.export.tensor_files import write_shards
@@ -45,19 +46,28 @@ def export_folder(
     base: str | None = None,
     say: Say = lambda text: None,
     shard_bytes: int = SHARD_BYTES,
+    quantised: str | None = None,
 ) -> StreamedModel:
     """Write the trained model to `out`. Returns what was written, without values.
+
+    quantised: int8 or fp8 (quantised.py).
 
     Raises UserError where there is something at `out` already or nothing can be made of this run, RunFailure where the
     disk is full: what was written until then is kept for the next try.
     """
     check_absent(out)
     model = StreamedModel(trained, dtype, base)
-    with whole_or_absent(out, describe(model), {"shard_bytes": shard_bytes}, _card(trained)) as partial:
+    written = QuantisedModel(model, quantised) if quantised else model
+    about = {**describe(model), **({"quantised": quantised} if quantised else {})}
+    with whole_or_absent(out, about, {"shard_bytes": shard_bytes}, _card(trained)) as partial:
         write_shards(
-            *(partial, model.shapes, model.make, shard_bytes), lambda n, total: say(f"weights: file {n} of {total}")
+            *(partial, written.shapes, written.make, shard_bytes), lambda n, total: say(f"weights: file {n} of {total}")
         )
         write_settings(model, partial)
+        if isinstance(written, QuantisedModel):
+            config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+            config["quantization_config"] = written.settings()
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return model
 
 
@@ -155,7 +165,9 @@ def describe(model: StreamedModel) -> dict[str, Any]:
 def write_settings(model: StreamedModel, folder: Path) -> None:
     """Write config, generation config and tokenizer."""
     trained, base = model.trained, model.base
-    copied = base is not None and (trained.is_adapter or model.part is not None) and not model.is_scoring
+    sees_images = trained.recipe is not None and trained.recipe.model.train is not None
+    multimodal = model.part is not None or sees_images
+    copied = base is not None and (trained.is_adapter or multimodal) and not model.is_scoring
     if copied:
         assert base is not None
         config = json.loads((base.folder / "config.json").read_text(encoding="utf-8"))

@@ -3,11 +3,13 @@
 Names come from the `gguf` package's own map. What else the format wants, by architecture:
 
     llama         rows of q and k in the order of llama.cpp's rotary embedding; Llama 3's frequency factors as a tensor
-    qwen3moe      the experts of a layer in one tensor for each projection
+    gemma2, 3     norms with the 1 that transformers adds; windows, caps and a second rotary base among the settings
+    experts       those of a layer in one tensor for each projection (qwen3moe, and Mixtral as a llama)
 
 Vectors and routers are fp32 whatever the type of the matrices. The tokenizer goes into the file: tokens with their
 types, merges, llama.cpp's name of the way to split text before merges (it has a list of them), the chat template, and
-whether it writes a token at the beginning itself.
+whether it writes a token at the beginning itself. A SentencePiece vocabulary has scores in place of merges: here each
+token's is the rank of its merges, which have to follow each other.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ from finetune.utils import fsync
 
 TYPES = ("f32", "bf16", "f16", "q8_0")
 _WAY_OUT = "llama.cpp's `convert_hf_to_gguf.py FOLDER` reads the folder that `export --to hf` writes"
-# transformers' model types and llama.cpp's; what only some have (windows, scaled embeddings, sinks) is not written.
+# transformers' model types and llama.cpp's.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
+ARCHITECTURES |= {"mixtral": "llama", "gemma2": "gemma2", "gemma3_text": "gemma3"}
+UNREAD = ("mixtral",)  # by transformers 5.23 from a GGUF file
+_WINDOWS = {"gemma2": 2, "gemma3_text": 6}  # every so many layers one without a window, as llama.cpp has it
+_EXPERT = re.compile(r"(.*\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(\w+)\.weight")
 _BLOCK = 32  # values of a q8_0 block
 
 
@@ -88,16 +93,38 @@ def check_architecture(config: Any, model: StreamedModel) -> None:
     if model.is_scoring or model.part is not None or config.model_type not in ARCHITECTURES:
         what = "a model of scores" if model.is_scoring else config.model_type
         raise UserError(f"--to gguf: {what} is not written here (only {', '.join(ARCHITECTURES)}); {_WAY_OUT}")
-    rope = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope not in ("default", *(("llama3",) if config.model_type == "llama" else ())):
+    rope, scaled = rope_of(config).get("rope_type", "default"), {"llama": "llama3", "gemma3_text": "linear"}
+    if rope not in ("default", scaled.get(config.model_type)):
         raise UserError(f"--to gguf: RoPE of type {rope} is not written here; {_WAY_OUT}")
     if config.model_type == "qwen3_moe" and not config.norm_topk_prob:
         raise UserError(
             f"--to gguf: llama.cpp normalises the weights of qwen3_moe's experts, this model not; {_WAY_OUT}"
         )
+    if config.model_type in _WINDOWS:
+        _check_gemma(config)
+        return
     window = getattr(config, "sliding_window", None)
     if window and window < config.max_position_embeddings and getattr(config, "use_sliding_window", True):
         raise UserError(f"--to gguf: attention within a window of {window} tokens is not written here; {_WAY_OUT}")
+
+
+def _check_gemma(config: Any) -> None:
+    """Raises UserError where a Gemma computes otherwise than llama.cpp does by its architecture."""
+    period = _WINDOWS[config.model_type]
+    sliding = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(config.num_hidden_layers)]
+    if list(config.layer_types) != sliding:
+        raise UserError(f"--to gguf: llama.cpp has a layer without a window every {period}, not as here; {_WAY_OUT}")
+    if config.query_pre_attn_scalar != config.head_dim or config.hidden_activation != "gelu_pytorch_tanh":
+        raise UserError(
+            f"--to gguf: attention scaled by {config.query_pre_attn_scalar} for heads of {config.head_dim}, or "
+            f"{config.hidden_activation}, is not written here; {_WAY_OUT}"
+        )
+
+
+def rope_of(config: Any) -> dict[str, Any]:
+    """Returns the parameters of rotary embeddings, of layers without a window where they differ."""
+    parameters = config.rope_parameters or {}
+    return parameters.get("full_attention", parameters)
 
 
 # --- settings
@@ -116,16 +143,32 @@ def _add_settings(writer: Any, gguf: Any, config: Any, kind: str, rows: int) -> 
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    writer.add_rope_freq_base(float(rope_of(config)["rope_theta"]))
     writer.add_rope_dimension_count(head_dim)
     writer.add_vocab_size(rows)
     names = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
     writer.add_file_type(getattr(gguf.LlamaFileType, names[kind]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    if config.model_type == "qwen3_moe":
-        writer.add_expert_count(config.num_experts)
+    if config.model_type in ("qwen3_moe", "mixtral"):
+        writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "qwen3_moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type in _WINDOWS:
+        _add_gemma(writer, gguf, config)
+
+
+def _add_gemma(writer: Any, gguf: Any, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    if config.attn_logit_softcapping is not None:
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if config.final_logit_softcapping is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "gemma3_text":
+        writer.add_rope_freq_base_swa(float(config.rope_parameters["sliding_attention"]["rope_theta"]))
+        if (factor := rope_of(config).get("factor")) is not None:
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(factor)
 
 
 # --- tensors
@@ -133,6 +176,16 @@ def _add_settings(writer: Any, gguf: Any, config: Any, kind: str, rows: int) -> 
 
 def _entries(gguf: Any, model: StreamedModel, kind: str) -> Iterator[_Entry]:
     """Yields the tensors of the file in order. Raises UserError for one that llama.cpp has no name for."""
+    for name, shape, own, stack in _places(gguf, model, kind):
+        yield _Entry(name, shape, own, _reader(model, stack, name.rpartition(".")[0]))
+    config = model.model.config
+    if rope_of(config).get("rope_type") == "llama3":
+        factors = _frequency_factors(config)
+        yield _Entry("rope_freqs.weight", tuple(factors.shape), "f32", lambda: factors)
+
+
+def _places(gguf: Any, model: StreamedModel, kind: str) -> Iterator[tuple[str, tuple[int, ...], str, list[str]]]:
+    """Yields (name in the file, shape, type, the folder's tensors that it is made of)."""
     config = model.model.config
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[config.model_type])
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
@@ -154,26 +207,49 @@ def _entries(gguf: Any, model: StreamedModel, kind: str) -> Iterator[_Entry]:
         shape = tuple(meta.shape) if not match else (len(stack), *meta.shape)
         is_matrix = len(shape) > 1 and "ffn_gate_inp" not in short
         own = kind if is_matrix and not (kind == "q8_0" and meta.shape[-1] % _BLOCK) else "f32"
-        yield _Entry(f"{short}.{suffix}", shape, own, _reader(model, stack, short))
-    if (config.rope_parameters or {}).get("rope_type") == "llama3":
-        factors = _frequency_factors(config)
-        yield _Entry("rope_freqs.weight", tuple(factors.shape), "f32", lambda: factors)
+        yield f"{short}.{suffix}", shape, own, stack
 
 
 def _reader(model: StreamedModel, stack: list[str], short: str) -> Callable[[], Tensor]:
     config = model.model.config
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(short.rpartition(".")[2])
-    permutes = ARCHITECTURES[config.model_type] == "llama" and heads is not None
+    heads = _permuted_heads(config, short)
+    adds_one = config.model_type in _WINDOWS and short.endswith("norm")
 
     def read() -> Tensor:
         values = model.make(stack[0]) if len(stack) == 1 else torch.stack([model.make(name) for name in stack])
-        if permutes:  # from halves of a head to pairs
-            assert heads is not None
+        if heads:  # from halves of a head to pairs
             rows = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
             values = rows.swapaxes(1, 2).reshape(values.shape)
-        return values
+        return values.float() + 1 if adds_one else values
 
     return read
+
+
+def _permuted_heads(config: Any, short: str) -> int | None:
+    """Returns the heads of q or k, whose rows llama.cpp has in another order; None of other tensors."""
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    return heads.get(short.rpartition(".")[2]) if ARCHITECTURES[config.model_type] == "llama" else None
+
+
+def read_back(model: StreamedModel, path: Path) -> dict[str, Tensor]:
+    """Returns the folder's tensors, fp32, as a file has them: of an architecture that transformers does not read.
+
+    Raises UserError for a tensor that is missing, and for others than are expected.
+    """
+    gguf, config, state = _package(), model.model.config, {}
+    held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name, shape, _, stack in _places(gguf, model, "f32"):
+        if (tensor := held.pop(name, None)) is None:
+            raise UserError(f"{path}: has no {name}")
+        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        values = torch.from_numpy(np.array(array, dtype=np.float32)).reshape(shape)
+        if heads := _permuted_heads(config, name.rpartition(".")[0]):
+            pairs = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        state |= dict(zip(stack, values, strict=True)) if len(stack) > 1 else {stack[0]: values}
+    if held:
+        raise UserError(f"{path}: has {min(held)}, which the model has not")
+    return {name: values.contiguous() for name, values in state.items()}
 
 
 def _frequency_factors(config: Any) -> Tensor:  # (head_dim / 2,)
@@ -207,35 +283,93 @@ def _coded(gguf: Any, values: Tensor, kind: str) -> np.ndarray[Any, Any]:
 
 
 def _add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
-    """Add tokens, merges, the template and the ids of special tokens. Raises UserError where llama.cpp would split text
-    otherwise."""
+    """Add tokens, merges or scores, the template and the ids of special tokens. Raises UserError where llama.cpp would
+    split text otherwise."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    split = split_name(content)
-    if split is None:
+    split, prefix = split_name(content), sentencepiece_prefix(content)
+    if split is None and prefix is None:
         raise UserError(f"--to gguf: llama.cpp may not split text as {folder}'s tokenizer does; {_WAY_OUT}")
     tokens = {index: token for token, index in tokenizer.get_vocab().items()}
     added = {one["id"]: one for one in content["added_tokens"]}
-    kinds = gguf.TokenType
     texts = [tokens.get(index, f"[PAD{index}]") for index in range(max(rows, max(tokens) + 1))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split)
+    kinds = [_kind(gguf.TokenType, i, tokens, added, content["model"]) for i in range(len(texts))]
+    if split is not None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(split)
+        merges = content["model"]["merges"]
+        writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    else:
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores(_scores(content, texts, folder))
+        writer.add_add_space_prefix(_adds_space(prefix, tokenizer, set(added), folder))
+        own = gguf.TokenType.USER_DEFINED  # found in text as it is, before spaces are replaced
+        texts = [t.replace("▁", " ") if kind == own else t for t, kind in zip(texts, kinds, strict=True)]
     writer.add_token_list(texts)
-    writer.add_token_types(
-        [
-            (kinds.CONTROL if added[i]["special"] else kinds.USER_DEFINED)
-            if i in added
-            else kinds.NORMAL
-            if i in tokens
-            else kinds.UNUSED
-            for i in range(len(texts))
-        ]
-    )
-    merges = content["model"]["merges"]
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_token_types(kinds)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
     _add_special_ids(writer, tokenizer, folder)
+
+
+def _kind(kinds: Any, index: int, tokens: dict[int, str], added: dict[int, Any], model: dict[str, Any]) -> Any:
+    """Returns GGUF's type of a token."""
+    if index not in tokens:
+        return kinds.UNUSED
+    if model.get("byte_fallback") and tokens[index] == model.get("unk_token"):
+        return kinds.UNKNOWN
+    if index in added:
+        return kinds.CONTROL if added[index]["special"] else kinds.USER_DEFINED
+    return kinds.BYTE if model.get("byte_fallback") and _BYTE.fullmatch(tokens[index]) else kinds.NORMAL
+
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+def sentencepiece_prefix(content: dict[str, Any]) -> str | None:
+    """Returns where a SentencePiece vocabulary of merges writes a space that is not there: never, first (at the
+    beginning of a text) or always (also behind special tokens); None for another kind of tokenizer.json."""
+    model, normalizer, before = content["model"], content["normalizer"], content["pre_tokenizer"]
+    if model["type"] != "BPE" or not model.get("byte_fallback"):
+        return None
+    replaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    if normalizer is None and before is not None and before["type"] == "Metaspace":
+        return before["prepend_scheme"] if before["replacement"] == "▁" and not before["split"] else None
+    if normalizer == replaces and (
+        before is None or (before["type"], before.get("pattern")) == ("Split", {"String": " "})
+    ):
+        return "never"  # no space is left that could be split at
+    steps = (normalizer or {}).get("normalizers")
+    return "always" if steps == [{"type": "Prepend", "prepend": "▁"}, replaces] and before is None else None
+
+
+def _adds_space(prefix: str | None, tokenizer: Any, added: set[int], folder: Path) -> bool:
+    """Returns whether llama.cpp adds a space, which it does behind every special token. Raises UserError where a
+    conversation would get one that training had not."""
+    if prefix != "first":
+        return prefix == "always"
+    chat = [{"role": "user", "content": "a"}]
+    ids = tokenizer.apply_chat_template(chat, return_dict=False) if tokenizer.chat_template else [-1]
+    if ids[0] not in added:
+        raise UserError(
+            f"--to gguf: {folder}'s tokenizer writes a space at the beginning of a text alone, and conversations "
+            f"do not begin with a special token, as llama.cpp needs; {_WAY_OUT}"
+        )
+    return False
+
+
+def _scores(content: dict[str, Any], texts: list[str], folder: Path) -> list[float]:
+    """Returns the order in which llama.cpp merges: pairs whose token has the highest score first. Raises UserError
+    where merges that give one token do not follow each other: no scores say the same."""
+    ranks: dict[str, float] = {}
+    last = None
+    for merge in content["model"]["merges"]:
+        token = "".join(merge.split(" ") if isinstance(merge, str) else merge)
+        if token != last and token in ranks:
+            raise UserError(f"--to gguf: the merges of {folder}'s tokenizer are not those of SentencePiece; {_WAY_OUT}")
+        last, ranks[token] = token, ranks.get(token, -float(len(ranks) + 1))
+    return [ranks.get(text, -1e4 if _BYTE.fullmatch(text) else 0.0) for text in texts]
 
 
 def _add_special_ids(writer: Any, tokenizer: Any, folder: Path) -> None:
@@ -251,8 +385,20 @@ def _add_special_ids(writer: Any, tokenizer: Any, folder: Path) -> None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
     if tokenizer.pad_token_id is not None:
         writer.add_pad_token_id(tokenizer.pad_token_id)
+    if tokenizer.unk_token_id is not None:
+        writer.add_unk_token_id(tokenizer.unk_token_id)
     first = tokenizer("a")["input_ids"]
     writer.add_add_bos_token(bool(first) and first[0] == tokenizer.bos_token_id)
+
+
+# SmolLM2's: single digits, then as GPT-2. transformers 5.23 does not know llama.cpp's name of it.
+DIGITS = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Digits", "individual_digits": True},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    ],
+}
 
 
 def split_name(content: dict[str, Any]) -> str | None:
@@ -265,6 +411,8 @@ def split_name(content: dict[str, Any]) -> str | None:
     model, before = content["model"], content["pre_tokenizer"] or {}
     if model["type"] != "BPE" or model.get("byte_fallback") or content["normalizer"] not in (None, {"type": "NFC"}):
         return None
+    if before == DIGITS:
+        return "smollm"
     steps = before.get("pretokenizers", [before])
     if steps[-1].get("type") != "ByteLevel" or steps[-1]["add_prefix_space"]:
         return None

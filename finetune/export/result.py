@@ -73,6 +73,7 @@ def save_result(
     main.settle()
     try:
         main.do(write_settings, engine.unwrapped, tokenizer, end_ids, adapter, partial)
+        main.do(write_processors, engine.unwrapped, partial)
         main.settle()
         if adapter:
             expected, copied = _write_adapter(engine, main, partial), {}
@@ -190,6 +191,12 @@ def write_settings(
         model.generation_config = generation_config(model, tokenizer, end_ids)
         model.generation_config.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
+
+
+def write_processors(model: Any, folder: Path) -> None:
+    """Write the settings of the processors of a model that sees images."""
+    for file in getattr(unwrap_peft(model), "processor_files", ()):
+        shutil.copyfile(file, folder / file.name)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

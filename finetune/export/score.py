@@ -173,7 +173,7 @@ def _windows(rows: Iterable[ScoredRow]) -> Iterator[list[ScoredRow]]:
 def _scores(scorer: Scorer, window: list[ScoredRow]) -> Iterator[NDArray[np.float32]]:
     """Yields the scores of each row's sequences, (sequences, N)."""
     tokens = scorer.renderer.tokenise([sequence for row in window for sequence in row.sequences])
-    scores = scorer.scores([ids for ids, _ in tokens])
+    scores = scorer.scores([of_sequence[0] for of_sequence in tokens])
     ends = np.cumsum([len(row.sequences) for row in window])
     yield from np.split(scores, ends[:-1])
 

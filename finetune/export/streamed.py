@@ -24,7 +24,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from finetune.errors import UserError
 from finetune.export.merging import Patch, adapter_patches
@@ -36,10 +36,11 @@ from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.config import dtypes, first_line, model_config
 from finetune.models.score_model import labelled
 from finetune.models.text_part import TextPart, text_part_of
+from finetune.models.vision import adapted_modules, family_of
 from finetune.models.weights import add_adapters, without_weights
 from finetune.models.wrapped import has_scores
 from finetune.objectives import score_labels
-from finetune.recipe.schema import Model
+from finetune.recipe.schema import Model, Parts
 
 
 @dataclass(frozen=True)
@@ -237,9 +238,16 @@ class StreamedModel:
 
 
 def _part_of(trained: Trained, base: str | None) -> TextPart | None:
-    """Returns the text part that was trained, of a multimodal base; None with a head of scores, which only it has."""
+    """Returns the text part that was trained, of a multimodal base; None with a head of scores, which only it has, and
+    where all of the base was loaded."""
     name, revision = (base, None) if base else name_of_base(trained)
-    return None if name is None or _labels(trained) else text_part_of(Model(name=name, revision=revision))
+    if name is None or _labels(trained):
+        return None
+    return text_part_of(Model(name=name, revision=revision, train=_trained_parts(trained)))
+
+
+def _trained_parts(trained: Trained) -> Parts | None:
+    return trained.recipe.model.train if trained.recipe is not None else None
 
 
 def _skeleton(trained: Trained, base: str | None) -> Any:
@@ -248,7 +256,8 @@ def _skeleton(trained: Trained, base: str | None) -> Any:
     if labels:
         model = without_weights(labelled(config, labels), AutoModelForSequenceClassification)
     else:
-        model = without_weights(config, AutoModelForCausalLM)
+        whole = _trained_parts(trained) is not None
+        model = without_weights(config, AutoModelForImageTextToText if whole else AutoModelForCausalLM)
     model.tie_weights()
     return model
 
@@ -262,7 +271,7 @@ def _config(trained: Trained, base: str | None) -> Any:
     name, revision = (base, None) if base else name_of_base(trained)
     assert name is not None  # a model from scratch has a recipe
     try:
-        return model_config(Model(name=name, revision=revision))
+        return model_config(Model(name=name, revision=revision, train=_trained_parts(trained)))
     except UserError as error:
         raise UserError(f"the base model {name!r} cannot be loaded: {error}; give --base FOLDER") from None
 
@@ -334,7 +343,10 @@ def _patches(trained: Trained, base: str | None, part: TextPart | None) -> dict[
         if trained.is_checkpoint:
             assert trained.recipe is not None
             assert trained.recipe.lora is not None
-            adapted = add_adapters(model, trained.recipe.lora, torch.float32, trained.recipe.tokens)
+            lora, parts, paths = trained.recipe.lora, _trained_parts(trained), None
+            if parts is not None:
+                paths = adapted_modules(model, family_of(model.config), parts, lora)
+            adapted = add_adapters(model, lora, torch.float32, trained.recipe.tokens, paths)
         else:
             config = PeftConfig.from_pretrained(str(trained.folder))
             if config.peft_type != "LORA" or getattr(config, "bias", "none") != "none":

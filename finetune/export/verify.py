@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
@@ -33,6 +34,8 @@ from finetune.data.dataset import build_dataset, build_held_out, until_end
 from finetune.data.samples import Example
 from finetune.errors import UserError
 from finetune.export.commands import auto_class, load_trained
+from finetune.export.gguf_file import UNREAD, read_back, rope_of
+from finetune.export.streamed import StreamedModel
 from finetune.export.trained import Trained, find_trained
 from finetune.models.config import first_line, load_tokenizer, model_config
 from finetune.models.weights import add_adapters
@@ -63,10 +66,13 @@ THRESHOLDS = {
     "bfloat16": Threshold(1e-3, 0.1, 0.97),
     "float16": Threshold(1e-4, 1e-2, 0.99),
     "q8_0": Threshold(1e-2, 1.0, 0.95),
+    "int8": Threshold(1e-2, 1.0, 0.95),
+    "fp8": Threshold(5e-2, 3.0, 0.90),
 }
 # An update that is lost moves a model by what it had moved it; rounding moves it by much less, but for runs that
 # hardly trained.
 _LOST_SHARE, _ROUNDING = 0.25, {"float32": 1e-9, "bfloat16": 1e-5, "float16": 1e-6, "q8_0": 1e-3}
+_ROUNDING |= {"int8": 1e-3, "fp8": 1e-2}
 
 
 @dataclass
@@ -118,11 +124,11 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
         _compare_tokens(figures, recipe, trained.settings, settings, examples)
         config = _base_config(recipe, base)
         _compare_configs(figures, config, export)
-        with _quiet():
+        with quiet_loading():
             run = _Reference.of(load_reference(trained, base), recipe, trained, examples, figures)
-            model = _load_export(export, figures, config)
+            model = _load_export(export, figures, config, trained, base)
             if model is not None:
-                run.compare(model, _ends(settings), figures)
+                run.compare(model, end_tokens(settings), figures)
     figures.judge()
     _write(export, trained, figures)
     return figures
@@ -163,8 +169,22 @@ def export_format(export: Path) -> str:
         raise UserError(f"{export}: no model here (no config.json and no .gguf file)")
     config = json.loads((export / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config") or {}
+    if (quantised := config.get("quantization_config")) is not None:
+        return _quantised_format(export, quantised)
     found = next((c[key] for c in (config, text) for key in ("dtype", "torch_dtype") if c.get(key)), "float32")
     return found if found in THRESHOLDS else "float32"
+
+
+def _quantised_format(export: Path, settings: dict[str, Any]) -> str:
+    groups = (settings.get("config_groups") or {}).values()
+    weights = {(group["weights"]["type"], group["weights"]["num_bits"]) for group in groups}
+    found = {("int", 8): "int8", ("float", 8): "fp8"}.get(weights.pop()) if len(weights) == 1 else None
+    if found is None:
+        raise UserError(
+            f"{export}: weights quantised by {settings.get('quant_method')} in another way than `--quantize` writes "
+            "have no threshold here"
+        )
+    return found
 
 
 @contextlib.contextmanager
@@ -176,13 +196,25 @@ def _settings_of(export: Path) -> Iterator[Path]:
     from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory() as folder:
-        AutoTokenizer.from_pretrained(export, gguf_file=file.name).save_pretrained(folder)
+        gguf_tokenizer(file).save_pretrained(folder)
         fields = GGUFReader(file).fields
         keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
         GenerationConfig(eos_token_id=[int(fields[key].contents()) for key in keys if key in fields]).save_pretrained(
             folder
         )
         yield Path(folder)
+
+
+def gguf_tokenizer(file: Path) -> Any:
+    """Returns the tokenizer of a GGUF file, which splits text as llama.cpp does by the name in the file."""
+    from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    name = GGUFReader(file).fields.get("tokenizer.ggml.pre")
+    if name is not None and name.contents() == "smollm":
+        digits, of_gpt2 = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, of_gpt2])
+    return tokenizer
 
 
 def _recipe(trained: Trained) -> Recipe:
@@ -233,14 +265,14 @@ def _compare_tokens(figures: Figures, recipe: Recipe, settings: Path, export: Pa
         figures.problems.append(f"{len(theirs)} of {len(examples)} rows are rendered: another chat template")
     if examples and (problem := _other_prompt(*tokenizers)):
         figures.problems.append(problem)
-    ends = [_ends(folder) for folder in (settings, export)]
+    ends = [end_tokens(folder) for folder in (settings, export)]
     if ends[0] - ends[1]:
         figures.problems.append(f"{sorted(ends[0] - ends[1])} end an answer in the run, and do not in the export")
 
 
 # What an export may have otherwise than the base.
 _FREE = {"dtype", "torch_dtype", "tie_word_embeddings", "vocab_size", "use_cache", "architectures", "_name_or_path"}
-_FREE |= {"transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "name_or_path"}
+_FREE |= {"quantization_config", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "name_or_path"}
 
 
 def _base_config(recipe: Recipe, base: str | None) -> Any:
@@ -260,7 +292,7 @@ def _compare_configs(figures: Figures, config: Any, export: Path) -> None:
         theirs = AutoConfig.from_pretrained(export, gguf_file=file.name)
         settings = [{key: getattr(one, key) for key in _IN_GGUF} for one in (config, theirs)]
         for one, values in zip((config, theirs), settings, strict=True):
-            values["rope_theta"] = one.rope_parameters["rope_theta"]
+            values["rope_theta"] = rope_of(one)["rope_theta"]
             values["rms_norm_eps"] = round(values["rms_norm_eps"], 9)  # fp32 in the file
     else:
         settings = [_settings(one.to_dict()) for one in (config, AutoConfig.from_pretrained(export))]
@@ -300,7 +332,7 @@ def _other_prompt(ours: Any, theirs: Any) -> str | None:
     return None
 
 
-def _ends(folder: Path) -> set[int]:
+def end_tokens(folder: Path) -> set[int]:
     try:
         ends = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError:
@@ -340,19 +372,28 @@ def _untrained(recipe: Recipe, base: str | None) -> Any:
         raise UserError(f"the base model {name!r} cannot be loaded: {first_line(error)}; give --base") from None
 
 
-def _load_export(export: Path, figures: Figures, config: Any) -> Any | None:
+def _load_export(export: Path, figures: Figures, config: Any, trained: Trained, base: str | None) -> Any | None:
     """Returns the export in fp32; None where transformers cannot load it. config: of a GGUF file's model, which states
     only some of it."""
     file, more = gguf_of(export), dict[str, Any]()
+    if file is not None and config.model_type in UNREAD:
+        written = StreamedModel(trained, None, base)
+        state = read_back(written, file)
+        config.tie_word_embeddings = "lm_head.weight" not in state
+        return type(written.model).from_pretrained(None, config=config, state_dict=state).float().eval()
     if file is not None:
         # llama.cpp has no Mistral: without a window it is the same as Llama.
         config = as_llama(config) if config.model_type == "mistral" else copy.deepcopy(config)
         config.tie_word_embeddings = AutoConfig.from_pretrained(export, gguf_file=file.name).tie_word_embeddings
         more = {"gguf_file": file.name, "config": config}
+    elif figures.format in ("int8", "fp8"):
+        own = AutoConfig.from_pretrained(export)
+        own.quantization_config["dequantize"] = True
+        more = {"config": own}
     try:
         load: Any = auto_class(str(export)).from_pretrained if file is None else AutoModelForCausalLM.from_pretrained
         model, report = load(export, dtype=torch.float32, output_loading_info=True, **more)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
         figures.problems.append(f"transformers cannot load it: {first_line(error)}")
         return None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -398,7 +439,7 @@ class _Reference:
             log_probs.append(found)
         figures.rows, figures.tokens = len(kept), sum(map(len, log_probs))
         figures.kl_base = kl_base / figures.tokens if adapted and figures.tokens else None
-        ends = _ends(trained.settings)
+        ends = end_tokens(trained.settings)
         prompts = [prompt for ids, mask in kept if (prompt := ids[: int(mask.int().argmax())].tolist())][:_GREEDY_ROWS]
         texts = [_greedy(model, prompt, ends) for prompt in prompts]
         return cls(kept, log_probs, prompts, texts, ends)
@@ -462,7 +503,7 @@ _LOADERS = (
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """What transformers and peft say while they load is in the figures, or known (tied heads, experts' patterns)."""
     loggers = [logging.getLogger(name) for name in _LOADERS]
     levels = [logger.level for logger in loggers]

@@ -19,8 +19,14 @@ from finetune.recipe.schema import Model, Recipe, Tokens
 
 
 def model_config(model: Model) -> PretrainedConfig:
-    """Returns the Hugging Face config of what is trained: of a multimodal model, its text part. Raises UserError."""
+    """Returns the Hugging Face config of what is trained: of a multimodal model, its text part, or all of it where
+    `model.train` is given. Raises UserError."""
     config = base_config(model)
+    if model.train is not None:
+        from finetune.models.vision import family_of
+
+        family_of(config)
+        return config
     if not config.sub_configs:
         return config
     from finetune.models.text_part import is_multimodal, text_part_of

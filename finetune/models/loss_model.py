@@ -34,6 +34,7 @@ from finetune.models.head.token_loss import (
     logit_map,
 )
 from finetune.models.moe import Routers
+from finetune.models.vision import ImagePart
 from finetune.models.wrapped import (
     CrossEntropyChoice,
     Outputs,
@@ -79,13 +80,14 @@ class CausalLMWithLoss(WrappedModel):
         offload: ActivationOffload | None = None,
         routers: Routers | None = None,
         only_sums: bool = True,
+        images: ImagePart | None = None,
     ):
         """model: transformers' or peft's; cross_entropy: `model.cross_entropy`; autocast: the compute type, where it is
         not the parameters'; only_sums: whether every objective of this run is an unweighted sum of token losses.
 
         Raises UserError where the recipe asks for a cross entropy that cannot be.
         """
-        super().__init__(model, device_type, autocast, offload, routers)
+        super().__init__(model, device_type, autocast, offload, routers, images)
         causal = unwrap_peft(model)
         head, vocabulary = trained_head(causal), causal.config.get_text_config().vocab_size
         self._takes = accepted_names(causal)

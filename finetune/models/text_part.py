@@ -161,12 +161,14 @@ def _path_of(model: Any, module: Any) -> str:
 
 
 def text_part_of(model: Model) -> TextPart | None:
-    """Returns the text part of the recipe's model, None where it is all of it. Raises UserError where it cannot be
-    found.
+    """Returns the text part of the recipe's model, None where it is all of it, or is trained with its other parts.
+    Raises UserError where it cannot be found.
 
     The first call must be before an engine starts: ZeRO-3 changes how models are made.
     """
-    return _text_part(model.name, model.revision, model.trust_remote_code) if model.name else None
+    if model.name is None or model.train is not None:
+        return None
+    return _text_part(model.name, model.revision, model.trust_remote_code)
 
 
 @cache

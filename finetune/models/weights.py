@@ -7,6 +7,9 @@ Where the weights are in memory is the engine's decision (`Placement`).
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +17,7 @@ from typing import Any, Literal
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -32,9 +36,16 @@ from finetune.models.compiled import compile_layers
 from finetune.models.config import dtypes, first_line, load_tokenizer, model_config
 from finetune.models.quantized import is_stored_quantised, keep_weights_unpacked, linear_weights, quantise
 from finetune.models.score_model import labelled, score_head, start_score_head
+from finetune.models.vision import (
+    adapted_modules,
+    attention_of_parts,
+    family_of,
+    freeze_parts,
+    processor_files,
+)
 from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Recipe, Tokens
-from finetune.utils import full_shape, unwrap_peft
+from finetune.utils import full_shape, pattern_of, unwrap_peft
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,8 @@ def load_model(
     if labels:
         model = _scoring_model(recipe, labelled(config, labels), attention, base_dtype, placement)
     else:
-        model, _ = _base_model(recipe, config, attention, base_dtype, placement, AutoModelForCausalLM)
+        auto = AutoModelForCausalLM if recipe.model.train is None else AutoModelForImageTextToText
+        model, _ = _base_model(recipe, config, attention, base_dtype, placement, auto)
     if not labels and model.get_output_embeddings() is None:
         raise UserError(f"{type(config).__name__} has no LM head to train")
     first_added = 0
@@ -92,12 +104,20 @@ def load_model(
     if recipe.objective.drops_nothing:
         model.base_config = model_config(recipe.model)  # whose dropout the result has
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
+    adapted = None
+    if recipe.model.train is not None:
+        family = family_of(config)
+        model.processor_files = processor_files(recipe.model)
+        if recipe.lora is None:
+            freeze_parts(model, family, recipe.model.train)
+        else:
+            adapted = adapted_modules(model, family, recipe.model.train, recipe.lora)
     if recipe.lora is not None:
         torch.manual_seed(recipe.run.seed + 1)  # the adapters do not depend on how many draws the base took
         # DoRA copies a packed weight, which bitsandbytes begins with an empty tensor on the default device.
         shapes_only = recipe.quantization is not None and placement.weights == "meta"
         with torch.device("meta") if shapes_only else contextlib.nullcontext():
-            model = add_adapters(model, recipe.lora, types.trained, recipe.tokens)
+            model = add_adapters(model, recipe.lora, types.trained, recipe.tokens, adapted)
         if (base := getattr(unwrap_peft(model), "base_checkpoint", None)) is not None:
             check_adapted(base.part, model.base_model.targeted_module_names)
         if recipe.tokens is not None and recipe.tokens.train != "all":
@@ -139,6 +159,9 @@ def _base_model(
     model, missing = _unpacked_model(recipe, config, attention, dtype, placement, auto)
     if recipe.quantization is not None and not is_stored_quantised(config):
         whole = [SCORE] if auto is AutoModelForSequenceClassification else None  # the LM head is packed as well
+        if auto is AutoModelForImageTextToText:
+            family = family_of(config)
+            whole = ["lm_head", *(f"model.{path}" for path in (family.tower, *family.projector))]
         device = placement.device or torch.device("cpu")
         kept_on = placement.packed_on or device
         quantise(model, recipe.quantization, dtypes(recipe).compute, device, kept_on, whole)
@@ -155,6 +178,8 @@ def _unpacked_model(
 ) -> tuple[Any, set[str] | None]:
     """Returns what `_base_model` does, with linear layers as they were published."""
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
+    if recipe.model.train is not None:
+        common["attn_implementation"] = attention_of_parts(config, attention.implementation)
     if (is_mxfp4 := stored_in_mxfp4(config)) and recipe.mode != "lora":
         raise UserError(
             f"mode: {recipe.mode}: the experts of {recipe.model.name!r} are stored in MXFP4, for frozen weights: "
@@ -262,8 +287,11 @@ def parameter_counts(model: Any) -> tuple[int, int]:
 # --- LoRA adapters through peft, imported where there are any: it takes a second, for it imports bitsandbytes
 
 
-def add_adapters(model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | None = None) -> Any:
-    """Returns the model with its weights frozen and adapters in `dtype` that train. tokens: which it has got.
+def add_adapters(
+    model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | None = None, paths: list[str] | None = None
+) -> Any:
+    """Returns the model with its weights frozen and adapters in `dtype` that train. tokens: which it has got; paths: of
+    the modules that get adapters, where `lora.targets` names others as well.
 
     Raises UserError where `lora.targets` or `lora.modules_to_save` name nothing of the model, and where DoRA would
     divide by zero.
@@ -276,12 +304,16 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | No
     # Llama 4's router is a linear layer by class, but returns two tensors.
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     routers = [name for name, module in linear if type(module).__module__.startswith("transformers.models.")]
+    passed_by = _layers_without_a_call(model)
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    if paths is not None:
+        targets = pattern_of(paths, [name for name, _ in model.named_modules()])
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (peft says int; it only divides)
         lora_dropout=lora.dropout,
-        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
-        exclude_modules=routers if lora.targets == "all-linear" and routers else None,
+        target_modules=targets,
+        exclude_modules=[*routers, *passed_by] or None if targets == "all-linear" else None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=whole or None,
@@ -295,12 +327,38 @@ def add_adapters(model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | No
             adapted = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"lora: {first_line(error)}") from error
+    for name in passed_by:
+        if hasattr(model.get_submodule(name), "lora_A"):
+            parent = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise UserError(
+                f"lora.targets: {name}: {parent} reads this layer's weight itself, for its kernels, and would pass an "
+                f"adapter by: remove {name.rpartition('.')[2]!r} (`all-linear` leaves it out)"
+            )
     _rename_tied(adapted.get_base_model())
     _check_magnitudes(adapted.get_base_model())
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+def _layers_without_a_call(model: Any) -> list[str]:
+    """Returns the names of linear layers whose weight a module of transformers hands to a function, such as Mamba's
+    kernels: an adapter acts where the layer is called."""
+    return [
+        f"{name}.{layer}"
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("transformers.models.") and not isinstance(module, PreTrainedModel)
+        for layer in _weights_read(type(module))
+        if isinstance(getattr(module, layer, None), torch.nn.Linear)
+    ]
+
+
+@functools.cache
+def _weights_read(kind: type) -> tuple[str, ...]:
+    """Returns the layers whose weight, not only its type or a slice of it, is in the source of a class."""
+    read = r"self\.(\w+)\.weight\b(?!\[|\.(?:data|dtype|device|shape))"
+    return tuple(dict.fromkeys(re.findall(read, inspect.getsource(kind))))
 
 
 def keep_input_types(model: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from finetune.models.activations import ActivationOffload
 from finetune.models.moe import Routers
+from finetune.models.vision import ImagePart
 from finetune.utils import unwrap_peft
 
 SCORE = "score"  # transformers' name of the head of a sequence classification model
@@ -50,10 +51,11 @@ class WrappedModel(nn.Module):
         autocast: torch.dtype | None = None,
         offload: ActivationOffload | None = None,
         routers: Routers | None = None,
+        images: ImagePart | None = None,
     ):
         """model: transformers' or peft's; autocast: the compute type, where it is not the parameters'."""
         super().__init__()
-        self.causal_lm = model
+        self.causal_lm, self._images = model, images
         self._device_type, self._autocast, self._offload, self._routers = device_type, autocast, offload, routers
         self._base_takes = accepted_names(unwrap_peft(model).base_model)
 
@@ -62,12 +64,19 @@ class WrappedModel(nn.Module):
         return self.causal_lm.config
 
     def forward(self, targets: Any = None, **inputs: Any) -> Any:
-        with self._surroundings():
+        images = self._images.forward(self.causal_lm, inputs) if self._images else contextlib.nullcontext()
+        with self._surroundings(), images:
             if targets is None:
                 return self.causal_lm(**inputs)
             with self._routers.recording() if self._routers else contextlib.nullcontext([]) as logits:
                 outputs = self._read(targets, inputs)
             return outputs._replace(router_logits=tuple(logits))
+
+    def train(self, mode: bool = True) -> WrappedModel:
+        super().train(mode)
+        if self._images is not None:
+            self._images.evaluate_frozen()
+        return self
 
     def hidden_states(self, **inputs: Any) -> Tensor:  # (1, T, D)
         """Returns the base model's output, in the surroundings of a forward: what a pipeline stage passes on."""

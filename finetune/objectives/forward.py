@@ -19,13 +19,13 @@ class ForwardPass:
     def __call__(self, model: Any, batch: Batch) -> Any:
         """Returns `Outputs`; in a pipeline stage that is not the last, hidden states. model: `CausalLMWithLoss` in a
         backend's wrapper, or a stage of it. Tensors of the batch lie on the model's device."""
-        attention = self.attention.forward_arguments(batch.sequence_lengths, batch.prefix_lengths)
+        ids = batch.inputs["input_ids"]
+        attention = self.attention.forward_arguments(batch.sequence_lengths, batch.prefix_lengths, ids)
         inputs = {
             **batch.inputs,
+            "token_type_ids": None,  # which tokens are of images: attention knows
             "use_cache": False,  # with one, transformers would let packed documents see each other
-            **with_unread_mask(
-                attention, batch.inputs["input_ids"].device
-            ),  # attention may leave positions to the model
+            **with_unread_mask(attention, ids.device),  # attention may leave positions to the model
         }
         with documents_of_forward(batch.sequence_lengths):
             return model(**inputs, targets=self.objective.targets(batch))

@@ -123,7 +123,7 @@ class Objective:
     columns: tuple[str, ...] = ()  # of a batch, that the terms read
     # Terms of a pass without gradient over the whole step: the terms proper read their means, as columns () of a batch.
     statistics: Callable[[Outputs, Batch], Terms] | None = None
-    scores: bool = False  # the terms read `Outputs.scores` of a `ScoreModel`, and no token losses
+    num_scores: int = 0  # of a sequence, where the terms read `Outputs.scores` of a `ScoreModel`, and no token losses
     num_details: int = 0  # `Outputs.details` that the token loss gives
 
     def no_terms(self, batch: Batch, terms: Callable[[Outputs, Batch], Terms] | None = None) -> Terms:
@@ -131,7 +131,8 @@ class Objective:
         pipeline)."""
         device, targets = batch.targets.ids.device, len(batch.targets.ids)
         each = torch.zeros(targets, device=device)
-        nothing = Outputs(torch.zeros((), device=device), each, (each,) * self.num_details)
+        scores = torch.zeros(len(batch.ends.positions), self.num_scores, device=device)
+        nothing = Outputs(torch.zeros((), device=device), each, (each,) * self.num_details, scores=scores)
         like = (terms or self.terms)(nothing, self.completed(batch))
         return {name: term._replace(total=torch.zeros_like(term.total)) for name, term in like.items()}
 
@@ -150,7 +151,7 @@ class Objective:
 
     def targets(self, batch: Batch) -> TargetTokens | ScoredPositions:
         """Returns the targets of a batch and what the forward has to compute for them."""
-        if self.scores:
+        if self.num_scores:
             return ScoredPositions(batch.ends.positions)
         weights = None if self.token_weights is None else self.token_weights(batch)
         how = self.token_loss, weights, self.differentiable, batch.target_columns

@@ -39,7 +39,7 @@ def reward(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Obj
             found["off_centre"] = Term(token_ranks.share(off_centre), "examples", settings.centering)
         return {**found, **_means(means, token_ranks)}
 
-    return Objective(terms, scores=True)
+    return Objective(terms, num_scores=1)
 
 
 def classify(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Objective:
@@ -55,7 +55,7 @@ def classify(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> O
             **_means({"accuracy": correct}, token_ranks),
         }
 
-    return Objective(terms, scores=True, columns=(LABEL,))
+    return Objective(terms, num_scores=len(score_labels(settings)), columns=(LABEL,))
 
 
 def score_labels(settings: Settings) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import UserError
 from finetune.recipe import Recipe, load_recipe
 from finetune.startup import import_transformers
+from finetune.utils import readable_bytes
 
 if TYPE_CHECKING:
     from finetune.data.dataset import Dataset, Stream
@@ -70,6 +71,8 @@ def check_recipe(
                 processes = _check_launch(recipe, path, config_file, num_processes, recipe_only, report)
         if not recipe_only:
             _check_data(recipe, processes, report, problems)
+            if config_file and not problems.messages:
+                _report_memory(recipe, path, config_file, num_processes, report)
     report.error = problems.text(path)
     return report
 
@@ -116,6 +119,26 @@ def _check_launch(
     report.facts["launch"] = f"{launch.where}, {launch.processes} processes{sizes}, {steps}"
     _note_balance(recipe, launch.parallelism.data, report)
     return launch.parallelism.data
+
+
+def _report_memory(recipe: Recipe, path: Path, config_file: Path, processes: int | None, report: CheckReport) -> None:
+    """Adds the most that the recipe can take on a GPU of this launch, by formula."""
+    from finetune.engine.compatibility import check_launch
+    from finetune.engine.launch import read_config_file
+    from finetune.models.config import training_config
+    from finetune.planning.estimate.lengths import widest
+    from finetune.planning.estimate.memory import Place, estimate_memory
+    from finetune.planning.estimate.search import heaviest
+
+    launch, config = read_config_file(str(config_file), processes), training_config(recipe)
+    micro_batches = check_launch(recipe, str(path), launch, config)
+    place, batch = Place(launch, launch.processes), heaviest(recipe, widest(recipe, "not asked"))
+    memory = estimate_memory(recipe, config, place, batch, micro_batches)
+    phase = max(memory.phases, key=lambda name: memory.phases[name])
+    host = f", {readable_bytes(memory.host)} of host memory" if memory.host else ""
+    report.facts["memory"] = (
+        f"at most {readable_bytes(memory.tensors)} of tensors on a GPU{host}, in {phase}, by formula; `plan` has more"
+    )
 
 
 def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:

@@ -2,7 +2,7 @@
 
 A multiply-add counts as two. Only matrix products are counted: every weight that hidden states are multiplied with, and
 the two products of attention; not norms, activations, rotary embeddings or the optimizer
-(https://arxiv.org/abs/2204.02311, appendix B).
+(https://arxiv.org/abs/2204.02311, appendix B). Of a model that sees images only the language model is counted.
 
 - `model`: what the maths needs. Forward; backward where needed: two products like the forward's for a trained weight,
   one for a frozen one whose input needs a gradient, none below the first trained layer. Attention: pairs of tokens that
@@ -29,6 +29,7 @@ from torch import nn
 
 from finetune.models.attention import DOCUMENTS
 from finetune.models.config import layer_configs
+from finetune.models.vision import image_modules
 from finetune.models.wrapped import has_scores, output_head
 from finetune.planning.estimate.tables import Device, shipped_hardware
 from finetune.utils import full_shape
@@ -128,7 +129,12 @@ def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> M
     one layer is counted too high.
     """
     products = list(_products(model))
-    trained = [_position(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    of_images = {id(p) for module in image_modules(model) for p in module.parameters()}  # not counted
+    trained = [
+        _Position(-1, -1) if id(parameter) in of_images else _position(name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
     first = min(trained, default=None)
     needed = [_backward(product, first) for product in products]
     # transformers lets gradients reach the embedding table where a frozen model is checkpointed.
@@ -175,8 +181,9 @@ def _products(model: Any) -> Iterator[_Product]:
     output = output_head(model)
     path = next((path for path, candidate in model.named_modules() if candidate is output), "")
     head = re.sub(r"\.(base_layer|modules_to_save\..*|original_module)$", "", path)  # or that of its wrapper
+    of_images = {inner for module in image_modules(model) for inner in module.modules()}
     for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) or module in of_images:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{path}.{name}"

@@ -7,7 +7,7 @@ import json
 import math
 import platform
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,11 @@ class Plan:
     shared_token_share: float | None  # of an epoch's tokens, where it is: they are not computed again
     reference: str | None  # of a preference: where its log-probabilities are from; None where there is none
     precision: str
+    launch: dict[str, Any]  # kind, accelerate config, processes on a machine: with the recipe, what memory depends on
     division: dict[str, Any]  # how the backend divides the model, such as pipeline stages
     versions: dict[str, str]
     git_commit: str | None
+    parts: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a model with its tower: all, and trained
 
     def write(self, path: Path) -> None:
         write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")

@@ -1,7 +1,7 @@
 """`report`: runs as one HTML page that makes no request and runs no script, with the style of the inspect page.
 
-Every number is one of metrics.jsonl, plan.json, status.json, recipe.yaml or verify.json; a curve keeps its values in
-`data-values`. Several runs are laid over each other, and their recipes' differences are listed.
+Every number is one of metrics.jsonl, plan.json, status.json, recipe.yaml, evaluate.json or verify.json; a curve keeps
+its values in `data-values`. Several runs are laid over each other, and their recipes' differences are listed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from markupsafe import Markup
 
 from finetune.checkpoints.folder import best_checkpoint
 from finetune.errors import UserError
-from finetune.tracking.metrics import read_steps
+from finetune.tracking.metrics import GENERATIONS, read_steps
 
 WIDTH, HEIGHT = 480, 150  # of a chart, in SVG units
 POINTS = 1000  # of a curve; of longer ones every n-th is drawn, and the last
+EVALUATIONS = 12  # whose answers are shown, of a run
 COLOURS = ("#2f7fc1", "#c9772b", "#3f9a5f", "#a34fa8", "#b8433f", "#6b7280")
 REFRESH_S = 5
 _AXES = {"step", "epoch"}
@@ -41,11 +42,16 @@ _GROUPS: dict[str, Callable[[str], bool]] = {
 Place = Callable[[float, float], tuple[float, float]]
 _STYLE = """
 polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke; }
-svg line.best { stroke: var(--ink); stroke-dasharray: 2 3; }
+svg line.best { stroke-dasharray: 2 3; }
 .runs { display: flex; flex-wrap: wrap; gap: 0.3rem 1.2rem; margin-top: 0.8rem; font-size: 0.92rem; }
 .runs i { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 3px; margin-right: 0.4em; }
-td, thead th:not(:first-child) { min-width: 12.5rem; overflow-wrap: anywhere; }
+td { overflow-wrap: anywhere; min-width: 12.5rem; }
+td.n { text-align: left; white-space: nowrap; overflow-wrap: normal; min-width: 0; }
 tbody th { min-width: 11rem; }
+.answers td { min-width: 16rem; font-family: var(--mono); font-size: 0.82rem; white-space: pre-wrap; }
+.answers td.n { min-width: 0; }
+.answers .note { margin: 0 0 0.5rem; }
+@media (max-width: 46rem) { td { min-width: 9rem; } tbody th { min-width: 8rem; } .answers td { min-width: 13rem; } }
 """
 
 
@@ -61,6 +67,8 @@ class RunData:
     status: dict[str, Any]
     best_step: int | None  # by `checkpoint.best`
     verified: dict[str, dict[str, Any]]  # verify.json of exports, by folder
+    evaluated: dict[str, dict[str, Any]]  # evaluate.json: scores by "task/metric"
+    generations: list[dict[str, Any]]  # generations.jsonl: {"step": .., "columns": .., "rows": ..} of each evaluation
 
     def curve(self, key: str) -> list[tuple[int, float]]:
         return [(line["step"], line[key]) for line in self.lines if isinstance(line.get(key), int | float)]
@@ -82,6 +90,8 @@ def read_run(folder: Path) -> RunData:
         status=_json(folder / "status.json"),
         best_step=int(best.name.removeprefix("step-")) if best else None,
         verified={path.parent.name: _json(path) for path in sorted(folder.glob("*/verify.json"))},
+        evaluated=_json(folder / "evaluate.json").get("scores", {}),
+        generations=read_steps(folder / GENERATIONS),
     )
 
 
@@ -196,12 +206,51 @@ def _sections(runs: Sequence[RunData]) -> Iterator[str]:
     if len(runs) > 1:
         yield _table("What their recipes differ in", ["key", *names], _differences([run.recipe for run in runs]))
     yield _table("Plan", ["", *names], _rows([_flat(run.plan) for run in runs]))
+    for run in runs:
+        if measured := _measured(run):
+            yield _table(f"Planned and measured: {run.name}", ["", "planned", "measured"], measured)
+    scores = [(run, name, score) for run in runs for name, score in run.evaluated.items()]
+    if scores:
+        fields = ("rows", "base", "base_stderr", "trained", "trained_stderr", "step", "fewshot", "limit")
+        head = ["run, task", "rows", "base", "± standard error", "trained", "± standard error", *fields[5:]]
+        yield _table("Tasks", head, [[f"{run.name}: {n}", *(s.get(f) for f in fields)] for run, n, s in scores])
+    yield from _answers(runs)
     exports = [(run, name, figures) for run in runs for name, figures in run.verified.items()]
     if exports:
         head = ["export", "format", "passed", "KL mean", "KL max", "same likeliest token", "same greedy text"]
         fields = ("format", "passed", "kl_mean", "kl_max", "top1", "greedy")
         rows = [[f"{run.name}/{name}", *(figures.get(f) for f in fields)] for run, name, figures in exports]
         yield _table("Exports compared with their runs", head, rows)
+
+
+def _measured(run: RunData) -> list[list[Any]]:
+    """Returns what the plan says beside what the metrics do: totals of the last line, by its epochs."""
+    plan = run.plan
+    rows: list[list[Any]] = []
+    if run.lines and "steps" in plan:
+        rows.append(["steps", plan["steps"], run.lines[-1]["step"]])
+    line = next((line for line in reversed(run.lines) if line.get("epoch") and "tokens" in line), None)
+    if line is None:
+        return rows
+    for key in ("tokens", "supervised_tokens"):
+        if f"{key}_per_epoch" in plan and key in line:
+            rows.append([f"{key} per epoch", plan[f"{key}_per_epoch"], round(line[key] / line["epoch"])])
+    return rows
+
+
+def _answers(runs: Sequence[RunData]) -> Iterator[str]:
+    """Yields a table for each prompt that every evaluation answers: its answers over time, of each run."""
+    prompts: dict[str, list[list[Any]]] = {}
+    for run in runs:
+        every = -(-len(run.generations) // EVALUATIONS)
+        for entry in [*run.generations[:-1:every], *run.generations[-1:]]:
+            for prompt, output, reference in entry["rows"]:
+                rows = prompts.setdefault(prompt, [["expected", reference, ""]])
+                rows.append([f"{run.name}, step {entry['step']}", output, output == reference])
+    for number, (prompt, rows) in enumerate(prompts.items(), 1):
+        table = _table(f"Answers over time {number}", ["", "answer", "equal"], rows)
+        note = f'<p class="note">{_text(prompt)}</p>'
+        yield table.replace("<section>", '<section class="answers">', 1).replace("</h2>", f"</h2>{note}", 1)
 
 
 def _last(run: RunData, key: str) -> float | None:
@@ -230,15 +279,22 @@ def _differences(recipes: Sequence[dict[str, Any]]) -> list[list[Any]]:
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Returns a table; the first cell of a row is its name."""
     top = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in head)
-    body = "".join(
-        f'<tr><th scope="row">{_text(row[0])}</th>{"".join(f"<td>{_text(_shown(cell))}</td>" for cell in row[1:])}</tr>'
-        for row in rows
-    )
+    body = "".join(f'<tr><th scope="row">{_name(row[0])}</th>{"".join(map(_cell, row[1:]))}</tr>' for row in rows)
     label = _text(title)
     return (
         f'<section><h2>{label}</h2><div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
         f"<thead><tr>{top}</tr></thead><tbody>{body or '<tr><th>none</th></tr>'}</tbody></table></div></section>"
     )
+
+
+def _name(value: object) -> Markup:
+    """Returns a name that breaks behind its underscores and dots."""
+    return _text(value).replace("_", Markup("_<wbr>")).replace(".", Markup(".<wbr>"))
+
+
+def _cell(value: Any) -> str:
+    kind = ' class="n"' if isinstance(value, int | float) else ""  # a number is never broken
+    return f"<td{kind}>{_text(_shown(value))}</td>"
 
 
 def _shown(value: Any) -> str:
@@ -261,10 +317,11 @@ def _chart(key: str, runs: Sequence[RunData]) -> str:
         return round(across * WIDTH, 2), round(HEIGHT - up * HEIGHT, 2)
 
     drawn = "".join(_curve(i, runs[i].name, key, curve, place) for i, curve in enumerate(curves) if curve)
-    best = next((run.best_step for run in runs if run.best_step is not None), None) if len(runs) == 1 else None
-    if best is not None and first <= best <= last:
-        x = place(best, low)[0]
-        drawn += f'<line class="best" x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}"><title>best step {best}</title></line>'
+    for i, run in enumerate(runs):
+        if run.best_step is not None and curves[i] and first <= run.best_step <= last:
+            x, title = place(run.best_step, low)[0], _text(f"{run.name}: best step {run.best_step}")
+            colour = f"c{i % len(COLOURS)}"
+            drawn += f'<line class="best {colour}" x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}"><title>{title}</title></line>'
     ends = ", ".join(f"{curve[-1][1]:.5g}" for curve in curves if curve)
     label = f"{key}: last {ends}"
     return (

@@ -109,6 +109,8 @@ def early_stop_has_evaluations(recipe: Recipe) -> Iterator[Finding]:
 def best_result_is_measured(recipe: Recipe) -> Iterator[Finding]:
     if recipe.train.result == "best" and recipe.checkpoint.best is None:
         yield "train.result", "`best` needs a metric: set `checkpoint.best`, such as `checkpoint: {best: eval_loss}`"
+    if recipe.tracking.wandb and recipe.tracking.wandb.log_model == "best" and recipe.checkpoint.best is None:
+        yield "tracking.wandb.log_model", "`best` needs a metric: set `checkpoint.best`, or log_model to `result`"
 
 
 def generation_has_prompts(recipe: Recipe) -> Iterator[Finding]:
@@ -408,6 +410,30 @@ def offloaded_activations(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
+_SEES_IMAGES = ("sft", "focal")
+
+
+def images(recipe: Recipe) -> Iterator[Finding]:
+    """What a model that is trained with its tower does not do."""
+    if recipe.model.train is None:
+        return
+    if len(set(recipe.model.train)) < len(recipe.model.train):
+        yield "model.train", "names a part twice: keep one of each"
+    if recipe.model.config is not None and recipe.data.image is None:
+        yield "model.train", "a model from `model.config` has no tower: give `model.name`, or remove this"
+    if (name := recipe.objective.name) not in _SEES_IMAGES:
+        yield "objective.name", f"`{name}` was not tried with images: use {' or '.join(_SEES_IMAGES)}"
+    if recipe.tokens is not None:
+        yield (
+            "tokens.add",
+            "a multimodal model keeps the tables of its base: remove it, or use unused tokens of it",
+        )
+    if recipe.train.compile:
+        yield "train.compile", "layers are compiled for one length, and towers have images of any size: set it to false"
+    if recipe.batch.rows_per_device == "auto":
+        yield "batch.rows_per_device", "`auto` tries rows without images, which need less memory: give a number"
+
+
 def images_of_rows(recipe: Recipe) -> Iterator[Finding]:
     image = recipe.data.image
     if image is None:
@@ -453,6 +479,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     cross_entropy_of_torch,
     stepped_in_backward,
     offloaded_activations,
+    images,
     images_of_rows,
 )
 

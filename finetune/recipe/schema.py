@@ -95,6 +95,10 @@ class Run(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 42  # of initial weights, adapters, order of samples, dropout
 
 
+Part = Literal["language", "projector", "vision"]
+Parts = Annotated[tuple[Part, ...], BeforeValidator(_list_to_tuple), Field(strict=False, min_length=1)]
+
+
 class Model(Section):
     """The initial model: `name` (pretrained) or `config` (from scratch)."""
 
@@ -119,6 +123,10 @@ class Model(Section):
     # opens one (R1's distills). trained: the model learns to write it, as it would have to in use; given: it is the end
     # of the generation prompt, also of the result's template, and not trained.
     empty_thought: Literal["trained", "given"] = "trained"
+    # Of a model that sees images, what trains: adapters in these parts, under `mode: full` all of their weights.
+    # projector: what makes tokens of the tower's output; vision: the tower. null: language, and where the data has no
+    # images (`data.image`), the language model by itself.
+    train: Parts | None = None
     trust_remote_code: bool = False  # runs Python code from the model's repository: only if you trust it
 
     @model_validator(mode="after")
@@ -585,6 +593,7 @@ class Wandb(Section):
     group: str | None = None
     tags: Names | None = None
     mode: Literal["online", "offline", "disabled"] = "online"
+    log_model: Literal["none", "result", "best"] = "none"  # artifacts at the end: model/; best: its checkpoint as well
 
 
 class Tracking(Section):
@@ -619,6 +628,13 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     tracking: Tracking = Tracking()
     profile: Profile | None = None
+
+    @model_validator(mode="after")
+    def _images_need_the_tower(self) -> Recipe:
+        """With images the model is all of it, and what trains is said in every copy of the recipe."""
+        if self.data.image is not None and self.model.train is None:
+            object.__setattr__(self, "model", self.model.model_copy(update={"train": ("language",)}))
+        return self
 
 
 def recipe_json_schema() -> str:

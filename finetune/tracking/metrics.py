@@ -1,4 +1,5 @@
-"""Files of a run that grow while it trains: metrics.jsonl, samples/rank-*.jsonl, status.json; and sums over its steps.
+"""Files of a run that grow while it trains: metrics.jsonl, generations.jsonl, samples/rank-*.jsonl, status.json; and
+sums over its steps.
 
 JSON lines are in the order of steps, each step once, also after a resume.
 """
@@ -19,6 +20,7 @@ from typing import Any, Literal, get_args
 from finetune.utils import naming, write_atomically
 
 Entry = dict[str, Any]
+GENERATIONS = "generations.jsonl"  # answers to held-out prompts, of each evaluation
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,16 @@ def keep_before(path: Path, first_step: int) -> None:
 def read_steps(path: Path) -> list[Entry]:
     """Returns every line that can be read; none is the incomplete last one of a killed run."""
     return [entry for entry in map(_parsed, _complete_lines(path)) if entry is not None]
+
+
+def add_to_step(path: Path, step: int, values: Entry) -> None:
+    """Add values to the last line of a step, whole or not at all; others stay as they are. No run may be writing."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for i, line in reversed([*enumerate(lines)]):
+        if (entry := _parsed(line.encode())) is not None and entry["step"] == step:
+            lines[i] = _line({**entry, **values}).rstrip("\n")
+            break
+    write_atomically(path, "\n".join(lines))
 
 
 def num_damaged(path: Path) -> int:

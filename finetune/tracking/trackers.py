@@ -69,11 +69,12 @@ class Trackers:
     """All trackers of a run. A resumed run keeps its W&B id."""
 
     def __init__(self, recipe: Recipe, run_dir: Path, config: Metrics, ids: dict[str, str]):
-        """ids: run ids by tracker, from the checkpoint; empty for a new run."""
+        """config: empty to add to a run that has stored it. ids: run ids by tracker, from the checkpoint; empty for a
+        new run."""
         self._wandb_id = ids.get("wandb") or secrets.token_hex(4)
         self._all = [_START[name](recipe, run_dir, self._wandb_id) for name in enabled_trackers(recipe.tracking)]
         self._run_dir = run_dir
-        for tracker in self._all:
+        for tracker in self._all if config else ():
             if tracker.name == "tensorboard":
                 _store_hyperparameters(tracker.writer, _flatten(redact(config)))
             else:
@@ -103,6 +104,18 @@ class Trackers:
         for tracker in self._all:
             if tracker.name == "wandb":
                 tracker.run.summary.update({**{grouped(name): value for name, value in values.items()}, **best})
+
+    def artifacts(self, folders: dict[str, Path]) -> None:
+        """Give W&B folders as versions of the run's model, by alias. It reads them where they are."""
+        for tracker in self._all:
+            if tracker.name == "wandb":
+                import wandb
+
+                for alias, folder in folders.items():
+                    kind = "model" if alias == "result" else "checkpoint"
+                    artifact = wandb.Artifact(f"{tracker.run.id}-{kind}", kind)
+                    artifact.add_dir(str(folder), policy="immutable")
+                    tracker.run.log_artifact(artifact, aliases=[alias])
 
     def finish(self) -> None:
         for tracker in self._all:

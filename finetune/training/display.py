@@ -24,6 +24,7 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
     lines = {
         "runs on": f"{plan.where}: {plan.world_size} x {plan.device}",
         "model": f"{plan.parameters:,} parameters, {plan.trainable_parameters:,} trained ({recipe.mode})",
+        **({"parts": " · ".join(_part(name, *sizes) for name, sizes in plan.parts.items())} if plan.parts else {}),
         "precision": plan.precision,
         "attention": plan.attention,
         "cross entropy": plan.cross_entropy,
@@ -44,6 +45,10 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
     for name, value in lines.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def _part(name: str, total: int, trained: int) -> str:
+    return f"{name} {total:,} ({f'{trained:,} trained' if trained else 'frozen'})"
 
 
 def _data(recipe: Recipe, plan: Plan) -> dict[str, str]:

@@ -16,6 +16,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
 
 from finetune.data.batch import Batch
@@ -29,6 +30,7 @@ from finetune.data.samples import Example
 from finetune.data.token_text import special_ids
 from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
+from finetune.models.vision import document_positions
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, Terms
@@ -37,6 +39,7 @@ from finetune.recipe.schema import Evaluate, Model
 from finetune.training.statistics import as_columns, sum_terms
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
+_IMAGE_PROMPTS_PER_BATCH = 8  # and what the tower keeps
 
 
 @dataclass(frozen=True)
@@ -95,17 +98,35 @@ class Evaluator:
         """
         prompts = list(islice(questions(self.examples, self.end_ids), count))
         num_ranks = self.engine.parallelism.data
-        local = [question.prompt for question in prompts[self.engine.data_rank :: num_ranks]]
+        local = prompts[self.engine.data_rank :: num_ranks]
         pad_id = self.tokenizer.pad_token_id
         assert isinstance(pad_id, int)  # load_tokenizer ensures it
         outputs: list[list[int]] = []
-        for start in range(0, -(-len(prompts) // num_ranks), _PROMPTS_PER_BATCH):
-            batch = local[start : start + _PROMPTS_PER_BATCH]
-            outputs += greedy(self.engine, batch, self.end_ids, pad_id, self.recipe.max_new_tokens)
+        at_once = _PROMPTS_PER_BATCH if self.loader.image_inputs is None else _IMAGE_PROMPTS_PER_BATCH
+        for start in range(0, -(-len(prompts) // num_ranks), at_once):
+            batch = local[start : start + at_once]
+            ids, images = [question.prompt for question in batch], self._images(batch, pad_id)
+            outputs += greedy(self.engine, ids, self.end_ids, pad_id, self.recipe.max_new_tokens, images)
         # Ranks that share sequences generate the same.
         by_rank = dict(self.engine.ranks.gather((self.engine.data_rank, outputs)))
         ordered = [by_rank[i % num_ranks][i // num_ranks] for i in range(len(prompts))]
         return [self._scored(question, ids) for question, ids in zip(prompts, ordered, strict=True)]
+
+    def _images(self, batch: Sequence[Question], pad_id: int) -> PromptImages | None:
+        """Returns those of a batch of prompts; None where they have none."""
+        if self.loader.image_inputs is None or not any(question.images for question in batch):
+            return None
+        ids, _ = _left_padded([question.prompt for question in batch], pad_id, torch.device("cpu"))
+        inputs = self.loader.image_inputs([image for question in batch for image in question.images], ids)
+        if (positions_of := document_positions(self.engine.unwrapped.config)) is None:
+            return PromptImages(inputs)
+        grids = inputs["image_grid_thw"].split([len(question.images) for question in batch])
+        documents = [
+            positions_of(torch.tensor([question.prompt]), grid) for question, grid in zip(batch, grids, strict=True)
+        ]
+        padded = [pad(document[:, 0], (ids.shape[1] - document.shape[2], 0)) for document in documents]
+        beyond = torch.stack([document.max() + 1 - document.shape[2] for document in documents])
+        return PromptImages(inputs, torch.stack(padded, dim=1), beyond)
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -118,9 +139,31 @@ class Evaluator:
         return Generation(prompt, last_question(prompt, self.tokenizer), output, reference, matches)
 
 
+@dataclass(frozen=True)
+class PromptImages:
+    """What a forward takes of the images of left-padded prompts."""
+
+    inputs: dict[str, Tensor]
+    positions: Tensor | None = None  # (3, B, P) in time, height and width; None: places are all
+    beyond: Tensor | None = None  # (B,) of what follows a prompt, from its place to its position
+
+    def positions_at(self, places: Tensor) -> Tensor:
+        """Returns those of the tokens of a forward, from their places (B, tokens): after a prompt, all count on."""
+        if self.positions is None or self.beyond is None:
+            return places
+        if places.shape[1] == self.positions.shape[2]:
+            return self.positions.to(places.device)
+        return (places + self.beyond.to(places.device)[:, None]).expand(3, -1, -1)
+
+
 @torch.no_grad()
 def greedy(
-    engine: Engine, prompts: list[list[int]], end_ids: set[int], pad_id: int, max_new_tokens: int
+    engine: Engine,
+    prompts: list[list[int]],
+    end_ids: set[int],
+    pad_id: int,
+    max_new_tokens: int,
+    images: PromptImages | None = None,
 ) -> list[list[int]]:
     """Returns the new tokens of each prompt, without its end token. Collective; prompts may differ between ranks.
 
@@ -134,6 +177,10 @@ def greedy(
     new_tokens: list[Tensor] = []  # (B,) each
     for _ in range(max_new_tokens):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        seen: dict[str, Tensor] = {}
+        if images is not None:
+            positions = images.positions_at(positions)
+            seen = {} if new_tokens else {name: value.to(engine.device) for name, value in images.inputs.items()}
         output = engine.model(
             input_ids=input_ids,
             attention_mask=mask,
@@ -141,6 +188,7 @@ def greedy(
             past_key_values=cache,
             use_cache=cache is not None,
             logits_to_keep=1,
+            **seen,
         )
         next_token = output.logits[:, -1].argmax(-1)  # (B,)
         new_tokens.append(torch.where(finished, pad_id, next_token))

@@ -30,6 +30,7 @@ from finetune.data.dataset import (
     data_notes,
     template_notes,
 )
+from finetune.data.examples import image_reader
 from finetune.data.loader import Loader, OrderedRows, RunRows
 from finetune.engine.base import Engine
 from finetune.engine.compatibility import check_launch
@@ -52,6 +53,7 @@ from finetune.models.config import (
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import adapts_experts, compute_experts_in, find_routers
 from finetune.models.score_model import ScoreModel
+from finetune.models.vision import ImagePart, part_sizes, row_positions
 from finetune.models.weights import keep_input_types, load_model, parameter_counts
 from finetune.models.wrapped import CrossEntropyChoice, WrappedModel
 from finetune.objectives import Objective, make_objective, score_labels
@@ -200,7 +202,7 @@ def build_trainer(
             "merged model, by `finetune merge`"
         )
     forward = ForwardPass(attention, objective)
-    counts = parameter_counts(model.causal_lm)
+    counts, parts = parameter_counts(model.causal_lm), part_sizes(model.causal_lm)
     flops = model_flops(model.causal_lm, within.implementation, recipe.train.activation_checkpointing)
     engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
     set_group_timeouts(collective_timeout())
@@ -214,7 +216,9 @@ def build_trainer(
         reference = "the model without its adapters, in each step"
         with_reference = AdaptersOff(engine, forward).with_column
     plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice), reference)
+    plan = replace(plan, parts=parts)
     loader = _loader(recipe, engine, rows, attention, training.in_order(recipe), plan.total_rows)
+    loader = replace(loader, image_inputs=image_reader(recipe, tokenizer))
     ends = end_ids(recipe, tokenizer, [training, held_out])
     evaluator = _evaluator(recipe, engine, rows, held_out, attention, tokenizer, ends) if held_out else None
     state, tracker_ids = _resume(recipe, engine, training, plan, say)
@@ -263,8 +267,10 @@ def _load(
         "offload": ActivationOffload(engine.device) if recipe.train.activation_offload else None,
         "routers": routers if divided is None else None,
     }
-    if objective.scores:
+    if objective.num_scores:
         return ScoreModel(model, **surroundings), objective
+    if recipe.model.train is not None:
+        surroundings["images"] = ImagePart(model, engine.gathers_in_forward)
     return CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=objective.only_sums, **surroundings), objective
 
 
@@ -324,6 +330,11 @@ def _plan(
         shared_token_share=shared_share if attention.shares_prompts else None,
         reference=reference,
         precision=recipe.train.precision,
+        launch={
+            "kind": engine.launch.kind,
+            "config": engine.launch.config,
+            "per_host": engine.local_processes,
+        },
         division=engine.summary(micro_batches),
         versions=versions(),
         git_commit=git_commit(),
@@ -362,6 +373,7 @@ def _loader(
         longest if recipe.train.compile else None,
         engine.context_shard,
         shares_prompts=attention.shares_prompts,
+        positions=None if recipe.model.train is None else row_positions(model_config(recipe.model)),
     )
 
 
@@ -382,6 +394,7 @@ def _evaluator(
     ends: set[int],
 ) -> Evaluator:
     loader = _evaluation_loader(recipe, engine, rows_per_device, attention, held_out)
+    loader = replace(loader, image_inputs=image_reader(recipe, tokenizer))
     names, shares = held_out.source_names, attention.shares_prompts
     objective = make_objective(recipe.objective, names, True, token_ranks=engine.token_ranks, shares_prompts=shares)
     return Evaluator(

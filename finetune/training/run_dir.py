@@ -21,7 +21,7 @@ from finetune.engine.launch import hosts_without_shared_folder
 from finetune.errors import STOPPED_STATUS, RunFailure, UserError
 from finetune.recipe import Recipe
 from finetune.tracking import StepLog, Trackers, prepare_samples, sample_file
-from finetune.tracking.metrics import Background
+from finetune.tracking.metrics import GENERATIONS, Background
 from finetune.utils import write_atomically
 
 log = logging.getLogger(__name__)
@@ -126,12 +126,15 @@ class RunLog:
     ):
         main = engine.is_main
         self._metrics = StepLog(folder / "metrics.jsonl", first_step) if main else None
+        generates = main and recipe.evaluate.generate > 0
+        self._generations = StepLog(folder / GENERATIONS, first_step) if generates else None
         try:
             self._samples = _samples(engine, folder / "samples", first_step) if recipe.tracking.samples else None
             self._trackers = Trackers(recipe, folder, config, ids) if main else None
         except BaseException:
-            if self._metrics:
-                self._metrics.close()
+            for log in (self._metrics, self._generations):
+                if log:
+                    log.close()
             raise
         self._thread = Background("run-log")
 
@@ -146,6 +149,8 @@ class RunLog:
             self._thread.do(self._samples.write, {"step": step, "rows": rows})
 
     def table(self, name: str, columns: list[str], rows: list[list[str]], step: int) -> None:
+        if self._generations and name == "generations":
+            self._thread.do(self._generations.write, {"step": step, "columns": columns, "rows": rows})
         if self._trackers:
             self._thread.do(self._trackers.table, name, columns, rows, step)
 
@@ -154,14 +159,16 @@ class RunLog:
 
     def flush(self) -> None:
         """Writes everything to the disk. Call it before a checkpoint declares these steps done."""
-        for log in (self._metrics, self._samples):
+        for log in (self._metrics, self._samples, self._generations):
             if log:
                 self._thread.do(log.flush)
         self._thread.flush()
 
-    def finish(self, summary: dict[str, float]) -> None:
+    def finish(self, summary: dict[str, float], artifacts: dict[str, Path]) -> None:
+        """artifacts: folders of models that trackers get, by alias."""
         if self._trackers:
             self._thread.do(self._trackers.summary, summary)
+            self._thread.do(self._trackers.artifacts, artifacts)
             self._thread.do(self._trackers.finish)
         self._thread.flush()
 
@@ -175,7 +182,7 @@ class RunLog:
         try:
             self._thread.close()
         finally:
-            for log in (self._metrics, self._samples):
+            for log in (self._metrics, self._samples, self._generations):
                 if log:
                     log.close()
 

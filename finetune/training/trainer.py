@@ -149,7 +149,7 @@ class Trainer:
             self.saver.tidy()
             self.saver.close()  # frees its host memory for the result
             self._save_result()
-            self.log.finish(self.evaluation)
+            self.log.finish(self.evaluation, self._artifacts())
             self._write_status("finished")
         finally:
             self.saver.close()
@@ -433,6 +433,15 @@ class Trainer:
         adapter, frozen = self.recipe.mode != "full", dtypes(self.recipe).frozen
         save_result(self.engine, self.tokenizer, self.end_ids, adapter, frozen, card, self.folder / "model")
         self.say(f"saved [bold]{self.folder / 'model'}[/bold]")
+
+    def _artifacts(self) -> dict[str, Path]:
+        """Returns the folders that `tracking.wandb.log_model` asks for, by alias."""
+        wandb = self.recipe.tracking.wandb
+        if wandb is None or wandb.log_model == "none":
+            return {}
+        wants_best = wandb.log_model == "best" and self.engine.is_main
+        best = best_checkpoint(self.folder / "checkpoints", self.recipe.checkpoint.best) if wants_best else None
+        return {"result": self.folder / "model", **({"best": best} if best else {})}
 
     def _restore_best(self) -> tuple[State, dict[str, float]]:
         """Puts the weights of the best checkpoint into the model, for `train.result: best`; returns its state and

@@ -27,6 +27,7 @@ BY_SCRIPT = {
     *("full plain head", "full paged_adamw", "full sgd no clip", "full checkpointing offloaded"),
     *("full dpo", "full dpo plain head", "full deep dpo", "lora simpo"),
     *("lora qwen3_5", "full qwen3_5 checkpointing"),
+    *("full images", "full images projector", "lora images", "lora images tower"),
     *("full granite_hybrid", "lora granite_hybrid checkpointing selective"),
     *(
         "lora dpo",
@@ -73,7 +74,7 @@ SELECTED = {
     ("fsdp2_offload", 2): {"full"},
     ("zero2", 2): {"full accumulate 1", "qlora"},
     ("zero3", 2): {"full", "full tied", "full from scratch", "lora dora", "qlora", "lora dropout offloaded"}
-    | {"full qwen3_5"},  # what is in its mixers runs as often as a rank has documents
+    | {"lora images", "full qwen3_5"},  # what is in its mixers runs as often as a rank has documents
     ("zero3_offload", 2): {"full"},
     ("pp", 2): {
         *("full", "lora", "full token budget", "full tied", "full checkpointing", "full bf16"),

@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ import torch
 import yaml
 from conftest import train_here
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from finetune.errors import RunFailure, UserError
 from finetune.export.commands import ExportOptions, export_run, verify_run
 from finetune.export.folder import export_gguf
-from finetune.export.gguf_file import split_name
+from finetune.export.gguf_file import read_back, sentencepiece_prefix, split_name
+from finetune.export.streamed import StreamedModel
 from finetune.export.trained import find_trained
-from finetune.export.verify import as_llama
+from finetune.export.verify import as_llama, gguf_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
@@ -34,6 +38,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "tie_word_embeddings": True}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -41,6 +46,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "gemma2": ("llama", {"model_type": "gemma2", **GEMMA, "num_hidden_layers": 2}),
+    "gemma3": ("llama", {"model_type": "gemma3_text", **GEMMA, "num_hidden_layers": 7}),
 }
 
 
@@ -98,11 +105,127 @@ def test_round_trip(tmp_path: Path, name: str) -> None:
             assert float((expected - found).abs().max()) < 1e-6
 
 
-def test_the_same_tokens_on_a_thousand_strings(tmp_path: Path) -> None:
+def test_mixtral_is_read_back_tensor_by_tensor(tmp_path: Path) -> None:
+    """transformers does not read its experts from GGUF: names and rows are compared with the format's definition."""
+    folder = saved(tmp_path, "mixtral", {})
+    state = load_file(folder / "model.safetensors")
+    file = written(folder, tmp_path / "f32", "f32")
+    tensors = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in gguf.GGUFReader(file).tensors}
+    assert len(tensors) == 3 + 2 * (2 + 4 + 1 + 3)
+    layer = "model.layers.1."
+    q = state[f"{layer}self_attn.q_proj.weight"]
+    # llama.cpp turns neighbouring rows of a head together, transformers row i and i + half of a head
+    order = [16 * head + i + 8 * half for head in range(4) for i in range(8) for half in range(2)]
+    assert torch.equal(tensors["blk.1.attn_q.weight"], q[order])
+    assert torch.equal(tensors["blk.1.attn_v.weight"], state[f"{layer}self_attn.v_proj.weight"])
+    assert torch.equal(tensors["blk.1.ffn_gate_inp.weight"], state[f"{layer}block_sparse_moe.gate.weight"])
+    for ours, theirs in {"gate": "w1", "down": "w2", "up": "w3"}.items():
+        experts = [state[f"{layer}block_sparse_moe.experts.{e}.{theirs}.weight"] for e in range(8)]
+        assert torch.equal(tensors[f"blk.1.ffn_{ours}_exps.weight"], torch.stack(experts))
+    fields = gguf.GGUFReader(file).fields
+    assert [fields[f"llama.expert_{key}"].contents() for key in ("count", "used_count")] == [8, 2]
+    ids = torch.randint(3, 350, (2, 40))
+    expected = log_probs(AutoModelForCausalLM.from_pretrained(folder), ids)
+    for kind, mean in {"f32": 1e-12, "bf16": 1e-3, "q8_0": 1e-2}.items():
+        file = file if kind == "f32" else written(folder, tmp_path / kind, kind)
+        back = read_back(StreamedModel(find_trained(tmp_path / f"{kind}-run")), file)
+        assert kind != "f32" or (back.keys() == state.keys() and all(torch.equal(back[n], state[n]) for n in state))
+        model = MixtralForCausalLM.from_pretrained(None, config=AutoConfig.from_pretrained(folder), state_dict=back)
+        assert float((expected.exp() * (expected - log_probs(model, ids))).sum(-1).mean()) < mean, kind
+
+
+def test_gemma_s_settings_are_those_that_it_computes_by(tmp_path: Path) -> None:
+    """What transformers takes from the config and llama.cpp from the file."""
+    for name, window in {"gemma2": 8, "gemma3": 8}.items():
+        base, changes = KINDS[name]
+        rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+        ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+        more = {"rope_parameters": ropes} if name == "gemma3" else {}
+        file = written(saved(tmp_path / name, base, {**changes, **more}), tmp_path / f"{name}-out", "f32")
+        fields = {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items()}
+        assert fields[f"{name}.attention.sliding_window"] == window
+        if name == "gemma2":
+            assert (fields["gemma2.attn_logit_softcapping"], fields["gemma2.final_logit_softcapping"]) == (50, 30)
+        else:
+            assert (fields["gemma3.rope.freq_base"], fields["gemma3.rope.freq_base_swa"]) == (1e6, 1e4)
+            assert (fields["gemma3.rope.scaling.type"], fields["gemma3.rope.scaling.factor"]) == ("linear", 8)
+
+
+def sentencepiece(prefix: str, folder: Path) -> None:
+    """A vocabulary of merges over bytes, as SentencePiece's become in tokenizer.json, trained on the rows."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    replaces = normalizers.Replace(" ", "▁")
+    if prefix == "first":
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)  # pyright: ignore
+    else:
+        backend.normalizer = (
+            normalizers.Sequence([normalizers.Prepend("▁"), replaces]) if prefix == "always" else replaces
+        )
+    special = ["<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
+    special += [f"<0x{byte:02X}>" for byte in range(256)]
+    texts = [m["content"].replace(" ", "▁") for row in tiny.conversations(40) for m in row["messages"]]
+    learner = Tokenizer(models.BPE())
+    learner.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=90, special_tokens=special[:6]))
+    learnt = json.loads(learner.to_str())["model"]
+    merges = [tuple(m) for m in learnt["merges"]]
+    letters = [t for t in learnt["vocab"] if len(t) == 1]
+    vocab = {t: i for i, t in enumerate(dict.fromkeys([*special, *letters, *("".join(m) for m in merges)]))}
+    backend.model = models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    backend.add_special_tokens(special[:3] + special[4:6])
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    tokenizer.chat_template = tiny.CHATML
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("prefix", ["first", "never", "always"])
+def test_scores_of_sentencepiece_say_the_same_as_its_merges(tmp_path: Path, prefix: str) -> None:
+    """llama.cpp merges the neighbours whose token has the best score, again and again: here in Python."""
     folder = saved(tmp_path, "llama", {})
+    for path in folder.glob("token*"):
+        path.unlink()
+    sentencepiece(prefix, folder)
     file = written(folder, tmp_path / "out", "f32")
+    fields = {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items()}
+    tokens, scores = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.scores"]
+    assert fields["tokenizer.ggml.model"] == "llama"
+    assert fields["tokenizer.ggml.add_space_prefix"] == (prefix == "always")
+    assert [fields["tokenizer.ggml.token_type"][i] for i in (1, 3, 10, 300)] == [3, 2, 6, 1]
+    ids = {token: i for i, token in enumerate(tokens)}
+
+    def by_scores(text: str) -> list[int]:
+        parts = list(text.replace(" ", "▁"))
+        while pairs := [(scores[ids[a + b]], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids]:
+            at = -max(pairs)[1]
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        known = [[ids[p]] if p in ids else [ids[f"<0x{b:02X}>"] for b in p.encode()] for p in parts]
+        return [i for one in known for i in one]
+
     ours = AutoTokenizer.from_pretrained(folder)
-    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    rng = random.Random(0)
+    pieces = ["river", " stone", "  ", "\n", "é", "日本", "1234", "it's", "quick", " table", "the light"]
+    texts = ["".join(rng.choices(pieces, k=rng.randint(1, 9))) for _ in range(1000)]
+    for text in texts:
+        # "first": at the beginning of a text that has none, where llama.cpp has none either way
+        space = "" if prefix == "never" or (prefix == "first" and text.startswith(" ")) else " "
+        assert ours(text, add_special_tokens=False)["input_ids"] == by_scores(space + text), text
+    chat = ours.apply_chat_template([{"role": "user", "content": "river"}], return_dict=False)
+    segment = by_scores((" " if prefix == "always" else "") + "user\nriver")
+    assert chat == [ids["<|im_start|>"], *segment, ids["<|im_end|>"]]
+
+
+@pytest.mark.parametrize("digits", [False, True])
+def test_the_same_tokens_on_a_thousand_strings(tmp_path: Path, digits: bool) -> None:
+    folder = saved(tmp_path, "llama", {})
+    ours = AutoTokenizer.from_pretrained(folder)
+    if digits:
+        before = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        ours.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)
+        ours.save_pretrained(folder)
+        ours = AutoTokenizer.from_pretrained(folder)
+        assert len(ours("1234")["input_ids"]) == 4
+    file = written(folder, tmp_path / "out", "f32")
+    theirs = gguf_tokenizer(file)
     rng = random.Random(0)
     pieces = [
         "river",
@@ -181,10 +304,42 @@ def test_a_run_is_exported_for_ollama_and_compared(made: Path, tmp_path: Path) -
     assert "[2] end an answer in the run" in str(error.value)
 
 
+def test_a_run_of_mixtral_is_compared_by_its_tensors(made: Path, tmp_path: Path) -> None:
+    recipe = {
+        "run": {"name": "lora", "dir": str(tmp_path)},
+        "model": {"name": str(made / "mixtral")},
+        "mode": "lora",
+        "lora": {"rank": 4},
+        "data": {"train": [{"path": str(made / "rows.jsonl"), "format": "messages"}], "max_length": 64},
+        "batch": {"rows": 2},
+        "optimizer": {"lr": 2e-2},
+        "train": {"max_steps": 2, "precision": "fp32"},
+    }
+    (tmp_path / "lora.yaml").write_text(yaml.safe_dump(recipe))
+    train_here(tmp_path / "lora.yaml")
+    export_run(tmp_path / "lora", ExportOptions(to="gguf", out=tmp_path / "out", dtype="f32"), Console(quiet=True))
+    figures = json.loads((tmp_path / "out" / "verify.json").read_text())
+    assert figures["passed"]
+    assert figures["kl_mean"] < 1e-10 < figures["kl_base"]
+    (file,) = (tmp_path / "out").glob("*.gguf")
+    reader = gguf.GGUFReader(file, "r+")
+    stack = next(tensor for tensor in reader.tensors if tensor.name == "blk.1.ffn_up_exps.weight")
+    stack.data[:] = stack.data[::-1].copy()  # experts in another order
+    reader.data.flush()
+    with pytest.raises(RunFailure, match="KL"):
+        verify_run(tmp_path / "out", tmp_path / "lora", None, None, 8, Console(quiet=True))
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "fragment"),
     [
-        ("mixtral", {}, "--to gguf: mixtral is not written here (only llama, mistral, qwen2, qwen3, qwen3_moe)"),
+        ("granite_hybrid", {}, "--to gguf: granitemoehybrid is not written here (only llama, mistral, qwen2, qwen3,"),
+        ("llama", {"model_type": "gemma2", **GEMMA, "head_dim": 32}, "attention scaled by 16 for heads of 32"),
+        (
+            "llama",
+            {"model_type": "gemma3_text", **GEMMA, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+            "a layer without a window every 6",
+        ),
         ("mistral", {}, "attention within a window of 8 tokens is not written here"),
         (
             "llama",
@@ -206,8 +361,11 @@ def test_what_is_not_written_is_refused_by_name(
 def test_a_tokenizer_that_splits_text_otherwise_is_refused() -> None:
     content = json.loads(tiny.tokenizer().backend_tokenizer.to_str())
     assert split_name(content) == "gpt-2"
-    digits = {"type": "Digits", "individual_digits": True}
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, content["pre_tokenizer"]]}
-    assert split_name(content) is None
+    byte_level = content["pre_tokenizer"]
+    for individual, name in ((True, "smollm"), (False, None)):
+        digits = {"type": "Digits", "individual_digits": individual}
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, byte_level]}
+        assert split_name(content) == name
     content["model"] |= {"byte_fallback": True}
     assert split_name(content) is None
+    assert sentencepiece_prefix(content) is None

@@ -98,7 +98,10 @@ def full_recipe(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "optimizer": {"lr": LR},
         "train": {"epochs": EPOCHS, "precision": "fp32"},
         "evaluate": {"every_steps": 20, "generate": 12, "exact_match": 16, "max_new_tokens": 10, "answer": r"(\w)"},
-        "tracking": {"wandb": {"project": "tests", "tags": ["tiny"], "mode": "offline"}, "tensorboard": True},
+        "tracking": {
+            "wandb": {"project": "tests", "tags": ["tiny"], "mode": "offline", "log_model": "result"},
+            "tensorboard": True,
+        },
     }
     return write(folder, values)
 
@@ -238,6 +241,7 @@ def test_wandb_offline_has_config_metrics_and_summary(full_run: Path) -> None:
         b"eval_loss",
         b"exact_match",
         b"supervised_tokens",
+        b"model.safetensors",  # of the artifact
     ):
         assert key in content
 

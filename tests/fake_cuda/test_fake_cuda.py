@@ -18,7 +18,11 @@ import pytest
 import yaml
 from conftest import ROOT
 
+from finetune.engine.launch import read_config_file
+from finetune.models.config import training_config
+from finetune.planning.estimate.memory import HeaviestBatch, Place, estimate_memory
 from finetune.planning.fake_devices import why_not
+from finetune.recipe import load_recipe
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOTHING CHECKED ON FAKE CUDA: {why_not()}")
 
@@ -147,3 +151,22 @@ def test_other_ranks_wait_while_rank_0_writes(results: Path, cell: Cell) -> None
     saving = measured(results, cell)["phases"]["save"]
     gathers = sum(count for operator, _, count in saving["collectives"] if "gather" in operator)
     assert sum(count for wait, count in saving["waits"].items() if "synchronize" in wait) == gathers > 2
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_memory_by_formula_is_that_of_a_run(results: Path, cell: Cell) -> None:
+    """The two levels of `plan`: what the estimate says of a config, and what its own run takes on devices."""
+    found = measured(results, cell)
+    if "refused" in found:
+        return
+    recipe = load_recipe(str(results / "recipe.yaml"), [*MODES[cell.mode], _rows(cell)])
+    launch = read_config_file(str(ROOT / "accelerate_configs" / f"{cell.config}.yaml"), cell.processes)
+    place, batch = Place(launch, cell.processes), HeaviestBatch.of_rows(1, recipe.data.max_length)
+    micro_batches = recipe.batch.rows // launch.parallelism.data
+    estimate = estimate_memory(recipe, training_config(recipe), place, batch, micro_batches)
+    peaks = {name: counts["peak_bytes"] for name, counts in found["phases"].items()}
+    small = 2**17  # bytes: an allocator's blocks are larger than many of a tiny model's tensors
+    assert estimate.tensors == pytest.approx(max(peaks.values()), rel=0.15, abs=small)
+    kept = sum(size for what, size in estimate.persistent.items() if what != "gradients")
+    if "zero" not in cell.config and "offload" not in cell.config:  # DeepSpeed keeps buffers as well
+        assert kept == pytest.approx(peaks["batch"], rel=0.05, abs=small)

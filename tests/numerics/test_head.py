@@ -214,6 +214,24 @@ def test_bf16_is_no_further_from_the_truth_than_the_plain_way(adapters: str | No
     assert 0 < our_gradient < 1.1 * plain_gradient
 
 
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_bf16_gradients_of_the_head_are_added_up_in_fp32(differentiable: bool) -> None:
+    """Over a thousand chunks that all pull one way: a sum in bf16 would stand still after a few hundred of them."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.rand(4096, 8, generator=generator) + 0.5
+    task = HeadTask(torch.zeros(4096, dtype=torch.long), NLL, LogitMap(), 4, differentiable=differentiable)
+    gradients = []
+    for dtype, autocast in ((torch.float64, False), (torch.float32, True)):
+        weight = torch.zeros(6, 8, dtype=dtype, requires_grad=True)
+        bias = torch.zeros(6, dtype=dtype, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            losses = matrix_losses(hidden.to(dtype), weight, bias, task)
+        (losses.each.sum() if differentiable else losses.total).backward()
+        gradients.append((weight.grad, bias.grad))
+    for ours, wanted in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=5e-3, atol=0)
+
+
 # --- losses that differ in weight, or that an objective is not linear in
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,8 @@ import architectures as sweep
 import pytest
 import tiny
 import torch
+from conftest import tiny_overrides, train_here
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,16 +20,25 @@ from finetune.data.batch import UNSHARDED
 from finetune.engine.context_parallel import apply_context_parallel
 from finetune.engine.parallelism import Parallelism
 from finetune.errors import UserError
+from finetune.export.commands import load_result, merge_adapter
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import DOCUMENTS, AttentionChoice, choose_attention
+from finetune.models.attention.isolation import batched_where_same
 from finetune.models.attention.mixers import (
+    Mixer,
+    Mixers,
     NoMixers,
+    calls_of,
     documents_of_forward,
     find_mixers,
     recomputed_alike,
     run_per_document,
 )
 from finetune.models.attention.per_document import prepare
+from finetune.models.weights import add_adapters
+from finetune.recipe.schema import Lora
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def choice_of(config: Any, **settings: Any) -> AttentionChoice:
@@ -69,9 +81,98 @@ def test_packed_documents_of_a_hybrid_are_those_of_each_alone(name: str, mixer: 
     assert line.verdict == "packed", line
     choice = choice_of(sweep.tiny(name))
     assert mixer in choice.mixers
+    assert choice.mixers[mixer]["batched"]
     assert f"{mixer} once for each document" in choice.reason
     # Shared beginnings would need the state at the end of the beginning.
     assert choice.not_shared is not None
+
+
+def test_documents_of_like_length_are_one_call_and_each_is_in_one() -> None:
+    assert calls_of((180, 42, 95, 300, 61, 33)) == ((3,), (0,), (2, 4), (1, 5))
+    assert calls_of((7,)) == ((0,),)
+    assert calls_of((1000, 1, 1000)) == ((0, 2), (1,))
+
+
+class _Sums(torch.nn.Module):
+    """Of the tokens before, and of those that a mask lets through: causal, and of a number of calls that is counted."""
+
+    calls = 0
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        seen = torch.ones(hidden.shape[1], hidden.shape[1]).tril() if mask is None else mask[:, 0].float()
+        return seen @ hidden
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_batch_of_documents_is_in_the_rows_order_and_padding_is_not_in_it(masked: bool) -> None:
+    lengths, module = (3, 5, 2, 4), _Sums()
+    hidden = torch.randn(1, 14, 6, requires_grad=True)
+    alone = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths))
+    places: dict[str, list[int]] = {"['hidden']": [1]} | ({"['mask']": [2, 3]} if masked else {})
+    run_per_document(module, {"_Sums": Mixer(inputs=places, outputs={"": [1]}, batched=True)})
+    with documents_of_forward(lengths):
+        ours = module(hidden, mask=alone.bool()[None, None] if masked else None)
+    assert module.calls == 1
+    torch.testing.assert_close(ours, alone @ hidden)
+    weights = torch.randn(1, 14, 6)
+    (gradient,) = torch.autograd.grad((ours * weights).sum(), hidden)
+    torch.testing.assert_close(gradient, alone.T @ weights)
+
+
+def test_modules_are_batched_only_where_the_trial_is_the_same() -> None:
+    def mixer(dimension: int) -> Mixer:
+        return Mixer(inputs={"['x']": [dimension]}, outputs={"": [1]}, batched=False)
+
+    mixers: Mixers = {"Same": mixer(1), "Other": mixer(1), "Also": mixer(2), "NoRoom": mixer(0)}
+    tried = []
+
+    def same(one: Mixers) -> bool:
+        tried.append([name for name in one if one[name]["batched"]])
+        return "Other" not in tried[-1]
+
+    chosen = batched_where_same(mixers, same)
+    assert [name for name in chosen if chosen[name]["batched"]] == ["Same", "Also"]
+    assert tried == [["Same", "Other", "Also"], ["Same"], ["Same", "Other"], ["Same", "Also"]]
+
+
+# Mamba's kernels read `out_proj.weight`: adapters on it would train on the CPU only.
+HYBRID_RECIPES = {"granite4-h-micro": "granitemoehybrid", "nemotron-nano-9b-v2": "nemotron_h", "lfm2.5-1.2b": "lfm2"}
+
+
+@pytest.mark.parametrize("folder", [pytest.param(name, marks=pytest.mark.long) for name in HYBRID_RECIPES])
+def test_recipes_of_hybrids(made: Path, tmp_path: Path, folder: str) -> None:
+    base, run = tmp_path / "base", tmp_path / f"{folder}-lora"
+    config = sweep.tiny(HYBRID_RECIPES[folder])
+    config.vocab_size = 384
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    tiny.tokenizer().save_pretrained(base)
+    train_here(RECIPES / folder / "lora.yaml", *tiny_overrides(made, base, tmp_path))
+    plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
+    assert "once for each document" in plan["attention"]
+    adapted = {name.rpartition(".lora_A")[0] for name in load_file(run / "model" / "adapter_model.safetensors")} - {""}
+    mixers = {name for name in adapted if ".mamba." in name or ".mixer." in name or ".conv." in name}
+    assert {name.rpartition(".")[2] for name in mixers} >= {"in_proj"}
+    assert ("out_proj" in {name.rpartition(".")[2] for name in adapted}) == (folder == "lfm2.5-1.2b")
+    merged = AutoModelForCausalLM.from_pretrained(merge_adapter(run, tmp_path / "merged")).eval()
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(
+        load_result(run)[0](input_ids=ids).logits, merged(input_ids=ids).logits, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "mamba"])
+def test_adapters_that_kernels_would_pass_by(name: str) -> None:
+    def adapted(targets: Any) -> set[str]:
+        model: Any = AutoModelForCausalLM.from_config(sweep.tiny(name))
+        model = add_adapters(model, Lora(rank=2, alpha=4, targets=targets), torch.float32)
+        return {n.rpartition(".lora_A")[0].rpartition(".")[2] for n, _ in model.named_parameters() if "lora_A" in n}
+
+    assert "in_proj" in adapted("all-linear")
+    assert not adapted("all-linear") & {"out_proj", "dt_proj"}
+    if name == "granitemoehybrid":  # of the other peft knows it
+        with pytest.raises(UserError, match=r"out_proj: GraniteMoeHybridMambaLayer reads this layer's weight itself"):
+            adapted(("out_proj",))
 
 
 def test_the_sweep_sees_mixers_that_run_along_the_row() -> None:

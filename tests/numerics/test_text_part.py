@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from conftest import metrics, train_here
+from conftest import metrics, tiny_overrides, train_here
 from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file
@@ -39,6 +39,7 @@ RECIPES = {
     "mistral-small-3.2-24b": "mistral3",
     "ministral3-8b": "ministral3",
     "llama4-scout": "llama4",
+    "mistral-large-4": "mistral_large4",
     "gemma3-4b": "gemma3",
     "gemma4-31b": "gemma4",
     "qwen3.5-9b": "qwen3_5",
@@ -217,11 +218,7 @@ def test_a_head_of_scores_makes_a_text_model(
 @pytest.mark.parametrize("folder", RECIPES)
 def test_recipes_that_ship(made: Path, bases: Any, tmp_path: Path, folder: str) -> None:
     base, run = bases(RECIPES[folder]), tmp_path / f"{folder}-lora"
-    sources = {"train": made / "rows.jsonl", "eval": made / "held_out.jsonl"}
-    overrides = [f"data.{key}=[{{path: {path}, format: messages}}]" for key, path in sources.items()]
-    overrides += [f"model.name={base}", "model.chat_template=null", "data.max_length=64", "train.max_steps=2"]
-    overrides += [f"run.dir={tmp_path}", "evaluate.generate=0", "train.precision=fp32", "batch.rows=8"]
-    train_here(Path(__file__).parents[2] / "recipes" / folder / "lora.yaml", *overrides)
+    train_here(Path(__file__).parents[2] / "recipes" / folder / "lora.yaml", *tiny_overrides(made, base, tmp_path))
     assert len(losses_of(run)) == 2
     merge_adapter(run, tmp_path / "merged")
     assert load_file(tmp_path / "merged" / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +36,15 @@ from finetune.data.chat.template import (
     traits_of,
     unknown_argument,
 )
-from finetune.data.chat.trained_spans import Chat, parts_of
-from finetune.data.samples import BadRow, Conversation, Drawable, Ids, Preference, PromptCompletion, Text
+from finetune.data.chat.trained_spans import Chat, Part, parts_of
+from finetune.data.samples import BadRow, Conversation, Drawable, Ids, Image, Preference, PromptCompletion, Text
 from finetune.errors import UserError
+
+if TYPE_CHECKING:  # Pillow and transformers' processors are for those who have images
+    from finetune.data.images.expansion import RowImages
+    from finetune.data.images.image_files import StoredImage
+
+TokensAndImages = tuple[NDArray[np.int32], NDArray[np.bool_], tuple[Image, ...]]
 
 UNTRAINED = -100  # Hugging Face convention, the ignore_index of torch's cross entropy
 
@@ -51,6 +57,7 @@ class Rendered:
     spans: Sequence[Span] = ()
     is_plain: bool = False  # no template wrote its BOS and its end
     ready: Ids | None = None  # tokens as the row gave them, in place of a text
+    images: tuple[tuple[StoredImage, int], ...] = ()  # with the tokens that the model fills, in the text's order
 
 
 @dataclass(frozen=True)
@@ -66,11 +73,13 @@ class Renderer:
     encoder: Encoder = field(repr=False)
     special_text: re.Pattern[str] = field(repr=False)  # of special tokens, to find them in what a row says
     ends_plain: bool = True  # EOS after a plain text; if not, only where the tokenizer itself would add it
+    images: RowImages | None = None  # where rows have them
 
-    def draw(self, sample: Drawable) -> list[tuple[Rendered, ...]]:
+    def draw(self, sample: Drawable, data_file: str = "") -> list[tuple[Rendered, ...]]:
         """Returns the examples of a sample, each with its sequences. One example of one sequence; of a conversation
         whose template rewrites history several; of a preference one of two sequences, chosen and rejected.
 
+        data_file: that the row is in; its folder is where paths of images start.
         Raises BadRow for what another row could do without, UserError for what no row could mend.
         """
         if isinstance(sample, Text):
@@ -78,7 +87,8 @@ class Renderer:
         if isinstance(sample, Ids):
             return [(self._ready(sample),)]
         if isinstance(sample, Preference):
-            return [(self._answer(sample.chosen, "chosen"), self._answer(sample.rejected, "rejected"))]
+            chosen, rejected = sample.chosen, sample.rejected
+            return [(self._answer(chosen, "chosen", data_file), self._answer(rejected, "rejected", data_file))]
         if isinstance(sample, PromptCompletion):
             if self.chat is None:
                 text = sample.prompt + sample.completion
@@ -91,13 +101,23 @@ class Renderer:
             )
         self._check_no_special(sample)
         chat = _with_arguments(self.chat, sample.template_arguments) if sample.template_arguments else self.chat
-        return [(Rendered(text, spans),) for text, spans in parts_of(chat, sample, self.train_on)]
+        parts = parts_of(chat, sample, self.train_on)
+        return [(self._with_images(part, sample, data_file, chat.name),) for part in parts]
 
-    def tokenise(self, rendered: Sequence[Rendered]) -> list[Tokens]:
-        """Ids and masks of many, in one call of the tokenizer."""
+    def _with_images(self, part: Part, conversation: Conversation, data_file: str, template: str) -> Rendered:
+        references = [one for message in conversation.messages[: part.messages] for one in message.images]
+        if self.images is not None:
+            text, spans, found = self.images.expand(part.text, part.spans, references, data_file, template)
+            return Rendered(text, spans, images=found)
+        if references:
+            raise BadRow("the row has images: `data.image: {}` trains on them, with a model that sees")
+        return Rendered(part.text, part.spans)
+
+    def tokenise(self, rendered: Sequence[Rendered]) -> list[Tokens | TokensAndImages]:
+        """Ids and masks of many, and images where rows have them, in one call of the tokenizer."""
         texts = [one for one in rendered if one.ready is None]
         encoded = iter(self.encoder.encode([one.text for one in texts], [one.spans for one in texts]))
-        tokens: list[Tokens] = []
+        tokens: list[Tokens | TokensAndImages] = []
         for one in rendered:
             if one.ready:
                 input_ids, trained = np.array(one.ready.input_ids, np.int32), np.array(one.ready.trained, bool)
@@ -106,7 +126,10 @@ class Renderer:
                 if self.train_on == "all":
                     trained = np.ones(len(input_ids), bool)
             trained[:1] = False  # nothing predicts the first token
-            tokens.append((input_ids, trained))
+            if self.images:
+                tokens.append((input_ids, trained, self.images.place(input_ids, trained, one.images)))
+            else:
+                tokens.append((input_ids, trained))
         return tokens
 
     def _with_ends(self, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> Tokens:
@@ -120,8 +143,8 @@ class Renderer:
             ids, trained = np.append(ids, np.int32(eos)), np.append(trained, True)
         return ids, trained
 
-    def _answer(self, sample: Conversation | PromptCompletion, name: str) -> Rendered:
-        examples = self.draw(sample)
+    def _answer(self, sample: Conversation | PromptCompletion, name: str, data_file: str) -> Rendered:
+        examples = self.draw(sample, data_file)
         if len(examples) > 1:
             raise BadRow(
                 f"the chat template rewrites history, so {name!r} would become {len(examples)} examples: give the "
@@ -189,9 +212,11 @@ def build_renderer(
     template: Template | None = None,
     train_on: str = "assistant",
     is_scored: bool = False,
+    images: RowImages | None = None,
 ) -> Renderer:
     """Returns a Renderer; `template` None is the tokenizer's own. is_scored: texts are classified, as the tokens that
-    the tokenizer gives by itself, for nothing is to end there. Raises UserError for a tokenizer without offsets."""
+    the tokenizer gives by itself, for nothing is to end there. images: how the model sees those of rows. Raises
+    UserError for a tokenizer without offsets."""
     if not tokenizer.is_fast:
         raise UserError(
             f"{type(tokenizer).__name__} is a slow tokenizer: it cannot say which characters a token stands for, which "
@@ -206,6 +231,7 @@ def build_renderer(
     return Renderer(
         *(tokenizer, template, train_on, special, adds_bos, chat, encoder(tokenizer), _special_text(tokenizer)),
         ends_plain,
+        images,
     )
 
 
@@ -257,8 +283,8 @@ def render(
     """
     renderer = build_renderer(tokenizer, template, train_on)
     (group,) = renderer.draw(sample)
-    ((input_ids, trained),) = renderer.tokenise(group)
-    return input_ids, labels_of(input_ids, trained)
+    (tokens,) = renderer.tokenise(group)
+    return tokens[0], labels_of(tokens[0], tokens[1])
 
 
 def labels_of(input_ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> NDArray[np.int32]:

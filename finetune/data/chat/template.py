@@ -268,6 +268,11 @@ class Jinja:
     special: Mapping[str, str]
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    @cached_property
+    def wants_parts(self) -> bool:
+        """Returns whether the template writes a content only as a list of parts (SmolVLM)."""
+        return _wants_parts(self.template, tuple(self.special.items()))
+
     def text(self, messages: Messages, tools: Tools = (), *, prompt: bool = False) -> str:
         """Returns the rendered text, with the generation prompt after it if `prompt`."""
         return self.marked(messages, tools, prompt=prompt, mark=False)[0]
@@ -279,7 +284,7 @@ class Jinja:
         """
         mark = mark and self.template.marks_generation
         variables = {
-            "messages": messages,
+            "messages": [_in_parts(message) for message in messages] if self.wants_parts else messages,
             "tools": [dict(tool) for tool in tools] or None,
             "documents": None,
             "add_generation_prompt": prompt,
@@ -306,6 +311,27 @@ class Jinja:
             # A template refuses what it has no grammar for (a system message, an order of roles) by raising.
             raise BadRow(f"{self.template.name} refuses this conversation: {error}") from None
         return text, [(begin, end) for begin, end in spans if end > begin]
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+@lru_cache(maxsize=64)
+def _wants_parts(template: Template, special: tuple[tuple[str, str], ...]) -> bool:
+    if "'text'" not in template.text and '"text"' not in template.text:  # it knows no parts
+        return False
+    variables = {"tools": None, "documents": None, "add_generation_prompt": False, **dict(special)}
+    question = probe(1)[:1]
+    try:
+        plain, parts = (
+            _by_transformers(template, {**variables, "messages": messages}, False)[0]
+            for messages in (question, [_in_parts(message) for message in question])
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return False  # rendering it again says why
+    return QUESTION not in plain and QUESTION in parts
 
 
 def _by_transformers(template: Template, variables: Mapping[str, Any], mark: bool) -> Marked:
@@ -407,18 +433,26 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
 
 def _as_dict(message: Message, form: CallForm) -> dict[str, Any]:
     """Returns it as chat templates see it; keys without a value are absent."""
-    as_dict: dict[str, Any] = {"role": message.role, "content": message.content}
+    as_dict: dict[str, Any] = {"role": message.role, "content": _parts(message) if message.images else message.content}
     if message.reasoning is not None:
         # Both names are in use: Qwen's and DeepSeek's templates read the first, gpt-oss the second.
         as_dict |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
     if message.tool_calls:
-        as_dict["content"] = message.content or form.no_content
+        as_dict["content"] = as_dict["content"] or form.no_content
         as_dict["tool_calls"] = [{**call, "function": _function(call["function"], form)} for call in message.tool_calls]
     if message.name is not None:
         as_dict["name"] = message.name
     if message.tool_call_id is not None:
         as_dict["tool_call_id"] = message.tool_call_id
     return as_dict
+
+
+def _parts(message: Message) -> list[dict[str, str]]:
+    """Returns a content with images as chat templates take it; which image is meant, they need not know."""
+    parts: list[dict[str, str]] = []
+    for i, text in enumerate(message.texts):
+        parts += [{"type": "image"}] * (i > 0) + [{"type": "text", "text": text}] * bool(text)
+    return parts
 
 
 def _function(function: Mapping[str, Any], form: CallForm) -> dict[str, Any]:

@@ -257,7 +257,7 @@ def _up_to_the_end(chat: Chat) -> Iterator[str]:
     ]
     for conversation in conversations:
         try:
-            text, spans = parts_of(chat, conversation, "assistant")[-1]
+            part = parts_of(chat, conversation, "assistant")[-1]
         except (BadRow, UserError):
             continue
-        yield text[: spans[-1][1]]
+        yield part.text[: part.spans[-1][1]]

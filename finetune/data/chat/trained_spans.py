@@ -21,14 +21,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.data.chat.template import Jinja, Messages, Span, Tools, Traits
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
 from finetune.utils import common_prefix_length
 
-Part = tuple[str, list[Span]]  # a text and what of it is trained
+
+class Part(NamedTuple):
+    """A text and what of it is trained."""
+
+    text: str
+    spans: list[Span]
+    messages: int  # that it is of, from the first on
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class _Turn:
 
     text: str
     spans: list[Span]
+    messages: int  # it and those before it
 
     @property
     def end(self) -> int:
@@ -87,11 +94,11 @@ def parts_of(chat: Chat, conversation: Conversation, train_on: str) -> list[Part
         turns.append(_turn(chat, written, i))
     _check_context(chat, conversation, messages, full_text)
     if not turns:
-        return [(full_text, [(0, len(full_text))] if train_on == "all" else [])]
-    return _grouped(full_text, turns)
+        return [Part(full_text, [(0, len(full_text))] if train_on == "all" else [], len(messages))]
+    return _grouped(full_text, len(messages), turns)
 
 
-def _grouped(full_text: str, turns: list[_Turn]) -> list[Part]:
+def _grouped(full_text: str, count: int, turns: list[_Turn]) -> list[Part]:
     """Returns few texts with every turn as it was rendered, each trained in one of them; in the order of the turns."""
     parts: list[Part] = []
     rest, text = turns, full_text
@@ -99,9 +106,10 @@ def _grouped(full_text: str, turns: list[_Turn]) -> list[Part]:
         # Up to the end-of-turn only: some templates write a last token that a longer conversation does not have.
         agrees = [text.startswith(turn.text[: turn.end]) for turn in rest]
         if any(agrees):
-            parts.append((text, [span for turn in compress(rest, agrees) for span in turn.spans]))
+            spans = [span for turn in compress(rest, agrees) for span in turn.spans]
+            parts.append(Part(text, spans, count))
         rest = [turn for turn, one in zip(rest, agrees, strict=True) if not one]
-        text = rest[-1].text if rest else ""  # agrees with itself, so this ends
+        text, count = (rest[-1].text, rest[-1].messages) if rest else ("", 0)  # agrees with itself, so this ends
     return parts[::-1]
 
 
@@ -118,7 +126,7 @@ def _turn(chat: Chat, written: _Written, i: int) -> _Turn:
     if not spans:
         raise BadRow(f"{chat.name} marks nothing of message {i} (assistant) as generated, so nothing would be trained")
     before = len(written.prompt)
-    return _Turn(written.prompt + written.text, [(before + begin, before + end) for begin, end in spans])
+    return _Turn(written.prompt + written.text, [(before + begin, before + end) for begin, end in spans], i + 1)
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
@@ -256,7 +264,7 @@ def _rewritten(name: str, i: int, expected: str, text: str) -> str:
 
 def _check_written(chat: Chat, message: Message, i: int, written: str) -> None:
     """Raises where the template does not write what a trained message says, white space aside."""
-    if not _contains(written, message.content):
+    if not all(_contains(written, text) for text in message.texts):
         raise UserError(
             f"{chat.name} changes the content of message {i} (assistant): {message.content[:40]!r} is not in "
             f"{written[:60]!r}, so the model would not learn what the row says; give another model.chat_template"
@@ -283,7 +291,7 @@ def _check_context(chat: Chat, conversation: Conversation, messages: Messages, f
                 f"{chat.name} has no grammar for tool calls: it leaves out {missing or calls[0]!r} of message {i} "
                 "(assistant); give a model.chat_template that writes them"
             )
-        if message.role != "assistant" and not _contains(full_text, message.content):
+        if message.role != "assistant" and not all(_contains(full_text, text) for text in message.texts):
             raise BadRow(
                 f"{chat.name} does not write message {i} ({message.role}), {message.content[:40]!r}: take it out of "
                 "the row, or give a model.chat_template that writes it"

@@ -14,6 +14,7 @@ from finetune.data.formats.messages import (
     Tool,
     as_context,
     context_of,
+    image_reference,
     read_messages,
     read_tools,
     read_turn,
@@ -35,6 +36,7 @@ from finetune.data.formats.values import (
 )
 from finetune.data.formats.values import text as text_of
 from finetune.data.samples import (
+    IMAGE,
     BadRow,
     Conversation,
     Ids,
@@ -52,12 +54,14 @@ from finetune.utils import common_prefix_length
 
 Messages = list[Message]
 
-# Columns of chat rows whose loss would go unseen: the messages speak of a picture that is not there.
-MEDIA = ("images", "videos", "audios")
+# Columns of chat rows whose loss would go unseen: the messages speak of what is not there.
+MEDIA = ("videos", "audios")
+# Columns with a chat row's images: a list, or one. In its texts LLaVA's mark stands for each, in the order of the list.
+IMAGES, ONE_IMAGE, MARK = "images", "image", "<image>"
 
 # Of the chat template's variables, for a row; the other name is TRL's (docs "Dataset formats and types").
 ARGUMENTS, OTHER_ARGUMENTS = "chat_template_arguments", ("chat_template_kwargs",)
-CHAT = ("tools", "system", ARGUMENTS)  # of every format of chat
+CHAT = ("tools", "system", ARGUMENTS, IMAGES)  # of every format of chat
 
 
 def messages(row: Row) -> Conversation:
@@ -304,12 +308,67 @@ def read(row: Row, format: str, columns: Mapping[str, str] | None = None) -> Sam
         rest = {name: value for name, value in row.items() if name not in taken}
         row = {**rest, **{field: row[column] for field, column in columns.items()}}
     sample = FORMATS[format](row)
+    if IMAGES in FIELDS[format].all and (has_value(row.get(IMAGES)) or has_value(row.get(ONE_IMAGE))):
+        sample = _with_images(sample, _images(row), has_value(row.get(IMAGES)))
     given = [name for name in (ARGUMENTS, *OTHER_ARGUMENTS) if name in row and has_value(row[name])]
     if not given or ARGUMENTS not in FIELDS[format].all:
         return sample
     if len(given) > 1:
         raise BadRow(f"the row has {names(given)}, which are the same; keep one")
     return _with_arguments(sample, _template_arguments(row[given[0]], given[0]))
+
+
+def _images(row: Row) -> list[str | bytes]:
+    several, one = row.get(IMAGES), row.get(ONE_IMAGE)
+    if has_value(several):
+        values = several if isinstance(several, list) else [several]
+        return [image_reference(value, f"{IMAGES}[{i}]") for i, value in enumerate(values)]
+    # Of some corpora `image` is a name or a number: it is an image where the texts have a place for it.
+    return [image_reference(one, ONE_IMAGE)] if isinstance(one, str | bytes | Mapping) else []
+
+
+def _with_images(sample: Any, images: list[str | bytes], must_fit: bool) -> Any:
+    """Returns a sample with the row's images where each conversation of it has their places: a mark in a text, or a
+    part of type image that names none.
+
+    must_fit: whether images without a place are an error.
+    """
+    if isinstance(sample, PromptCompletion):
+        sees = must_fit or MARK in sample.prompt
+        return _with_images(sample.as_conversation(), images, must_fit) if sees else sample
+    if not isinstance(sample, Conversation):
+        return _in_conversations(sample, lambda one: _with_images(one, images, must_fit))
+    messages = [_marked(message, i) for i, message in enumerate(sample.messages)]
+    places = sum(message.images.count(None) for message in messages)
+    if not places and not must_fit:
+        return sample
+    if places != len(images):
+        raise BadRow(f"the row has {len(images)} images, but its messages {places} places for them ({MARK})")
+    unused = iter(images)
+    filled = (
+        replace(message, images=tuple(next(unused) if one is None else one for one in message.images))
+        for message in messages
+    )
+    return replace(sample, messages=tuple(filled))
+
+
+def _marked(message: Message, i: int) -> Message:
+    """Returns a message with an image in the place of each of LLaVA's marks."""
+    count = message.content.count(MARK)
+    if not count or message.images:
+        return message
+    if IMAGE in message.content:
+        raise BadRow(f"message {i} has the character U+FFFC, which stands for an image here: take it out")
+    return replace(message, content=message.content.replace(MARK, IMAGE), images=(None,) * count)
+
+
+def _in_conversations(sample: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns a sample of several conversations, or with one inside, with each as `change` returns it."""
+    if isinstance(sample, Preference):
+        return replace(sample, chosen=change(sample.chosen), rejected=change(sample.rejected))
+    if isinstance(sample, Ranked):
+        return replace(sample, answers=tuple(map(change, sample.answers)))
+    return replace(sample, sample=change(sample.sample)) if isinstance(sample, Labelled) else sample
 
 
 def _template_arguments(value: Any, where: str) -> dict[str, Any]:
@@ -329,12 +388,7 @@ def _with_arguments(sample: Any, arguments: Mapping[str, Any]) -> Any:
         return replace(sample, template_arguments=arguments)
     if isinstance(sample, PromptCompletion):
         return _with_arguments(sample.as_conversation(), arguments)
-    if isinstance(sample, Preference):
-        chosen, rejected = (_with_arguments(one, arguments) for one in (sample.chosen, sample.rejected))
-        return replace(sample, chosen=chosen, rejected=rejected)
-    if isinstance(sample, Ranked):
-        return replace(sample, answers=tuple(_with_arguments(one, arguments) for one in sample.answers))
-    return replace(sample, sample=_with_arguments(sample.sample, arguments)) if isinstance(sample, Labelled) else sample
+    return _in_conversations(sample, lambda one: _with_arguments(one, arguments))
 
 
 # --- fields of a row
@@ -366,7 +420,7 @@ def _system_and_tools(row: Row) -> tuple[str, tuple[Tool, ...]]:
     """(system, tools) of a row of chat."""
     for name in MEDIA:
         if has_value(row.get(name)):
-            raise BadRow(f"the row has `{name}`, which cannot be left out without changing it; only text is supported")
+            raise BadRow(f"the row has `{name}`, which cannot be left out without changing it, and are not supported")
     return optional_text(row.get("system"), "`system`"), read_tools(row.get("tools"), "tools")
 
 

@@ -28,7 +28,7 @@ from finetune.data.formats.values import (
     shown,
     text,
 )
-from finetune.data.samples import BadRow, Conversation, Message
+from finetune.data.samples import IMAGE, BadRow, Conversation, ImageReference, Message
 
 Call = Mapping[str, Any]
 Tool = Mapping[str, Any]
@@ -93,13 +93,13 @@ def read_message(value: Any, where: str) -> Message:
     if isinstance(item.get("content"), list):
         item, parts = _from_parts(item, f"{where}.content")
     calls = _calls(item, parts, role, where)
-    content = _content(item.get("content"), role, f"{where}.content", has_calls=bool(calls))
+    content, images = _content(item.get("content"), role, f"{where}.content", has_calls=bool(calls))
     train, reasoning = _train(item, role, where), _reasoning(item, role, where)
     name = optional_text(item.get("name"), f"{where}.name") or None
     call_id = optional_text(item.get("tool_call_id"), f"{where}.tool_call_id") or None
     if call_id and role != "tool":
         raise BadRow(f"{where} is from {role} and has `tool_call_id`; only a tool answers calls")
-    return Message(role, content, train, reasoning, calls, name, call_id)
+    return Message(role, content, train, reasoning, calls, name, call_id, images)
 
 
 def read_messages(value: Any, where: str, read: Callable[[Any, str], Message] = read_message) -> list[Message]:
@@ -130,23 +130,55 @@ def _role(value: Any, known: dict[str, str], where: str) -> str:
     return role
 
 
-def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> str:
-    """Text, or a list of parts of type text, which are joined as chat templates join them: with nothing between."""
+def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> tuple[str, tuple[ImageReference, ...]]:
+    """Text, or a list of parts; those of type text are joined as chat templates join them: with nothing between.
+
+    Returns what is said, with `IMAGE` for each image, and the images.
+    """
+    images: list[ImageReference] = []
     if isinstance(value, list) and value:
-        value = "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(value))
+        value = "".join(_part(part, f"{where}[{i}]", images) for i, part in enumerate(value))
     if has_calls and not has_value(value):
-        return ""
-    return text(value, where, may_be_blank=role == "tool")  # a command that prints nothing has answered all the same
+        return "", ()
+    if images and value.count(IMAGE) != len(images):
+        raise BadRow(f"{where} has the character U+FFFC in a text, which stands for an image here: take it out")
+    # A command that prints nothing has answered all the same.
+    return text(value, where, may_be_blank=role == "tool"), tuple(images)
 
 
-def _part(value: Any, where: str) -> str:
+# Where a part of type `image` or `image_url` has its image; the first is datasets' and Qwen's name, the others
+# transformers' (docs "chat templates, multimodal"), the last OpenAI's.
+_IMAGE_KEYS = ("image", "url", "path", "base64", "image_url")
+
+
+def _part(value: Any, where: str, images: list[ImageReference]) -> str:
     part = mapping(value, where, 'a part such as {"type": "text", "text": ...}')
     type_ = part.get("type")
+    if type_ in ("image", "image_url"):
+        only_keys(part, ("type", "index", *_IMAGE_KEYS), where)
+        given = [key for key in _IMAGE_KEYS if has_value(part.get(key))]
+        if len(given) > 1:
+            raise BadRow(f"{where} has {names(given)}; keep one")
+        images.append(image_reference(part[given[0]], f"{where}.{given[0]}") if given else None)
+        return IMAGE
     if type_ != "text":
         problem = f"has no `type`; it has {keys_of(part)}" if type_ is None else f"is of type {shown(type_)}"
-        raise BadRow(f"{where} {problem}; only parts of type 'text' are supported")
+        raise BadRow(f"{where} {problem}; only parts of type 'text' and 'image' are supported")
     only_keys(part, ("type", "text"), where)
     return text(part.get("text"), f"{where}.text", may_be_blank=True)
+
+
+def image_reference(value: Any, where: str) -> str | bytes:
+    """A path or data URL, the bytes of a file, or an object with one of them, as `datasets` writes images."""
+    if isinstance(value, Mapping):
+        only_keys(value, ("bytes", "path", "url"), where)
+        # datasets keeps the name next to the bytes.
+        value = next((value[key] for key in ("bytes", "path", "url") if has_value(value.get(key))), None)
+    if isinstance(value, bytes) and value:
+        return value
+    if isinstance(value, str) and value.strip():
+        return value
+    raise BadRow(f"{where} is {shown(value)}; expected the path of an image, a data URL, or the bytes of its file")
 
 
 def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:
@@ -241,7 +273,8 @@ def read_turn(value: Any, where: str) -> Message:
     train, name = _train(item, role, where), optional_text(item.get("name"), f"{where}.name") or None
     if item["from"] in CALLING:
         return Message(role, "", train=train, tool_calls=calls_of_turn(item["value"], f"{where}.value"), name=name)
-    return Message(role, _content(item["value"], role, f"{where}.value"), train=train, name=name)
+    content, images = _content(item["value"], role, f"{where}.value")
+    return Message(role, content, train=train, name=name, images=images)
 
 
 # --- conversations

@@ -247,15 +247,23 @@ class SavedRows:
 
 
 def dataset_rows(dataset: Iterable[Any], label: str, begin: int = 0) -> LabelledRows:
-    """Rows from begin + 1. Raises UserError where there is none, or where the dataset breaks off."""
+    """Rows from begin + 1, images as their files. Raises UserError where there is none, or where the dataset breaks
+    off."""
     number = begin
     try:
-        for number, row in enumerate(dataset, start=begin + 1):
+        for number, row in enumerate(_undecoded(dataset), start=begin + 1):
             yield label, number, dict(row)
     except _hub_errors() as error:
         raise UserError(f"{label}: cannot be read beyond row {number}: {_first_line(error)}") from None
     if number == begin:
         raise UserError(f"{label}: the dataset has no rows; check `split`")
+
+
+def _undecoded(dataset: Any) -> Iterable[Any]:
+    """Yields rows with an image as {"bytes", "path"}: `datasets` would decode each as soon as its row is read."""
+    if "Image(" not in repr(getattr(dataset, "features", None)):
+        return dataset
+    return (row for table in dataset.with_format("arrow") for row in table.to_pylist())
 
 
 def _streamed(source: Source) -> tuple[Iterable[Any], str]:

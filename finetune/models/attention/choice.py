@@ -6,17 +6,20 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from finetune.errors import UserError
 from finetune.models.attention import kernels, per_document
+from finetune.models.attention.image_isolation import why_not_isolated
 from finetune.models.attention.isolation import Prepare, Verdict, verdict
 from finetune.models.attention.mixers import Mixers
 from finetune.models.config import dtypes, layer_configs
+from finetune.models.vision import family_of
 from finetune.recipe.schema import Recipe
 
 
@@ -42,16 +45,20 @@ class AttentionChoice:
     not_shared: str | None = "transformers' own attention finds documents in positions that begin with 0"
     shares_prompts: bool = False  # pairs of this run do, see objectives/shared_prompts.py
     mixers: Mixers = field(default_factory=dict)  # modules that run once for each document of a row
+    image_token: int | None = None  # of models in which the tokens of an image see each other
 
     def forward_arguments(
-        self, document_lengths: tuple[int, ...], prefix_lengths: tuple[int, ...] = ()
+        self, document_lengths: tuple[int, ...], prefix_lengths: tuple[int, ...] = (), input_ids: Tensor | None = None
     ) -> dict[str, Any]:
         """Returns the arguments of a forward in addition to its tokens: created once, used by every layer.
 
-        Lengths as in `Batch`; for prefixes see `not_shared`.
+        Lengths as in `Batch`; for prefixes see `not_shared`. input_ids: (1, T), for `image_token`.
         """
         if not any(prefix_lengths):
-            return self.prepare(document_lengths)
+            arguments = self.prepare(document_lengths)
+            if self.image_token is not None and input_ids is not None:
+                per_document.with_whole_images(arguments, input_ids, self.image_token)
+            return arguments
         if self.not_shared is not None:
             raise ValueError(f"{self.implementation}: {self.not_shared}")
         return self.prepare(document_lengths, prefix_lengths)
@@ -118,6 +125,8 @@ class _Case:
 
 def attention_for(recipe: Recipe, config: PretrainedConfig, device: str) -> AttentionChoice:
     """Returns the attention of a run; see `choose_attention`."""
+    if recipe.model.train is not None:
+        return _with_images(recipe, config, device)
     try:
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:
@@ -125,6 +134,29 @@ def attention_for(recipe: Recipe, config: PretrainedConfig, device: str) -> Atte
     half = dtypes(recipe).compute != torch.float32
     longest = recipe.data.max_length if recipe.train.compile else None
     return choose_attention(recipe.model.attention, model_class, config, device, half, longest=longest)
+
+
+def _with_images(recipe: Recipe, config: PretrainedConfig, device: str) -> AttentionChoice:
+    """Returns the attention of the language model of a multimodal one. Raises UserError where it, or what the family's
+    forward does with images, does not keep packed documents apart."""
+    from finetune.models.text_part import text_config  # which has its own trial, and so imports this package
+
+    text, family = text_config(config, has_head=True), family_of(config)
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(text)]
+    requested, half = recipe.model.attention, dtypes(recipe).compute != torch.float32
+    if requested in ("sdpa", "eager") or (family.sees_whole_images and requested not in ("auto", "documents")):
+        raise UserError(
+            f"model.attention: `{requested}`: documents with images are kept apart by our own attention: use `auto`"
+        )
+    if family.sees_whole_images:
+        requested = "documents"  # the kernels have no mask within a document
+    choice = choose_attention(requested, model_class, text, device, half)
+    why = None if choice.isolates_documents else choice.reason
+    if (why := why or why_not_isolated(config)) is not None:
+        raise UserError(f"images: {config.model_type} cannot be trained on them here: {why}")
+    token = cast(Any, config).image_token_id if family.sees_whole_images else None
+    reason = "one call a document, under a mask by which an image's tokens see each other" if token else choice.reason
+    return replace(choice, reason=reason, not_shared="documents have images", image_token=token)
 
 
 def check_rows_per_forward(recipe: Recipe, attention: AttentionChoice) -> None:

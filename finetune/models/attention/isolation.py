@@ -32,7 +32,15 @@ from transformers.utils import logging
 from finetune.data.batch import row_places
 from finetune.data.sources.files import cache_root
 from finetune.models.attention.kernels import WITHIN_DOCUMENTS, with_unread_mask
-from finetune.models.attention.mixers import FAILURES, Mixers, documents_of_forward, find_mixers, run_per_document
+from finetune.models.attention.mixers import (
+    FAILURES,
+    Mixer,
+    Mixers,
+    documents_of_forward,
+    find_mixers,
+    run_per_document,
+    takes_batches,
+)
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config
 from finetune.models.wrapped import accepted, accepted_names
@@ -139,14 +147,14 @@ def _try(tiny: PretrainedConfig, implementation: str | None, prepare: Prepare) -
             causal = plain.why_not_causal()
         except FAILURES as error:
             return _untried(error)
-        positions = _why_not(lambda: compare(reference, Trial(tiny, None, plain).alone(with_positions=True)))
+        positions = why_not(lambda: compare(reference, Trial(tiny, None, plain).alone(with_positions=True)))
         if implementation is None:
             return Verdict("documents are not tried together", positions, causal)
         packed, mixers = _why_not_packed(tiny, implementation, prepare, plain, reference)
         if packed is not None or mixers or implementation not in WITHIN_DOCUMENTS:
             why = f"{', '.join(mixers)} runs along each document whole" if mixers else "no trial"
             return Verdict(packed, positions, causal, why, mixers=mixers)
-        shared = _why_not(lambda: compare(reference, Trial(tiny, implementation, plain).shared(prepare)))
+        shared = why_not(lambda: compare(reference, Trial(tiny, implementation, plain).shared(prepare)))
     return Verdict(packed, positions, causal, shared)
 
 
@@ -161,19 +169,32 @@ def _why_not_packed(
     def as_in_a_run(lengths: tuple[int, ...]) -> dict[str, Any]:
         return with_unread_mask(prepare(lengths), torch.device("cpu"))
 
-    def why_not(arguments: Prepare, mixers: Mixers) -> str | None:
-        return _why_not(lambda: compare(reference, Trial(tiny, implementation, plain, mixers).packed(arguments)))
+    def packs(arguments: Prepare, mixers: Mixers) -> str | None:
+        return why_not(lambda: compare(reference, Trial(tiny, implementation, plain, mixers).packed(arguments)))
 
-    if (reason := why_not(as_in_a_run, {})) is None:
+    if (reason := packs(as_in_a_run, {})) is None:
         return None, {}
     try:
         trial = Trial(tiny, implementation, plain)
         mixers = find_mixers(trial.model, lambda: trial.row_logits(as_in_a_run), ROW)
     except FAILURES:
-        return why_not(prepare, {}) or reason, {}
-    if (still := why_not(as_in_a_run, mixers)) is None:
-        return None, mixers
+        return packs(prepare, {}) or reason, {}
+    if (still := packs(as_in_a_run, mixers)) is None:
+        return None, batched_where_same(mixers, lambda tried: packs(as_in_a_run, tried) is None)
     return f"{reason}; with {', '.join(mixers)} once for each document: {still}", {}
+
+
+def batched_where_same(mixers: Mixers, same: Callable[[Mixers], bool]) -> Mixers:
+    """Returns the mixers, those that compute documents of like length as one batch set to do so: all, or else those
+    that do in addition to the ones before them."""
+    able = [name for name, mixer in mixers.items() if takes_batches(mixer)]
+    for names in (able, *([name] for name in able[: len(able) if len(able) > 1 else 0])):
+        tried = {n: Mixer(**{**mixer, "batched": n in names or mixer["batched"]}) for n, mixer in mixers.items()}
+        if names and same(tried):
+            mixers = tried
+            if names is able:
+                break
+    return mixers
 
 
 def _untried(error: BaseException) -> Verdict:
@@ -182,7 +203,8 @@ def _untried(error: BaseException) -> Verdict:
     return Verdict(packed=why, positions=why, causal=None, failed=True)
 
 
-def _why_not(difference: Callable[[], Differences]) -> str | None:
+def why_not(difference: Callable[[], Differences]) -> str | None:
+    """Returns why what a trial computes is not the same to rounding, or could not be computed."""
     try:
         differences = difference()
     except FAILURES as error:

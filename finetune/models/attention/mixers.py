@@ -4,18 +4,20 @@ Gated delta nets, Mamba, short convolutions, lightning attention, token shift, a
 they are is seen on a tiny copy of the model, not known by name. A module mixes documents where its results for one move
 when another one's inputs are changed. The smallest such modules get each document's slice of their inputs, and their
 results are laid end to end; all else of the model (attention that keeps documents apart, feed-forward, head) takes the
-row as a whole. `isolation` verifies losses and gradients afterwards.
+row as a whole. Where a batch of documents gives what each gives alone, documents of like length are one call: padded at
+the right, which moves nothing before it in a causal module. `isolation` verifies losses and gradients afterwards.
 
-Letters: T tokens of the row.
+Letters: T tokens of the row, B documents of a call, L tokens of the longest of them.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -23,34 +25,86 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-# class of a module -> {"inputs" | "outputs": {place of a tensor in them: the dimensions that are T}}. Of plain types,
-# for it is kept as JSON
-Mixers = dict[str, dict[str, dict[str, list[int]]]]
 
+class Mixer(TypedDict):
+    """How a class of modules takes documents. Of plain types, for it is kept as JSON."""
+
+    inputs: dict[str, list[int]]  # place of a tensor in the arguments -> the dimensions that are T
+    outputs: dict[str, list[int]]
+    batched: bool  # several documents are one call
+
+
+Mixers = dict[str, Mixer]  # by name of the class
+
+# What a call costs beside its tokens, in tokens: the less, the more calls and the less padding. Of 8, 64 and 256 it was
+# the fastest of benchmarks/hybrids.py.
+_CALL_TOKENS = 64
 _LEAK = 1e-5  # of the largest result: rounding is below
 # Boundaries of the row's documents, which a document's slice must not be given.
 _OF_THE_ROW = ("documents", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
-_lengths: tuple[int, ...] = ()  # of the documents of the forward, or of its recomputation, that runs
+
+class _Row:
+    """The documents of a forward, or of its recomputation, and how they are laid in calls."""
+
+    def __init__(self, lengths: tuple[int, ...]):
+        self.lengths = lengths
+        self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns which token of the row each of the batches has, padding being the document's last token once more
+        (a number like others: no norm of zeros), and where in the batches each token of the row is."""
+        if device not in self._indices:
+            calls = calls_of(self.lengths)
+            ends = tuple(itertools.accumulate(self.lengths))
+            tokens: list[int] = []
+            places = [0] * ends[-1]
+            for call in calls:
+                longest = max(self.lengths[i] for i in call)
+                for i in call:
+                    begin, length = ends[i] - self.lengths[i], self.lengths[i]
+                    places[begin : ends[i]] = range(len(tokens), len(tokens) + length)
+                    tokens += [*range(begin, ends[i]), *([ends[i] - 1] * (longest - length))]
+            self._indices[device] = torch.tensor(tokens, device=device), torch.tensor(places, device=device)
+        return self._indices[device]
+
+
+_row = _Row(())
+
+
+@functools.lru_cache(maxsize=1024)
+def calls_of(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Returns the documents of each call, longest first: those that cost least with padding and calls counted."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    cost, begins = [0], []  # of the first documents, and where their last call begins
+    for end in range(1, len(order) + 1):
+        costs = [cost[k] + _CALL_TOKENS + (end - k) * lengths[order[k]] for k in range(end)]
+        cost.append(min(costs))
+        begins.append(costs.index(cost[-1]))
+    calls, end = [], len(order)
+    while end:
+        calls.append(tuple(order[begins[end - 1] : end]))
+        end = begins[end - 1]
+    return tuple(reversed(calls))
 
 
 @contextmanager
 def documents_of_forward(lengths: tuple[int, ...]) -> Iterator[None]:
     """Around a forward: the documents that mixers take one by one. Not an argument of the forward: few models would
     hand it to their mixers. Plain state: threads of autograd recompute with it, see `recomputed_alike`."""
-    global _lengths
-    before, _lengths = _lengths, lengths
+    global _row
+    before, _row = _row, _Row(lengths)
     try:
         yield
     finally:
-        _lengths = before
+        _row = before
 
 
 def recomputed_alike(contexts: Callable[[], tuple[Any, Any]] | None = None) -> tuple[Any, Any]:
     """Returns the contexts of a forward and of its recomputation in the backward (`context_fn` of torch's checkpoint),
     by when another forward may have run. contexts: others to be in as well."""
     forward, recomputation = contexts() if contexts else (nullcontext(), nullcontext())
-    return forward, _with_documents(recomputation, _lengths)
+    return forward, _with_documents(recomputation, _row.lengths)
 
 
 @contextmanager
@@ -83,20 +137,20 @@ def is_mixer(module: Any) -> bool:
     return getattr(module, "mixes_documents", False)
 
 
-def _per_document(original: Callable[..., Any], places: dict[str, dict[str, list[int]]]) -> Callable[..., Any]:
+def _per_document(original: Callable[..., Any], mixer: Mixer) -> Callable[..., Any]:
     names = tuple(inspect.signature(original).parameters)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        lengths = _lengths
-        if len(lengths) < 2:  # or a generation
+        row = _row
+        if len(row.lengths) < 2:  # or a generation
             return original(*args, **kwargs)
-        arguments, results, begin = _by_name(names, args, kwargs), [], 0
+        laid = _Calls(row, mixer["batched"])
         with documents_of_forward(()):  # for mixers inside this one
-            for length in lengths:
-                results.append(original(**_sliced(arguments, places["inputs"], begin, length, sum(lengths))))
-                begin += length
-        return _joined(results, places["outputs"])
+            results = [
+                original(**arguments) for arguments in laid.divided(_by_name(names, args, kwargs), mixer["inputs"])
+            ]
+        return laid.joined(results, mixer["outputs"])
 
     return forward
 
@@ -107,36 +161,89 @@ def _by_name(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) 
     return {name: value for name, value in named.items() if name not in _OF_THE_ROW}
 
 
-def _sliced(
-    arguments: dict[str, Any], places: dict[str, list[int]], begin: int, length: int, tokens: int
-) -> dict[str, Any]:
-    """Returns the arguments for tokens begin .. begin + length of T. A mask without elements says nothing: none."""
+class _Calls:
+    """A row's documents in the calls of a mixer: one by one, or in batches of like length."""
 
-    def own(path: Any, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if not value.numel():
-            return None
-        for dimension in places.get(pytree.keystr(path), ()):
-            if value.shape[dimension] != tokens:
+    def __init__(self, row: _Row, batched: bool):
+        self._row, self._batched = row, batched
+        self._documents = calls_of(row.lengths) if batched else tuple((i,) for i in range(len(row.lengths)))
+        self._longest = tuple(max(row.lengths[i] for i in call) for call in self._documents)
+        self._sizes = [len(c) * longest for c, longest in zip(self._documents, self._longest, strict=True)]
+
+    def divided(self, arguments: dict[str, Any], places: dict[str, list[int]]) -> list[dict[str, Any]]:
+        """Returns the arguments of each call. A mask without elements says nothing: none."""
+        tokens = sum(self._row.lengths)
+
+        def of_calls(path: Any, value: Any) -> _Divided:
+            if not isinstance(value, Tensor):
+                return _Divided([value] * len(self._documents))
+            if not value.numel():
+                return _Divided([None] * len(self._documents))
+            dimensions = places.get(pytree.keystr(path), ())
+            if any(value.shape[dimension] != tokens for dimension in dimensions):
                 raise ValueError(f"a mixer got {tuple(value.shape)}, without the {tokens} tokens of the row")
-            value = value.narrow(dimension, begin, length)
-        return value
+            if len(dimensions) == 1:
+                return _Divided(self._of_tokens(value, dimensions[0]))
+            return _Divided(self._of_pairs(value, dimensions) if dimensions else [value] * len(self._documents))
 
-    return pytree.tree_map_with_path(own, arguments)
+        divided = pytree.tree_map_with_path(of_calls, arguments)
+        return [pytree.tree_map(lambda one, i=i: one.calls[i], divided) for i in range(len(self._documents))]
+
+    def _of_tokens(self, value: Tensor, dimension: int) -> list[Tensor]:  # (1, .., T, ..) -> (B, .., L, ..) each
+        if not self._batched:
+            return list(value.split(self._sizes, dimension))
+        padded = value.index_select(dimension, self._row.indices(value.device)[0]).split(self._sizes, dimension)
+        return [
+            one.unflatten(dimension, (-1, longest)).movedim(dimension, 0).squeeze(1)
+            for one, longest in zip(padded, self._longest, strict=True)
+        ]
+
+    def _of_pairs(self, value: Tensor, dimensions: Sequence[int]) -> list[Tensor]:  # (1, .., T, T) -> (B, .., L, L)
+        """A mask: queries of the padding see what the last token sees, and no query sees keys of the padding."""
+        ends = tuple(itertools.accumulate(self._row.lengths))
+        calls = []
+        for call, longest in zip(self._documents, self._longest, strict=True):
+            blocks = []
+            for i in call:
+                block, length = value, self._row.lengths[i]
+                for dimension in dimensions:
+                    block = block.narrow(dimension, ends[i] - length, length)
+                if longest > length:
+                    last = block.narrow(dimensions[0], length - 1, 1)
+                    more = [longest - length if d == dimensions[0] else -1 for d in range(block.dim())]
+                    block = torch.cat([block, last.expand(more)], dimensions[0])
+                    hidden = False if block.dtype == torch.bool else torch.finfo(block.dtype).min
+                    shape = [longest - length if d == dimensions[1] else n for d, n in enumerate(block.shape)]
+                    block = torch.cat([block, block.new_full(shape, hidden)], dimensions[1])
+                blocks.append(block)
+            calls.append(torch.cat(blocks) if len(blocks) > 1 else blocks[0])
+        return calls
+
+    def joined(self, results: Sequence[Any], places: dict[str, list[int]]) -> Any:
+        """Returns the documents' results end to end. Of those without tokens (a state) or with pairs of them (attention
+        weights), which the row does not have, none."""
+
+        def whole(path: Any, *parts: Any) -> Any:
+            if not isinstance(parts[0], Tensor):
+                return parts[0]
+            dimensions = places.get(pytree.keystr(path), ())
+            if len(dimensions) != 1:
+                return None
+            if not self._batched:
+                return torch.cat(parts, dim=dimensions[0])
+            dimension = dimensions[0]
+            flat = [part.unsqueeze(1).movedim(0, dimension).flatten(dimension, dimension + 1) for part in parts]
+            joined = torch.cat(flat, dim=dimension)
+            return joined.index_select(dimension, self._row.indices(joined.device)[1])
+
+        return pytree.tree_map_with_path(whole, *results)
 
 
-def _joined(results: Sequence[Any], places: dict[str, list[int]]) -> Any:
-    """Returns the documents' results end to end. Of those without tokens (a state) or with pairs of them (attention
-    weights), which the row does not have, none."""
+class _Divided:
+    """An argument of each call: a leaf, whatever it holds."""
 
-    def whole(path: Any, *parts: Any) -> Any:
-        if not isinstance(parts[0], Tensor):
-            return parts[0]
-        dimensions = places.get(pytree.keystr(path), ())
-        return torch.cat(parts, dim=dimensions[0]) if len(dimensions) == 1 else None
-
-    return pytree.tree_map_with_path(whole, *results)
+    def __init__(self, calls: list[Any]):
+        self.calls = calls
 
 
 # --- finding them
@@ -250,7 +357,7 @@ def _leaks(module: Any, args: Any, kwargs: Any, lengths: tuple[int, ...]) -> boo
     return False
 
 
-def _places(module: Any, args: Any, kwargs: Any, tokens: int) -> dict[str, dict[str, list[int]]] | None:
+def _places(module: Any, args: Any, kwargs: Any, tokens: int) -> Mixer | None:
     """Returns where tensors have T; None for a module that has it in no input or in no result."""
 
     def of(tree: Any) -> dict[str, list[int]]:
@@ -258,5 +365,11 @@ def _places(module: Any, args: Any, kwargs: Any, tokens: int) -> dict[str, dict[
         return {p: d for p, x in leaves.items() if (d := [i for i, n in enumerate(x.shape) if n == tokens])}
 
     names = tuple(inspect.signature(module.forward).parameters)
-    places = {"inputs": of(_by_name(names, args, kwargs)), "outputs": of(module(*args, **kwargs))}
-    return places if all(places.values()) else None
+    inputs, outputs = of(_by_name(names, args, kwargs)), of(module(*args, **kwargs))
+    return Mixer(inputs=inputs, outputs=outputs, batched=False) if inputs and outputs else None
+
+
+def takes_batches(mixer: Mixer) -> bool:
+    """Returns whether a mixer's tensors have room for a batch: whether it gives the same is to be tried."""
+    places = [*mixer["inputs"].values(), *mixer["outputs"].values()]
+    return all(dimensions[0] > 0 and len(dimensions) < 3 for dimensions in places)

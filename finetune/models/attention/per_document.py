@@ -32,7 +32,22 @@ class Lengths:
         self.lengths = lengths
         self.ends = ends  # (N + 1,) where layers are compiled
         self.prefixes = prefixes or (0,) * len(lengths)  # tokens of the document before that each begins with
+        self.whole: dict[int, Tensor] = {}  # by document, if it has images: (t,) of each token the image, else -1
         self._seen: dict[tuple[int, int, int | None], Tensor] = {}
+        self._seen_whole: dict[tuple[int, int | None], Tensor] = {}
+
+    def mask(self, document: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+        """Returns the mask of a document, created once for all layers; None: each token sees those up to itself."""
+        queries = self.lengths[document]
+        if (image := self.whole.get(document)) is None:
+            plain = window is None and not self.prefixes[document]  # torch's word for a square only
+            return None if plain else self.seen(queries, keys, window, device)
+        if (document, window) not in self._seen_whole:
+            together = (image[:, None] == image[None, :]) & (image >= 0)[:, None]
+            distance = torch.arange(keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
+            mask = (distance >= 0) | together
+            self._seen_whole[document, window] = mask if window is None else mask & (distance < window)
+        return self._seen_whole[document, window]
 
     def seen(self, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
         """Returns the mask of a document, created once for all layers."""
@@ -57,6 +72,18 @@ def prepare(
         raise ValueError("compiled layers do not share beginnings")
     ends = boundaries(document_lengths, "cpu", True) if compiled else None
     return {"documents": Lengths(document_lengths, ends, prefix_lengths)}
+
+
+def with_whole_images(arguments: dict[str, Any], input_ids: Tensor, image_token: int) -> None:
+    """Let the tokens of an image see each other in a forward with these arguments, which `prepare` has made (Gemma 3:
+    an image is so many tokens in a row)."""
+    documents: Lengths = arguments["documents"]
+    of_image = input_ids[0] == image_token  # (T,)
+    begins = of_image & ~of_image.roll(1)
+    begins[0] = of_image[0]
+    images = torch.where(of_image, begins.cumsum(0), -1).split(documents.lengths)
+    have = torch.stack([image.max() for image in images]).tolist()  # waits for the device once
+    documents.whole = {i: image for i, image in enumerate(images) if have[i] >= 0}
 
 
 def per_document_attention(
@@ -89,7 +116,8 @@ def _one_by_one(
 ) -> Tensor:  # (1, T, H, D)
     pieces, before = [], (key[:, :, :0], value[:, :, :0])
     rows = (tensor.split(documents.lengths, dim=2) for tensor in (query, key, value))
-    for length, prefix, q, k, v in zip(documents.lengths, documents.prefixes, *rows, strict=True):
+    each = zip(documents.lengths, documents.prefixes, *rows, strict=True)
+    for index, (length, prefix, q, k, v) in enumerate(each):
         if prefix:
             k, v = (torch.cat([b[:, :, :prefix], own], dim=2) for b, own in zip(before, (k, v), strict=True))
         before, keys = (k, v), prefix + length
@@ -98,14 +126,14 @@ def _one_by_one(
             mask = documents.seen(length, keys, window, q.device)
             piece = soft_capped(q, k, v, mask, dropout, scaling, softcap)
         else:
-            is_causal = window is None and not prefix  # torch's word for a square only
+            mask = documents.mask(index, keys, window, q.device)
             piece = scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=None if is_causal else documents.seen(length, keys, window, q.device),
+                attn_mask=mask,
                 dropout_p=dropout,
-                is_causal=is_causal,
+                is_causal=mask is None,
                 scale=scaling,
                 enable_gqa=query.shape[1] != key.shape[1],
             )

@@ -29,7 +29,7 @@ from finetune.planning.estimate.state import (
 from finetune.planning.estimate.timeline import HeaviestBatch, How, Part, Timeline, timeline_of
 from finetune.recipe import Recipe
 
-_NORM_CHUNK = 2**20  # elements of `optimizer_step.squared_norm`'s buffer, fp64, on the CPU
+_NORM_CHUNK = 2**18  # elements of `optimizer_step.squared_norm`'s buffer, fp64, on the CPU
 _REUSED_WITHIN, _PREFETCHED = 500_000_000, 50_000_000  # elements that DeepSpeed's stage 3 keeps gathered, and fetches
 
 
@@ -49,6 +49,7 @@ class Moving:
     freed_of_tail: int = 0
     sharded: int = 0  # by these bytes a layer, in the first micro-batch
     sharded_tail: int = 0
+    stays: int = 0  # by these bytes a layer: weights that stay gathered from its forward to its backward
     end: int = 0  # when a backward has ended: the last reduction
     optimizer: int = 0
 
@@ -84,36 +85,43 @@ def phases_of(
     state, shapes = state_of(recipe, config, launch, rank, device), shapes_of(recipe, config, sizes.tensor)
     sharded = launch.kind == "fsdp2" or sizes.tensor > 1
     stage_3 = launch.kind == "zero" and _stage(launch) == 3
+    in_backward = recipe.optimizer.in_backward
     keeps_gradients = not sharded and launch.kind != "zero" and launch.processes == 1 and micro_batches == 1
     how = How(
         device=device,
         capability=capability,
         casts_weights=sharded and recipe.train.precision in ("bf16", "fp16"),
         keeps_inputs_alone=stage_3,
-        gradients_there=not sharded and not keeps_gradients,
+        gradients_there=not sharded and not keeps_gradients and not in_backward,
+        drops_gradients=in_backward,
         tensor=sizes.tensor,
     )
     parts = timeline_of(recipe, config, _of_rank(batch, sizes), how)
     kinds = shortened(config)[1]
-    moving = _moving(recipe, shapes, launch, state, device, _of_rank(batch, sizes), micro_batches)
+    moving = _moving(recipe, config, shapes, launch, device, batch)
     rest = state.persistent[WEIGHTS] + state.persistent[OPTIMIZER] + state.persistent[BUFFERS]
-    walk = Peaks(rest)
-    walk.reach("load", _load(shapes, launch, state))
+    if stage_3:
+        rest += state.persistent[GRADIENTS]  # one buffer, as long as the engine lives
+    walk = Peaks(rest, {"load": _load(shapes, launch, state)})
     stage = _Stage.of(shapes, sizes, rank, kinds)
-    accumulated = state.persistent[GRADIENTS] if how.gradients_there or (sharded and micro_batches > 1) else 0
+    several = micro_batches > 1 and not stage_3 and not recipe.optimizer.in_backward
+    accumulated = state.persistent[GRADIENTS] if several or (launch.kind == "replicated" and how.gradients_there) else 0
     walk.now += accumulated + moving.always
     walk.now += stage.in_flight(launch, micro_batches, parts, rank)
-    _micro_batch(walk, parts, stage, moving, sharded and micro_batches == 1)
+    if in_backward:
+        moving.freed_of_layer = moving.freed_of_tail = 0
+    # HSDP keeps what it sums over replicas until the end of a backward, next to what it adds that to.
+    first = sharded and (micro_batches == 1 or sizes.replicate > 1) and not in_backward
+    _micro_batch(walk, parts, stage, moving, first)
     walk.reach("reduction", moving.end)
-    gradients = state.persistent[GRADIENTS]
-    walk.now = rest + gradients
+    walk.now = rest + (0 if stage_3 else state.persistent[GRADIENTS])
     trained = max((weight.numel for weight in shapes.weights if weight.trains), default=0)
     norm = 8 * min(_NORM_CHUNK, trained) if device == "cpu" and launch.kind != "zero" else 0
     walk.reach("optimizer", max(moving.optimizer, norm))
     walk.now = rest
     _without_gradients(walk, parts, moving, stage)
     walk.reach("checkpoint", 0)
-    walk.reach("save", _whole_tensor(recipe, shapes, sharded or stage_3))
+    walk.reach("save", _whole_tensor(recipe, shapes, launch))
     return walk.phases, state
 
 
@@ -172,6 +180,7 @@ def _micro_batch(walk: Peaks, parts: Timeline, stage: _Stage, moving: Moving, fi
     walk.run("forward", parts.before, moving.embedding)
     for kind in stage.layers:
         walk.run("forward", parts.layers[kind], moving.layer)
+        walk.now += moving.stays
     if stage.last:
         walk.now += moving.tail
         walk.run("forward", parts.head, 0)
@@ -185,7 +194,7 @@ def _micro_batch(walk: Peaks, parts: Timeline, stage: _Stage, moving: Moving, fi
     for kind in reversed(stage.layers):
         walk.run("backward", parts.layers_backward[kind], moving.layer_backward)
         walk.reach("backward", moving.layer_end)
-        walk.now += (moving.sharded if first else 0) - moving.freed_of_layer
+        walk.now += (moving.sharded if first else 0) - moving.freed_of_layer - moving.stays
     walk.run("backward", parts.before_backward, moving.embedding)
 
 
@@ -199,43 +208,51 @@ def _without_gradients(walk: Peaks, parts: Timeline, moving: Moving, stage: _Sta
 
 
 def _load(shapes: Shapes, launch: Launch, state: State) -> int:
-    """Returns what wrapping takes above what is kept: a full tensor, or a second copy of what trains."""
-    trained = sum(weight.bytes for weight in shapes.weights if weight.trains)
+    """Returns the bytes at the peak of loading and wrapping: weights, and a full tensor or a second copy of what
+    trains."""
+    weights, trained = state.persistent[WEIGHTS], [weight for weight in shapes.weights if weight.trains]
     if launch.kind == "zero" and _stage(launch) < 3:
-        return trained - state.persistent[OPTIMIZER] if trained > state.persistent[OPTIMIZER] else 0
-    if launch.kind == "fsdp2" or launch.parallelism.tensor > 1 or launch.kind == "zero":
-        return max(weight.bytes for weight in shapes.weights) - state.persistent[OPTIMIZER]
-    return -state.persistent[OPTIMIZER]
+        return weights + sum(weight.bytes for weight in trained)
+    if launch.kind == "zero":
+        master = sum(4 * -(-weight.numel // launch.processes) for weight in trained)
+        return weights + master + state.persistent[GRADIENTS] + 4 * bucket_elements(launch, shapes)
+    if launch.kind == "fsdp2" or launch.parallelism.tensor > 1:
+        return weights + max(weight.bytes for weight in shapes.weights)
+    return weights
 
 
-def _whole_tensor(recipe: Recipe, shapes: Shapes, sharded: bool) -> int:
-    """Returns the largest tensor of the result, which is gathered."""
-    if not sharded:
-        return 0
-    return max(weight.bytes for weight in shapes.weights if weight.trains or recipe.mode == "full")
+def _whole_tensor(recipe: Recipe, shapes: Shapes, launch: Launch) -> int:
+    """Returns what the largest tensor of the result takes, which is gathered: FSDP2 gathers it in one piece more."""
+    largest = max(weight.bytes for weight in shapes.weights if weight.trains or recipe.mode == "full")
+    if launch.kind == "zero":
+        return largest if _stage(launch) == 3 else 0
+    return 2 * largest if launch.kind == "fsdp2" or launch.parallelism.tensor > 1 else 0
 
 
 # --- what engines move
 
 
 def _moving(
-    recipe: Recipe,
-    shapes: Shapes,
-    launch: Launch,
-    state: State,
-    device: str,
-    batch: HeaviestBatch,
-    micro_batches: int,
+    recipe: Recipe, config: PretrainedConfig, shapes: Shapes, launch: Launch, device: str, batch: HeaviestBatch
 ) -> Moving:
-    sizes = launch.parallelism
     if launch.kind == "zero":
-        return _of_zero(shapes, launch, state, _stage(launch))
-    if launch.kind == "fsdp2" or sizes.tensor > 1:
-        return _of_fsdp2(recipe, shapes, launch, device)
-    moving = Moving()
-    if launch.processes > 1 and sizes.pipeline == 1:
-        moving.optimizer = 0
+        return _of_zero(shapes, launch, _stage(launch))
+    sharded = launch.kind == "fsdp2" or launch.parallelism.tensor > 1
+    moving = _of_fsdp2(recipe, shapes, launch, device) if sharded else Moving()
+    if launch.parallelism.tokens > 1:
+        _add_exchange(moving, recipe, config, batch)
     return moving
+
+
+def _add_exchange(moving: Moving, recipe: Recipe, config: PretrainedConfig, batch: HeaviestBatch) -> None:
+    """Keys and values of the row's other tokens, which are gathered and put in order; in the backward also their
+    gradients, in fp32 (`engine/context_parallel.py`)."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    row = 2 * heads * size * sum(batch.documents)  # elements of keys and values
+    moving.layer += 2 * row * dtypes(recipe).compute.itemsize
+    moving.layer_backward += row * (dtypes(recipe).compute.itemsize + 4)
 
 
 def _of_fsdp2(recipe: Recipe, shapes: Shapes, launch: Launch, device: str) -> Moving:
@@ -256,9 +273,12 @@ def _of_fsdp2(recipe: Recipe, shapes: Shapes, launch: Launch, device: str) -> Mo
     moving.tail = _gathered(tail, cast, outer) * (2 if outer > 1 else 1)
     reduction = _reduced(layer, reduced, inner)
     moving.freed_of_layer, moving.freed_of_tail = _gradients(layer, cast), _gradients(tail, cast)
-    moving.layer_backward = gathered * (2 if kept_buffer else 1) + reduction
+    fsdp = launch.config.get("fsdp_config") or {}
+    reshards = launch.kind == "fsdp2" and str(fsdp.get("fsdp_reshard_after_forward", True)).lower() != "false"
+    moving.stays = 0 if reshards else gathered
+    moving.layer_backward = (gathered * (2 if kept_buffer else 1) if reshards else 0) + reduction
     moving.sharded, moving.sharded_tail = reduction // inner, _reduced(tail, reduced, outer) // outer
-    moving.layer_end = gathered + reduction + moving.sharded
+    moving.layer_end = (gathered if reshards else 0) + reduction + moving.sharded
     moving.tail_end = _reduced(tail, reduced, outer) + moving.sharded_tail
     if launch.offloads_optimizer and device != "cpu":
         moving.sharded = moving.sharded_tail = 0
@@ -282,13 +302,13 @@ def _padded(weight: Weight, ranks: int) -> int:
     return -(-rows // ranks) * ranks * width
 
 
-def _of_zero(shapes: Shapes, launch: Launch, state: State, stage: int) -> Moving:
+def _of_zero(shapes: Shapes, launch: Launch, stage: int) -> Moving:
     moving, bucket = Moving(), 4 * bucket_elements(launch, shapes)
     groups = decay_groups(shapes.weights)
     parts = [4 * -(-sum(weight.numel for weight in group) // launch.processes) for group in groups]
     if stage < 3:
         moving.backward = bucket
-        moving.end = sum(parts)
+        moving.end = 2 * sum(parts)  # this rank's part, in a buffer of its own and as tensors
         moving.optimizer = max(parts, default=0)
         return moving
     size = max((weight.size for weight in shapes.weights), default=4)

@@ -15,18 +15,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from finetune.engine.sharding import final_norm
 from finetune.engine.tensor_parallel import TensorGroup, parallelize
 from finetune.models.attention import AttentionChoice
-from finetune.models.weights import Placement, load_model, quantization_config
+from finetune.models.quantized import linear_weights, state_tensors
+from finetune.models.weights import Placement, load_model
 from finetune.models.wrapped import output_head
 from finetune.objectives import score_labels
 from finetune.recipe import Recipe
-from finetune.utils import unwrap_peft
 
-BLOCK, NESTED_BLOCK = 64, 256  # weights, and scales of them, with one scale (bitsandbytes, functional.quantize_4bit)
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -40,7 +39,8 @@ class Weight:
     trains: bool
     layer: int | None  # the decoder layer it is in
     unit: str  # what is gathered with it: layer, embedding, tail (final norm and head, tied embedding), rest
-    packed: int = 0  # weights in 4 bits that its elements hold; 0: it is as it is
+    packed: int = 0  # weights in few bits that its elements hold; 0: it is as it is
+    scales: int = 0  # bytes of what unpacks them
     expert: bool = False  # dimension 0 counts experts
 
     @property
@@ -55,17 +55,9 @@ class Weight:
 @dataclass(frozen=True)
 class Shapes:
     weights: tuple[Weight, ...]
-    buffers: int  # bytes: rotary frequencies
-    buffer_layer_bytes: int
+    buffers: int  # bytes of those outside of layers: rotary frequencies
+    buffers_of_layer: int
     layers: int
-    double_quantised: bool
-
-    def scales(self, weights: int) -> int:
-        """Returns the bytes of the scales of a matrix of so many 4-bit weights, and of the tables of its types."""
-        blocks = -(-weights // BLOCK)
-        if not self.double_quantised:
-            return 4 * blocks + 4 * 16
-        return blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 * (16 + 256 + 1)
 
 
 def shapes_of(recipe: Recipe, config: PretrainedConfig, tensor: int = 1) -> Shapes:
@@ -95,30 +87,33 @@ class _Key:
 def _shapes(key: _Key) -> Shapes:
     short, kinds = shortened(key.config)
     model = skeleton(key.recipe, short)
-    names = dict(model.named_parameters())
     if key.tensor > 1:
         parallelize(model, TensorGroup(None, 0, key.tensor))
-        names = dict(model.named_parameters())
-    packed = packed_names(key.recipe, model) if key.recipe.quantization is not None else {}
+    packed = {id(parameter): weights for parameter, weights in linear_weights(model)}
+    scales = {
+        id(module.weight): sum(tensor.nbytes for _, tensor in state_tensors(module))
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear)
+    }
     units = _units(model)
     short_weights = [
         Weight(
             name=name,
-            shape=_packed_shape(packed[name], parameter) if name in packed else tuple(parameter.shape),
+            shape=tuple(parameter.shape),
             size=parameter.element_size(),
             trains=parameter.requires_grad,
             layer=int(found[1]) if (found := _LAYER.search(name)) else None,
             unit=units.get(id(parameter), "layer" if found else "rest"),
-            packed=packed.get(name, 0),
+            packed=packed.get(id(parameter), 0),
+            scales=scales.get(id(parameter), 0),
             expert=".experts." in name and parameter.ndim == 3,
         )
-        for name, parameter in names.items()
+        for name, parameter in model.named_parameters()
     ]
     buffers = {name: buffer.nbytes for name, buffer in model.named_buffers()}
     of_layers = sum(size for name, size in buffers.items() if _LAYER.search(name))
-    double = key.recipe.quantization is not None and key.recipe.quantization.double_quant
     weights = tuple(_repeated(short_weights, kinds))
-    return Shapes(weights, sum(buffers.values()) - of_layers, of_layers, len(kinds), double)
+    return Shapes(weights, sum(buffers.values()) - of_layers, of_layers // len(set(kinds)), len(kinds))
 
 
 def shortened(config: PretrainedConfig) -> tuple[PretrainedConfig, list[int]]:
@@ -153,7 +148,7 @@ _UNEVEN = (
 
 
 def skeleton(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice | None = None) -> Any:
-    """Returns the model of a run on `meta`: adapters and types as they will be, frozen weights not yet in 4 bits."""
+    """Returns the model of a run on `meta`: adapters, types and packed weights as they will be."""
     attention = attention or AttentionChoice("sdpa", "only shapes", True)
     return load_model(recipe, config, attention, Placement("meta", None), score_labels(recipe.objective))
 
@@ -166,25 +161,6 @@ def _units(model: Any) -> dict[int, str]:
     return {**dict.fromkeys(table, "tail" if table & tail else "embedding"), **dict.fromkeys(tail, "tail")}
 
 
-def packed_names(recipe: Recipe, model: Any) -> dict[str, int]:
-    """Returns the number of weights by name, of those that bitsandbytes packs in 4 bits."""
-    from transformers.integrations.bitsandbytes import should_convert_module
-    from transformers.quantizers import AutoHfQuantizer
-
-    assert recipe.quantization is not None
-    base: Any = unwrap_peft(model)
-    whole = ["score"] if type(base) not in AutoModelForCausalLM._model_mapping.values() else None
-    config = quantization_config(recipe.quantization, torch.bfloat16, whole)
-    quantizer: Any = AutoHfQuantizer.from_config(config, pre_quantized=False)
-    kept = quantizer.get_modules_to_not_convert(base, config.llm_int8_skip_modules, base._keep_in_fp32_modules)
-    packed = {}
-    for name, module in model.named_modules():
-        plain = name.removeprefix("base_model.model.").removesuffix(".base_layer")
-        if type(module) is torch.nn.Linear and "lora_" not in name and should_convert_module(plain, kept):
-            packed[f"{name}.weight"] = module.weight.numel()
-    return packed
-
-
 def _repeated(short: list[Weight], kinds: list[int]) -> Iterator[Weight]:
     yield from (weight for weight in short if weight.layer is None)
     for index, kind in enumerate(kinds):
@@ -192,8 +168,3 @@ def _repeated(short: list[Weight], kinds: list[int]) -> Iterator[Weight]:
             if weight.layer == kind:
                 name = _LAYER.sub(f"layers.{index}.", weight.name, count=1)
                 yield replace(weight, name=name, layer=index)
-
-
-def _packed_shape(weights: int, parameter: torch.Tensor) -> tuple[int, int]:
-    """Two weights a byte, stored as numbers of the compute type."""
-    return weights // (2 * parameter.element_size()), 1

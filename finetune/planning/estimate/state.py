@@ -64,9 +64,9 @@ def state_of(recipe: Recipe, config: PretrainedConfig, launch: Launch, rank: int
     layers = {weight.layer for weight in kept if weight.layer is not None}
     state = State()
     state.persistent[WEIGHTS] = sum(shard.padded * shard.weight.size for shard in shards)
-    scales = sum(shapes.scales(weight.packed) for weight in kept if weight.packed)
-    scales += shapes.buffers + shapes.buffer_layer_bytes * len(layers) // max(1, shapes.layers)
-    state.persistent[GRADIENTS] = sum(shard.padded * shard.weight.size for shard in trained)
+    scales = sum(weight.scales for weight in kept) + shapes.buffers + shapes.buffers_of_layer * len(layers)
+    if not recipe.optimizer.in_backward:
+        state.persistent[GRADIENTS] = sum(shard.padded * shard.weight.size for shard in trained)
     state.persistent[OPTIMIZER], paged = optimizer_bytes(recipe.optimizer, trained, device)
     state.host = paged
     if launch.offloads_optimizer and device != "cpu":
@@ -167,8 +167,8 @@ def _zero(recipe: Recipe, shapes: Shapes, launch: Launch, rank: int, device: str
     state = _stage_3(recipe, shapes, launch, away) if stage == 3 else _flat(recipe, shapes, launch, rank, stage, away)
     if "nvme" in (section.get("offload_optimizer_device"), section.get("offload_param_device")):
         state.disk = 12 * sum(w.numel for w in shapes.weights if w.trains) // launch.processes
-    scales = sum(shapes.scales(weight.packed) for weight in shapes.weights if weight.packed)
-    state.persistent[WEIGHTS] += scales + shapes.buffers + shapes.buffer_layer_bytes
+    scales = sum(weight.scales for weight in shapes.weights)
+    state.persistent[WEIGHTS] += scales + shapes.buffers + shapes.buffers_of_layer * shapes.layers
     return state
 
 

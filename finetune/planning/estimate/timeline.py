@@ -36,13 +36,14 @@ from finetune.models.config import dtypes
 from finetune.models.head.chunked import rows_at_once
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import compute_experts_in
+from finetune.models.quantized import linear_weights
 from finetune.models.score_model import ScoreModel
 from finetune.models.weights import keep_input_types
 from finetune.objectives import make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective, Term
 from finetune.objectives.table import OF_TOKENS
-from finetune.planning.estimate.shapes import packed_names, shortened, skeleton
+from finetune.planning.estimate.shapes import shortened, skeleton
 from finetune.planning.fake_devices import Meter
 from finetune.recipe import Recipe
 from finetune.utils import unwrap_peft
@@ -90,6 +91,7 @@ class How:
     casts_weights: bool = False  # gathered in the compute type (FSDP2)
     keeps_inputs_alone: bool = False  # linear layers without casts of their weights (ZeRO-3)
     gradients_there: bool = False  # those of an earlier micro-batch, that are added to
+    drops_gradients: bool = False  # each is stepped by and freed as soon as it is there
     tensor: int = 1  # ranks that share matrices
 
 
@@ -133,6 +135,9 @@ def _timeline(key: _Key) -> Timeline:
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         on_device = batch.map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+        for parameter in model.parameters() if how.drops_gradients else ():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop)
         marks.watch(_layers(model))
         marks.begin("before")
         outputs = forward(model, on_device)
@@ -168,6 +173,10 @@ def _parts(marks: Marks, kinds: int, layers: int) -> Timeline:
         tuple(backward),
         marks.part("before backward"),
     )
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 class Marks:
@@ -239,7 +248,7 @@ def _model(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice,
     if how.tensor > 1:
         tensor_parallel.parallelize(model, tensor_parallel.TensorGroup(None, 0, how.tensor))
     if recipe.quantization is not None:
-        _unpack_in_forwards(model, packed_names(recipe, model))
+        _unpack_in_forwards(model)
     types = dtypes(recipe)
     casts = types.compute != types.trained
     if casts:
@@ -299,30 +308,32 @@ def fill(model: Any, dtype: torch.dtype | None = None) -> None:
 
 
 class _Unpacked(torch.autograd.Function):
-    """A product with a weight that is unpacked for it, in the forward and again in the backward (bitsandbytes'
-    MatMul4Bit)."""
+    """A product with a weight that is unpacked for it, in the forward and again in the backward (`models/quantized.py`,
+    bitsandbytes' MatMul4Bit)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return torch.nn.functional.linear(x, torch.empty(weight.shape, dtype=x.dtype))
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.shape = shape
+        return torch.nn.functional.linear(x, torch.empty(shape, dtype=x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
-        return gradient @ torch.empty(ctx.weight.shape, dtype=gradient.dtype), None
+        return gradient @ torch.empty(ctx.shape, dtype=gradient.dtype), None
 
 
-def _unpack_in_forwards(model: Any, packed: dict[str, int]) -> None:
-    for name in packed:
-        module = model.get_submodule(name.rpartition(".")[0])
+def _unpack_in_forwards(model: Any) -> None:
+    packed = {id(parameter) for parameter, _ in linear_weights(model)}
+    for module in model.modules():
+        if id(getattr(module, "weight", None)) in packed and isinstance(module, torch.nn.Linear):
+            layer: Any = module
+            layer.forward = partial(_product, (layer.out_features, layer.in_features))
 
-        def forward(x: Tensor, module: Any = module) -> Tensor:
-            kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-            out: Any = _Unpacked.apply(x.to(kind), module.weight)
-            return out.to(x.dtype).clone()  # peft's layer clones it, too
 
-        module.forward = forward
+def _product(shape: tuple[int, int], x: Tensor) -> Tensor:
+    kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    out: Any = _Unpacked.apply(x.to(kind), shape)
+    return out.to(x.dtype)
 
 
 # --- surroundings

@@ -74,7 +74,7 @@ ROWS: dict[str, tuple[str, Mapping[str, Any], str]] = {
     ),
     "a margin of text": ("preference", {**PAIR, "margin": "big"}, "`margin` is 'big'; expected a number"),
     "a margin of true": ("preference", {**PAIR, "margin": True}, "`margin` is True; expected a number"),
-    "a picture": ("preference", {**PAIR, "images": ["a.png"]}, "the row has `images`, which cannot be left out"),
+    "a picture": ("preference", {**PAIR, "images": ["a.png"]}, "the row has 1 images, but its messages 0 places"),
     "a misspelt role": ("preference", {**PAIR, "chosen": say("a", "bot"), "rejected": say("b")}, "role is 'bot'"),
     # --- ranked
     "no scores": ("ranked", {"prompt": "q", "responses": ["a", "b"]}, "no column `scores`"),

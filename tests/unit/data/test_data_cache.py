@@ -133,7 +133,7 @@ def test_a_bad_row_before_an_error_of_the_file_itself_is_reported_first(tmp_path
 class Deadly:
     """In place of a renderer: ends the worker that uses it, as a system without memory does."""
 
-    def draw(self, sample: object) -> list[tuple[Rendered, ...]]:
+    def draw(self, sample: object, data_file: str) -> list[tuple[Rendered, ...]]:
         if multiprocessing.parent_process() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         return []
@@ -358,7 +358,7 @@ class InParts:
     of: Renderer
     is_preference: bool
 
-    def draw(self, sample: Any) -> list[tuple[Rendered, ...]]:
+    def draw(self, sample: Any, data_file: str) -> list[tuple[Rendered, ...]]:
         texts = [Rendered(text, [(0, len(text))], True) for text in sample.text.split("|")]
         return [tuple(texts)] if self.is_preference else [(text,) for text in texts]
 

@@ -590,8 +590,8 @@ BAD_MESSAGES = {
     "no parts": (said(say("user", [])), ["messages[2].content is a list"]),
     "a part without a type": (said(say("user", [{"text": "x"}])), ["messages[2].content[0] has no `type`", "`text`"]),
     "an image": (
-        said(say("user", [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": LONG}}])),
-        ["messages[2].content[1] is of type 'image_url'", "only parts of type 'text'"],
+        said(say("user", [{"type": "text", "text": "x"}, {"type": "input_audio", "input_audio": LONG}])),
+        ["messages[2].content[1] is of type 'input_audio'", "only parts of type 'text' and 'image'"],
     ),
     "a part of text": (said(say("user", ["x"])), ["messages[2].content[0] is text ('x')"]),
     "a part without text": (said(say("user", [{"type": "text"}])), ["messages[2].content[0].text is null"]),
@@ -606,7 +606,8 @@ BAD_MESSAGES = {
         ["messages[3] has `tool_call`", "did you mean `tool_calls`?"],
     ),
     "a mask of another trainer": (said(say("user"), say("assistant", mask=True)), ["messages[3] has `mask` (True)"]),
-    "images of the row": ({**said(), "images": ["a.png"]}, ["the row has `images`", "only text is supported"]),
+    "images of the row": ({**said(), "images": ["a.png"]}, ["the row has 1 images", "0 places for them"]),
+    "videos of the row": ({**said(), "videos": ["a.mp4"]}, ["the row has `videos`", "not supported"]),
     "train of text": (
         said(say("user"), say("assistant", train="yes")),
         ["messages[3].train is 'yes'"],

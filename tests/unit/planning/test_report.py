@@ -34,6 +34,10 @@ def make_run(folder: Path, lr: float, steps: int = 30, note: str = "") -> Path:
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "plan.json").write_text(json.dumps({"steps": steps, "versions": {"torch": "2.13"}, "device": note}))
     (folder / "status.json").write_text(json.dumps({"status": "finished", "step": steps, "steps": steps}))
+    answers = [{"step": s, "columns": [], "rows": [["How?", f"so {s}", "so 30"]]} for s in range(10, steps + 1, 10)]
+    (folder / "generations.jsonl").write_text("".join(json.dumps(one) + "\n" for one in answers))
+    score = {"step": 30, "rows": 50, "trained": 0.62, "trained_stderr": 0.069, "base": 0.1, "base_stderr": None}
+    (folder / "evaluate.json").write_text(json.dumps({"scores": {"maths/acc": score}}))
     (folder / "out").mkdir()
     (folder / "out" / "verify.json").write_text(json.dumps({"format": "bfloat16", "passed": True, "kl_mean": 1.25e-4}))
     return folder
@@ -62,6 +66,12 @@ def numbers(curve: dict[str, Any]) -> list[tuple[int, float]]:
     return [(int(step), float(value)) for step, value in zip(steps, values, strict=True)]
 
 
+def row_of(text: str, name: str) -> list[str]:
+    """The cells of the last row of this name."""
+    row = text.rpartition(f'<th scope="row">{name}</th>')[2].partition("</tr>")[0]
+    return re.findall(r"<td[^>]*>(.*?)</td>", row)
+
+
 def test_every_number_is_that_of_the_metrics(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", 0.1)
     write_report([run], tmp_path / "page.html")
@@ -74,8 +84,11 @@ def test_every_number_is_that_of_the_metrics(tmp_path: Path) -> None:
         for key in ("loss", "step_s", "eval_loss")
     }
     assert "best step 20" in text
-    assert f"<td>{found['loss'][-1][1]!r}</td>" in text
-    assert "<td>0.000125</td>" in text
+    assert f'<td class="n">{found["loss"][-1][1]!r}</td>' in text
+    assert '<td class="n">0.000125</td>' in text
+    assert row_of(text, "a: maths/acc") == ["50", "0.1", "–", "0.62", "0.069", "30", "–", "–"]
+    assert row_of(text, "steps") == ["30", "30"]
+    assert [row_of(text, f"a, step {step}") for step in (10, 30)] == [["so 10", "false"], ["so 30", "true"]]
     assert page.addresses == []
     assert not {"script", "link", "iframe", "img"} & page.tags
     assert "default-src 'none'" in text
@@ -83,10 +96,12 @@ def test_every_number_is_that_of_the_metrics(tmp_path: Path) -> None:
 
 def test_two_runs_are_laid_over_each_other(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, lr) for name, lr in (("a", 0.1), ("b", 0.25))]
-    text = render([read_run(run) for run in runs])
+    text = render([read_run(run) for run in runs]).replace("<wbr>", "")
+    assert "a: best step 20" in text
+    assert "b: best step 20" in text
     assert [c["data-run"] for c in Page(text).curves if c["data-key"] == "loss"] == ["a", "b"]
     differences = text.partition("What their recipes differ in")[2].partition("</section>")[0]
-    rows = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td><td>(.*?)</td>', differences)
+    rows = re.findall(r'<th scope="row">(.*?)</th><td[^>]*>(.*?)</td><td[^>]*>(.*?)</td>', differences)
     assert rows == [("optimizer.lr", "0.1", "0.25"), ("run.name", "a", "b")]
 
 

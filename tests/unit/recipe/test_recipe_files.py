@@ -36,7 +36,7 @@ every_recipe = pytest.mark.parametrize("path", COMPLETE, ids=name_of)
 
 
 def test_count():
-    assert (len(COMPLETE), len(SHARED)) == (51, 5)
+    assert (len(COMPLETE), len(SHARED)) == (60, 5)
 
 
 @every_recipe
@@ -112,7 +112,8 @@ def test_rows_fit_common_numbers_of_processes(path: Path):
 def test_a_base_model_is_given_a_chat_template(path: Path):
     model = load_recipe(path).model
     if model.name is not None and "/model" not in model.name:
-        instruct = re.search(r"Instruct|-it$", model.name) and "Mistral-Small-3.2" not in model.name  # it brings none
+        brings_one = r"Instruct|-it$|gpt-oss|granite-4.0|Nemotron-Nano|Mistral-Large-4"
+        instruct = re.search(brings_one, model.name) and "Mistral-Small-3.2" not in model.name  # it brings none
         assert bool(instruct) == (model.chat_template is None)
         template = RECIPES.parent / f"finetune/data/chat/templates/{model.chat_template}.jinja"
         assert model.chat_template is None or template.is_file()

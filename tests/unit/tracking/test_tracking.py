@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import threading
 from pathlib import Path
@@ -128,6 +130,9 @@ def test_wandb_offline_and_tensorboard_get_config_metrics_table_and_summary(
             lines.write(json.dumps({"step": 1 + attempt, "eval_loss": 0.25 + attempt, "exact_match": attempt}) + "\n")
         started.table("generations", ["prompt", "output"], [["a\n|a", "b"]], 1 + attempt)
         started.summary({"exact_match": 1.0})
+        (folder / "model").mkdir(exist_ok=True)
+        (folder / "model" / "weights.bin").write_bytes(b"trained")
+        started.artifacts({"result": folder / "model"})
         started.finish()
     wandb_id = json.loads((folder / "wandb.json").read_text())["id"]
     runs = list((folder / "wandb").glob("offline-run-*"))
@@ -137,6 +142,14 @@ def test_wandb_offline_and_tensorboard_get_config_metrics_table_and_summary(
     logged = b"".join(path.read_bytes() for run in runs for path in run.glob("*.wandb"))
     for name in (b"train/loss", b"memory/weights_gib", b"eval/loss/*", b"best/eval/loss", b"best/eval/exact_match"):
         assert name in logged
+    digest = base64.b64encode(hashlib.md5(b"trained").digest())
+    for part in (
+        f"{wandb_id}-model".encode(),
+        b"weights.bin",
+        digest,
+        b"result",
+    ):  # the artifact, as `wandb sync` has it
+        assert part in logged
     assert best_values(folder) == {"eval_loss": 0.25, "exact_match": 1}
     (events,) = {path.parent for path in folder.rglob("events.out.tfevents.*")}  # no empty run next to it
     seen = EventAccumulator(str(events)).Reload()

@@ -1,0 +1,87 @@
+"""Images in a rendered text: each becomes its tokens there, as the model's processor would write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finetune.data.chat.template import Span
+from finetune.data.images.families import ImageFamily
+from finetune.data.images.image_files import StoredImage, find_image
+from finetune.data.samples import BadRow, Image, ImageReference
+from finetune.errors import UserError
+from finetune.recipe.schema import Images
+
+Counted = tuple[StoredImage, int]  # an image and the tokens of it that the model fills
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """How the model sees the images of rows, and where their files may be."""
+
+    family: ImageFamily
+    rules: Images
+
+    def expand(
+        self, text: str, spans: Sequence[Span], references: Sequence[ImageReference], data_file: str, template: str
+    ) -> tuple[str, list[Span], tuple[Counted, ...]]:
+        """Returns a text with an image's tokens in place of each placeholder of the template, what of it is trained,
+        and the images.
+
+        text     Look: <|image_pad|> nice    spans (20, 24)
+        result   Look: <|image_pad|><|image_pad|> nice    spans (33, 37)
+
+        Raises BadRow for what is wrong with an image, or where the template does not write as many as there are.
+        """
+        placeholder = self.family.placeholder
+        at = [match.start() for match in re.finditer(re.escape(placeholder), text)]
+        if None in references:
+            raise BadRow("a part of type `image` names no image, and the row has no column `images` that would")
+        if len(at) != len(references):
+            raise BadRow(
+                f"{template} writes {len(at)} times {placeholder!r} for {len(references)} images: give a "
+                "model.chat_template that writes images as the model's own does"
+            )
+        pieces, last, found, gained = [], 0, [], [(0, 0)]  # gained: from this character of the text on, so many
+        for begin, reference in zip(at, references, strict=True):
+            image = find_image(reference or b"", self.rules, data_file)
+            try:
+                written = self.family.write(image.height, image.width)
+            except ValueError as error:
+                raise BadRow(f"an image of {image.width} x {image.height} pixels cannot be used: {error}") from None
+            found.append((image, written.count))
+            pieces += [text[last:begin], written.text]
+            last = begin + len(placeholder)
+            gained.append((last, gained[-1][1] + len(written.text) - len(placeholder)))
+        moved = [tuple(_moved(border, gained) for border in span) for span in spans]
+        return "".join([*pieces, text[last:]]), [(begin, end) for begin, end in moved], tuple(found)
+
+    def place(
+        self, input_ids: NDArray[np.int32], trained: NDArray[np.bool_], images: Sequence[Counted]
+    ) -> tuple[Image, ...]:
+        """Returns the images at their tokens, which this takes out of the mask.
+
+        Raises UserError where the text has another number of them.
+        """
+        places = np.flatnonzero(input_ids == self.family.token_id)
+        ends = np.cumsum([0, *(count for _, count in images)], dtype=np.int64)
+        if len(places) != ends[-1]:
+            raise UserError(
+                f"{len(places)} tokens {self.family.token!r} where {len(images)} images have {ends[-1]}; a row's own "
+                "text or ids may not have this token"
+            )
+        if images:
+            trained &= ~np.isin(input_ids, self.family.mark_ids)
+        return tuple(
+            Image(image.source, image.height, image.width, int(places[begin]), int(places[end - 1]) + 1)
+            for (image, _), begin, end in zip(images, ends[:-1], ends[1:], strict=True)
+        )
+
+
+def _moved(border: int, gained: Sequence[tuple[int, int]]) -> int:
+    """Returns the place of a character after the expansion; one within a placeholder stays at its beginning."""
+    return border + next(more for begin, more in reversed(gained) if begin <= border)

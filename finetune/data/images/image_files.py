@@ -1,0 +1,162 @@
+"""Files of images: found where a row says, their size by their header alone, and decoded.
+
+What comes from a row is not trusted: a path stays within its folder, only plain files are read, and a file that would
+unpack to more than `MAX_PIXELS` is never unpacked.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+
+from finetune.data.samples import BadRow
+from finetune.recipe.schema import Images
+from finetune.recipe.urls import is_url, without_credentials
+
+# Pixels of a file as it is stored: the bound above which Pillow warns of decompression bombs, once, and goes on. Here
+# such a file is refused with its place, so Pillow need not look.
+MAX_PIXELS = 89_478_485
+Image.MAX_IMAGE_PIXELS = None
+MAX_BYTES = 1 << 28  # of a file
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # no format that runs a program (EPS)
+_TURNED = (5, 6, 7, 8)  # EXIF's orientations with width and height exchanged
+_TAIL = 4096  # bytes, in which a file's end mark has to be: some programs write a little after it
+
+# What Pillow raises for a file that is no image of its kind, is cut off, or wants too much memory.
+BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, MemoryError, Image.DecompressionBombError)
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """An image as it is stored, with the size that it is seen in."""
+
+    source: str | bytes  # path of its file, or the file itself
+    height: int
+    width: int
+
+
+def find_image(reference: str | bytes, rules: Images, data_file: str) -> StoredImage:
+    """Returns the image that a row of `data_file` names. Raises BadRow with what is wrong with it."""
+    source = reference if isinstance(reference, bytes) else _source(reference, rules, data_file)
+    name = "its bytes" if isinstance(source, bytes) else source
+    if isinstance(source, bytes) and len(source) > MAX_BYTES:
+        raise BadRow(f"an image of {len(source):,} bytes; at most {MAX_BYTES:,} are read")
+    try:
+        height, width = _size(source)
+        if rules.verify == "pixels":
+            decode(source)
+    except BROKEN as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise BadRow(f"the image cannot be read ({name}): {reason}") from None
+    return StoredImage(source, height, width)
+
+
+def _source(reference: str, rules: Images, data_file: str) -> str | bytes:
+    """Returns the path that a reference means, or the bytes of a data URL."""
+    if reference[:5].lower() == "data:":
+        return _data_url(reference)
+    if is_url(reference):
+        raise BadRow(f"{without_credentials(reference)[:200]}: images are not fetched; download them and give paths")
+    if "\0" in reference or len(reference) > 4096:
+        raise BadRow("the path of an image has a NUL or more than 4,096 characters; is it the image itself?")
+    folder = Path(rules.folder).expanduser() if rules.folder else Path(data_file).parent
+    if rules.folder is None and not Path(data_file).is_file():
+        raise BadRow(f"{reference}: {data_file} is no local file, so it has no folder: set `data.image.folder`")
+    path = (folder / Path(reference)).resolve()
+    if not rules.outside and not path.is_relative_to(folder.resolve()):
+        raise BadRow(
+            f"{reference}: leads out of {folder}; `data.image: {{folder: ...}}` names another folder, and `outside: "
+            "true` allows any"
+        )
+    if not path.exists():
+        raise BadRow(f"no such image: {path}")
+    if not path.is_file():
+        raise BadRow(f"{path}: not a file")
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise BadRow(f"{path}: {size:,} bytes; at most {MAX_BYTES:,} are read")
+    return str(path)
+
+
+def _data_url(reference: str) -> bytes:
+    head, comma, body = reference.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise BadRow(f"{head[:60]}...: expected data:image/...;base64,...")
+    try:
+        return base64.b64decode("".join(body.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRow(f"{head[:60]},...: not base64: {error}") from None
+
+
+def _size(source: str | bytes) -> tuple[int, int]:
+    """(height, width) as it is seen: by the header, where formats have an end mark that shows a file that is cut off.
+
+    Raises ValueError and `BROKEN` for what cannot be used.
+    """
+    with _opened(source) as image:
+        width, height = image.size
+        if width * height > MAX_PIXELS:
+            raise ValueError(
+                f"{width} x {height} pixels, more than {MAX_PIXELS:,}: taken for a decompression bomb; scale it down"
+            )
+        if image.format != "MPO" and (frames := getattr(image, "n_frames", 1)) > 1:
+            raise ValueError(f"{frames} frames or pages: save the one that is meant")
+        if image.mode in ("I", "F"):
+            raise ValueError("32 bits a pixel, whose white is unknown: save it with 8 or 16")
+        complete = _is_complete(image.format, source)
+        if complete is False:
+            raise ValueError("cut off: the file ends before its end mark")
+        turned = "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation) in _TURNED
+    if complete is None:
+        width, height = decode(source).size
+        turned = False
+    return (width, height) if turned else (height, width)
+
+
+def decode(source: str | bytes) -> Image.Image:
+    """Returns the image as it is seen: upright, in RGB of 8 bits, on white where it is transparent.
+
+    Grey of 16 bits is scaled to 8, where Pillow would clip it. Raises `BROKEN` for a damaged file.
+    """
+    with _opened(source) as stored:
+        image: Any = ImageOps.exif_transpose(stored)
+    if image.mode.startswith("I;16"):
+        image = image.point(lambda value: value / 257 + 0.5).convert("L")
+    if image.has_transparency_data:
+        background = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(background, image.convert("RGBA"))
+    return image.convert("RGB")
+
+
+def _opened(source: str | bytes) -> Any:
+    try:
+        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(f"not an image of a kind that is read ({', '.join(FORMATS)})") from None
+
+
+_END_MARKS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
+
+
+def _is_complete(format: str, source: str | bytes) -> bool | None:
+    """Returns whether a file has its end; None where only decoding it would tell."""
+    if format in _END_MARKS:
+        return _END_MARKS[format] in _part_of(source, -_TAIL)
+    if format == "WEBP":  # a RIFF file, which begins with its size
+        size = len(source) if isinstance(source, bytes) else Path(source).stat().st_size
+        return int.from_bytes(_part_of(source, 8)[4:8], "little") + 8 <= size
+    return None
+
+
+def _part_of(source: str | bytes, count: int) -> bytes:
+    """Returns the first bytes of a file, or the last where `count` is negative."""
+    if isinstance(source, bytes):
+        return source[:count] if count > 0 else source[count:]
+    with Path(source).open("rb") as file:
+        file.seek(0 if count > 0 else max(Path(source).stat().st_size + count, 0))
+        return file.read(abs(count))

@@ -1,0 +1,51 @@
+"""From the images of a micro-batch to what the model's forward takes for them.
+
+Images are decoded and scaled by a few threads, in which Pillow lets the others run, while the steps before are computed
+(`data/prefetch.py`). Nothing of it is kept: pixels take about a hundred times the room of their file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from finetune.data.images.families import ImageFamily, Pixels
+from finetune.data.images.image_files import BROKEN, decode
+from finetune.data.samples import Image
+from finetune.errors import UserError
+
+
+@dataclass(frozen=True)
+class PixelReader:
+    """Makes what a forward takes for the images of a row, see `batch.ImageInputs`."""
+
+    family: ImageFamily
+    pool: ThreadPoolExecutor
+
+    def __call__(self, images: Sequence[Image], input_ids: Tensor) -> dict[str, Tensor]:
+        """input_ids: (1, T). Raises UserError for a file that is damaged, or not the one that was tokenised."""
+        return self.family.join(list(self.pool.map(self.read, images)), input_ids)
+
+    def read(self, image: Image) -> Pixels:
+        name = image.source if isinstance(image.source, str) else "an image in the data"
+        try:
+            decoded = decode(image.source)
+        except BROKEN as error:
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise UserError(
+                f"{name}: cannot be decoded: {reason}; `data.image: {{verify: pixels}}` finds such images before the "
+                "run, and with `data.on_bad_row: skip` leaves their rows out"
+            ) from None
+        if decoded.size != (image.width, image.height):
+            raise UserError(
+                f"{name}: {decoded.width} x {decoded.height} pixels, but it had {image.width} x {image.height} when "
+                "its row was tokenised: put it back, or `finetune cache clean` and start again"
+            )
+        return self.family.call(decoded)
+
+
+def pixel_reader(family: ImageFamily, threads: int) -> PixelReader:
+    return PixelReader(family, ThreadPoolExecutor(threads, "images"))

@@ -1,0 +1,277 @@
+"""`verify --url`: whether a live server of any make answers like what was trained, through the OpenAI API.
+
+    prompts of held-out rows ── the server, greedy ──> text ── the run's model reads it ──> is each token its likeliest?
+
+The run's model reads what the server wrote, so that one rounding does not change all that follows: a token that is not
+its likeliest one is a flip, and what it lacks in log-probability says whether rounding can explain it. Also compared:
+the number of tokens of the prompt (template, a beginning that is written twice), where answers end, and whether the
+base alone explains them better, as where a server has left the adapter out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from finetune.data.formats.detect import detect_format, parse_row
+from finetune.data.formats.messages import REASONING
+from finetune.data.samples import Conversation, Message, Preference, PromptCompletion, Ranked
+from finetune.data.sources.source import SourceReader
+from finetune.errors import RunFailure, UserError
+from finetune.export.answering import Answerer, chat_template
+from finetune.export.trained import Trained
+from finetune.export.verify import end_tokens, load_reference, quiet_loading
+from finetune.recipe import Recipe
+from finetune.recipe.schema import HeldOut
+
+KEY = "FINETUNE_SERVER_KEY"  # an environment variable: sent as the server's key, printed nowhere
+MAX_TOKENS, TIMEOUT_S = 32, 120.0
+# For any format that a server may compute in; docs/export.md.
+TOP1, GAP_MEAN, GAP_MAX = 0.95, 1e-2, 1.0  # share; nats of a token that is not the likeliest
+_FORMAT_ROWS = 100
+
+
+@dataclass
+class Live:
+    """How a server compares with a run."""
+
+    model: str
+    rows: int = 0
+    tokens: int = 0  # that the server wrote, with the ends
+    top1: float | None = None  # share of them that are the run's likeliest
+    gap_mean: float | None = None  # nats: log-probability of the likeliest token, less that of the server's
+    gap_max: float | None = None
+    base_top1: float | None = None  # the same share of the base, of adapters
+    prompts: float | None = None  # share of prompts with as many tokens; None: the server does not count
+    problems: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"passed": not self.problems, **asdict(self)}
+
+    def judge(self) -> None:
+        if self.top1 is not None and self.top1 < TOP1:
+            self.problems.append(f"only {self.top1:.1%} of its tokens are the run's likeliest, less than {TOP1:.0%}")
+        for name, gap, limit in (("mean", self.gap_mean, GAP_MEAN), ("largest", self.gap_max, GAP_MAX)):
+            if gap is not None and gap > limit:
+                self.problems.append(f"{name} gap to the run's likeliest token is {gap:.3g} nats, more than {limit:g}")
+        if self.base_top1 is not None and self.top1 is not None and self.base_top1 > self.top1:
+            self.problems.append(
+                f"the base explains more of its tokens ({self.base_top1:.1%}) than the run: the adapter is left out"
+            )
+        if self.prompts is not None and self.prompts < 1:
+            self.problems.append(
+                f"only {self.prompts:.0%} of prompts have as many tokens as in the run: another chat template or "
+                "tokenizer, or a beginning that is written twice"
+            )
+
+
+def verify_url(url: str, trained: Trained, model: str | None, base: str | None, rows: int, console: Console) -> Live:
+    """Compare a server with a run. Raises UserError, and RunFailure where it does not answer like the run, or answers
+    what is no answer."""
+    if trained.recipe is None:
+        raise UserError(f"{trained.run_dir}: no recipe.yaml here, so there are no rows to compare on: give a run")
+    if trained.recipe.objective.scores_sequences:
+        raise UserError(f"{trained.run_dir}: a model of scores has no answers to compare")
+    server = Server(url)
+    found = Live(server.choose(model, trained.run_dir.resolve().name))
+    conversations = list(islice(_questions(trained.recipe), rows))
+    with quiet_loading():
+        tokenizer = _tokenizer(trained)
+        answerer = Answerer(load_reference(trained, base), tokenizer, chat_template(tokenizer))
+        if answerer.chat is None:
+            raise UserError(f"{trained.run_dir}: no chat template, so there is nothing to ask a chat server")
+    _compare(server, found, answerer, end_tokens(trained.settings), conversations)
+    found.judge()
+    show(console, found)
+    if found.problems:
+        raise RunFailure(f"{url} does not answer like what was trained:\n  " + "\n  ".join(found.problems))
+    return found
+
+
+def _tokenizer(trained: Trained) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(trained.settings)
+
+
+def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
+    """Yields the messages of held-out rows up to their last answer. Raises UserError where there are none."""
+    data, count = recipe.data, 0
+    sources = data.train if isinstance(data.eval, HeldOut) else data.eval_sources or data.train
+    for source in sources:
+        rows = SourceReader(source).rows()
+        head = list(islice(rows, _FORMAT_ROWS))
+        format, columns = source.format, source.columns
+        if format == "auto":
+            detected = detect_format([row for _, _, row in head], columns)
+            format, columns = detected.format, detected.columns
+        for _, _, row in head:
+            if messages := _asked(parse_row(row, format, columns)):
+                count += 1
+                yield messages
+    if not count:
+        raise UserError("the run's rows have no questions that a chat server could be asked")
+
+
+def _asked(sample: Any) -> list[dict[str, Any]]:
+    """Returns a sample's messages before its last answer, as the API takes them; of other samples, none."""
+    if isinstance(sample, Preference):
+        sample = sample.chosen
+    if isinstance(sample, Ranked):
+        sample = sample.answers[0]
+    if isinstance(sample, PromptCompletion):
+        sample = sample.as_conversation()
+    if not isinstance(sample, Conversation) or sample.tools or any(one.tool_calls for one in sample.messages):
+        return []
+    kept: list[Message] = list(sample.messages)
+    while kept and kept[-1].role != "user":
+        kept.pop()
+    return [{"role": one.role, "content": one.content} for one in kept]
+
+
+# --- the comparison
+
+
+@torch.no_grad()
+def _compare(
+    server: Server, found: Live, answerer: Answerer, ends: set[int], conversations: list[list[dict[str, Any]]]
+) -> None:
+    gaps: list[float] = []
+    by_base: list[bool] = []
+    same_prompts: list[bool] = []
+    special = {token for token in answerer.tokenizer.all_special_tokens if token}
+    for messages in conversations:
+        prompt, reply = answerer.prompt(messages), server.answer(found.model, messages)
+        if reply.prompt_tokens is not None:
+            same_prompts.append(reply.prompt_tokens == len(prompt))
+        if shown := sorted(token for token in special if token in reply.text):
+            found.problems.append(f"it shows {shown[0]!r} in an answer: the token does not end it there")
+        written: list[int] = answerer.tokenizer(reply.text, add_special_tokens=False)["input_ids"]
+        first, is_ended = len(prompt) - 1, reply.finish_reason == "stop"
+        written = written if is_ended else written[:-1]  # the last one may be half a character
+        if reply.has_thoughts or not (written or is_ended):
+            continue
+        ids = torch.tensor([prompt + written], device=answerer.model.device)
+        log_probs = _log_probs(answerer.model, ids)[first:]  # (written + 1, V)
+        gaps += _gaps(log_probs, written, ends, is_ended)
+        if hasattr(answerer.model, "disable_adapter"):
+            with answerer.model.disable_adapter():
+                by_base += [gap == 0 for gap in _gaps(_log_probs(answerer.model, ids)[first:], written, ends, is_ended)]
+    found.rows, found.tokens = len(conversations), len(gaps)
+    if gaps:
+        found.top1 = sum(gap == 0 for gap in gaps) / len(gaps)
+        found.gap_mean, found.gap_max = sum(gaps) / len(gaps), max(gaps)
+        found.base_top1 = sum(by_base) / len(by_base) if by_base else None
+    else:
+        found.problems.append("it wrote nothing that can be compared (thoughts are not: servers cut them off)")
+    found.prompts = sum(same_prompts) / len(same_prompts) if same_prompts else None
+
+
+def _log_probs(model: Any, ids: torch.Tensor) -> torch.Tensor:  # (T, V) fp32
+    return torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), dim=-1).cpu()
+
+
+def _gaps(log_probs: torch.Tensor, written: list[int], ends: set[int], is_ended: bool) -> list[float]:
+    """Returns for each token, and for the end, what it lacks to the likeliest one, in nats."""
+    best = log_probs.max(dim=1).values
+    gaps = [float(best[i] - log_probs[i, token]) for i, token in enumerate(written)]
+    if is_ended and ends:
+        gaps.append(float(best[len(written)] - log_probs[len(written), sorted(ends)].max()))
+    return gaps
+
+
+def show(console: Console, found: Live) -> None:
+    table = Table(f"{found.model} compared with the run", "")
+    values = {"questions": f"{found.rows:,}", "tokens that it wrote": f"{found.tokens:,}"}
+    shares = {"the run's likeliest": found.top1, "the base's likeliest": found.base_top1}
+    gaps = {"gap, mean (nats)": found.gap_mean, "gap, largest": found.gap_max}
+    values |= {name: f"{value:.2%}" for name, value in shares.items() if value is not None}
+    values |= {name: f"{value:.3g}" for name, value in gaps.items() if value is not None}
+    values["prompts of as many tokens"] = "not counted" if found.prompts is None else f"{found.prompts:.0%}"
+    for name, value in values.items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+# --- the server
+
+
+@dataclass(frozen=True)
+class Reply:
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int | None
+    has_thoughts: bool
+
+
+class Server:
+    """An OpenAI-compatible server. url: up to /v1."""
+
+    def __init__(self, url: str):
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"--url {url}: expected http://HOST:PORT/v1")
+        self._url = url.rstrip("/")
+
+    def choose(self, wanted: str | None, run: str) -> str:
+        """Returns the model to ask: the one that was named, the only one, or that of the run's name. Raises
+        UserError."""
+        models: list[Any] = self._part(self._ask("/models"), "data", list, "/models")
+        names = [one["id"] for one in models if isinstance(one, dict) and isinstance(one.get("id"), str)]
+        if wanted is None and len(names) == 1:
+            return names[0]
+        name = wanted or run
+        if name not in names:
+            raise UserError(f"{self._url} has no model {name!r}; there are {', '.join(names) or 'none'}: give --model")
+        return name
+
+    def answer(self, model: str, messages: list[dict[str, Any]]) -> Reply:
+        """Returns the greedy answer. Raises RunFailure for what is no answer."""
+        asked = {"model": model, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
+        path = "/chat/completions"
+        said = self._ask(path, asked)
+        choices = self._part(said, "choices", list, path)
+        message = self._part(choices[0] if choices else None, "message", dict, path)
+        text = message.get("content")
+        if text is not None and not isinstance(text, str):
+            raise self._nonsense(path, f"the answer is {json.dumps(text)[:80]}")
+        usage = said.get("usage") if isinstance(said.get("usage"), dict) else {}
+        count = usage.get("prompt_tokens")
+        count, has_thoughts = count if isinstance(count, int) else None, any(message.get(key) for key in REASONING)
+        return Reply(text or "", choices[0].get("finish_reason"), count, has_thoughts)
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data=data, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+                said = response.read()
+        except urllib.error.HTTPError as error:
+            text = error.read().decode("utf-8", "replace")[:200]
+            raise self._nonsense(path, f"status {error.code}: {text}") from None
+        except (OSError, ValueError) as error:  # refused, reset, timed out; a line that is not HTTP
+            raise RunFailure(f"{self._url} cannot be reached: {getattr(error, 'reason', None) or error}") from None
+        try:
+            return json.loads(said)
+        except ValueError:
+            raise self._nonsense(path, f"not JSON: {said[:80].decode('utf-8', 'replace')!r}") from None
+
+    def _part(self, said: Any, key: str, kind: type, path: str) -> Any:
+        if not isinstance(said, dict) or not isinstance(said.get(key), kind):
+            raise self._nonsense(path, f"no `{key}` in {json.dumps(said)[:80]}")
+        return said[key]
+
+    def _nonsense(self, path: str, what: str) -> RunFailure:
+        return RunFailure(f"{self._url}{path} does not answer as an OpenAI-compatible server: {what}")

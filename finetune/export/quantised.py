@@ -1,0 +1,151 @@
+"""`export --to hf --quantize int8|fp8`: weights of linear layers in eight bits, in compressed-tensors' format, without
+calibration: each row is rounded to nearest after division by its scale.
+
+    int8    scale = max |row| / 127, stored four to an int32     format `pack-quantized`
+    fp8     scale = max |row| / 448, E4M3                         format `float-quantized`
+
+Activations keep their type. vLLM takes both as they are: W8A16 of its compressed-tensors schemes
+(https://github.com/vllm-project/vllm, .../quantization/compressed_tensors), transformers by the package
+`compressed-tensors`. Heads, embeddings, routers and norms keep the type of the export.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.errors import UserError
+from finetune.export.streamed import StreamedModel
+
+KINDS = ("int8", "fp8")
+_CALIBRATED = {
+    "awq": "llm-compressor's AWQModifier (https://github.com/vllm-project/llm-compressor)",
+    "gptq": "GPT-QModel (https://github.com/ModelCloud/GPTQModel) or llm-compressor's GPTQModifier",
+}
+_LARGEST = {"int8": 127.0, "fp8": 448.0}
+_PER_INT32 = 4
+
+
+def check_kind(kind: str, compared: bool) -> None:
+    """Raises UserError for what is not written here. compared: whether the export will be loaded, to compare it."""
+    if kind in _CALIBRATED:
+        raise UserError(
+            f"--quantize {kind}: needs calibration, which is done by {_CALIBRATED[kind]} on the folder that "
+            "`export --to hf` writes"
+        )
+    if kind not in KINDS:
+        raise UserError(f"--quantize {kind}: expected one of {', '.join(KINDS)}")
+    if compared and importlib.util.find_spec("compressed_tensors") is None:
+        raise UserError(
+            f"--quantize {kind}: is compared with the run by compressed-tensors: give --no-verify, or "
+            "pip install 'compressed-tensors>=0.20'"
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of the tensors that a quantised weight becomes."""
+
+    source: str
+    field: str  # weight_packed, weight, weight_scale, weight_shape
+
+
+class QuantisedModel:
+    """As `StreamedModel`: shapes of all tensors, and the values of one at a time. Raises UserError for a model whose
+    layers are not all plain linear ones."""
+
+    def __init__(self, model: StreamedModel, kind: str):
+        self._model, self._kind = model, kind
+        modules = dict(model.model.named_modules())
+        head = model.model.get_output_embeddings()
+        linear = {
+            f"{name}.weight": module
+            for name, module in modules.items()
+            if type(module) is torch.nn.Linear and module is not head
+        }
+        stacked = [name for name, p in model.model.named_parameters() if p.ndim > 2]
+        if model.part is not None or model.is_scoring or stacked:
+            what = (
+                "a model of scores"
+                if model.is_scoring
+                else f"experts ({stacked[0]})"
+                if stacked
+                else "a multimodal one"
+            )
+            raise UserError(
+                f"--quantize {kind}: {what} is not quantised here, only models of plain linear layers: use "
+                "llm-compressor on the folder that `export --to hf` writes"
+            )
+        self.ignored = sorted(
+            name
+            for name, module in modules.items()
+            if type(module) is torch.nn.Linear and (module is head or module.in_features % _PER_INT32)
+        )
+        chosen = [name for name in linear if name in model.shapes and linear[name].in_features % _PER_INT32 == 0]
+        if len(chosen) + sum(f"{name}.weight" in linear for name in self.ignored) != len(linear):
+            raise UserError(f"--quantize {kind}: the files name layers otherwise than transformers: use llm-compressor")
+        self.shapes: dict[str, Tensor] = {}
+        self._parts: dict[str, _Part] = {}
+        for name, tensor in model.shapes.items():
+            fields = self._fields(tensor) if name in set(chosen) else {}
+            stem = name.removesuffix(".weight")
+            self.shapes |= {f"{stem}.{field}": one for field, one in fields.items()} or {name: tensor}
+            self._parts |= {f"{stem}.{field}": _Part(name, field) for field in fields}
+        self._made: dict[str, Tensor] = {}
+
+    def _fields(self, weight: Tensor) -> dict[str, Tensor]:
+        """Returns shapes and types of what a weight (out, in) becomes."""
+        rows, columns = weight.shape
+        scale = torch.empty(rows, 1, dtype=weight.dtype, device="meta")
+        if self._kind == "fp8":
+            return {"weight": weight.to(torch.float8_e4m3fn), "weight_scale": scale}
+        packed = torch.empty(rows, columns // _PER_INT32, dtype=torch.int32, device="meta")
+        shape = torch.empty(2, dtype=torch.int64, device="meta")
+        return {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
+
+    def make(self, name: str) -> Tensor:
+        """Returns the values of a tensor."""
+        part = self._parts.get(name)
+        if part is None:
+            return self._model.make(name)
+        if name not in self._made:
+            stem = part.source.removesuffix(".weight")
+            made = quantise(self._model.make(part.source), self._kind)
+            self._made.update({f"{stem}.{field}": tensor for field, tensor in made.items()})
+        return self._made.pop(name)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns `quantization_config` of config.json, as compressed-tensors and vLLM read it."""
+        layout = "pack-quantized" if self._kind == "int8" else "float-quantized"
+        weights = {
+            "num_bits": 8,
+            "type": "int" if self._kind == "int8" else "float",
+            "symmetric": True,
+            "strategy": "channel",
+            "dynamic": False,
+        }
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": layout,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": self.ignored,
+        }
+
+
+def quantise(weight: Tensor, kind: str) -> dict[str, Tensor]:
+    """Returns a weight (out, in) in eight bits, with its scale (out, 1) in the weight's own type."""
+    values = weight.float()
+    scale = (values.abs().amax(dim=1, keepdim=True) / _LARGEST[kind]).to(weight.dtype)
+    scale[scale == 0] = 1  # a row of zeros
+    divided = values.div_(scale.float())
+    if kind == "fp8":
+        return {"weight": divided.clamp_(-448, 448).to(torch.float8_e4m3fn), "weight_scale": scale}
+    whole = divided.round_().clamp_(-127, 127).add_(128).to(torch.uint8)  # the first of four is the lowest byte
+    shape = torch.tensor(weight.shape)
+    return {"weight_packed": whole.contiguous().view(torch.int32), "weight_scale": scale, "weight_shape": shape}

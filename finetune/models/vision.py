@@ -1,0 +1,359 @@
+"""Multimodal models that are trained on images: their parts, what of them trains, and the tower on every rank.
+
+    part        of SmolVLM             of Qwen2.5-VL and Qwen3-VL                       of Gemma 3 and Mistral 3
+    language    text_model, lm_head    language_model, lm_head                          language_model, lm_head
+    projector   connector              visual.merger, visual.deepstack_merger_list      multi_modal_projector
+    vision      vision_model           the rest of visual                               vision_tower
+
+The model is transformers' own class with its own forward. Families that are not in the table are refused: where their
+forward mixes the images of a row, or sees them by another attention, they would be trained wrongly in silence.
+
+Letters: T tokens of the flat row, N images, P patches, D hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
+
+from finetune.data.batch import Batch
+from finetune.errors import UserError
+from finetune.models.checkpoint_files import checkpoint_file
+from finetune.recipe.schema import Lora, Model
+from finetune.utils import full_shape, unwrap_peft
+
+PARTS = ("language", "projector", "vision")
+PIXELS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")  # of a forward with images
+_PROCESSORS = (FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
+
+# (config, cells) -> what the tower takes for images of so many tokens each, where a family has images of any size.
+Pictures = Callable[[Any, Sequence[int]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the models of a `model_type` have in common."""
+
+    language: str  # path of the text model in the base model
+    tower: str
+    projector: tuple[str, ...]
+    pictures: Pictures
+    fixed: bool = False  # all images have as many tokens
+    sees_whole_images: bool = False  # an image's tokens see each other, also those that follow
+    unused: str | None = None  # a module of the tower whose output nothing reads: it stays frozen, or DDP would wait
+
+
+def _of_patches(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
+    """Qwen: patches in a row, `merge` x `merge` of them a token; an image is one token high."""
+    vision = config.vision_config
+    merge, channels = vision.spatial_merge_size, getattr(vision, "in_channels", None) or vision.in_chans
+    size = channels * vision.temporal_patch_size * vision.patch_size**2
+    grid = torch.tensor([[1, merge, merge * count] for count in cells])
+    return {"pixel_values": _values(int(grid.prod(1).sum()), size), "image_grid_thw": grid}
+
+
+def _of_sizes(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
+    """Pixtral: images as large as the largest, and the size of each."""
+    side = config.vision_config.patch_size * config.spatial_merge_size
+    sizes = torch.tensor([[side, side * count] for count in cells])
+    return {"pixel_values": _values(len(cells), 3, side, side * max(cells)), "image_sizes": sizes}
+
+
+def _of_crops(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
+    """Idefics 3: all crops of all images, of one size. Crops of zeros would be taken for padding."""
+    side = config.vision_config.image_size
+    shape = (1, len(cells), side, side)
+    return {
+        "pixel_values": _values(1, len(cells), 3, side, side) + 2.0,
+        "pixel_attention_mask": torch.ones(shape, dtype=torch.int64),
+    }
+
+
+def _of_squares(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
+    """Gemma 3: squares of one size."""
+    side = config.vision_config.image_size
+    return {"pixel_values": _values(len(cells), 3, side, side)}
+
+
+def _values(*shape: int) -> Tensor:
+    """Returns numbers between -1 and 1 that are alike in no two places nearby."""
+    count = 1
+    for size in shape:
+        count *= size
+    return torch.sin(torch.arange(count, dtype=torch.float32) * 0.7311).reshape(shape)
+
+
+_CROPS = Family("text_model", "vision_model", ("connector",), _of_crops, fixed=True)
+FAMILIES: dict[str, Family] = {
+    "smolvlm": _CROPS,
+    "idefics3": _CROPS,
+    "qwen2_5_vl": Family("language_model", "visual", ("visual.merger",), _of_patches),
+    "qwen3_vl": Family("language_model", "visual", ("visual.merger", "visual.deepstack_merger_list"), _of_patches),
+    "gemma3": Family(
+        "language_model",
+        "vision_tower",
+        ("multi_modal_projector",),
+        _of_squares,
+        fixed=True,
+        sees_whole_images=True,
+        unused="vision_tower.head",
+    ),
+    "mistral3": Family("language_model", "vision_tower", ("multi_modal_projector",), _of_sizes),
+}
+_WHY_NOT = {
+    "mllama": "its layers look at images by cross attention, which has no documents to keep apart",
+    "llava_next": "its images end their lines with a token that is trained, which a row of several images would mix",
+}
+
+
+def family_of(config: PretrainedConfig) -> Family:
+    """Returns the family of a multimodal config. Raises UserError for those that are not known to be right."""
+    if (family := FAMILIES.get(config.model_type)) is None:
+        known, why = ", ".join(sorted(FAMILIES)), _WHY_NOT.get(config.model_type)
+        raise UserError(
+            f"images: {config.model_type!r} is not among the models that are trained on images here ({known})"
+            f"{f': {why}' if why else ''}; without `data.image` and `model.train` its text part is trained"
+        )
+    return family
+
+
+def image_tokens(config: Any, cells: Sequence[int]) -> list[int]:
+    """Returns the tokens of each image of `Family.pictures`."""
+    if config.model_type == "gemma3":
+        return [config.mm_tokens_per_image] * len(cells)
+    if config.model_type in ("smolvlm", "idefics3"):
+        patches = config.vision_config.image_size // config.vision_config.patch_size
+        return [patches**2 // config.scale_factor**2] * len(cells)
+    return list(cells)
+
+
+# --- parts
+
+
+def part_of(family: Family, name: str) -> str:
+    """Returns the part of a parameter or module of transformers' model, by its name.
+
+    >>> part_of(FAMILIES["qwen3_vl"], "model.visual.merger.norm.weight")
+    'projector'
+    """
+    inside = name.removeprefix("model.")
+    if any(_is_in(inside, path) for path in family.projector):
+        return "projector"
+    return "vision" if _is_in(inside, family.tower) else "language"
+
+
+def _is_in(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
+
+
+def _trains(family: Family, name: str, trained: Sequence[str]) -> bool:
+    is_unused = family.unused is not None and _is_in(name.removeprefix("model."), family.unused)
+    return part_of(family, name) in trained and not is_unused
+
+
+def freeze_parts(model: Any, family: Family, trained: Sequence[str]) -> None:
+    """Freeze, in place, all but the trained parts. Raises UserError where layers of a tower would get no gradient."""
+    _check_read(model, trained)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(_trains(family, name, trained))
+
+
+def _check_read(model: Any, trained: Sequence[str]) -> None:
+    layer = getattr(model.config, "vision_feature_layer", -1)
+    if "vision" in trained and layer not in (-1, [-1]):
+        raise UserError(f"model.train: the language model reads layer {layer} of the tower: leave `vision` out")
+
+
+def adapted_modules(model: Any, family: Family, trained: Sequence[str], lora: Lora) -> list[str]:
+    """Returns the paths of the modules that get adapters: by `lora.targets`, in the trained parts alone.
+
+    Raises UserError where a part has none of them.
+    """
+    _check_read(model, trained)
+    head = model.get_output_embeddings()
+    here = {name: module for name, module in model.named_modules() if _trains(family, name, trained)}
+    if isinstance(lora.targets, str):
+        paths = [name for name, one in here.items() if isinstance(one, nn.Linear) and one is not head]
+    else:
+        paths = [name for name in here if any(name == one or name.endswith(f".{one}") for one in lora.targets)]
+    if without := [part for part in trained if not any(part_of(family, path) == part for path in paths)]:
+        raise UserError(
+            f"lora.targets: nothing of {without[0]!r}, which model.train names, can have an adapter by these targets: "
+            "leave the part out, or train it by `mode: full`"
+        )
+    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    if lost := [path for path in paths if apply_renamings(f"{path}.weight", renamings) != f"{path}.weight"]:
+        raise UserError(f"lora.targets: peft would not find the adapter of {lost[0]} again: name targets without it")
+    return paths
+
+
+def attention_of_parts(config: PretrainedConfig, of_language: str) -> dict[str, str]:
+    """Returns `from_pretrained`'s argument: the language model's attention, by documents; a tower has transformers'
+    own, which keeps images apart."""
+    text = config.get_text_config(decoder=True)
+    return {
+        "": "sdpa",
+        **{name: of_language if getattr(config, name) is text else "sdpa" for name in config.sub_configs},
+    }
+
+
+def part_sizes(model: Any) -> dict[str, tuple[int, int]]:
+    """Returns, of each part of a multimodal model, its parameters and those that train; {} for a text model."""
+    if not image_modules(model):
+        return {}
+    family = FAMILIES[model.config.model_type]
+    sizes: dict[str, tuple[int, int]] = {part: (0, 0) for part in PARTS}  # noqa: C420 (typed)
+    for name, parameter in unwrap_peft(model).named_parameters():
+        part, numel = part_of(family, name), full_shape(parameter).numel()
+        total, trained = sizes[part]
+        sizes[part] = (total + numel, trained + numel * parameter.requires_grad)
+    return sizes
+
+
+def image_modules(model: Any) -> list[nn.Module]:
+    """Returns tower and projector of transformers' or peft's model; none of a text model."""
+    whole = unwrap_peft(model)
+    if (family := FAMILIES.get(whole.config.model_type)) is None or not hasattr(whole.base_model, family.language):
+        return []
+    return [whole.base_model.get_submodule(path) for path in (family.tower, *family.projector)]
+
+
+def processor_files(model: Model) -> tuple[Path, ...]:
+    """Returns the settings of the base's processors, which its result keeps."""
+    return tuple(path for name in _PROCESSORS if (path := checkpoint_file(model, name)))
+
+
+# --- a forward
+
+
+class ImagePart:
+    """The tower within a forward: which parts stay in evaluation mode, and a dummy image where a micro-batch has none.
+
+    Backends gather weights or add up gradients at the same place of every rank's forward. A rank without images would
+    leave the tower's out, and all wait for ever (DeepSpeed issue 7170). So it sends the smallest image there is through
+    the tower and adds the result times 0 to its embeddings: the gradients are zero, and those who wait meet.
+    """
+
+    def __init__(self, model: Any, always: bool):
+        """model: transformers' or peft's. always: also a tower that is all frozen runs in every forward."""
+        whole = unwrap_peft(model)
+        self.family = family_of(whole.config)
+        self._smallest = self.family.pictures(whole.config, [2])  # Mistral 3 fails at an image of one token
+        trained = {part_of(self.family, name) for name, p in whole.named_parameters() if p.requires_grad}
+        self._always = always or bool(trained - {"language"})
+        self._frozen = [
+            module
+            for name, module in whole.named_modules()
+            if (part := part_of(self.family, name)) != "language" and part not in trained
+        ]
+
+    def evaluate_frozen(self) -> None:
+        """Put what is frozen of tower and projector into evaluation mode: it drops nothing."""
+        for module in self._frozen:
+            module.training = False
+
+    @contextlib.contextmanager
+    def forward(self, model: Any, inputs: dict[str, Any]) -> Iterator[None]:
+        """Around a forward with these inputs: the tower runs in it. model: transformers' or peft's.
+
+        Where transformers' own forward runs it, after the embedding: ZeRO-3 gathers weights ahead in the order of the
+        forward before, which has to be the same on all ranks.
+        """
+        if "pixel_values" in inputs or not self._always or _is_continued(inputs):
+            yield
+            return
+        whole = unwrap_peft(model)
+        hook = whole.get_input_embeddings().register_forward_hook(partial(self._add_nothing, whole))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _add_nothing(self, whole: Any, _embedding: Any, _inputs: Any, embeddings: Tensor) -> Tensor:
+        pictures = {name: tensor.to(embeddings.device) for name, tensor in self._smallest.items()}
+        features = whole.base_model.get_image_features(**pictures, return_dict=True)
+        for tensor in _gradients_to(features):
+            embeddings = embeddings + (tensor.sum() * 0).to(embeddings.dtype)
+        return embeddings
+
+
+def _is_continued(inputs: dict[str, Any]) -> bool:
+    """Whether a forward continues a generation: no rank's has images then."""
+    cache = inputs.get("past_key_values")
+    return cache is not None and cache.get_seq_length() > 0
+
+
+def _gradients_to(features: Any) -> Iterator[Tensor]:
+    """Yields what a language model is given of the tower, where it has a graph."""
+    for value in (features.pooler_output, getattr(features, "deepstack_features", None)):
+        yield from (tensor for tensor in _tensors(value) if tensor.requires_grad)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+# --- positions
+
+
+Positions = Callable[[Tensor, "Tensor | None"], Tensor]  # ids (1, t), image_grid_thw (n, 3) -> (3, 1, t)
+
+
+def document_positions(config: Any) -> Positions | None:
+    """Returns what gives a document its positions in time, height and width, by transformers' `get_rope_index`; None
+    for models whose positions are places.
+
+    transformers' method reads the config alone: it is called on an instance without weights.
+    """
+    module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    causal = str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type])
+    kind: Any = getattr(module, causal.replace("ForConditionalGeneration", "Model"))
+    if not hasattr(kind, "get_rope_index"):
+        return None
+    model = object.__new__(kind)
+    object.__setattr__(model, "config", config)
+
+    def positions(ids: Tensor, grid: Tensor | None) -> Tensor:
+        if grid is None or not len(grid):
+            return torch.arange(ids.shape[1]).expand(3, 1, -1)
+        types = (ids == config.image_token_id).int()
+        return model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid)[0]
+
+    return positions
+
+
+def row_positions(config: Any) -> Callable[[Batch], Batch] | None:
+    """Returns what gives a batch with images the positions of its model, [4, 1, T]: places in the document, and
+    `document_positions` of each document as if it were alone. None: places are all."""
+    positions = document_positions(config)
+
+    def with_positions(batch: Batch) -> Batch:
+        ids, grids = batch.inputs["input_ids"], batch.inputs.get("image_grid_thw")
+        if grids is None:
+            return batch
+        assert positions is not None  # below
+        documents = []
+        for i, document in enumerate(ids.split(list(batch.sequence_lengths), dim=1)):
+            mine = [n for n, image in enumerate(batch.images) if image.sequence == i]
+            documents.append(positions(document, grids[mine]))
+        whole = torch.cat([batch.inputs["position_ids"][None], torch.cat(documents, dim=2)])
+        return replace(batch, inputs={**batch.inputs, "position_ids": whole})
+
+    return with_positions if positions else None

@@ -1,0 +1,454 @@
+"""`plan`: whether a recipe fits, how fast it would be and what it would cost, on devices that need not be here."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from transformers import PretrainedConfig
+
+from finetune.errors import UserError
+from finetune.models.config import base_config, training_config
+from finetune.planning.estimate.lengths import Lengths, RowFacts, read_lengths, widest
+from finetune.planning.estimate.search import (
+    ORDER,
+    Choice,
+    Found,
+    Question,
+    cheapest,
+    drops,
+    search,
+    spot_loss,
+)
+from finetune.planning.estimate.shapes import shapes_of as weights_of
+from finetune.planning.estimate.speed import Shape, Speeds, probe, table_speeds
+from finetune.planning.estimate.tables import (
+    CPU,
+    GIB,
+    Machines,
+    parse_machines,
+    read_hardware,
+    read_prices,
+    shipped_config,
+)
+from finetune.planning.estimate.what_if import sweep, to_fit, values_of
+from finetune.planning.plan import FEW_STEPS, run_length
+from finetune.recipe import Recipe, load_recipe
+from finetune.utils import write_atomically
+
+SHOWN = 12  # places in the table for people
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    on: tuple[str, ...]
+    nodes: int = 1
+    budget: float | None = None
+    deadline: str | None = None
+    by: str = "time"
+    spot: bool = False
+    measure: bool = False  # --probe
+    write: bool = False
+    sweep: str | None = None
+    memory: str | None = None
+    hardware: Path | None = None
+    prices: Path | None = None
+    as_json: bool = False
+
+
+def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> None:
+    """The command. Raises UserError."""
+    if not options.on:
+        raise UserError("plan: on what? Give --on, such as --on 8xH100-80, or --on 2xcpu for this machine")
+    if options.by not in ("time", "price"):
+        raise UserError(f"--by {options.by}: expected time or price")
+    if options.budget is not None and options.budget <= 0:
+        raise UserError(f"--budget {options.budget}: expected a price above 0")
+    if options.deadline:
+        hours_of(options.deadline)
+    if options.sweep or options.memory:
+        what_if(path, overrides, options, console)
+        return
+    question, choices, founds = plan(path, overrides, options)
+    if options.as_json:
+        print(json.dumps(as_dicts(question, choices), indent=1))
+    else:
+        show(console, question, choices, founds, options)
+    if options.write:
+        for line in write_config(question, choices[0], Path()):
+            print(line, file=sys.stderr if options.as_json else sys.stdout)
+
+
+def plan(path: Path, overrides: Sequence[str], options: PlanOptions) -> tuple[Question, list[Choice], list[Found]]:
+    """Returns what was asked, the choices in order of rank, and per kind of devices all that was found. Raises
+    UserError."""
+    recipe = load_recipe(path, overrides)
+    machines = machines_of(options)
+    question = ask(recipe, str(path), options, machines)
+    founds = [search(question, one, speeds_for(question, one, options)) for one in machines]
+    choices = ranked([choice for found in founds for choice in found.choices], options)
+    if not choices:
+        rules = "\n".join(f"  {name}: {rule}" for found in founds for name, rule in found.illegal.items())
+        raise UserError(f"{path}: no config can run it on {', '.join(options.on)}:\n{rules}")
+    return question, choices, founds
+
+
+def what_if(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> None:
+    """--sweep and --memory."""
+    recipe, machines = load_recipe(path, overrides), machines_of(options)
+    lines: list[dict[str, Any]] = []
+    if options.sweep:
+        key, values = values_of(options.sweep)
+        for value in values:
+            other = load_recipe(path, [*overrides, f"{key}={value}"])
+            question = ask(other, str(path), options, machines)
+            reached = [speeds_for(question, one, options) for one in machines]
+            chosen = sweep(question, machines, reached, key, value)
+            made = {"why": chosen} if isinstance(chosen, str) else as_dicts(question, [chosen])[0]
+            lines.append({key: value, **made})
+        fitting = [line[key] for line in lines if line.get("verdict") == "fits"]
+        last = f"largest {key} that fits, of these: {max(fitting) if fitting else 'none'}"
+    else:
+        assert options.memory
+        gib = memory_of(options.memory)
+        smaller = [replace(one, device=one.device.model_copy(update={"memory_gib": gib})) for one in machines]
+        question = ask(recipe, str(path), options, machines)
+        for one in smaller:
+            for change, chosen in to_fit(question, one, speeds_for(question, one, options)):
+                lines.append({"change": change, **as_dicts(question, [chosen])[0]})
+        last = (
+            "" if lines else f"nothing known here makes it fit into {options.memory}: fewer parameters, or more devices"
+        )
+    if options.as_json:
+        print(json.dumps(lines, indent=1))
+        return
+    table = Table(box=None, pad_edge=False)
+    first = next(iter(lines[0])) if lines else ""
+    for title in (first, "config", "verdict", "peak GiB", "step s", "price"):
+        table.add_column(title)
+    for line in lines:
+        names = (first, "config", "verdict", "peak_gib", "step_s", "price")
+        table.add_row(*(_short(line.get(name)) for name in names))
+    console.print(table)
+    console.print(last, highlight=False)
+
+
+def _short(value: Any) -> str:
+    return "?" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def memory_of(text: str) -> float:
+    """Returns GiB; GB are 10^9 bytes. Raises UserError.
+
+    >>> memory_of("24GiB"), round(memory_of("24GB"), 2)
+    (24.0, 22.35)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text.strip())
+    if match is None or not float(match[1]):
+        raise UserError(f"--memory {text}: expected a size with its unit, such as 24GB or 22.5GiB")
+    return float(match[1]) * (1e9 / GIB if match[2] == "GB" else 1.0)
+
+
+def machines_of(options: PlanOptions) -> list[Machines]:
+    hardware = read_hardware(options.hardware)
+    return [parse_machines(text, options.nodes, hardware) for text in options.on]
+
+
+def ask(recipe: Recipe, path: str, options: PlanOptions, machines: Sequence[Machines]) -> Question:
+    """Reads all that does not depend on the place: shapes, lengths, tables. Raises UserError."""
+    config = config_of(recipe)
+    found = read_lengths(recipe)
+
+    def repack(recipe: Recipe) -> RowFacts:
+        return found.rows(recipe) if isinstance(found, Lengths) else widest(recipe, found)
+
+    shapes = shapes_of(recipe, config, all(one.key == CPU for one in machines))
+    tables = read_hardware(options.hardware), read_prices(options.prices)
+    return Question(recipe, path, config, shapes, repack(recipe), *tables, options.spot, repack)
+
+
+def shapes_of(recipe: Recipe, config: PretrainedConfig, on_cpu: bool) -> dict[bool, Shape]:
+    weights = weights_of(recipe, config).weights
+    both = (False, True)
+    return {recomputes: Shape.of(weights, recipe, config, on_cpu, recomputes) for recomputes in both}
+
+
+def config_of(recipe: Recipe) -> PretrainedConfig:
+    """Returns the config of the recipe's model: of its folder or the hub's cache, else of the shipped table. Raises
+    UserError."""
+    try:
+        base_config(recipe.model)
+    except UserError as error:
+        config = shipped_config(recipe.model.name or "") if recipe.model.train is None else None
+        if config is None:
+            raise UserError(
+                f"{error}\nNothing is downloaded for a plan, and the shipped table, of text models, does not have it: "
+                "give a folder with its config.json, or download it once"
+            ) from None
+        from finetune.models.config import without_dropout
+
+        return without_dropout(config) if recipe.objective.drops_nothing else config
+    return training_config(recipe)
+
+
+def speeds_for(question: Question, machines: Machines, options: PlanOptions) -> Speeds | None:
+    if options.measure:
+        return probe(question.recipe, question.shapes[False], question.rows, machines.per_machine)
+    return table_speeds(question.recipe, machines, question.hardware)
+
+
+def ranked(choices: Sequence[Choice], options: PlanOptions) -> list[Choice]:
+    """Best first: by verdict, then within budget and deadline, then by time or price."""
+    most_hours = hours_of(options.deadline) if options.deadline else None
+
+    def key(one: Choice) -> tuple[Any, ...]:
+        too_late = most_hours is not None and (one.hours is None or one.hours > most_hours)
+        too_dear = options.budget is not None and (one.price is None or one.price > options.budget)
+        seconds = one.step.seconds if one.step else 0.0
+        cost = one.per_million or 0.0
+        order = (cost, seconds) if options.by == "price" else (seconds, cost)
+        return ORDER.index(one.verdict), too_late or too_dear, *order, one.peak
+
+    return sorted(choices, key=key)
+
+
+def hours_of(text: str) -> float:
+    """Raises UserError.
+
+    >>> hours_of("90m"), hours_of("2d")
+    (1.5, 48.0)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([mhd])", text.strip())
+    if match is None:
+        raise UserError(f"--deadline {text}: expected a number with its unit, such as 12h, 90m or 2d")
+    return float(match[1]) * {"m": 1 / 60, "h": 1.0, "d": 24.0}[match[2]]
+
+
+# --- for machines
+
+
+def as_dicts(question: Question, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    return [
+        {
+            "config": one.config,
+            "on": one.machines.name,
+            "sizes": one.sizes,
+            "processes": one.launch.processes,
+            "verdict": one.verdict,
+            "peak_gib": round(one.peak / GIB, 3),
+            "tensors_gib": round(one.memory.tensors / GIB, 3),
+            "phases_gib": {name: round(size / GIB, 3) for name, size in one.memory.phases.items()},
+            "rank": one.memory.rank,
+            "host_gib": round(one.memory.host / GIB, 3),
+            "disk_gib": round(one.memory.disk / GIB, 3),
+            "step_s": one.step and one.step.seconds,
+            "step_parts_s": one.step and one.step.parts,
+            "tokens_per_s": one.tokens_per_s,
+            "hours": one.hours,
+            "price": one.price,
+            "price_per_million_tokens": one.per_million,
+            "currency": one.currency,
+            "changes": one.changes,
+            "why": why(question, one),
+        }
+        for one in choices
+    ]
+
+
+def why(question: Question, one: Choice) -> str:
+    """Returns what decides about a choice, in a line."""
+    phase = max(one.memory.phases, key=lambda name: one.memory.phases[name])
+    device = one.machines.device.gib
+    if one.verdict == "no":
+        room = f"{-one.free:.1f} GiB more than the {device:.1f} of a device, in {phase}"
+    else:
+        margin = question.hardware.reserve.margin * device
+        room = f"{one.free:.1f} of {device:.1f} GiB free, least in {phase}"
+        room += f"; fewer than the margin of {margin:.1f}" if one.verdict == "tight" else ""
+    if one.step is None:
+        return f"{room}; time not known: --probe measures this machine"
+    share = one.step.parts[one.step.limit] / one.step.seconds
+    return f"{room}; limited by {one.step.limit} ({share:.0%} of a step)"
+
+
+# --- for people
+
+
+def show(
+    console: Console, question: Question, choices: Sequence[Choice], founds: Sequence[Found], options: PlanOptions
+) -> None:
+    recipe, rows = question.recipe, question.rows
+    shape = question.shapes[False]
+    console.print(f"{question.path}: {shape.parameters:,} parameters, {shape.trained:,} trained")
+    console.print(f"lengths: {rows.source}", highlight=False)
+    share = f"{rows.supervised_share:.0%} supervised"
+    console.print(
+        f"a step: {recipe.batch.rows} rows, {rows.tokens_per_row * recipe.batch.rows:,.0f} tokens, {share}; longest "
+        f"row {sum(rows.heaviest):,} tokens",
+        highlight=False,
+    )
+    for line in _run_lines(question):
+        console.print(line, highlight=False)
+    console.print(_table(choices[:SHOWN]))
+    if len(choices) > SHOWN:
+        console.print(f"{len(choices) - SHOWN} more with --json")
+    console.print(f"[bold]{_name(choices[0])}[/bold]: {why(question, choices[0])}", highlight=False)
+    for line in (
+        *_against(choices),
+        *_steps_of(choices[0]),
+        *_money(question, choices[0]),
+        *_unknown(question, choices, options),
+    ):
+        console.print(line, highlight=False)
+    illegal = {name: rule for found in founds for name, rule in found.illegal.items()}
+    if illegal:
+        console.print("not possible:")
+        for name, rule in illegal.items():
+            console.print(f"  {name}: {rule}", highlight=False, markup=False)
+
+
+def _run_lines(question: Question) -> list[str]:
+    recipe, rows = question.recipe, question.rows
+    if rows.rows is None and recipe.train.max_steps is None:
+        return ["steps: not known without the data; hours and price of the run neither"]
+    steps = run_length(recipe, rows.rows)[0]
+    warmup = recipe.schedule.warmup(steps)
+    lines = [f"steps: {steps:,}, of which {warmup:,} ({warmup / max(1, steps):.0%}) warm up"]
+    if steps < FEW_STEPS:
+        lines.append(f"note: only {steps} steps, and below about {FEW_STEPS} a run learns little: a smaller batch.rows")
+    return lines
+
+
+def _name(one: Choice) -> str:
+    changes = "".join(f", {key}: {_yaml(value)}" for key, value in one.changes.items())
+    sizes = f" ({one.sizes})" if one.sizes else ""
+    return f"{one.config}{sizes} on {one.machines.name}{changes}"
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _table(choices: Sequence[Choice]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("config", "verdict", "peak GiB", "free", "step s", "tokens/s", "hours", "price"):
+        table.add_column(title, justify="left" if title in ("config", "verdict") else "right")
+    for one in choices:
+        table.add_row(
+            _name(one),
+            one.verdict,
+            f"{one.peak / GIB:.1f}",
+            f"{one.free:+.1f}",
+            f"{one.step.seconds:.3g}" if one.step else "?",
+            f"{one.tokens_per_s:,.0f}" if one.tokens_per_s else "?",
+            f"{one.hours:.2f}" if one.hours else "?",
+            f"{one.price:,.2f} {one.currency}" if one.price is not None else "?",
+        )
+    return table
+
+
+def _against(choices: Sequence[Choice]) -> list[str]:
+    """Says why the first is not the second."""
+    if len(choices) < 2:
+        return []
+    first, second = choices[:2]
+    if first.verdict != second.verdict:
+        return [f"before {_name(second)}, which is `{second.verdict}` ({second.free:+.1f} GiB free)"]
+    if first.step is None or second.step is None:
+        return [f"before {_name(second)}: {(second.peak - first.peak) / GIB:.1f} GiB less on a device"]
+    gains = {
+        name: second.step.parts.get(name, 0) - first.step.parts.get(name, 0)
+        for name in {*first.step.parts, *second.step.parts}
+    }
+    part = max(gains, key=lambda name: gains[name])
+    if second.step.seconds < 1.005 * first.step.seconds:
+        return [f"before {_name(second)}: as fast by the formula, {(second.peak - first.peak) / GIB:+.1f} GiB there"]
+    faster = second.step.seconds / first.step.seconds - 1
+    return [f"before {_name(second)}: {faster:.0%} faster, most of it by {part} ({gains[part]:.3g} s a step)"]
+
+
+def _steps_of(one: Choice) -> list[str]:
+    phases = ", ".join(f"{name} {size / GIB:.2f}" for name, size in one.memory.phases.items())
+    lines = [f"peak of tensors on rank {one.memory.rank}, GiB: {phases}"]
+    if one.step:
+        lines.append("a step, s: " + ", ".join(f"{name} {seconds:.3g}" for name, seconds in one.step.parts.items()))
+    if one.memory.host or one.memory.disk:
+        lines.append(
+            f"of each machine: {one.memory.host / GIB:.1f} GiB of host memory, {one.memory.disk / GIB:.1f} of disk"
+        )
+    return lines
+
+
+def _money(question: Question, one: Choice) -> list[str]:
+    if (found := cheapest(question.prices, one.machines, question.spot)) is None:
+        return [f"price: no line for {one.machines.key}: add one to prices.yaml (docs/plan.md)"]
+    price, (amount, currency) = found
+    each = f"{amount} {currency}/hour and device, {price.provider}, {price.date}: {price.source}"
+    lines = [f"price: {each}"]
+    if one.per_million is not None:
+        lines.append(f"{one.per_million:.2f} {currency} per million supervised tokens")
+    if question.spot:
+        interval, lost = spot_loss(question.prices, price, one.machines)
+        rate = price.losses_per_hour or question.prices.losses_per_hour
+        assumed = "" if price.losses_per_hour else ", an assumption"
+        lines.append(
+            f"spot: {rate} losses an hour and machine{assumed}; least is lost with checkpoint.every_minutes: "
+            f"{interval * 60:.0f}, {lost:.1%} of the time, which the price includes"
+        )
+    return lines
+
+
+def _unknown(question: Question, choices: Sequence[Choice], options: PlanOptions) -> list[str]:
+    """Returns what the numbers rest on, and what they leave out."""
+    reserve = question.hardware.reserve
+    lines = []
+    if any(one.machines.key != CPU for one in choices):
+        lines.append(
+            f"on top of tensors: {reserve.context_gib} GiB of context, {reserve.collectives_gib} of communicators, "
+            f"{reserve.gaps:.0%} of gaps ({reserve.source}, {reserve.date})"
+        )
+    sources = dict.fromkeys(
+        speeds.source
+        for one in {choice.machines.key: choice.machines for choice in choices}.values()
+        if (speeds := table_speeds(question.recipe, one, question.hardware)) is not None
+    )
+    lines += [f"speeds: {source}" for source in (["--probe, of single operators here"] if options.measure else sources)]
+    unknown = [
+        "data wait, evaluations, checkpoints, the start",
+        *([question.rows.unknown] if question.rows.unknown else []),
+    ]
+    lines.append(f"not known: {'; '.join(unknown)}")
+    lines += [f"memory: {note}" for note in dict.fromkeys(note for one in choices for note in one.memory.notes)]
+    return lines
+
+
+# --- --write
+
+
+def write_config(question: Question, one: Choice, folder: Path) -> list[str]:
+    """Writes the accelerate config of a choice; returns lines for people: the file, the launch, what may change."""
+    config = dict(one.launch.config)
+    config["num_processes"], config["num_machines"] = one.launch.processes, one.machines.machines
+    path = folder / f"plan-{one.config}-{one.launch.processes}.yaml"
+    text = yaml.safe_dump(config, sort_keys=False)
+    write_atomically(path, f"# Written by `finetune plan {question.path} --on {one.machines.name}`.\n{text}")
+    lines = [f"wrote {path}", f"accelerate launch --config_file {path} -m finetune train {question.path}"]
+    lines[1] += "".join(f" {key}={_yaml(value)}" for key, value in one.changes.items())
+    free = ["train.activation_checkpointing", "train.activation_offload"]
+    if not drops(question.recipe, question.config):
+        free.insert(0, "batch.rows_per_device")
+    now = ", ".join(f"{key}: {_yaml(one.changes.get(key, _value(question.recipe, key)))}" for key in free)
+    return [*lines, f"lines of the recipe that may change without changing its result: {now}"]
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(recipe, section), name)

@@ -1,0 +1,138 @@
+"""Greedy tokens of llama.cpp on GGUF files written here, beside transformers' on the same model.
+
+    python scripts/llama_cpp_check.py --venv ~/.cache/finetune-llama-cpp
+
+llama-cpp-python is built once, in an environment of its own (a C++ compiler; cmake comes by pip; ten minutes of a
+core or more). Tiny random models of each architecture are written in fp32. Exit status 1 where tokens differ.
+Not part of CI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.export.folder import export_gguf
+from finetune.export.trained import find_trained
+
+PACKAGE = "llama-cpp-python==0.3.36"
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "tie_word_embeddings": True}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama_tied", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mixtral": ("mixtral", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "gemma2": ("llama", {"model_type": "gemma2", **_GEMMA}),
+    "gemma3": ("llama", {"model_type": "gemma3_text", **_GEMMA, "num_hidden_layers": 7}),
+}
+TEXTS = ["the river", " stone 1234\n\n  it's", "<|im_start|>user\nquick<|im_end|>"]
+NEW_TOKENS = 24
+_ASK = """
+import json, sys
+from llama_cpp import Llama
+job = json.load(sys.stdin)
+model = Llama(job["file"], n_ctx=256, n_threads=1, verbose=False, logits_all=False)
+answer, new = model.generate(job["prompt"], temp=0.0, top_k=1, repeat_penalty=1.0), []
+while len(new) < job["new_tokens"]:
+    new.append(next(answer))
+texts = [model.tokenize(text.encode(), add_bos=False, special=True) for text in job["texts"]]
+json.dump({"tokens": new, "texts": texts}, sys.stdout)
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv", type=Path, required=True, help="environment of llama-cpp-python, made if absent")
+    parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
+    options = parser.parse_args()
+    python = _environment(options.venv.expanduser())
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.only:
+            problems = _compare(name, Path(folder) / name.replace(" ", "-"), python)
+            failed += bool(problems)
+            print(f"{name:12} {'; '.join(problems) or f'the same {NEW_TOKENS} tokens'}", flush=True)
+    return int(bool(failed))
+
+
+def _environment(folder: Path) -> Path:
+    """Returns the interpreter of an environment with llama-cpp-python, which is built where it is not there."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    if subprocess.run([python, "-c", "import llama_cpp"], capture_output=True).returncode:
+        environment = {**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": "1", "CMAKE_ARGS": "-DGGML_NATIVE=OFF"}
+        environment.pop("PYTHONPATH", None)
+        subprocess.run([python, "-m", "pip", "install", PACKAGE], check=True, env=environment)
+    return python
+
+
+def _compare(name: str, folder: Path, python: Path) -> list[str]:
+    """Returns how llama.cpp differs."""
+    base, changes = MODELS[name]
+    file = _written(folder, base, changes)
+    model = AutoModelForCausalLM.from_pretrained(folder / base).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / base)
+    prompt = tokenizer(TEXTS[2], add_special_tokens=False)["input_ids"]
+    job = {"file": str(file), "prompt": prompt, "new_tokens": NEW_TOKENS, "texts": TEXTS}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([python, "-c", _ASK], input=json.dumps(job), capture_output=True, text=True, env=environment)
+    if done.returncode:
+        return [f"llama.cpp does not load it: {done.stderr.strip().splitlines()[-1]}"]
+    found = json.loads(done.stdout)
+    ours, problems = _greedy(model, prompt), []
+    if found["tokens"] != ours:
+        at = next(i for i, (a, b) in enumerate(zip(found["tokens"], ours, strict=True)) if a != b)
+        problems.append(f"other tokens from number {at + 1}: {found['tokens'][at:][:5]} and not {ours[at:][:5]}")
+    for text, ids in zip(TEXTS, found["texts"], strict=True):
+        if (expected := tokenizer(text, add_special_tokens=False)["input_ids"]) != ids:
+            problems.append(f"{text!r} is {ids} and not {expected}")
+    return problems
+
+
+@torch.no_grad()
+def _greedy(model: Any, prompt: list[int]) -> list[int]:
+    """Returns the likeliest tokens; end tokens do not end them."""
+    ids = list(prompt)
+    for _ in range(NEW_TOKENS):
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def _written(folder: Path, base: str, changes: dict[str, Any]) -> Path:
+    """Returns the file of a random model, written as the result of a run."""
+    model = tiny.save_model(folder, base, **changes)
+    (model / "generation_config.json").write_text('{"eos_token_id": 2}')
+    (folder / "run").mkdir()
+    (folder / "run" / "model").symlink_to(model)
+    recipe = {
+        "run": {"name": "tiny"},
+        "model": {"name": str(model)},
+        "mode": "full",
+        "data": {"train": [{"path": "rows.jsonl"}], "max_length": 64},
+        "batch": {"rows": 1},
+        "optimizer": {"lr": 1e-3},
+        "train": {"max_steps": 1, "precision": "fp32"},
+    }
+    (folder / "run" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    export_gguf(find_trained(folder / "run"), folder / "out", "f32")
+    (file,) = (folder / "out").glob("*.gguf")
+    return file
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""`export --quantize`: files that compressed-tensors itself would have written, read by transformers, within what
+eight bits cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import train_here
+from rich.console import Console
+from safetensors.torch import load_file
+
+from finetune.errors import UserError
+from finetune.export.commands import ExportOptions, export_run
+from finetune.export.quantised import quantise
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def runs(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantised")
+    for name in ("llama", "llama_tied", "mixtral"):
+        recipe = {
+            "run": {"name": name, "dir": str(folder)},
+            "model": {"name": str(made / name)},
+            "mode": "lora",
+            "lora": {"rank": 4, "targets": ["q_proj", "v_proj"]},
+            "data": {"train": [{"path": str(made / "rows.jsonl"), "format": "messages"}], "max_length": 64},
+            "batch": {"rows": 2},
+            "optimizer": {"lr": 2e-2},
+            "train": {"max_steps": 2, "precision": "fp32"},
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+        train_here(folder / f"{name}.yaml")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_weight_is_its_rounding(kind: str) -> None:
+    weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[2] = 0
+    made = quantise(weight, kind)
+    scale = made["weight_scale"]
+    assert (scale.shape, scale.dtype) == ((6, 1), torch.bfloat16)
+    if kind == "fp8":
+        values, step = made["weight"].float(), weight.float().abs() / 16  # half of E4M3's distance, above 2^-6
+    else:
+        assert made["weight_packed"].shape == (6, 2)
+        assert made["weight_shape"].tolist() == [6, 8]
+        words = made["weight_packed"].long() & 0xFFFFFFFF
+        values = torch.stack([(words >> 8 * i & 255) - 128 for i in range(4)], dim=-1).reshape(6, 8).float()
+        step = scale.float() * 0.5 + weight.float().abs() / 256  # and the scale's own rounding, at the largest
+    assert bool(((values * scale.float() - weight.float()).abs() <= step + 1e-2 * scale.float()).all())
+    assert not values[2].any()
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_an_export_is_read_and_answers_like_the_run(runs: Path, tmp_path: Path, name: str, kind: str) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    out = tmp_path / kind
+    export_run(runs / name, ExportOptions(out=out, quantised=kind), QUIET)
+    figures = json.loads((out / "verify.json").read_text())
+    assert (figures["passed"], figures["format"]) == (True, kind)
+    assert 1e-9 < figures["kl_mean"] < (1e-4 if kind == "int8" else 1e-2)
+    export_run(runs / name, ExportOptions(out=tmp_path / "plain", verify=False), QUIET)
+    plain, ours = load_file(tmp_path / "plain" / "model.safetensors"), load_file(out / "model.safetensors")
+    settings = QuantizationConfig.model_validate(json.loads((out / "config.json").read_text())["quantization_config"])
+    (scheme,) = settings.config_groups.values()
+    stem = "model.layers.1.self_attn.q_proj"
+    state = {"weight": plain[f"{stem}.weight"], "weight_scale": ours[f"{stem}.weight_scale"]}
+    theirs = BaseCompressor.get_value_from_registry(settings.format).compress(state, scheme)
+    assert all(torch.equal(ours[f"{stem}.{key}"], value) for key, value in theirs.items())
+    untouched = {key for key in plain if "proj" not in key}
+    assert untouched == {key for key in ours if "proj" not in key}
+    assert all(torch.equal(plain[key], ours[key]) for key in untouched)
+
+
+def test_what_is_not_quantised_is_refused_by_name(runs: Path, tmp_path: Path) -> None:
+    cases = {
+        "awq": "llm-compressor's AWQModifier",
+        "gptq": "GPT-QModel",
+        "int3": "expected one of int8, fp8",
+    }
+    for kind, fragment in cases.items():
+        with pytest.raises(UserError, match=fragment):
+            export_run(runs / "llama", ExportOptions(out=tmp_path / "out", quantised=kind), QUIET)
+    with pytest.raises(UserError, match="goes with --to hf"):
+        export_run(runs / "llama", ExportOptions(to="gguf", out=tmp_path / "out", quantised="int8"), QUIET)
+    with pytest.raises(UserError, match=r"experts \(model.layers.0.mlp.experts.gate_up_proj\) is not quantised here"):
+        export_run(runs / "mixtral", ExportOptions(out=tmp_path / "out", verify=False, quantised="int8"), QUIET)
+    assert not (tmp_path / "out").exists()

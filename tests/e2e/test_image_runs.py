@@ -1,0 +1,144 @@
+"""Runs on rows with images, from recipe to a folder that plain transformers loads and generates from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import yaml
+from conftest import metrics, train_here
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from finetune.data.dataset import build_held_out, questions
+from finetune.data.examples import image_reader
+from finetune.export.commands import ExportOptions, export_run, load_trained
+from finetune.models.config import load_tokenizer
+from finetune.recipe import load_recipe
+from finetune.training.run import _started
+from finetune.training.signals import StopRequest
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("image-runs")
+    for name in ("smolvlm", "qwen2_5_vl"):
+        tiny.save_seeing(folder, name)
+    tiny.write_pictures(folder, "pictures", 40)
+    tiny.write_pictures(folder, "held_out", 6, seed=1)
+    return folder
+
+
+def train_on_pictures(folder: Path, name: str, **changes: Any) -> Path:
+    recipe = {
+        "run": {"name": f"{name}-{changes['mode']}", "dir": str(folder / "runs")},
+        "model": {"name": str(folder / f"{name}_sees"), "train": ["language", "projector"]},
+        "data": {
+            "train": [{"path": str(folder / "pictures.jsonl"), "format": "messages"}],
+            "eval": [{"path": str(folder / "held_out.jsonl"), "format": "messages"}],
+            "max_length": 128,
+            "image": {},
+        },
+        "batch": {"rows": 4},
+        "optimizer": {"lr": 3e-3},
+        "train": {"max_steps": 3, "precision": "fp32"},
+        "evaluate": {"at_start": False, "generate": 6, "max_new_tokens": 4},
+        "checkpoint": {"every_steps": 3},
+        **changes,
+    }
+    path = folder / f"{name}-{changes['mode']}.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    train_here(path)
+    return folder / "runs" / recipe["run"]["name"]
+
+
+@torch.no_grad()
+def plain_loss(model: Any, recipe: Path) -> float:
+    """The mean over the held-out target tokens, one document at a time, by a plain forward."""
+    loaded = load_recipe(recipe)
+    tokenizer = load_tokenizer(loaded.model)
+    held_out, reader = build_held_out(loaded, tokenizer), image_reader(loaded, tokenizer)
+    assert held_out is not None
+    assert reader is not None
+    losses = []
+    for example in held_out.examples:
+        (sequence,) = example.sequences
+        ids = torch.from_numpy(sequence.input_ids.astype("int64"))[None]
+        pictures = reader(sequence.images, ids) if sequence.images else {}
+        if "image_grid_thw" in pictures:
+            pictures["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        logits = model(input_ids=ids, **pictures).logits[0, :-1]
+        targets = torch.from_numpy(sequence.loss_mask[1:])
+        losses.append(torch.nn.functional.cross_entropy(logits[targets], ids[0, 1:][targets], reduction="none"))
+    return torch.cat(losses).mean().item()
+
+
+@torch.no_grad()
+def plain_answer(model: Any, recipe: Path, count: int) -> list[list[int]]:
+    """The likeliest next tokens of each held-out prompt, by whole forwards without a cache."""
+    loaded = load_recipe(recipe)
+    tokenizer = load_tokenizer(loaded.model)
+    held_out, reader = build_held_out(loaded, tokenizer), image_reader(loaded, tokenizer)
+    assert held_out is not None
+    assert reader is not None
+    answers = []
+    for question in questions(held_out.examples, ()):
+        ids = torch.tensor([question.prompt])
+        for _ in range(count):
+            pictures = reader(question.images, ids) if question.images else {}
+            if "image_grid_thw" in pictures:
+                pictures["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+            logits = model(input_ids=ids, use_cache=False, **pictures).logits
+            ids = torch.cat([ids, logits[:, -1].argmax(-1)[:, None]], dim=1)
+        answers.append(ids[0, len(question.prompt) :].tolist())
+    return answers
+
+
+def test_full_run_is_what_plain_transformers_computes(seeing: Path) -> None:
+    run = train_on_pictures(seeing, "qwen2_5_vl", mode="full")
+    model, report = AutoModelForImageTextToText.from_pretrained(run / "model", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    evaluated = [line["eval_loss"] for line in metrics(run) if "eval_loss" in line]
+    assert plain_loss(model.eval(), seeing / "qwen2_5_vl-full.yaml") == pytest.approx(evaluated[-1], rel=1e-5)
+    with _started(load_recipe(seeing / "qwen2_5_vl-full.yaml"), "", StopRequest(), console(), None) as trainer:
+        assert trainer.evaluator is not None
+        _, generations = trainer.evaluator.run()  # of the checkpoint, which is the result's
+    answers = plain_answer(model, seeing / "qwen2_5_vl-full.yaml", 4)
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    for generation, answer in zip(generations, answers, strict=True):
+        assert tokenizer.decode(answer, skip_special_tokens=True).startswith(generation.output)
+        assert generation.output or answer[0] in trainer.end_ids
+    base, trained = (load_file(folder / "model.safetensors") for folder in (seeing / "qwen2_5_vl_sees", run / "model"))
+    assert base.keys() == trained.keys()
+    moved = {name for name in base if not torch.equal(base[name], trained[name])}
+    assert moved
+    assert not [name for name in moved if "visual" in name and "merger" not in name]
+    assert (run / "model" / "preprocessor_config.json").is_file()
+    assert json.loads((run / "plan.json").read_text())["parts"]["vision"][1] == 0
+
+
+def test_adapter_is_merged_for_the_whole_model(seeing: Path, tmp_path: Path) -> None:
+    run = train_on_pictures(seeing, "smolvlm", mode="lora", lora={"rank": 2, "alpha": 4})
+    model = load_trained(run / "model").eval()
+    evaluated = [line["eval_loss"] for line in metrics(run) if "eval_loss" in line]
+    recipe = seeing / "smolvlm-lora.yaml"
+    assert plain_loss(model, recipe) == pytest.approx(evaluated[-1], rel=1e-5)
+    names = [name for name, _ in model.named_parameters() if "lora_" in name]
+    assert {"connector" in name or "text_model" in name for name in names} == {True}
+    assert any("connector" in name for name in names)
+    for step in (None, "3"):  # the result, and its last checkpoint
+        out = tmp_path / f"merged-{step}"
+        export_run(run, ExportOptions(out=out, step=step, verify=False), console())
+        merged = AutoModelForImageTextToText.from_pretrained(out).eval()
+        assert plain_loss(merged, recipe) == pytest.approx(evaluated[-1], rel=1e-5)
+        assert (out / "processor_config.json").is_file()
+
+
+def console() -> Console:
+    return Console(quiet=True)

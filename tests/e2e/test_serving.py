@@ -1,0 +1,271 @@
+"""`serve` asked by OpenAI's own client, and `verify --url` of right, wrong and nonsensical servers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_answering import ANSWERS, taught  # noqa: F401 (a fixture)
+from transformers import GenerationConfig
+
+from finetune.errors import RunFailure, UserError
+from finetune.export.answering import Sampling, answers
+from finetune.export.commands import ExportOptions, export_run
+from finetune.export.live import Live, verify_url
+from finetune.export.servers import tensor_parallel_size, unread_by_vllm
+from finetune.export.serving import build_app, load_served, serve
+from finetune.export.trained import find_trained
+
+GREEN: list[Any] = [{"role": "user", "content": "green"}]
+
+
+@pytest.fixture(scope="module")
+def served(taught: Path) -> Iterator[tuple[str, dict[str, Any]]]:  # noqa: F811
+    """A server of both runs in this process, and what it has loaded."""
+    import socket
+
+    import uvicorn
+
+    entries = load_served([(name, taught / name) for name in ANSWERS], "auto")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(build_app(entries), log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1", entries
+        server.should_exit = True
+        thread.join()
+
+
+def client(url: str) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=2)
+
+
+def test_an_openai_client_gets_the_greedy_answers(served: Any, taught: Path) -> None:  # noqa: F811
+    """Of two adapters of one base by name, in turn."""
+    url, entries = served
+    assert entries["stones"].model._model is entries["lights"].model._model
+    with client(url) as asking:
+        assert [one.id for one in asking.models.list()] == list(ANSWERS)
+        for name in [*ANSWERS, *ANSWERS]:
+            for question in ("green", "seven stars"):
+                said = asking.chat.completions.create(
+                    model=name, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=12
+                )
+                assert [said.choices[0].message.content] == answers(taught / name, [question], Sampling(12))
+                assert said.choices[0].finish_reason == "stop"
+        assert said.usage.prompt_tokens == len(
+            entries["lights"].tokenizer.apply_chat_template(
+                [{"role": "user", "content": "seven stars"}], add_generation_prompt=True
+            )["input_ids"]
+        )
+        drawn = asking.chat.completions.create(
+            model="lights",
+            messages=GREEN,
+            max_tokens=12,
+            temperature=5,
+            top_p=0.9,
+            seed=3,
+            extra_body={"top_k": 30, "repetition_penalty": 1.3},
+        )
+        alone = answers(taught / "lights", ["green"], Sampling(12, 5.0, 0.9, 30, 1.3, 3))
+        assert [drawn.choices[0].message.content] == alone
+        plain = asking.completions.create(model="stones", prompt="green", temperature=0, max_tokens=5)
+        assert plain.usage.prompt_tokens == 1
+
+
+def test_it_streams_and_stops(served: Any) -> None:
+    with client(served[0]) as asking:
+        asked: dict[str, Any] = {"model": "lights", "messages": GREEN, "temperature": 0, "max_tokens": 12}
+        for stop, wanted in ((None, ANSWERS["lights"]), ("clo", "green light "), (["no", "t c"], "green ligh")):
+            whole = asking.chat.completions.create(**asked, stop=stop)
+            pieces = list(asking.chat.completions.create(**asked, stop=stop, stream=True))
+            streamed = [piece.choices[0].delta.content for piece in pieces if piece.choices[0].delta.content]
+            assert whole.choices[0].message.content == "".join(streamed) == wanted
+            assert pieces[-1].choices[0].finish_reason == "stop"
+            assert len(streamed) > 1
+        short = asking.chat.completions.create(**{**asked, "max_tokens": 2})
+        assert short.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "message"),
+    [
+        ({"model": "gone"}, 404, "there is no model 'gone'; there are stones, lights"),
+        ({"n": 2}, 400, "`n: 2` is not supported"),
+        ({"logprobs": True}, 400, "`logprobs: true` is not supported"),
+        ({"temperature": "hot"}, 400, "expected a number of at least 0"),
+        ({"messages": [*GREEN, {"role": "assistant", "content": "x"}]}, 400, "there is nothing to answer"),
+        ({"messages": [{"role": "ant", "content": "x"}]}, 400, "messages[0].role is 'ant'"),
+        ({"extra_body": {"unheard": 1}}, 422, "unheard"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(served: Any, changed: dict[str, Any], status: int, message: str) -> None:
+    import openai
+
+    with client(served[0]) as asking, pytest.raises(openai.APIStatusError) as caught:
+        asking.chat.completions.create(**{"model": "lights", "messages": GREEN, "max_tokens": 4, **changed})
+    assert caught.value.status_code == status
+    assert message in caught.value.body["message"]
+
+
+def test_what_cannot_be_served(taught: Path, tmp_path: Path) -> None:  # noqa: F811
+    runs = taught / "stones"
+    with pytest.raises(UserError, match="two models are named 'a'"):
+        load_served([("a", runs), ("a", runs)], "cpu")
+    with pytest.raises(UserError, match="no result here"):
+        load_served([("a", tmp_path)], "cpu")
+    with pytest.raises(UserError, match="--device moon"):
+        load_served([("a", runs)], "moon")
+    adapter = Path(shutil.copytree(runs / "model", tmp_path / "model"))
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "/gone/base"}))
+    with pytest.raises(UserError, match=r"the adapter's base '/gone/base' cannot be loaded: .*adapter_config.json"):
+        load_served([("a", tmp_path)], "cpu")
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot be listened on"):
+        serve([("a", runs)], "127.0.0.1", taken.getsockname()[1], "cpu")
+
+
+# --- servers of others
+
+
+def test_an_export_for_vllm_says_how_servers_are_started(taught: Path, tmp_path: Path) -> None:  # noqa: F811
+    run, out = taught / "stones", tmp_path / "out"
+    said = export_run(run, ExportOptions("vllm", out=out, gpus=8, verify=False), Console(quiet=True))
+    assert (out / "model.safetensors").is_file()  # merged
+    assert said["commands"] == {
+        "vLLM": f"vllm serve {out} --tensor-parallel-size 4",
+        "vLLM, the adapter next to its base": f"vllm serve {taught / 'llama'} --enable-lora --max-lora-rank 8 "
+        f"--lora-modules stones={run / 'model'} --tensor-parallel-size 4",
+        "SGLang": f"python -m sglang.launch_server --model-path {out} --tp 4",
+        "MLX": f"mlx_lm.convert --hf-path {out}",
+        "llama.cpp": f"python convert_hf_to_gguf.py {out}  # or: finetune export --to gguf",
+    }
+    with pytest.raises(UserError, match="--gpus is of the command for vLLM"):
+        export_run(run, ExportOptions("gguf", gpus=8), Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "unread"),
+    [
+        ({}, None),
+        ({"use_rslora": True}, None),
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules trained in full"),
+        ({"alpha_pattern": {"q_proj": 4}}, "scales that differ by module"),
+        ({"bias": "all"}, "trained biases"),
+        ({"r": 600}, "a rank above 512"),
+    ],
+)
+def test_what_vllm_does_not_read_of_an_adapter(changed: dict[str, Any], unread: str | None) -> None:
+    assert unread_by_vllm({"r": 8, "bias": "none", "modules_to_save": None, **changed}) == unread
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "gpus", "size"), [(32, 8, 3, 2), (32, 8, 16, 16), (12, 8, 6, 4), (14, 2, 8, 2)]
+)
+def test_heads_are_divided(heads: int, kv: int, gpus: int, size: int) -> None:
+    assert tensor_parallel_size(heads, kv, gpus) == size
+
+
+# --- verify --url
+
+
+def compared(url: str, run: Path, model: str | None = None) -> Live:
+    return verify_url(url, find_trained(run), model, None, 8, Console(quiet=True))
+
+
+def test_the_run_s_own_server_passes(served: Any, taught: Path) -> None:  # noqa: F811
+    found = compared(served[0], taught / "stones")
+    assert (found.rows, found.top1, found.prompts, found.gap_max) == (8, 1, 1, 0)
+    assert found.base_top1 is not None
+    assert found.base_top1 < 0.5
+
+
+def test_wrong_servers_are_caught(served: Any, taught: Path) -> None:  # noqa: F811
+    url, entries = served
+    with pytest.raises(RunFailure, match="of its tokens are the run's likeliest"):
+        compared(url, taught / "stones", "lights")  # another adapter
+    model, tokenizer = entries["stones"].model, entries["stones"].tokenizer
+    with pytest.MonkeyPatch.context() as patch:  # the server's, not ours: it leaves the adapter out
+        patch.setattr(model, "_adapter", None)
+        with model._model.disable_adapter(), pytest.raises(RunFailure, match="the adapter is left out"):
+            compared(url, taught / "stones")
+    with pytest.MonkeyPatch.context() as patch:  # it does not end
+        patch.setattr(model, "generation_config", GenerationConfig(eos_token_id=5, pad_token_id=0))
+        with pytest.raises(RunFailure, match="gap to the run's likeliest token"):
+            compared(url, taught / "stones")
+    with pytest.MonkeyPatch.context() as patch:  # another template
+        patch.setattr(tokenizer, "chat_template", "<|im_start|>" + tokenizer.chat_template)
+        with pytest.raises(RunFailure, match="of prompts have as many tokens as in the run"):
+            compared(url, taught / "stones")
+
+
+@pytest.fixture
+def nonsense() -> Iterator[Callable[[str, int, str], str]]:
+    """Starts servers whose answers to /models are right, and to all else are as given."""
+    servers: list[tuple[HTTPServer, threading.Thread]] = []
+
+    def start(answer: str, status: int = 200, models: str = '{"data": [{"id": "m"}]}') -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply(200, models)
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.reply(status, answer)
+
+            def reply(self, status: int, text: str) -> None:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                """Nothing."""
+
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        servers.append((server, thread))
+        return f"http://127.0.0.1:{server.server_port}/v1"
+
+    yield start
+    for server, thread in servers:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_server_that_answers_nonsense(nonsense: Callable[..., str], taught: Path) -> None:  # noqa: F811
+    run = taught / "stones"
+    said = '{"choices": [{"message": {"content": %s}, "finish_reason": "stop"}]}'
+    for answer, status, message in (
+        ("<html>", 200, "not JSON: '<html>'"),
+        ('{"choices": []}', 200, "no `message` in null"),
+        ("[]", 200, r"no `choices` in \[\]"),
+        ("out of memory", 500, "status 500: out of memory"),
+        (said % 3, 200, "the answer is 3"),
+    ):
+        with pytest.raises(RunFailure, match=message):
+            compared(nonsense(answer, status), run)
+    with pytest.raises(RunFailure, match=r"it shows '<.im_end.>' in an answer"):
+        compared(nonsense(said % '"stone river<|im_end|>"'), run)
+    with pytest.raises(UserError, match="has no model 'stones'; there are a, b: give --model"):
+        compared(nonsense("", 200, '{"data": [{"id": "a"}, {"id": "b"}]}'), run)
+    gone = nonsense("")
+    with pytest.raises(RunFailure, match="no `data` in"):
+        compared(nonsense("", 200, '{"models": []}'), run)
+    with pytest.raises(UserError, match="expected http://HOST:PORT/v1"):
+        compared(gone.removeprefix("http://"), run)
+    with pytest.raises(RunFailure, match="cannot be reached"):
+        compared("http://127.0.0.1:1/v1", run)

@@ -1,0 +1,130 @@
+"""Packed documents with images against plain transformers on each alone; parts; towers in forwards without images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from finetune.errors import UserError
+from finetune.models.attention import image_isolation, per_document
+from finetune.models.attention.image_isolation import ImageTrial, tiny_whole, why_not_isolated
+from finetune.models.head.token_loss import TokenLoss
+from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
+from finetune.models.vision import (
+    FAMILIES,
+    ImagePart,
+    adapted_modules,
+    family_of,
+    freeze_parts,
+    part_of,
+    part_sizes,
+)
+from finetune.recipe.schema import Lora
+
+NAMES = tuple(name for name in FAMILIES if name in tiny.MULTIMODAL)  # Idefics 3 is SmolVLM's code
+
+
+def config_of(name: str) -> Any:
+    return AutoConfig.for_model(**tiny.MULTIMODAL[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_documents_with_images_are_as_each_alone(name: str) -> None:
+    assert why_not_isolated(config_of(name)) is None
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_the_trial_sees_what_a_family_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without M-RoPE's positions, or with images that are read from left to right, a model is refused."""
+    monkeypatch.setattr(image_isolation, "row_positions", lambda config: None)
+    monkeypatch.setattr(image_isolation, "with_whole_images", lambda *arguments: None)
+    why = why_not_isolated(config_of(name))
+    assert why is not None
+    assert "differs from that of each document alone" in why
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pixels_move_their_own_document_only(name: str) -> None:
+    trial = ImageTrial(tiny_whole(config_of(name)), per_document.DOCUMENTS)
+    trial.whole["pixel_values"].requires_grad_(True)
+    losses = trial.row_losses()
+    moved = []
+    for loss in losses:
+        (gradient,) = torch.autograd.grad(loss.sum(), trial.whole["pixel_values"], retain_graph=True, allow_unused=True)
+        moved.append(torch.zeros(()) if gradient is None else gradient)
+    for i, gradient in enumerate(moved):
+        if (own := trial.own_pixels(i)) is None:
+            assert not gradient.any()
+        else:
+            assert not torch.where(own, 0.0, gradient).any()
+            assert gradient[own].abs().max() > 0
+
+
+def test_another_family_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"'mllama' is not among the models .* cross attention"):
+        family_of(config_of("mllama"))
+    with pytest.raises(UserError, match="'llama' is not among"):
+        family_of(AutoConfig.for_model(**tiny.MODELS["llama"]))
+
+
+def tiny_model(name: str) -> Any:
+    torch.manual_seed(0)
+    attention = {"": "sdpa", "text_config": per_document.DOCUMENTS, "vision_config": "sdpa"}
+    config = config_of(name)
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation=attention)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_are_all_of_a_model(name: str) -> None:
+    model = tiny_model(name)
+    family = family_of(model.config)
+    freeze_parts(model, family, ("projector",))
+    sizes = part_sizes(model)
+    assert all(total > 0 for total, _ in sizes.values())
+    assert sum(total for total, _ in sizes.values()) == sum(p.numel() for p in model.parameters())
+    assert [trained for _, trained in sizes.values()] == [0, sizes["projector"][0], 0]
+    for parts in (("language",), ("vision", "language") if name == "gemma3" else ("vision", "projector")):
+        paths = adapted_modules(model, family, parts, Lora())
+        assert {part_of(family, path) for path in paths} == {*parts}
+    assert adapted_modules(model, family, ("language",), Lora(targets=("q_proj",)))
+    with pytest.raises(UserError, match=r"lora\.targets: nothing of 'projector'"):
+        adapted_modules(model, family, ("projector",), Lora(targets=("q_proj",)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("trained", [("language",), ("language", "projector", "vision")])
+def test_a_forward_without_images_runs_the_tower_and_nothing_moves(name: str, trained: tuple[str, ...]) -> None:
+    model = tiny_model(name)
+    freeze_parts(model, family_of(model.config), trained)
+    ids = torch.randint(3, 300, (1, 9))
+    runs: list[Any] = []
+    model.base_model.get_submodule(family_of(model.config).tower).register_forward_hook(lambda *call: runs.append(call))
+    losses = []
+    for images in (None, ImagePart(model, always=True)):
+        wrapped = CausalLMWithLoss(model, images=images).train()
+        targets = TargetTokens(torch.arange(8), ids[0, 1:], TokenLoss())
+        inputs = {"input_ids": ids, "position_ids": torch.arange(9)[None], "use_cache": False}
+        losses.append(wrapped(targets=targets, **inputs, **per_document.prepare((9,))).total)
+    assert len(runs) == 1
+    assert torch.equal(*losses)
+    losses[1].backward()
+    for parameter_name, parameter in model.named_parameters():
+        part = part_of(family_of(model.config), parameter_name)
+        if parameter.requires_grad and part != "language":
+            assert parameter.grad is not None  # each rank has one, or DDP waits
+            assert not parameter.grad.any()
+
+
+def test_what_is_frozen_drops_nothing() -> None:
+    model = tiny_model("qwen2_5_vl")
+    freeze_parts(model, family_of(model.config), ("language", "projector"))
+    wrapped = CausalLMWithLoss(model, images=ImagePart(model, always=False)).train()
+    assert model.base_model.language_model.training
+    assert model.base_model.visual.merger.training
+    assert not model.base_model.visual.blocks[0].training
+    wrapped.eval()
+    assert not model.base_model.visual.merger.training

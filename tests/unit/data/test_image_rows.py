@@ -1,0 +1,283 @@
+"""Rows with images: their forms, files that cannot be used, examples that are too long, and what the cache keeps."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tiny
+from PIL import Image
+from transformers import AutoTokenizer
+
+from finetune.data.examples import Examples, prepare_examples
+from finetune.data.images.image_files import MAX_PIXELS, decode, find_image
+from finetune.data.samples import BadRow
+from finetune.errors import UserError
+from finetune.recipe import Recipe
+from finetune.recipe.schema import Images
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_seeing(tmp_path_factory.mktemp("seeing"), "qwen2_5_vl")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data folder with a picture of 60 x 90 pixels, 6 tokens."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "data"
+    data.mkdir()
+    Image.new("RGB", (60, 90), "red").save(data / "a.png")
+    return data
+
+
+def examples_of(model: Path, path: Path, format: str = "auto", **data: Any) -> Examples:
+    recipe = Recipe.model_validate(
+        {
+            "run": {"name": "r"},
+            "model": {"name": str(model)},
+            "data": {"train": [{"path": str(path), "format": format}], "max_length": 512, "image": {}, **data},
+            "mode": "full",
+            "train": {"max_steps": 1, "precision": "fp32"},
+            "batch": {"rows": 1},
+            "optimizer": {"lr": 1e-3},
+        }
+    )
+    return prepare_examples(recipe, recipe.data.train, AutoTokenizer.from_pretrained(model))
+
+
+def asked(*content: Any) -> dict[str, Any]:
+    said = list(content) if len(content) > 1 or not isinstance(content[0], str) else content[0]
+    return {"messages": [{"role": "user", "content": said}, {"role": "assistant", "content": "red"}]}
+
+
+def png(folder: Path) -> bytes:
+    return (folder / "a.png").read_bytes()
+
+
+def test_all_forms_of_a_row_are_the_same(model: Path, folder: Path) -> None:
+    url = "data:image/png;base64," + base64.b64encode(png(folder)).decode()
+    part, text = {"type": "image"}, {"type": "text", "text": "\nwhich?"}
+    turns = [{"from": "human", "value": "<image>\nwhich?"}, {"from": "gpt", "value": "red"}]
+    rows = {
+        "messages": [
+            asked(part | {"image": "a.png"}, text),
+            asked(part | {"path": "a.png"}, text),
+            asked({"type": "image_url", "image_url": {"url": url}}, text),
+            asked(part, text) | {"images": ["a.png"]},
+            asked("<image>\nwhich?") | {"images": ["a.png"]},
+            asked("<image>\nwhich?") | {"image": "a.png"},
+        ],
+        "sharegpt": [{"conversations": turns, "images": ["a.png"]}, {"conversations": turns, "image": "a.png"}],
+        "prompt_completion": [{"prompt": "<image>\nwhich?", "completion": "red", "images": ["a.png"]}],
+        "alpaca": [{"instruction": "<image>\nwhich?", "output": "red", "images": ["a.png"]}],
+    }
+    seen = []
+    for format, of_format in rows.items():
+        path = tiny.write_rows(folder / f"{format}.jsonl", of_format)
+        seen += [example.sequences[0] for example in examples_of(model, path, format)]
+    assert len(seen) == 10
+    for sequence in seen:
+        assert sequence.input_ids.tolist() == seen[0].input_ids.tolist()
+        assert [(image.height, image.width, image.end - image.begin) for image in sequence.images] == [(90, 60, 6)]
+        assert decode(sequence.images[0].source).getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_parquet_with_images_as_datasets_writes_them(model: Path, folder: Path) -> None:
+    """Bytes in a column, several in a row, none in some."""
+    images = [[{"bytes": png(folder), "path": None}], [], [{"bytes": png(folder), "path": "x.png"}] * 2]
+    said = [[{"type": "image", "text": None}] * len(one) + [{"type": "text", "text": "which?"}] for one in images]
+    messages = [
+        [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "red"}]}]
+        for parts in said
+    ]
+    table = pyarrow.table({"messages": messages, "images": images})
+    pyarrow.parquet.write_table(table, folder / "rows.parquet")
+    examples = examples_of(model, folder / "rows.parquet")
+    assert [len(one.sequences[0].images) for one in examples] == [1, 0, 2]
+    again = examples_of(model, folder / "rows.parquet")  # from the cache
+    assert again.build_s == (None,)
+    for one, other in zip(examples, again, strict=True):
+        assert one.sequences[0].images == other.sequences[0].images
+        assert all(image.source == png(folder) for image in other.sequences[0].images)
+
+
+def test_datasets_own_image_column_is_not_decoded(model: Path, folder: Path) -> None:
+    import datasets
+
+    features = datasets.Features({"prompt": datasets.Value("string"), "completion": datasets.Value("string")})
+    features["images"] = datasets.List(datasets.Image())
+    rows = {"prompt": ["<image> which?"], "completion": ["red"], "images": [[str(folder / "a.png")]]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(folder / "saved"))
+    (example,) = examples_of(model, folder / "saved", image={"outside": True, "folder": "/"})
+    assert [(image.height, image.width) for image in example.sequences[0].images] == [(90, 60)]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (asked("which? <image>") | {"images": ["a.png", "a.png"]}, "2 images, but its messages 1 place"),
+        (asked("which?") | {"images": ["a.png"]}, "1 images, but its messages 0 places"),
+        (asked({"type": "image"}), "names no image"),
+        (asked({"type": "image", "image": "missing.png"}), "no such image"),
+        (asked({"type": "image", "image": "../outside.png"}), "leads out of"),
+        (asked({"type": "image", "image": "/etc/hostname"}), "leads out of"),
+        (asked({"type": "image", "image": "link.png"}), "leads out of"),
+        (asked({"type": "image", "image": "."}), "not a file"),
+        (asked({"type": "image", "image": "https://example.org/a.png"}), "images are not fetched"),
+        (asked({"type": "image", "image": "data:image/png;base64,%%"}), "not base64"),
+        (asked({"type": "image", "image": 7}), "expected the path of an image"),
+        (asked({"type": "image", "image": "a.png", "url": "b.png"}), "keep one"),
+        (asked({"type": "video", "video": "a.mp4"}), "only parts of type 'text' and 'image'"),
+        (asked({"type": "image", "image": "a.png"}, {"type": "text", "text": "\ufffc"}), "U\\+FFFC"),
+        (asked({"type": "image", "image": "a.png"}, {"type": "text", "text": "<|image_pad|>"}), "special token"),
+        (asked({"type": "image", "image": "rows.jsonl"}), "not an image of a kind that is read"),
+        (asked({"type": "image", "image": "cut.png"}), "cut off"),
+        (asked({"type": "image", "image": "cut.jpg"}), "cut off"),
+        (asked({"type": "image", "image": "cut.webp"}), "cannot be read"),
+        (asked({"type": "image", "image": "animated.gif"}), "2 frames"),
+        (asked({"type": "image", "image": "bomb.png"}), "decompression bomb"),
+        (asked({"type": "image", "image": "thin.png"}), "aspect ratio"),
+        (asked({"type": "image", "image": "float.tif"}), "32 bits"),
+    ],
+)
+def test_an_image_that_cannot_be_used_says_so_or_is_counted(
+    row: dict[str, Any], why: str, model: Path, folder: Path
+) -> None:
+    write_bad_images(folder)
+    path = tiny.write_rows(folder / "rows.jsonl", [asked({"type": "image", "image": "a.png"}), row])
+    with pytest.raises(UserError, match=why) as error:
+        examples_of(model, path, "messages")
+    assert f"{path}:2" in str(error.value)
+    kept = examples_of(model, path, "messages", on_bad_row="skip", max_bad_share=1.0)
+    assert (len(kept), kept.report.sources[0].bad) == (1, 1)
+
+
+def write_bad_images(folder: Path) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
+    noise.save(folder.parent / "outside.png")
+    (folder / "link.png").symlink_to(folder.parent / "outside.png")
+    for kind in ("png", "jpg", "webp"):
+        whole = io.BytesIO()
+        noise.save(whole, {"jpg": "jpeg"}.get(kind, kind))
+        (folder / f"cut.{kind}").write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
+    noise.save(folder / "animated.gif", save_all=True, append_images=[Image.new("RGB", (64, 64))])
+    (folder / "bomb.png").write_bytes(_empty_png(30_000, 30_000))
+    Image.new("RGB", (1000, 2)).save(folder / "thin.png")
+    Image.fromarray(np.zeros((9, 9), np.float32)).save(folder / "float.tif")
+
+
+def _empty_png(width: int, height: int) -> bytes:
+    """A few bytes that unpack to `width x height` pixels."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+def test_unusual_images_are_read(folder: Path) -> None:
+    """CMYK, grey of 16 bits, one pixel, transparency on white, upright by EXIF, a palette, two pictures in an MPO."""
+    rules, data_file = Images(), str(tiny.write_rows(folder / "rows.jsonl", [{}]))
+    Image.new("CMYK", (8, 4), (0, 255, 255, 0)).save(folder / "cmyk.jpg")
+    Image.fromarray(np.full((4, 8), 32896, np.uint16)).save(folder / "deep.png")
+    Image.new("RGB", (1, 1), "blue").save(folder / "one.png")
+    Image.new("RGBA", (8, 4), (0, 0, 0, 0)).save(folder / "clear.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for kind in ("jpg", "png", "webp"):
+        Image.new("RGB", (8, 4), "green").save(folder / f"turned.{kind}", exif=exif)
+    Image.new("P", (8, 4)).save(folder / "palette.gif")
+    Image.new("RGB", (8, 4)).save(folder / "two.mpo", save_all=True, append_images=[Image.new("RGB", (8, 4))])
+    for name, size in (
+        *(("cmyk.jpg", (4, 8)), ("deep.png", (4, 8)), ("one.png", (1, 1)), ("clear.png", (4, 8))),
+        *((f"turned.{kind}", (8, 4)) for kind in ("jpg", "png", "webp")),
+        *(("palette.gif", (4, 8)), ("two.mpo", (4, 8))),
+    ):
+        found = find_image(name, rules, data_file)
+        assert (found.height, found.width) == size, name
+        assert decode(found.source).size == size[::-1], name
+    assert decode(str(folder / "deep.png")).getpixel((0, 0)) == (128, 128, 128)
+    assert decode(str(folder / "clear.png")).getpixel((0, 0)) == (255, 255, 255)
+    assert decode(str(folder / "cmyk.jpg")).getpixel((0, 0))[0] > 200
+
+
+def test_pixels_are_looked_at_where_it_is_asked(folder: Path) -> None:
+    """A PNG with an end mark, but damaged within."""
+    data_file, content = str(tiny.write_rows(folder / "rows.jsonl", [{}])), bytearray(png(folder))
+    content[50:60] = b"\0" * 10
+    (folder / "damaged.png").write_bytes(content)
+    find_image("damaged.png", Images(), data_file)
+    with pytest.raises(BadRow, match="cannot be read"):
+        find_image("damaged.png", Images(verify="pixels"), data_file)
+    assert MAX_PIXELS < 10**8  # an image of 100 megapixels is refused
+
+
+@pytest.mark.parametrize("overlong", ["drop", "split", "truncate", "error"])
+def test_an_image_is_never_cut(overlong: str, model: Path, folder: Path) -> None:
+    """Three turns with an image each, of which one fits, or two."""
+    turn = asked({"type": "image", "image": "a.png"}, {"type": "text", "text": "which?"})["messages"]
+    path = tiny.write_rows(folder / "rows.jsonl", [{"messages": turn * 3}, {"messages": turn}])
+    whole = examples_of(model, path, "messages")
+    of_one = whole.lengths[1]
+    most = int(2 * of_one + 3)
+    if overlong == "error":
+        with pytest.raises(UserError, match=f"{path}:1.*data.max_length is {most}"):
+            examples_of(model, path, "messages", max_length=most, overlong=overlong)
+        return
+    examples = examples_of(model, path, "messages", max_length=most, overlong=overlong)
+    per_example = [len(example.sequences[0].images) for example in examples]
+    assert per_example == {"drop": [1], "split": [2, 1, 1], "truncate": [2, 1]}[overlong]
+    for example in examples:
+        (sequence,) = example.sequences
+        token = sequence.input_ids[sequence.images[0].begin]
+        inside = np.concatenate([np.arange(image.begin, image.end) for image in sequence.images])
+        assert np.flatnonzero(sequence.input_ids == token).tolist() == inside.tolist()
+        assert len(sequence.input_ids) <= most
+        assert sequence.num_targets
+    report = examples.report.sources[0]
+    assert (report.dropped_overlong, report.split, report.truncated) == (
+        *(int(overlong == name) for name in ("drop", "split", "truncate")),
+    )
+
+
+def test_rows_with_images_are_refused_without_the_key(model: Path, folder: Path) -> None:
+    path = tiny.write_rows(folder / "rows.jsonl", [asked({"type": "image", "image": "a.png"})])
+    with pytest.raises(UserError, match=r"data\.image"):
+        examples_of(model, path, "messages", image=None)
+
+
+def test_the_same_words_about_another_image_are_another_example(model: Path, folder: Path) -> None:
+    Image.new("RGB", (60, 90), "blue").save(folder / "b.png")
+    rows = [asked({"type": "image", "image": name}, {"type": "text", "text": "which?"}) for name in ("a.png", "b.png")]
+    examples = examples_of(model, tiny.write_rows(folder / "rows.jsonl", [*rows, rows[0]]), "messages")
+    assert examples.report.sources[0].duplicates == 1
+    assert json.loads(json.dumps([one.row for one in examples])) == [1, 2, 3]
+
+
+def test_inspect_shows_what_an_image_is(model: Path, folder: Path) -> None:
+    from finetune.data.token_text import render_rich
+    from finetune.planning.inspect.page import _with_pictures, tokens_of
+
+    rows = [asked({"type": "text", "text": "which "}, {"type": "image", "image": "a.png"})]
+    (example,) = examples_of(model, tiny.write_rows(folder / "rows.jsonl", rows), "messages")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    (sequence,) = example.sequences
+    text = render_rich(sequence, tokenizer).plain
+    assert f"which <|vision_start|>[image 1: {folder / 'a.png'}, 60 x 90 pixels, 6 tokens]<|vision_end|>" in text
+    page = _with_pictures(tokens_of(sequence, tokenizer), sequence)
+    assert page.count("<img ") == 1
+    assert "<|image_pad|>" not in page
+    encoded = str(page).partition("base64,")[2].partition('"')[0]
+    assert Image.open(io.BytesIO(base64.b64decode(encoded))).size == (60, 90)

@@ -1,0 +1,156 @@
+"""`plan`: choices of places by verdict, time and price, for people, machines and `accelerate launch`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from finetune.engine.launch import read_config_file
+from finetune.errors import UserError
+from finetune.planning.check import check_recipe
+from finetune.planning.estimate.command import (
+    PlanOptions,
+    Question,
+    as_dicts,
+    hours_of,
+    memory_of,
+    plan,
+    ranked,
+    run,
+    write_config,
+)
+from finetune.planning.estimate.search import Choice, launches, spot_loss, verdict
+from finetune.planning.estimate.tables import GIB, parse_machines, read_prices, shipped_hardware
+from finetune.planning.estimate.what_if import values_of
+
+KEYS = {"config", "processes", "verdict", "peak_gib", "tensors_gib", "step_s", "tokens_per_s", "price", "why"}
+SHORT = ("train.max_steps=60", "schedule.warmup_steps=6", "train.precision=bf16", "data.max_length=64", "batch.rows=4")
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One plan that several tests look at; made by the first."""
+    return {}
+
+
+@pytest.fixture
+def found(planned: dict[str, Any], recipe: dict[str, Any], write_recipe: Any) -> tuple[Question, list[Choice]]:
+    if not planned:
+        question, choices, founds = plan(write_recipe(recipe), SHORT, PlanOptions(("2xH100-80",)))
+        planned.update(question=question, choices=choices, illegal=founds[0].illegal)
+    return planned["question"], planned["choices"]
+
+
+def test_every_config_is_planned_or_refused_with_its_rule(found: Any, planned: dict[str, Any]) -> None:
+    shipped = {path.stem for path in Path("accelerate_configs").glob("*.yaml")}
+    named = {one.config for one in found[1]} | {name.split()[0] for name in planned["illegal"]}
+    assert named == shipped - {"pp_dp", "fsdp2_tp", "fsdp2_cp"}  # of four devices
+    assert "experts" in planned["illegal"]["ep (ep_size 2)"]
+
+
+def test_objects_for_machines(found: tuple[Question, list[Choice]]) -> None:
+    made = json.loads(json.dumps(as_dicts(*found)))
+    assert all(set(one) >= KEYS for one in made)
+    for one in made:
+        assert one["verdict"] == "fits"
+        assert one["peak_gib"] > one["tensors_gib"] > 0
+        assert one["step_s"] == pytest.approx(sum(one["step_parts_s"].values()))
+        assert one["price"] == pytest.approx(2 * 3.78 * one["step_s"] * 60 / 3600)
+    assert [one["step_s"] for one in made] == sorted(one["step_s"] for one in made)
+
+
+def test_what_changes_no_result_is_all_that_may_differ(found: tuple[Question, list[Choice]]) -> None:
+    free = {"batch.rows_per_device", "train.activation_checkpointing"}
+    assert all(set(one.changes) <= free for one in found[1])
+
+
+def test_the_written_config_is_one_that_accelerate_reads(found: tuple[Question, list[Choice]], tmp_path: Path) -> None:
+    question, choices = found
+    one = next(choice for choice in choices if choice.config == "tp")
+    lines = write_config(question, one, tmp_path)
+    launch = read_config_file(str(tmp_path / "plan-tp-2.yaml"))
+    assert (launch.processes, launch.parallelism.tensor) == (2, 2)
+    assert "batch.rows_per_device" in lines[2]
+    assert "activation_checkpointing" in lines[2]
+
+
+def test_over_budget_or_late_comes_after_what_is_not(found: tuple[Question, list[Choice]]) -> None:
+    cheap, dear = found[1][0], dataclasses.replace(found[1][0], price=1e6, hours=100.0, step=None)
+    assert ranked([dear, cheap], PlanOptions((), budget=50.0))[0] is cheap
+    assert ranked([dear, cheap], PlanOptions((), deadline="12h"))[0] is cheap
+    assert ranked([cheap, dear], PlanOptions(()))[0] is dear  # without a step's time it is first
+
+
+def test_never_fits_within_the_margin() -> None:
+    hardware = shipped_hardware()
+    machines = parse_machines("4090", 1, hardware)
+    device = machines.device.gib
+    margin = hardware.reserve.margin * device
+    for peak, expected in ((device - margin - 0.01, "fits"), (device - margin + 0.01, "tight"), (device + 0.01, "no")):
+        assert verdict(int(peak * GIB), machines, hardware) == expected
+
+
+def test_tensor_parallel_groups_stay_on_a_machine() -> None:
+    machines = parse_machines("4xH100-80", 2, shipped_hardware())
+    sizes = {launch.parallelism.tensor for launch in launches(machines) if launch.where == "tp"}
+    assert sizes == {2, 4}  # not 8
+    assert {launch.parallelism.replicate for launch in launches(machines) if launch.where == "hsdp"} == {2}
+
+
+def test_the_interval_of_checkpoints_loses_least() -> None:
+    prices, machines = read_prices(), parse_machines("8xH100-80", 1, shipped_hardware())
+    price = prices.prices[0].model_copy(update={"losses_per_hour": 0.1})
+    interval, lost = spot_loss(prices, price, machines)
+    assert interval == pytest.approx((2 * (1 / 60) / 0.1) ** 0.5)
+    assert lost == pytest.approx(0.1 * (interval / 2 + 1 / 6) + 1 / 60 / interval)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (PlanOptions(()), "on what"),
+        (PlanOptions(("8xH100-81",)), "did you mean"),
+        (PlanOptions(("2xH100",), by="luck"), "time or price"),
+        (PlanOptions(("2xH100",), budget=-1.0), "above 0"),
+        (PlanOptions(("2xH100",), deadline="12"), "12h, 90m or 2d"),
+    ],
+)
+def test_bad_input_says_what_to_give(
+    recipe: dict[str, Any], write_recipe: Any, options: PlanOptions, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        run(write_recipe(recipe), SHORT, options, Console())
+
+
+def test_check_prints_the_estimate_for_its_config(recipe: dict[str, Any], write_recipe: Any) -> None:
+    report = check_recipe(write_recipe(recipe), SHORT, Path("accelerate_configs/fsdp2.yaml"), 2)
+    assert report.error is None
+    assert "of tensors on a GPU, in " in report.facts["memory"]
+
+
+def test_deadlines_sizes_and_sweeps_are_read() -> None:
+    assert [hours_of(text) for text in ("90m", "12h", "2d")] == [1.5, 12.0, 48.0]
+    assert (memory_of("24GiB"), round(memory_of("24GB"), 2)) == (24.0, 22.35)
+    assert values_of("data.max_length=1024..5000") == ("data.max_length", [1024, 2048, 4096, 5000])
+    assert values_of("lora.rank=8,16") == ("lora.rank", [8, 16])
+    for wrong in ("data.max_length", "data.max_length=0..3", "lora.rank=8;9"):
+        with pytest.raises(UserError, match="--sweep"):
+            values_of(wrong)
+    with pytest.raises(UserError, match="--memory 24"):
+        memory_of("24")
+
+
+def test_a_sweep_and_a_smaller_device(recipe: dict[str, Any], write_recipe: Any, capsys: Any) -> None:
+    path, on = write_recipe(recipe), ("1xH100-80",)
+    run(path, SHORT, PlanOptions(on, sweep="data.max_length=32..64", as_json=True), Console())
+    lines = json.loads(capsys.readouterr().out)
+    assert [line["data.max_length"] for line in lines] == [32, 64]
+    assert {line["verdict"] for line in lines} == {"fits"}
+    run(path, SHORT, PlanOptions(on, memory="1.1GiB", as_json=True), Console())
+    lines = json.loads(capsys.readouterr().out)
+    assert lines[0]["change"] == "no change (as it is)"
