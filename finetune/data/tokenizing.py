@@ -262,7 +262,9 @@ def _turns(example: TokenizedExample, most: int) -> Iterator[TokenizedExample]:
     turns as fit into `most` tokens. A turn that is longer by itself is left out."""
     (sequence,) = example.sequences
     mask = np.append(sequence.loss_mask, False)
-    ends = np.flatnonzero(mask[:-1] & ~mask[1:]) + 1  # of answers
+    ends = np.flatnonzero(mask[:-1] & ~mask[1:]) + 1  # of answers, and before an image within one
+    for image in sequence.images:
+        ends = ends[(ends <= image.begin) | (ends >= image.end)]
     begin = 0
     while begin < len(mask) - 1 and len(later := ends[ends > begin]):
         fitting = later[later <= begin + most]

@@ -440,8 +440,8 @@ def images_of_rows(recipe: Recipe) -> Iterator[Finding]:
         return
     if image.max_pixels and image.min_pixels and image.min_pixels > image.max_pixels:
         yield "data.image.min_pixels", f"is above max_pixels ({image.max_pixels}): lower it"
-    if recipe.data.overlong == "truncate" and recipe.objective.train_on == "all":
-        yield "data.overlong", "with images, `truncate` cuts after an answer, and `train_on: all` knows none: use drop"
+    if (overlong := recipe.data.overlong) in ("truncate", "split") and recipe.objective.train_on == "all":
+        yield "data.overlong", f"with images, `{overlong}` cuts after answers, and `train_on: all` knows none: use drop"
     if recipe.model.config is not None:
         yield "data.image", "a model from `model.config` has no image processor: give `model.name`, or remove this"
 
