@@ -324,6 +324,12 @@ def plan(
     ] = None,
     hardware: Annotated[Path | None, typer.Option(help="Own devices. Default: hardware.yaml, if it is here.")] = None,
     prices: Annotated[Path | None, typer.Option(help="Own prices. Default: prices.yaml, if it is here.")] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Run steps of the best place on devices that are not there; minutes.")
+    ] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="RECIPE ... are run directories: predicted beside measured memory.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a run before renting for it: does it fit, how fast, at what price, with which accelerate config.
@@ -332,17 +338,28 @@ def plan(
     numbers rest on.
 
     Example: [bold]python -m finetune plan recipes/llama3.1-8b/lora.yaml --on 8xH100-80 --on 2x4090[/bold]
+
+    With --report, predicted memory beside what runs measured: [bold]python -m finetune plan --report runs/*[/bold]
     """
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
     quiet_libraries()
     with few_collections():
         import_transformers()
         from finetune.planning.estimate.command import PlanOptions, run
+        from finetune.planning.estimate.errors import compare_runs, table
+        from finetune.training.exact import show_exact
 
+    if report:
+        print(table(compare_runs([recipe, *map(Path, overrides or ())])))
+        return
     ranking = {"nodes": nodes, "by": by, "budget": budget, "deadline": deadline, "spot": spot, "measure": probe}
     wanted = {"write": write, "html": html, "sweep": sweep, "memory": memory, "as_json": as_json}
     options = PlanOptions(tuple(on or ()), **ranking, **wanted, hardware=hardware, prices=prices)
-    run(recipe, overrides or (), options, Console())
+    best = run(recipe, overrides or (), options, Console())
+    if exact:
+        if best is None:
+            raise UserError("--exact is of the best place: leave out --sweep and --memory")
+        show_exact(recipe, overrides or (), best, Console(stderr=as_json))
 
 
 @app.command(cls=Command)

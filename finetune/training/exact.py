@@ -13,12 +13,21 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import yaml
+from rich.console import Console
+from rich.table import Table
+
 from finetune.errors import UserError
+from finetune.planning.estimate.command import accelerate_config
+from finetune.planning.estimate.search import Choice
+from finetune.training.display import PassProgress
 
 PHASES = ("load", "wrap", "forward", "backward", "reduction", "optimizer", "save")
 _ORDER = ("load", "wrap", *("batch", "forward", "backward", "reduction", "optimizer") * 2, "save")  # of a run
@@ -70,10 +79,27 @@ def exact_memory(
     return ExactMemory(found["phases"], [(what, size) for what, size in found["at_peak"]])
 
 
+def show_exact(recipe_file: Path, overrides: Sequence[str], place: Choice, console: Console) -> None:
+    """Prints the memory of a place by formula beside that of its steps as they run. Raises UserError."""
+    with tempfile.TemporaryDirectory() as folder, PassProgress(console, "steps", 100, 0, True) as progress:
+        file = Path(folder, f"{place.config}.yaml")
+        file.write_text(yaml.safe_dump(accelerate_config(place), sort_keys=False), encoding="utf-8")
+        changed = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in place.changes.items())]
+        told = lambda share, _phase: progress.update(round(100 * share))  # noqa: E731
+        found = exact_memory(str(recipe_file), changed, str(file), place.launch.processes, told)
+    formula, gib = place.memory.phases, 2**30
+    table = Table("phase", "by formula, GiB", "as it runs, GiB", box=None, pad_edge=False)
+    for phase, size in found.phases.items():
+        same = formula.get("step" if phase == "optimizer" else phase)
+        table.add_row(phase, "" if same is None else f"{same / gib:.2f}", f"{size / gib:.2f}")
+    console.print(f"\n{place.config}, {place.launch.processes} processes, tensors of rank 0:", highlight=False)
+    console.print(table)
+    largest = ", ".join(f"{what} {size / gib:.2f}" for what, size in found.at_peak[:4])
+    console.print(f"at the peak, GiB: {largest}", highlight=False, markup=False)
+
+
 def main(recipe_file: str, config_file: str, processes: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Returns what is written last."""
-    from rich.console import Console
-
     from finetune.data.building import OpenedSources
     from finetune.data.dataset import build_training
     from finetune.engine.base import Engine

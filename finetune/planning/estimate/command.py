@@ -66,8 +66,8 @@ class PlanOptions:
     as_json: bool = False
 
 
-def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> None:
-    """The command. Raises UserError."""
+def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> Choice | None:
+    """The command; returns the best place, None where values were tried. Raises UserError."""
     if not options.on:
         raise UserError("plan: on what? Give --on, such as --on 8xH100-80, or --on 2xcpu for this machine")
     if options.by not in ("time", "price"):
@@ -78,7 +78,7 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
         hours_of(options.deadline)
     if options.sweep or options.memory:
         what_if(path, overrides, options, console)
-        return
+        return None
     question, choices, founds = plan(path, overrides, options)
     if options.as_json:
         print(json.dumps(as_dicts(question, choices), indent=1))
@@ -92,6 +92,7 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
     if options.write:
         for line in write_config(question, choices[0], Path()):
             print(line, file=sys.stderr if options.as_json else sys.stdout)
+    return choices[0]
 
 
 def plan(path: Path, overrides: Sequence[str], options: PlanOptions) -> tuple[Question, list[Choice], list[Found]]:
@@ -442,10 +443,8 @@ def _unknown(question: Question, choices: Sequence[Choice], options: PlanOptions
 
 def write_config(question: Question, one: Choice, folder: Path) -> list[str]:
     """Writes the accelerate config of a choice; returns lines for people: the file, the launch, what may change."""
-    config = dict(one.launch.config)
-    config["num_processes"], config["num_machines"] = one.launch.processes, one.machines.machines
     path = folder / f"plan-{one.config}-{one.launch.processes}.yaml"
-    text = yaml.safe_dump(config, sort_keys=False)
+    text = yaml.safe_dump(accelerate_config(one), sort_keys=False)
     write_atomically(path, f"# Written by `finetune plan {question.path} --on {one.machines.name}`.\n{text}")
     lines = [f"wrote {path}", f"accelerate launch --config_file {path} -m finetune train {question.path}"]
     lines[1] += "".join(f" {key}={_yaml(value)}" for key, value in one.changes.items())
@@ -454,6 +453,10 @@ def write_config(question: Question, one: Choice, folder: Path) -> list[str]:
         free.insert(0, "batch.rows_per_device")
     now = ", ".join(f"{key}: {_yaml(one.changes.get(key, _value(question.recipe, key)))}" for key in free)
     return [*lines, f"lines of the recipe that may change without changing its result: {now}"]
+
+
+def accelerate_config(one: Choice) -> dict[str, Any]:
+    return {**one.launch.config, "num_processes": one.launch.processes, "num_machines": one.machines.machines}
 
 
 def _value(recipe: Recipe, key: str) -> Any:
