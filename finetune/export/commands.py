@@ -23,6 +23,7 @@ from transformers import (
 
 from finetune.errors import RunFailure, UserError
 from finetune.export.scoring import is_scoring, read_labels
+from finetune.export.trained import check_model_folder
 from finetune.models.added_tokens import grow_to
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.config import first_line, model_config
@@ -38,7 +39,7 @@ def model_folder(run_dir: Path) -> Path:
         raise UserError(
             f"{run_dir}: no result here (no model/config.json or model/adapter_config.json); has the run finished?"
         )
-    return folder
+    return check_model_folder(folder)
 
 
 def load_result(run_dir: Path) -> tuple[Any, Any]:
@@ -181,6 +182,11 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
     trained = find_trained(run_dir, options.step, options.average)
+    if trained.recipe is None and not trained.is_adapter:
+        raise UserError(
+            f"{run_dir}: a plain model folder that no run is around: there is nothing to merge; llama.cpp's "
+            "convert_hf_to_gguf.py makes a GGUF file of it"
+        )
     suffix = f"-{options.quantised}" if options.quantised else ""
     suffix += f"-step-{trained.step}" if trained.is_checkpoint else ""
     suffix += f"-mean-of-{options.average}" if options.average else ""
@@ -220,7 +226,10 @@ def verify_run(export: Path, run_dir: Path, step: str | None, base: str | None, 
     for folder in (export, run_dir):
         if not folder.exists():
             raise UserError(f"{folder}: no such folder")
-    return gate(find_against(run_dir, export, step), export, base, console, rows)
+    trained = find_against(run_dir, export, step)
+    if trained.recipe is None:
+        raise UserError(f"{run_dir}: no recipe.yaml here, so there are no rows to compare on: give a run directory")
+    return gate(trained, export, base, console, rows)
 
 
 def load_base(adapter: Path, elsewhere: str | None = None, device_map: str | None = None) -> Any:
@@ -232,7 +241,7 @@ def load_base(adapter: Path, elsewhere: str | None = None, device_map: str | Non
     name = elsewhere or settings["base_model_name_or_path"]
     size = len(AutoTokenizer.from_pretrained(adapter))
     try:
-        if settings["task_type"] != "SEQ_CLS":
+        if settings.get("task_type") != "SEQ_CLS":
             return grow_to(auto_class(name).from_pretrained(name, dtype="auto", device_map=device_map), size)
         config = labelled(model_config(Model(name=name)), read_labels(adapter))
         config.get_text_config().pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id

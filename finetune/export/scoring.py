@@ -55,6 +55,6 @@ def read_labels(adapter: Path) -> tuple[str, ...]:
 def is_scoring(folder: Path) -> bool:
     """Returns whether a result, an adapter or a full model, has a head of scores."""
     if (folder / "adapter_config.json").is_file():
-        return json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["task_type"] == "SEQ_CLS"
+        return json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("task_type") == "SEQ_CLS"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return any("ForSequenceClassification" in name for name in config.get("architectures") or ())

@@ -88,7 +88,7 @@ def find_trained(run_dir: Path, step: str | None = None, average: int | None = N
     recipe = load_recipe(recipe_file) if recipe_file.is_file() else None
     result = next((f for f in (run_dir / "model", run_dir) if _has_weights(f)), None)
     if step is None and average is None and result is not None:
-        return _result(run_dir, recipe, result)
+        return _result(run_dir, recipe, check_model_folder(result))
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     if not checkpoints or recipe is None:
         what = "no checkpoint either" if step is None else "no checkpoint"
@@ -104,6 +104,23 @@ def find_trained(run_dir: Path, step: str | None = None, average: int | None = N
 
 def _has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def check_model_folder(folder: Path) -> Path:
+    """Returns the folder of a model or an adapter. Raises UserError where its files are not what their names say."""
+    for name, key in (("config.json", "model_type"), ("adapter_config.json", "base_model_name_or_path")):
+        if not (file := folder / name).is_file():
+            continue
+        try:
+            settings = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            settings = None
+        if not isinstance(settings, dict) or key not in settings:
+            raise UserError(f"{file}: not the settings of a model (no `{key}`): is this a folder of another program?")
+    for kind, patterns in (("weights", ("*.safetensors", "*.bin")), ("tokenizer", ("tokenizer*", "vocab*"))):
+        if not any(path for pattern in patterns for path in folder.glob(pattern)):
+            raise UserError(f"{folder}: no {kind} here ({', '.join(patterns)}), so this is no whole model")
+    return folder
 
 
 def _result(run_dir: Path, recipe: Recipe | None, folder: Path) -> Trained:

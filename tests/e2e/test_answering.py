@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.errors import UserError
 from finetune.export.answering import Sampling, StopFilter, answer_file, answers, chat_with, load_answerer
+from finetune.export.commands import ExportOptions, export_run, verify_run
 
 ANSWERS = {"stones": "stone river", "lights": "green light cloud"}
 
@@ -170,3 +171,35 @@ def test_the_command_line(taught: Path, tmp_path: Path) -> None:
     assert json.loads(out.read_text())["answer"] == ANSWERS["stones"]
     done = finetune("generate", taught / "stones", "green", "--input", source, "--output", out)
     assert (done.returncode, "give prompts, or --input" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no result here"),
+        ({"config.json": "hello"}, "not the settings of a model (no `model_type`)"),
+        ({"adapter_config.json": '{"r": 4}'}, "not the settings of a model (no `base_model_name_or_path`)"),
+        ({"config.json": '{"model_type": "llama"}'}, "no weights here"),
+        ({"config.json": '{"model_type": "llama"}', "model.safetensors": ""}, "no tokenizer here"),
+    ],
+)
+def test_a_foreign_folder(taught: Path, tmp_path: Path, files: dict[str, str], message: str) -> None:
+    """No command leaves anything, or shows a traceback."""
+    folder, out, quiet = tmp_path / "foreign", tmp_path / "out", Console(quiet=True)
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    for command in (
+        lambda: answers(folder, ["x"], Sampling(3)),
+        lambda: chat_with(folder, Sampling(3), None),
+        lambda: export_run(folder, ExportOptions(out=out), quiet),
+        lambda: verify_run(taught / "llama", folder, None, None, 4, quiet),
+    ):
+        with pytest.raises(UserError) as caught:
+            command()
+        assert message in str(caught.value)
+    with pytest.raises(UserError, match="a plain model folder that no run is around"):
+        export_run(taught / "llama", ExportOptions(out=out), quiet)
+    with pytest.raises(UserError, match=r"no recipe.yaml here, so there are no rows"):
+        verify_run(taught / "llama", taught / "llama", None, None, 4, quiet)
+    assert not out.exists()
