@@ -315,6 +315,7 @@ def plan(
     spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken away.")] = False,
     probe: Annotated[bool, typer.Option("--probe", help="Measure this machine's speed, half a minute.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the accelerate config of the best place.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a picture of memory.")] = None,
     sweep: Annotated[
         str | None, typer.Option(metavar="KEY=FIRST..LAST", help="Other values of a key: data.max_length=2048..131072.")
     ] = None,
@@ -338,22 +339,10 @@ def plan(
         import_transformers()
         from finetune.planning.estimate.command import PlanOptions, run
 
-    wanted = (
-        tuple(on or ()),
-        nodes,
-        budget,
-        deadline,
-        by,
-        spot,
-        probe,
-        write,
-        sweep,
-        memory,
-        hardware,
-        prices,
-        as_json,
-    )
-    run(recipe, overrides or (), PlanOptions(*wanted), Console())
+    ranking = {"nodes": nodes, "by": by, "budget": budget, "deadline": deadline, "spot": spot, "measure": probe}
+    wanted = {"write": write, "html": html, "sweep": sweep, "memory": memory, "as_json": as_json}
+    options = PlanOptions(tuple(on or ()), **ranking, **wanted, hardware=hardware, prices=prices)
+    run(recipe, overrides or (), options, Console())
 
 
 @app.command(cls=Command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.renderer import labels_of
-from finetune.data.samples import Example, Sequence
+from finetune.data.samples import Example, Image, Sequence
 
 SHOWN_TOKENS = 400  # of an example inside an error message, and in a terminal
 
@@ -181,7 +181,7 @@ def render_rich(
     tokens, which another sequence begins with, too.
     """
     look = look or Look()
-    shown, tokens = Text(), tokens_of(sequence, tokenizer)
+    shown, tokens = Text(), images_as_one(tokens_of(sequence, tokenizer), sequence)
     kept, left_out = shortened(tokens, None if look.full else SHOWN_TOKENS)
     _draw(shown, kept[0][:shared], 0, look)
     if 0 < shared <= len(kept[0]):
@@ -191,6 +191,20 @@ def render_rich(
         shown.append(f"\n... {left_out_note(left_out)} (--full shows them) ...\n", style="italic yellow")
         _draw(shown, kept[1], len(tokens) - len(kept[1]), look)
     return shown
+
+
+def image_note(image: Image, number: int) -> str:
+    """Returns what an image is, in a line: image 1: cats/1.jpg, 60 x 90 pixels, 6 tokens."""
+    name = image.source if isinstance(image.source, str) else "in the row"
+    return f"image {number}: {visible(name)}, {image.width} x {image.height} pixels, {image.end - image.begin:,} tokens"
+
+
+def images_as_one(tokens: list[Token], sequence: Sequence) -> list[Token]:
+    """Returns the tokens with one in place of those of each image, which says what it is."""
+    for number, image in reversed(list(enumerate(sequence.images, start=1))):
+        first = replace(tokens[image.begin], text=f"[{image_note(image, number)}]", part="")
+        tokens[image.begin : image.end] = [first]
+    return tokens
 
 
 def left_out_note(left_out: ListLike[Token]) -> str:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from finetune.errors import UserError
 from finetune.models.added_tokens import add_tokens
+from finetune.models.checkpoint_files import tensor_names
 from finetune.recipe.schema import Model, Recipe, Tokens
 
 
@@ -26,6 +27,7 @@ def model_config(model: Model) -> PretrainedConfig:
         from finetune.models.vision import family_of
 
         family_of(config)
+        _tie_as_in_files(model, config)
         return config
     if not config.sub_configs:
         return config
@@ -41,6 +43,14 @@ def model_config(model: Model) -> PretrainedConfig:
             f"text part alone, `model_type: {text}`"
         )
     return config
+
+
+def _tie_as_in_files(model: Model, config: PretrainedConfig) -> None:
+    """Tie the head of a multimodal model where its files do: the default of its class may say otherwise (Mistral 3),
+    and then only those ranks would have a head of its own that read the files. Raises UserError."""
+    has_head = any(name.endswith("lm_head.weight") for name in tensor_names(model))
+    text = config.get_text_config(decoder=True)
+    config.tie_word_embeddings = config.tie_word_embeddings and (text.tie_word_embeddings or not has_head)
 
 
 def base_config(model: Model) -> PretrainedConfig:

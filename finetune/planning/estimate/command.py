@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from finetune.errors import UserError
 from finetune.models.config import base_config, training_config
 from finetune.planning.estimate.lengths import Lengths, RowFacts, read_lengths, widest
+from finetune.planning.estimate.page import write_page
 from finetune.planning.estimate.search import (
     ORDER,
     Choice,
@@ -57,6 +58,7 @@ class PlanOptions:
     spot: bool = False
     measure: bool = False  # --probe
     write: bool = False
+    html: Path | None = None
     sweep: str | None = None
     memory: str | None = None
     hardware: Path | None = None
@@ -82,6 +84,11 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
         print(json.dumps(as_dicts(question, choices), indent=1))
     else:
         show(console, question, choices, founds, options)
+    if options.html:
+        unknown = _unknown(question, choices, options)
+        lines = [f"lengths: {question.rows.source}", *_money(question, choices[0]), *unknown]
+        write_page(options.html, question, choices, lines)
+        print(f"wrote {options.html}", file=sys.stderr if options.as_json else sys.stdout)
     if options.write:
         for line in write_config(question, choices[0], Path()):
             print(line, file=sys.stderr if options.as_json else sys.stdout)

@@ -172,7 +172,7 @@ def _others(
     recipe, rows = question.recipe, question.recipe.batch.rows_per_device
     fewer, keeps = own.verdict != "fits", recipe.train.activation_checkpointing
     changes: list[dict[str, Any]] = []
-    if not fewer and not launch.parallelism.is_plain:
+    if not fewer and launch.parallelism.data < launch.processes:
         return
     if keeps is not fewer:
         changes.append({"train.activation_checkpointing": fewer})

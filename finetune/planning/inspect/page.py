@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import io
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from finetune.data.samples import Example
+from finetune.data.samples import Example, Image
 from finetune.data.samples import Sequence as TokenSequence
-from finetune.data.token_text import INVISIBLE, Token, left_out_note, shortened, tokens_of, visible
+from finetune.data.token_text import INVISIBLE, Token, image_note, left_out_note, shortened, tokens_of, visible
 from finetune.errors import UserError
 from finetune.planning.inspect.dataset_view import (
     LOSSES,
@@ -268,6 +269,9 @@ def _page_sequence(
     view: DatasetView, example: Example, sequence: TokenSequence, name: str, shared: int, full: bool
 ) -> PageSequence:
     tokens = tokens_of(sequence, view.tokenizer)
+    if sequence.images:
+        seen = _with_pictures(tokens, sequence)
+        return PageSequence(example.path, example.row, name, len(tokens), sequence.num_targets, seen, "", Markup())
     (head, tail), left_out = shortened(tokens, None if full else SHOWN_TOKENS)
     begin = Markup('<span class="p">{}</span>').format(tokens_html(head[:shared])) if shared else Markup()
     return PageSequence(
@@ -280,6 +284,33 @@ def _page_sequence(
         left_out=left_out_note(left_out) if left_out else "",
         tail=tokens_html(tail, len(tokens) - len(tail)),
     )
+
+
+PICTURE_SIDE = 320  # pixels, at most
+
+
+def _with_pictures(tokens: Sequence[Token], sequence: TokenSequence) -> Markup:
+    """Returns the text of a sequence with its pictures where their tokens are, small and within the page."""
+    pieces, last = [], 0
+    for number, image in enumerate(sequence.images, start=1):
+        pieces += [tokens_html(tokens[last : image.begin], last), _picture(image, number)]
+        last = image.end
+    return Markup().join([*pieces, tokens_html(tokens[last:], last)])
+
+
+def _picture(image: Image, number: int) -> Markup:
+    from finetune.data.images.image_files import BROKEN, decode
+
+    note = image_note(image, number)
+    try:
+        picture = decode(image.source)
+    except BROKEN as error:
+        return Markup("<span>[{}: {}]</span>").format(note, visible(str(error)))
+    picture.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
+    content = io.BytesIO()
+    picture.save(content, "png")
+    source = base64.b64encode(content.getvalue()).decode()
+    return Markup('<img src="data:image/png;base64,{}" alt="{}" title="{}">').format(source, note, note)
 
 
 def _packed_row(view: DatasetView, number: int, full: bool) -> dict[str, Any]:

@@ -264,3 +264,20 @@ def test_the_same_words_about_another_image_are_another_example(model: Path, fol
     examples = examples_of(model, tiny.write_rows(folder / "rows.jsonl", [*rows, rows[0]]), "messages")
     assert examples.report.sources[0].duplicates == 1
     assert json.loads(json.dumps([one.row for one in examples])) == [1, 2, 3]
+
+
+def test_inspect_shows_what_an_image_is(model: Path, folder: Path) -> None:
+    from finetune.data.token_text import render_rich
+    from finetune.planning.inspect.page import _with_pictures, tokens_of
+
+    rows = [asked({"type": "text", "text": "which "}, {"type": "image", "image": "a.png"})]
+    (example,) = examples_of(model, tiny.write_rows(folder / "rows.jsonl", rows), "messages")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    (sequence,) = example.sequences
+    text = render_rich(sequence, tokenizer).plain
+    assert f"which <|vision_start|>[image 1: {folder / 'a.png'}, 60 x 90 pixels, 6 tokens]<|vision_end|>" in text
+    page = _with_pictures(tokens_of(sequence, tokenizer), sequence)
+    assert page.count("<img ") == 1
+    assert "<|image_pad|>" not in page
+    encoded = str(page).partition("base64,")[2].partition('"')[0]
+    assert Image.open(io.BytesIO(base64.b64decode(encoded))).size == (60, 90)

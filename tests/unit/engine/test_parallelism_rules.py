@@ -43,7 +43,6 @@ LORA = ("mode=lora", "lora={rank: 4, alpha: 8}")
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}")
 IN_BACKWARD = ("optimizer.in_backward=true", "optimizer.max_grad_norm=null", "batch.rows=2")
 BALANCE = ("objective.router_aux_loss_coef=0.1",)
-REWARD = ("objective.name=reward", "data.train=[{path: a, format: preference}]", "data.eval=[]")
 
 
 def launch(kind: Kind, processes: int, **sizes: int) -> Launch:
@@ -86,7 +85,6 @@ REFUSED = [
         "`dynamic` RoPE depend on a document's length",
     ),
     (SEQUENCE, GPT2Config(n_head=6, n_embd=48), (), "set the model's `attn_pdrop` to 0"),
-    (launch("replicated", 2, pp=2), TINY_LLAMA, REWARD, "reward` has a head of scores, .*: use fsdp2 or zero3"),
     (EXPERT, TINY_LLAMA, (), "`parallelism_config_ep_size: 2`: the model has no experts: remove"),
     (launch("fsdp2", 6, ep=3), MIXTRAL, (), "must divide the model's 8 experts: set it to 2 or 4"),
     (launch("fsdp2", 6, ep=4), MIXTRAL, (), "must divide the 6 shards of a model: set it to 3 or 6"),

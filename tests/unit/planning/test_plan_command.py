@@ -24,6 +24,7 @@ from finetune.planning.estimate.command import (
     run,
     write_config,
 )
+from finetune.planning.estimate.page import write_page
 from finetune.planning.estimate.search import Choice, launches, spot_loss, verdict
 from finetune.planning.estimate.tables import GIB, parse_machines, read_prices, shipped_hardware
 from finetune.planning.estimate.what_if import values_of
@@ -125,6 +126,17 @@ def test_bad_input_says_what_to_give(
 ) -> None:
     with pytest.raises(UserError, match=words):
         run(write_recipe(recipe), SHORT, options, Console())
+
+
+def test_the_page_draws_every_phase_and_asks_for_nothing(found: tuple[Question, list[Choice]], tmp_path: Path) -> None:
+    question, choices = found
+    write_page(tmp_path / "plan.html", question, choices, ["a <line>"])
+    page = (tmp_path / "plan.html").read_text()
+    assert page.count("<figure>") == 6
+    assert all(f">{phase}</text>" in page for phase in choices[0].memory.phases)
+    assert "a &lt;line&gt;" in page
+    assert "<script" not in page
+    assert "https:" not in page
 
 
 def test_check_prints_the_estimate_for_its_config(recipe: dict[str, Any], write_recipe: Any) -> None:
