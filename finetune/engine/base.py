@@ -122,6 +122,11 @@ class Engine(abc.ABC):
         finally:
             self.model.train()
 
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Around a generation's many short forwards, in `evaluating`. Collective."""
+        yield
+
     @property
     def forwards_alike(self) -> bool:
         """Whether all micro-batches of a step must have equally many tokens."""

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ class Fsdp2(Engine):
             self._sharded = parallelize(causal_lm, self._tensor_group)
         expert_meshes = parallelize_experts(causal_lm, self.parallelism, self.device.type, self.stopwatch)
         sharding = self._sharding()
-        shard_model(model, sharding_units(causal_lm, self._plugin()), sharding, expert_meshes)
+        self._freed: list[Any] = shard_model(model, sharding_units(causal_lm, self._plugin()), sharding, expert_meshes)
         if weights is not None:
             shard_device = torch.device("cpu") if isinstance(sharding.offload, CPUOffloadPolicy) else self.device
             fill_shards(causal_lm, weights, self._sharded.shards, self.device, shard_device)
@@ -107,6 +108,23 @@ class Fsdp2(Engine):
         offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if offloads else OffloadPolicy()
         return Sharding(self._meshes, self._policy, offload, plugin.reshard_after_forward)
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Keeps layers gathered from one token to the next, where all ranks have the memory: twice that of the weights,
+        of which the cache of keys and values needs some. Else every token gathers the model.
+        """
+        needed = sum(p.numel() * p.element_size() for module in self._freed for p in module.parameters())
+        lacking = self.ranks.sum(float(2 * needed > free_bytes(self.device, self.local_processes)))[0]
+        kept = [] if lacking else self._freed
+        for module in kept:
+            module.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for module in kept:
+                module.reshard()
+                module.set_reshard_after_forward(True, recurse=False)
 
     @property
     def gathers_in_forward(self) -> bool:
@@ -195,6 +213,14 @@ class Fsdp2(Engine):
             name: tensor.new_empty(shards[name].full_shape(tensor.shape)) if name in shards else tensor
             for name, tensor in shapes.items()
         }
+
+
+def free_bytes(device: torch.device, local_processes: int) -> int:
+    """Returns what this process may still take of a device's memory; on CPUs its share of the host's."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available // local_processes
+    kept_by_allocator = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept_by_allocator
 
 
 class ShardWaits:

@@ -83,8 +83,9 @@ def shard_model(
     units: list[nn.Module],
     sharding: Sharding,
     expert_meshes: Mapping[nn.Module, DeviceMesh] | None = None,
-) -> None:
-    """Shard every parameter of a model, in place; its forward gathers them.
+) -> list[nn.Module]:
+    """Shard every parameter of a model, in place; its forward gathers them. Returns the modules whose gathered
+    parameters are freed after their forward, where the config says so.
 
     units: decoder layers, inner ones first. expert_meshes: modules in them that are sharded over other ranks, each a
     unit of its own.
@@ -96,14 +97,17 @@ def shard_model(
         fully_shard(module, **layers, reshard_after_forward=sharding.reshard)
     causal_lm = model.causal_lm
     embedding, head = causal_lm.get_input_embeddings(), output_head(causal_lm)
+    freed = [*(expert_meshes or {}), *units]
     tail = [final_norm(causal_lm), head]
     embedding_parameters = {id(parameter) for parameter in embedding.parameters()}
     if any(id(parameter) in embedding_parameters for parameter in head.parameters()):  # tied
         tail.insert(0, embedding)  # the first of them to run gathers all
     else:
         fully_shard(embedding, **ends, reshard_after_forward=sharding.reshard)
+        freed.append(embedding)
     fully_shard([module for module in tail if module is not None], **ends, reshard_after_forward=False)
     fully_shard(model, **layers)
+    return freed if sharding.reshard is True else []
 
 
 def final_norm(model: Any) -> nn.Module | None:

@@ -20,7 +20,7 @@ from finetune.engine.state_shards import Part, Types
 from finetune.errors import UserError
 from finetune.models.attention.mixers import is_mixer, with_positional_input
 from finetune.models.config import dtypes
-from finetune.models.quantized import linear_weights, move
+from finetune.models.quantized import linear_weights, move_states
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel, trained_head
 from finetune.recipe.schema import Recipe
@@ -102,7 +102,7 @@ class Zero(Engine):
         from deepspeed.runtime.zero import Init
 
         Init(module=model, dtype=torch.float32, config_dict_or_path=config)
-        move(model, self.device)  # buffers, and what unpacks weights
+        move_states(model, self.device)
 
     @staticmethod
     def _make_leaves(model: Any) -> None:

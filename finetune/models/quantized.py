@@ -56,17 +56,18 @@ def quantise(
         packed = pack(weight if weight.is_meta else weight.to(device), bias, compute)
         packed.requires_grad_(False)
         if not weight.is_meta:
-            move(packed, kept_on)
+            move_states(packed.to(kept_on), kept_on)
         model.set_submodule(name, packed)
     model.is_loaded_in_4bit = settings.type != "fp8"  # peft asks
 
 
-def move(model: nn.Module, device: torch.device) -> None:
-    """Move a model to a device, in place; its quantisation states as well, which are no module's tensors."""
-    model.to(device)
+def move_states(model: nn.Module, device: torch.device) -> None:
+    """Move what unpacks weights, and other buffers, to a device, in place; parameters stay where they are."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and (state := getattr(module, "quant_state", None)) is not None:
             state.to(device)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def linear_weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:

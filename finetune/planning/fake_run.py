@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from finetune.data.loader import Loader, StepBatches
 from finetune.engine.base import Engine
 from finetune.engine.launch import Launch, read_config_file, read_launch
 from finetune.engine.start import start_engine
+from finetune.engine.zero import Zero
 from finetune.models import quantized
 from finetune.models.attention import attention_for
 from finetune.models.weights import without_weights
@@ -149,12 +151,16 @@ def _read_state(engine: Engine, trainable_only: bool) -> None:
 
 @contextlib.contextmanager
 def _without_agreement(launch: Launch) -> Iterator[None]:
-    """DeepSpeed compares numbers over ranks, which here have none."""
+    """DeepSpeed compares numbers over ranks, which here have none, and moves parameters in place, which fake tensors
+    cannot: packed weights are on the device from the start."""
     if launch.kind == "zero":
         import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
         import deepspeed.runtime.zero.utils as utils
 
         coordinator.assert_ints_same_as_other_ranks = utils.assert_ints_same_as_other_ranks = lambda _ints: None
+        placement = Zero.placement
+        Zero.placement = lambda self, recipe: replace(placement(self, recipe), packed_on=None)
+        Zero._shard_packed = lambda *_: None
     yield
 
 

@@ -67,7 +67,7 @@ class Evaluator:
         with self.engine.evaluating():
             metrics = self._losses()
         num_generations = max(self.recipe.exact_match, self.recipe.generate)
-        with self.engine.evaluating(), uncompiled():
+        with self.engine.evaluating(), self.engine.generating(), uncompiled():
             generations = self._generations(num_generations) if num_generations else []
         if self.recipe.exact_match and generations:
             scored = generations[: self.recipe.exact_match]

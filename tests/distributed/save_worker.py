@@ -6,11 +6,13 @@
 plan.json   {"recipe": file, "out": folder, "cases": [{"name", "overrides", "folder", "shard_bytes", "wrong"}, ...]}
 out/        <folder>/ the result, where it could be saved; <name>-<rank>.json: {"error", "message"}
 
+The case "generates" also has "generated": what `greedy` returns, and how many gathers it takes.
 `wrong`: "nan", a value that the last rank holds is not a number; "full", no file of rank 0 can outgrow FILE_LIMIT.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
@@ -41,6 +43,7 @@ def run_case(
     wrap(engine, recipe, micro_batches)
     if wrong == "nan" and engine.rank == engine.world_size - 1:
         break_a_value(engine.unwrapped)
+    generated = generate(engine) if name == "generates" else None
     arguments = load_tokenizer(recipe.model), {2}, recipe.mode != "full", dtypes(recipe).frozen, f"# {name}"
     try:
         with limited_files() if wrong == "full" and engine.is_main else same_files():
@@ -49,7 +52,7 @@ def run_case(
         return {"error": "RunFailure", "message": str(error)}
     finally:
         engine.close()
-    return {"error": None, "message": None}
+    return {"error": None, "message": None, **({"generated": generated} if generated else {})}
 
 
 def wrap(engine: Any, recipe: Any, micro_batches: int) -> None:
@@ -64,6 +67,29 @@ def wrap(engine: Any, recipe: Any, micro_batches: int) -> None:
         attention = attention_for(recipe, config, engine.device.type)
         model = load_model(recipe, config, attention, engine.placement(recipe))
     engine.wrap(CausalLMWithLoss(model), lambda named: build_optimizers(recipe.optimizer, named), micro_batches)
+
+
+def generate(engine: Any) -> list[dict[str, Any]]:
+    """Generates with the layers freed after each forward, and with those that `generating` keeps."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from finetune.training.evaluation import greedy
+
+    class Gathers(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += "allgather_base" in func.name()
+            return func(*args, **(kwargs or {}))
+
+    found = []
+    for around in (contextlib.nullcontext, engine.generating, contextlib.nullcontext):
+        with engine.evaluating(), around(), Gathers() as gathers:
+            tokens = greedy(engine, [[3, 4, 5]], set(), 0, 5)
+        found.append({"tokens": tokens, "gathers": gathers.count})
+    assert torch.is_grad_enabled()
+    return found
 
 
 def break_a_value(model: Any) -> None:

@@ -45,9 +45,10 @@ CASES = [
     case("again", "llama_tied", SEVERAL),
     case("nan", "llama", SEVERAL, wrong="nan", folder="again"),
     case("full", "scratch wide", 150_000, wrong="full", folder="again"),
+    case("generates", "llama", ONE_FILE),
     case("lora_nan", "llama", SEVERAL, *parity.LORA, wrong="nan"),
 ]
-WHOLE = [c["name"] for c in CASES if not c["wrong"] and c["name"] != "many"]
+WHOLE = [c["name"] for c in CASES if not c["wrong"] and c["name"] not in ("many", "generates")]
 
 Saved = Callable[[str, int], Path]
 
@@ -111,6 +112,17 @@ def test_the_same_from_one_process_and_from_two(saved: Saved, name: str, config:
     assert files[0] == files[1]
     assert (out / name / "README.md").read_text(encoding="utf-8") == f"# {name}"
     assert not list(out.glob(f"{name}.*")), "nothing is left beside it"
+
+
+def test_a_generation_gathers_each_layer_once(saved: Saved) -> None:
+    """And not for each of its five tokens; the text is the same, and layers are freed again after it."""
+    (single,) = became(saved("single", 1), "generates")
+    for rank in became(saved("fsdp2", 2), "generates"):
+        before, kept, after = rank["generated"]
+        assert before["tokens"] == kept["tokens"] == after["tokens"] == single["generated"][0]["tokens"]
+        layers_and_embedding = 2 + 1
+        assert kept["gathers"] == layers_and_embedding
+        assert after["gathers"] == 5 * layers_and_embedding
 
 
 @pytest.mark.parametrize(("config", "processes"), LAUNCHES)
