@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from data_helpers import byte_level, family_template
@@ -17,6 +18,7 @@ from finetune.data.chat.renderer import UNTRAINED, build_renderer, labels_of
 from finetune.data.chat.template import CALL_ID, Traits, built_in_templates, own_template
 from finetune.data.chat.template_check import check_template, last_question, turn_end_ids
 from finetune.data.samples import BadRow, Conversation, Message
+from finetune.recipe import load_recipe
 
 ADD = {
     "type": "function",
@@ -391,6 +393,22 @@ GPT_OSS = Family(
     ],
 )
 
+
+def _llama4(text: str) -> str:
+    text = text.replace("<|start_header_id|>", "<|header_start|>").replace("<|end_header_id|>", "<|header_end|>")
+    return text.replace("<|eot_id|>", "<|eot|>")
+
+
+def _granite4(text: str) -> str:
+    text = text.replace("<|im_start|>user\n<tool_response>", "<|im_start|>user\n\n<tool_response>")
+    text = re.sub(r"<\|im_start\|>(\w+)\n", r"<|start_of_role|>\1<|end_of_role|>", text)
+    text = text.replace("<|im_end|>", "<|end_of_text|>")
+    named = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    return text.replace(
+        named, "You are a helpful assistant. Please ensure responses are professional, accurate, and safe."
+    )
+
+
 FAMILIES = {
     "chatml": CHATML,
     "llama2": replace(
@@ -416,6 +434,24 @@ FAMILIES = {
         system="Conversation roles must alternate",
         tools="Conversation roles must alternate",
         refused=("system", "tools", "thoughts"),
+    ),
+    "llama4": replace(
+        LLAMA3,
+        specials=("<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>"),
+        eos="<|eot|>",
+        **{name: _llama4(str(getattr(LLAMA3, name))) for name in ("one", "two", "system")},
+    ),
+    "lfm2": replace(
+        CHATML,
+        specials=(*CHATML.specials, "<|startoftext|>"),
+        bos="<|startoftext|>",
+        **{name: "<|startoftext|>" + str(getattr(CHATML, name)) for name in ("one", "two", "system")},
+    ),
+    "granite4": replace(
+        QWEN25,
+        specials=("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+        eos="<|end_of_text|>",
+        **{name: _granite4(str(getattr(QWEN25, name))) for name in ("one", "two", "system", "tools")},
     ),
     "qwen25": QWEN25,
     "qwen3": QWEN3,
@@ -650,6 +686,39 @@ def test_calls_without_ids_get_them_where_a_template_writes_them(name):
 
 def test_every_built_in_template_is_tested():
     assert {f"built-in {name}" for name in built_in_templates()} < set(FAMILIES)
+
+
+# What recipes train with a base's own template, and the one of these that is written after it.
+PUBLISHED = {
+    "meta-llama/Llama-3.1": "llama31",
+    "meta-llama/Llama-3.2": "llama31",
+    "meta-llama/Llama-3.3": "llama31",
+    "meta-llama/Llama-4": "llama4",
+    "mistralai/Mistral-7B-Instruct-v0.3": "built-in mistral-v3",
+    "mistralai/Mistral-Small-3.1": "built-in mistral-tekken",
+    "google/gemma-3": "built-in gemma",
+    "LiquidAI/LFM2.5": "lfm2",
+    "openai/gpt-oss": "gpt_oss",
+    "ibm-granite/granite-4.0": "granite4",
+}
+# Whose own templates are not among these.
+NOT_WRITTEN = ("google/gemma-4", "mistralai/Mistral-Large-4", "nvidia/NVIDIA-Nemotron-Nano", "Qwen/Qwen3-VL", "Hugging")
+RECIPES = [
+    path for path in sorted((Path(__file__).parents[3] / "recipes").rglob("*.yaml")) if path.parent.name != "base"
+]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_template_of_every_recipe_is_tested(path):
+    """Each family's tests say what is trained, behind the prompt that `apply_chat_template` gives in use."""
+    model = load_recipe(path).model
+    if model.name is None or model.chat_template is not None:
+        assert model.name is None or f"built-in {model.chat_template}" in FAMILIES
+        return
+    if "/model" in model.name or model.name.startswith(NOT_WRITTEN):
+        return
+    (family,) = {written for name, written in PUBLISHED.items() if model.name.startswith(name)}
+    assert family in FAMILIES
 
 
 REWRITES = ("qwen3", "qwen3_thinking", "given qwen3", "gpt_oss", *OPENED)
