@@ -136,10 +136,11 @@ def tokenize_chunk(settings: RowSettings, items: Iterable[Item]) -> ChunkResult:
     tally = _Tally()
     rows = _draw_rows(settings, items, tally)
     try:
-        tokens = iter(settings.renderer.tokenise([text for row in rows for group, _ in row.groups for text in group]))
+        tokens = settings.renderer.tokenise([text for row in rows for group, _ in row.groups for text in group])
+        sequences = (Sequence(one[0], one[1], one[2] if len(one) == 3 else ()) for one in tokens)
         for row in rows:
             examples = [
-                TokenizedExample(row.row_id, tuple(Sequence(*next(tokens)) for _ in group), numbers)
+                TokenizedExample(row.row_id, tuple(next(sequences) for _ in group), numbers)
                 for group, numbers in row.groups
             ]
             if _has_equal_answers(settings, examples):
