@@ -7,7 +7,7 @@ processes   real ones: every allocation and release of the second step that torc
             before they are wrapped, for on a CPU they are mapped files, which no allocator has given. State is what the
             engine's own counter finds after the step, to the byte.
 devices     the run's own set-up and two steps as one rank of N on fake CUDA devices, every storage weighed. For configs
-            of several processes, as gloo's threads keep the tensors of their last collective: an artefact of CPUs.
+            of several processes: real ones on a CPU hold more and less, perhaps what gloo's threads keep.
 state       of real launches of several processes: what every rank keeps, to the byte.
 """
 

@@ -305,6 +305,8 @@ def show(
     )
     for line in _run_lines(question):
         console.print(line, highlight=False)
+    for line in _shared_by(choices[:SHOWN]):
+        console.print(line, highlight=False)
     console.print(_table(choices[:SHOWN]))
     if len(choices) > SHOWN:
         console.print(f"{len(choices) - SHOWN} more with --json")
@@ -345,13 +347,28 @@ def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _shared_by(choices: Sequence[Choice]) -> list[str]:
+    """Returns what is said above the table and not in its lines: devices and changed keys that all of them have."""
+    devices = {one.machines.name for one in choices}
+    changes = [f"{key}: {_yaml(value)}" for key, value in choices[0].changes.items() if _all_have(choices, key)]
+    return [*(f"on {name}" for name in devices if len(devices) == 1), *(f"all with {change}" for change in changes)]
+
+
+def _all_have(choices: Sequence[Choice], key: str) -> bool:
+    return all(one.changes.get(key) == choices[0].changes.get(key) for one in choices)
+
+
 def _table(choices: Sequence[Choice]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for title in ("config", "verdict", "peak GiB", "free", "step s", "tokens/s", "hours", "price"):
-        table.add_column(title, justify="left" if title in ("config", "verdict") else "right")
+    for title in ("config", "verdict", "peak GiB", "free", "step s", "tokens/s", "hours", "price", ""):
+        left = title in ("config", "verdict", "")
+        table.add_column(title, justify="left" if left else "right", no_wrap=title == "config")
+    several = len({one.machines.name for one in choices}) > 1
     for one in choices:
+        own = {key: value for key, value in one.changes.items() if not _all_have(choices, key)}
+        notes = [*([one.sizes] if one.sizes else []), *(f"{key}: {_yaml(value)}" for key, value in own.items())]
         table.add_row(
-            _name(one),
+            f"{one.config} on {one.machines.name}" if several else one.config,
             one.verdict,
             f"{one.peak / GIB:.1f}",
             f"{one.free:+.1f}",
@@ -359,6 +376,7 @@ def _table(choices: Sequence[Choice]) -> Table:
             f"{one.tokens_per_s:,.0f}" if one.tokens_per_s else "?",
             f"{one.hours:.2f}" if one.hours else "?",
             f"{one.price:,.2f} {one.currency}" if one.price is not None else "?",
+            ", ".join(notes),
         )
     return table
 
