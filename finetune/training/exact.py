@@ -8,6 +8,7 @@ that begins, and at last one with the peaks.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -29,6 +30,7 @@ from finetune.planning.estimate.command import accelerate_config
 from finetune.planning.estimate.search import Choice
 from finetune.training.display import PassProgress
 
+WITH_VALUES = ("pp", "pp_dp", "ep", "zero2_offload", "zero3_nvme")  # configs whose steps read values: see docs/gpu.md
 PHASES = ("load", "wrap", "forward", "backward", "reduction", "optimizer", "save")
 _ORDER = ("load", "wrap", *("batch", "forward", "backward", "reduction", "optimizer") * 2, "save")  # of a run
 
@@ -79,8 +81,15 @@ def exact_memory(
     return ExactMemory(found["phases"], [(what, size) for what, size in found["at_peak"]])
 
 
-def show_exact(recipe_file: Path, overrides: Sequence[str], place: Choice, console: Console) -> None:
-    """Prints the memory of a place by formula beside that of its steps as they run. Raises UserError."""
+def show_exact(recipe_file: Path, overrides: Sequence[str], places: Sequence[Choice], console: Console) -> None:
+    """Prints the memory by formula, of the best place that can run on such devices, beside that of its steps as they
+    run. Raises UserError."""
+    place = next((one for one in places if one.config not in WITH_VALUES), None)
+    if place is None:
+        raise UserError(
+            "--exact: no place to run: it takes the best of a plan (not --sweep or --memory), and none of "
+            f"{', '.join(WITH_VALUES)}, whose steps read values"
+        )
     with tempfile.TemporaryDirectory() as folder, PassProgress(console, "steps", 100, 0, True) as progress:
         file = Path(folder, f"{place.config}.yaml")
         file.write_text(yaml.safe_dump(accelerate_config(place), sort_keys=False), encoding="utf-8")
@@ -90,16 +99,19 @@ def show_exact(recipe_file: Path, overrides: Sequence[str], place: Choice, conso
     formula, gib = place.memory.phases, 2**30
     table = Table("phase", "by formula, GiB", "as it runs, GiB", box=None, pad_edge=False)
     for phase, size in found.phases.items():
-        same = formula.get("step" if phase == "optimizer" else phase)
-        table.add_row(phase, "" if same is None else f"{same / gib:.2f}", f"{size / gib:.2f}")
+        same = formula.get(phase)
+        table.add_row(phase, "" if same is None else f"{same / gib:.3f}", f"{size / gib:.3f}")
     console.print(f"\n{place.config}, {place.launch.processes} processes, tensors of rank 0:", highlight=False)
     console.print(table)
-    largest = ", ".join(f"{what} {size / gib:.2f}" for what, size in found.at_peak[:4])
+    largest = ", ".join(f"{what} {size / gib:.3f}" for what, size in found.at_peak[:4])
     console.print(f"at the peak, GiB: {largest}", highlight=False, markup=False)
 
 
 def main(recipe_file: str, config_file: str, processes: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Returns what is written last."""
+    with contextlib.suppress(ImportError):
+        import bitsandbytes  # noqa: F401  (before there seem to be devices: it then looks for functions of CUDA builds)
+
     from finetune.data.building import OpenedSources
     from finetune.data.dataset import build_training
     from finetune.engine.base import Engine

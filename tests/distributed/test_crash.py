@@ -15,7 +15,13 @@ from safetensors.torch import save_file
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "crash_test.py"
 
 
-@pytest.mark.parametrize(("configs", "launched_kills"), [(["ddp"], 1), (["fsdp2"], 0)], ids=["launched", "forked"])
+@pytest.mark.parametrize(
+    ("configs", "launched_kills"),
+    [
+        pytest.param(["ddp"], 1, id="launched"),
+        pytest.param(["fsdp2"], 0, id="forked", marks=pytest.mark.long),
+    ],
+)
 def test_killed_at_random_and_during_a_save(tmp_path: Path, configs: list[str], launched_kills: int) -> None:
     report = tmp_path / "report.json"
     kills = 2 * len(configs)

@@ -65,9 +65,7 @@ CASES: dict[tuple[str, int], tuple[str, ...]] = {
         "broken",
     ),
     ("zero2", 2): ("adamw_8bit", "fp16", "fp16_skips", "broken"),
-    ("zero3", 2): (
-        *("full", "lora", "qlora", "qlora_dora", "adamw_8bit", "paged_adamw_8bit", "fp16", "fp16_skips", "broken"),
-    ),
+    ("zero3", 2): (*("full", "lora", "qlora", "qlora_dora", "adamw_8bit", "fp16", "fp16_skips", "broken"),),
 }
 # Largest relative difference of any step's loss from one process; behind each the largest that was measured on two
 # cores of a CPU. Of 8 bit: which matrices are large enough for it depends on how they are cut.

@@ -28,6 +28,7 @@ BY_SCRIPT = {
     *("full dpo", "full dpo plain head", "full deep dpo", "lora simpo"),
     *("lora qwen3_5", "full qwen3_5 checkpointing"),
     *("full images", "full images projector", "lora images", "lora images tower"),
+    *("lora text part", "full chunked head", "full classify", "lora accumulate 1"),
     *("full granite_hybrid", "lora granite_hybrid checkpointing selective"),
     *(
         "lora dpo",

@@ -14,6 +14,7 @@ SAVED: list[Place] = [("single", 1), ("tp", 2)]
 RESUMED: list[Place] = [("zero3", 2)]  # for time; the script goes on everywhere
 BY_SCRIPT = {case.name for case in (*resume_matrix.OF_STAGES, *resume_matrix.OF_OBJECTIVES)} - {"full kto"}
 BY_SCRIPT |= {"lora dpo adapters off", "full qwen3_5", "full text part", "lora text part"}
+ALONE_ONLY = {"lora dropout rslora", "full bf16"}  # saved on one process; on tensor shards by the script
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,7 @@ def test_resumes_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FINETUNE_CACHE", str(saved / "cache"))
     every = [Pair(source, place, case) for source in SAVED for case in resume_matrix.cases(source, place)]
     pairs = [pair for pair in every if pair.case.name not in BY_SCRIPT]
+    pairs = [pair for pair in pairs if pair.saved == ("single", 1) or pair.case.name not in ALONE_ONLY]
     resume_matrix.resume(saved, pairs)
     cells = [resume_matrix.compare(saved, pair) for pair in pairs]
     assert {"full", "full dpo", "full kto"} <= {pair.case.name for pair in pairs}

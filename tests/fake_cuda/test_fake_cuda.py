@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, finetune
 
 from finetune.engine.launch import read_config_file
 from finetune.models.config import training_config
@@ -96,7 +96,9 @@ def results(request: pytest.FixtureRequest, made: Path, tmp_path_factory: pytest
         "train": {"max_steps": 6, "precision": "bf16", "activation_checkpointing": True},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    wanted = [item.callspec.params["cell"] for item in request.session.items if _is_here(item)]
+    wanted = [
+        item.callspec.params["cell"] for item in request.session.items if _is_here(item) and hasattr(item, "callspec")
+    ]
     cells = {name(cell): [*cell[:2], cell.rank, *MODES[cell.mode], _rows(cell)] for cell in wanted}
     program = [sys.executable, str(ROOT / "tests" / "fake_cuda" / "fake_cells.py"), folder / "recipe.yaml", folder]
     of_this_process = ("ACCELERATE_", "DS_")  # set where a run has trained in it: on the CPU
@@ -170,3 +172,16 @@ def test_memory_by_formula_is_that_of_a_run(results: Path, cell: Cell) -> None:
     kept = sum(size for what, size in estimate.persistent.items() if what != "gradients")
     if "zero" not in cell.config and "offload" not in cell.config:  # DeepSpeed keeps buffers as well
         assert kept == pytest.approx(peaks["batch"], rel=0.05, abs=small)
+
+
+@pytest.mark.long
+def test_a_plan_runs_its_best_place(results: Path) -> None:
+    """`plan --exact`, and the same place by formula beside it."""
+    done = finetune("plan", results / "recipe.yaml", "--on", "2xH100-80", "--exact")
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.partition("as it runs, GiB")[2]
+    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if len(line.split()) == 3}
+    for phase in ("forward", "backward"):
+        formula, run = map(float, rows[phase])
+        assert formula == pytest.approx(run, rel=0.15, abs=2e-3)
+        assert run > 0

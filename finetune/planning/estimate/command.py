@@ -66,8 +66,8 @@ class PlanOptions:
     as_json: bool = False
 
 
-def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> Choice | None:
-    """The command; returns the best place, None where values were tried. Raises UserError."""
+def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> list[Choice]:
+    """The command; returns the places, the best one first; none where values were tried. Raises UserError."""
     if not options.on:
         raise UserError("plan: on what? Give --on, such as --on 8xH100-80, or --on 2xcpu for this machine")
     if options.by not in ("time", "price"):
@@ -78,7 +78,7 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
         hours_of(options.deadline)
     if options.sweep or options.memory:
         what_if(path, overrides, options, console)
-        return None
+        return []
     question, choices, founds = plan(path, overrides, options)
     if options.as_json:
         print(json.dumps(as_dicts(question, choices), indent=1))
@@ -92,7 +92,7 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
     if options.write:
         for line in write_config(question, choices[0], Path()):
             print(line, file=sys.stderr if options.as_json else sys.stdout)
-    return choices[0]
+    return choices
 
 
 def plan(path: Path, overrides: Sequence[str], options: PlanOptions) -> tuple[Question, list[Choice], list[Found]]:

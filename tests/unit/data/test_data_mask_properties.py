@@ -86,7 +86,8 @@ def written_call(name: str, message: Message) -> str:
     if name == "gpt_oss":
         return f"<|channel|>analysis<|message|>{message.reasoning}<|end|><|start|>assistant{call}"
     before, after = call.split("\n</think>", 1)
-    return before + message.reasoning.strip("\n") + "\n</think>" + after
+    thought = message.reasoning if name == "nemotron3" else message.reasoning.strip("\n")
+    return before + thought + "\n</think>" + after
 
 
 @lru_cache
