@@ -94,17 +94,20 @@ def show_exact(recipe_file: Path, overrides: Sequence[str], places: Sequence[Cho
         file = Path(folder, f"{place.config}.yaml")
         file.write_text(yaml.safe_dump(accelerate_config(place), sort_keys=False), encoding="utf-8")
         changed = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in place.changes.items())]
-        told = lambda share, _phase: progress.update(round(100 * share))  # noqa: E731
+
+        def told(share: float, _phase: str) -> None:
+            progress.update(round(100 * share))
+
         found = exact_memory(str(recipe_file), changed, str(file), place.launch.processes, told)
-    formula, gib = place.memory.phases, 2**30
-    table = Table("phase", "by formula, GiB", "as it runs, GiB", box=None, pad_edge=False)
+    formula, mib = place.memory.phases, 2**20
+    table = Table("phase", "by formula, MiB", "as it runs, MiB", box=None, pad_edge=False)
     for phase, size in found.phases.items():
         same = formula.get(phase)
-        table.add_row(phase, "" if same is None else f"{same / gib:.3f}", f"{size / gib:.3f}")
+        table.add_row(phase, "" if same is None else f"{same / mib:.2f}", f"{size / mib:.2f}")
     console.print(f"\n{place.config}, {place.launch.processes} processes, tensors of rank 0:", highlight=False)
     console.print(table)
-    largest = ", ".join(f"{what} {size / gib:.3f}" for what, size in found.at_peak[:4])
-    console.print(f"at the peak, GiB: {largest}", highlight=False, markup=False)
+    largest = ", ".join(f"{what} {size / mib:.2f}" for what, size in found.at_peak[:4])
+    console.print(f"at the peak, MiB: {largest}", highlight=False, markup=False)
 
 
 def main(recipe_file: str, config_file: str, processes: int, overrides: Sequence[str]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def results(request: pytest.FixtureRequest, made: Path, tmp_path_factory: pytest
 
 def _is_here(item: Any) -> bool:
     skipped = item.get_closest_marker("long") and not item.config.getoption("--all")
-    return item.path == Path(__file__) and not skipped
+    return item.path == Path(__file__) and hasattr(item, "callspec") and not skipped
 
 
 def _rows(cell: Cell) -> str:
@@ -167,11 +167,11 @@ def test_memory_by_formula_is_that_of_a_run(results: Path, cell: Cell) -> None:
     micro_batches = recipe.batch.rows // launch.parallelism.data
     estimate = estimate_memory(recipe, training_config(recipe), place, batch, micro_batches)
     peaks = {name: counts["peak_bytes"] for name, counts in found["phases"].items()}
-    small = 2**17  # bytes: an allocator's blocks are larger than many of a tiny model's tensors
-    assert estimate.tensors == pytest.approx(max(peaks.values()), rel=0.15, abs=small)
+    # Bytes, for a tiny model. fsdp2_tp x8 needs them: 75 KiB (20 %) too high there, and nobody knows yet what of.
+    assert estimate.tensors == pytest.approx(max(peaks.values()), rel=0.15, abs=80 * 1024)
     kept = sum(size for what, size in estimate.persistent.items() if what != "gradients")
     if "zero" not in cell.config and "offload" not in cell.config:  # DeepSpeed keeps buffers as well
-        assert kept == pytest.approx(peaks["batch"], rel=0.05, abs=small)
+        assert kept == pytest.approx(peaks["batch"], rel=0.05, abs=64 * 1024)  # with the batch
 
 
 @pytest.mark.long
@@ -179,9 +179,9 @@ def test_a_plan_runs_its_best_place(results: Path) -> None:
     """`plan --exact`, and the same place by formula beside it."""
     done = finetune("plan", results / "recipe.yaml", "--on", "2xH100-80", "--exact")
     assert done.returncode == 0, done.stderr
-    table = done.stdout.partition("as it runs, GiB")[2]
+    table = done.stdout.partition("as it runs, MiB")[2]
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if len(line.split()) == 3}
     for phase in ("forward", "backward"):
         formula, run = map(float, rows[phase])
-        assert formula == pytest.approx(run, rel=0.15, abs=2e-3)
-        assert run > 0
+        assert formula == pytest.approx(run, rel=0.15)
+        assert run > 1

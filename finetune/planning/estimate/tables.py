@@ -141,7 +141,7 @@ class Prices(Section):
 def _read(path: Path) -> dict[str, Any]:
     """Raises UserError."""
     try:
-        read = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 (safe)
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(read, dict):
