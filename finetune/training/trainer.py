@@ -39,6 +39,7 @@ from finetune.models.config import dtypes
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, TermSums
+from finetune.planning.estimate.comparison import measure_run
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.schema import metric_direction
@@ -106,6 +107,7 @@ class Trainer:
         self.evaluation: dict[str, float] = {}
         self.last_loss: float | None = None
         self.status: Status | None = None
+        self.first_step: int | None = None  # of this launch; None before it logs
 
     def say(self, text: str) -> None:
         """Prints a line, on the main rank only."""
@@ -142,6 +144,7 @@ class Trainer:
             show_plan(self.console, self.recipe, self.plan)
         config = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
         self.log = RunLog(self.engine, self.recipe, self.folder, self.state.step + 1, config, self.tracker_ids)
+        self.first_step = self.state.step + 1
         self.saver = Saver(self.engine, self.recipe, self.folder / "checkpoints", self._checkpoint_metadata())
         self.saved_at = time.monotonic()
         self.saved_before = False
@@ -465,6 +468,10 @@ class Trainer:
         self.status = status
         if self.engine.is_main:
             write_status(self.folder, status, self.state.step, self.plan.steps)
+        if status != "running" and self.engine.is_main and self.first_step is not None:
+            lines = read_steps(self.folder / "metrics.jsonl")
+            measured = measure_run(line for line in lines if line["step"] >= self.first_step)
+            replace(self.plan, measured=measured).write(self.folder / "plan.json")
 
 
 class _MicroBatches:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from finetune.data.building import OpenedSources
 from finetune.data.dataset import Dataset, build_training
 from finetune.data.examples import entry_key, recipe_renderer, rendering_key
-from finetune.data.packing import one_per_row, pack
+from finetune.data.packing import Rows, one_per_row, pack
 from finetune.data.token_cache import entries_folder, load
 from finetune.errors import UserError
 from finetune.models.config import load_tokenizer
@@ -56,19 +56,27 @@ class Lengths:
         packed = (pack if recipe.data.packing else lambda lengths, _: one_per_row(lengths))(
             tokens[kept], recipe.data.max_length
         )
-        totals = np.add.reduceat(tokens[kept][packed.members], packed.offsets[:-1])
-        targets = np.add.reduceat(np.asarray(self.sizes.target_tokens)[kept][packed.members], packed.offsets[:-1])
-        documents = [_documents(self.sizes, kept[packed[row]]) for row in _some(len(packed))]
-        return RowFacts(
-            source=self.source,
-            sample=tuple(documents),
-            tokens_per_row=float(totals.mean()),
-            targets_per_row=float(targets.mean()),
-            heaviest=_documents(self.sizes, kept[packed[int(totals.argmax())]]),
-            most_targets=int(targets.max()),
-            rows=None if self.times is None else max(1, round(len(packed) * self.times)),
-            unknown=None if self.times else "how many rows there are: run `prepare` with these data",
-        )
+        rows = None if self.times is None else max(1, round(len(packed) * self.times))
+        unknown = None if self.times else "how many rows there are: run `prepare` with these data"
+        return facts_of(self.sizes, Rows(packed.offsets, kept[packed.members]), self.source, rows, unknown)
+
+
+def facts_of(sizes: Any, packed: Rows, source: str, rows: int | None, unknown: str | None = None) -> RowFacts:
+    """sizes: ExampleSizes."""
+    totals, targets = (
+        np.add.reduceat(np.asarray(counts, np.int64)[packed.members], packed.offsets[:-1])
+        for counts in (sizes.tokens, sizes.target_tokens)
+    )
+    return RowFacts(
+        source=source,
+        sample=tuple(_documents(sizes, packed[row]) for row in _some(len(packed))),
+        tokens_per_row=float(totals.mean()),
+        targets_per_row=float(targets.mean()),
+        heaviest=_documents(sizes, packed[int(totals.argmax())]),
+        most_targets=int(targets.max()),
+        rows=rows,
+        unknown=unknown,
+    )
 
 
 def _some(rows: int) -> list[int]:

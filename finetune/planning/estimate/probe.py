@@ -5,6 +5,7 @@
     operators               a forward and backward of a short model on a few tokens, where little else takes time
     factor                  the same on a row of tokens, beside what all of the above says
     optimizer               AdamW and the gradient's norm
+    data                    what a thread takes to put examples together to a row; not for images
     exchange                collectives between processes of this machine, on CPUs (`exchange.py`)
 
 On one thread of a CPU the clock is the process' own, which other programs do not move.
@@ -28,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PretrainedConfig
 
+from finetune.data.batch import collate
 from finetune.engine.optimizer_step import squared_norm
 from finetune.errors import UserError
 from finetune.models.attention import DOCUMENTS
@@ -37,7 +39,14 @@ from finetune.planning.estimate.operators import together
 from finetune.planning.estimate.shapes import shapes_of, shortened
 from finetune.planning.estimate.speed import MeasuredLinks, Shape, Speeds, flops_of
 from finetune.planning.estimate.tables import Link
-from finetune.planning.estimate.timeline import HeaviestBatch, How, real_micro_batch, short_model, timeline_of
+from finetune.planning.estimate.timeline import (
+    HeaviestBatch,
+    How,
+    examples_of,
+    real_micro_batch,
+    short_model,
+    timeline_of,
+)
 from finetune.recipe import Recipe
 
 _SIZES = tuple(2**n for n in (13, 16, 19, 22, 25, 27))  # bytes of operators
@@ -105,7 +114,15 @@ def _of_operators(recipe: Recipe, shape: Shape, rows: RowFacts, clock: Clock) ->
         memory.append((float(size), size / max(1e-7, clock.median(lambda a=a, b=b: a * b) - started)))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's processors"
     source = f"probe, on {name}"
-    return Speeds(products, attention, tuple(memory), source, started, device.type != "cpu", _stepped(shape, clock))
+    speeds = Speeds(products, attention, tuple(memory), source, started, device.type != "cpu", _stepped(shape, clock))
+    return speeds if recipe.model.train is not None else replace(speeds, prepare_token_s=_prepared(recipe, rows))
+
+
+def _prepared(recipe: Recipe, rows: RowFacts) -> float:
+    """Returns the seconds that a token of a row takes, of a thread on the host."""
+    row = max(rows.sample, key=len)
+    examples = examples_of(recipe, HeaviestBatch(row, max(1, int(sum(row) * rows.supervised_share))))
+    return Clock(torch.device("cpu")).median(lambda: collate(examples)) / sum(row)
 
 
 def _stepped(shape: Shape, clock: Clock) -> float:
