@@ -192,8 +192,10 @@ def compare_run(folder: Path) -> list[Comparison]:
     predicted = plan.get("predicted") or {}
     whole = "step_s" in predicted and ("peak" in predicted.get("memory_bytes", {}) or plan["device"] == CPU)
     if not whole:
-        predicted = {**_launched(folder, plan).predict(with_time=True), **predicted}
-    found = []
+        again = _launched(folder, plan).predict(with_time=True)
+        sizes = {**again.get("memory_bytes", {}), **predicted.get("memory_bytes", {})}
+        predicted = {**again, **predicted, "memory_bytes": sizes}
+    found: list[Comparison] = []
 
     def add(what: str, formula: float, took: float, unit: str, of: float | None = None) -> None:
         found.append(Comparison(folder.name, plan["where"], what, formula, took, unit, took if of is None else of))

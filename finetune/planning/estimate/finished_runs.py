@@ -95,4 +95,6 @@ def phases_of_time(predicted: dict[str, float], measured: dict[str, float]) -> d
         phases |= {"compute": (compute, took), "communication": (waits, measured["communication"])}
     else:
         phases["compute"] = (compute + waits, took)
+    if "data" in predicted:
+        phases["data wait"] = (predicted["data"], measured.get("data", 0.0))
     return phases
