@@ -132,6 +132,7 @@ class Trainer:
             if self.status in (None, "running"):
                 with contextlib.suppress(OSError):  # the disk may be what has failed
                     self._write_status("failed")
+                    self._write_measured()
 
     def _run(self) -> None:
         if self.engine.is_main:
@@ -158,6 +159,7 @@ class Trainer:
             self.saver.close()  # frees its host memory for the result
             self._save_result()
             self.log.finish(self.evaluation, self._artifacts())
+            self._write_measured()
             self._write_status("finished")
         finally:
             self.saver.close()
@@ -398,6 +400,7 @@ class Trainer:
         self.saver.settle(must=True)
         reasons = sorted({reason for reason in self.engine.ranks.gather(self.stop.reason) if reason})
         self.log.finish_preempted()
+        self._write_measured()
         self._write_status("stopped")
         raise Stopped(
             f"stopped by {', '.join(reasons)} after step {self.state.step} of {self.plan.steps}; "
@@ -468,9 +471,13 @@ class Trainer:
         self.status = status
         if self.engine.is_main:
             write_status(self.folder, status, self.state.step, self.plan.steps)
-        if status != "running" and self.engine.is_main and self.first_step is not None:
+
+    def _write_measured(self) -> None:
+        """Adds what the steps of this launch took to plan.json, beside what was predicted."""
+        first = self.first_step
+        if self.engine.is_main and first is not None:
             lines = read_steps(self.folder / "metrics.jsonl")
-            measured = measure_run(line for line in lines if line["step"] >= self.first_step)
+            measured = measure_run(line for line in lines if line["step"] >= first)
             replace(self.plan, measured=measured).write(self.folder / "plan.json")
 
 
