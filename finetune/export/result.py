@@ -48,6 +48,7 @@ from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.config import restore_dropout
 from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
+from finetune.recipe.schema import SCORE_MODELS
 from finetune.recipe.urls import without_credentials
 from finetune.utils import fsync, unwrap_peft, write_atomically
 
@@ -344,11 +345,6 @@ def _use_of_scores(recipe: Recipe) -> str:
     """Returns how to load a model of scores; of others nothing, for that everyone knows."""
     if not recipe.objective.scores_sequences:
         return ""
-    what = {
-        "reward": "A reward model: the score of a prompt with its answer; higher is better. Scores compare answers to "
-        "the same prompt.",
-        "classify": "A classifier of texts.",
-    }[recipe.objective.name]
     load = 'pipeline("text-classification", model=folder)  # of transformers'
     if recipe.mode != "full":
         load = (
@@ -356,7 +352,8 @@ def _use_of_scores(recipe: Recipe) -> str:
             f"{LABELS} has\n# or `finetune merge`, for a folder that a pipeline loads"
         )
     return (
-        f"{what} The score is that of the last token: give the text as it was trained, which `finetune score` does. "
-        "What a chat template wrote is given to a pipeline with `add_special_tokens=False`.\n\n"
+        f"{SCORE_MODELS[recipe.objective.name]} The score is that of the last token: give the text as it was trained, "
+        "which `finetune score` does. What a chat template wrote is given to a pipeline with "
+        "`add_special_tokens=False`.\n\n"
         f"```python\n{load}\n```\n\n"
     )

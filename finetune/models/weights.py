@@ -35,6 +35,7 @@ from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint, check_adapted
 from finetune.models.compiled import compile_layers
 from finetune.models.config import dtypes, first_line, load_tokenizer, model_config
+from finetune.models.moe import reach_experts
 from finetune.models.quantized import is_stored_quantised, keep_weights_unpacked, linear_weights, quantise
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.vision import (
@@ -96,6 +97,7 @@ def load_model(
         start_rows(model, first_added, add_tokens(tokenizer, recipe.tokens))
     rotate_per_document(model)
     run_per_document(model, attention.mixers)
+    reach_experts(model)
     keep_weights_unpacked(model)
     if recipe.objective.drops_nothing and placement.weights != "meta":
         model.base_config = model_config(recipe.model)  # whose dropout the result has
