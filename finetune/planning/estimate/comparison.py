@@ -29,7 +29,7 @@ from finetune.errors import UserError
 from finetune.models.config import training_config
 from finetune.planning.estimate.finished_runs import device_key, phases_of_time, read_plan, speeds_here
 from finetune.planning.estimate.lengths import RowFacts, facts_of, widest
-from finetune.planning.estimate.memory import Place, estimate_memory, ranks_of
+from finetune.planning.estimate.memory import Place, estimate_memory
 from finetune.planning.estimate.search import heaviest
 from finetune.planning.estimate.shapes import shapes_of
 from finetune.planning.estimate.speed import Job, Shape, processor_speeds
@@ -78,7 +78,9 @@ class Launched:
     def _memory(self) -> dict[str, Any]:
         """Of the fullest rank."""
         if self.device == CPU:
-            states = [state_of(self.recipe, self.config, self.launch, n, CPU) for n in ranks_of(self.launch)]
+            sizes = self.launch.parallelism
+            stages = range(0, sizes.processes, sizes.processes // sizes.pipeline)
+            states = [state_of(self.recipe, self.config, self.launch, rank, CPU) for rank in stages]
             kept = max(states, key=lambda state: state.device_bytes).persistent
             return {"memory_bytes": {name: kept[of] for name, of in _STATE.items()}}
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)

@@ -64,7 +64,7 @@ def estimate_memory(
     micro_batches: of a step on each process. No weights are read; raises UserError where no such model can be made.
     """
     found = []
-    for rank in ranks_of(place.launch):
+    for rank in _ranks(place.launch):
         arguments = (place.launch, rank, place.device, place.capability, batch, micro_batches)
         phases, state = phases_of(recipe, config, *arguments)
         host, disk = state.host * place.per_host, state.disk * place.per_host
@@ -72,7 +72,7 @@ def estimate_memory(
     return max(found, key=lambda memory: memory.tensors)
 
 
-def ranks_of(launch: Launch) -> Sequence[int]:
+def _ranks(launch: Launch) -> Sequence[int]:
     """Returns the ranks that may differ in memory: of a pipeline one of each stage, else the first."""
     sizes = launch.parallelism
     return range(0, sizes.processes, sizes.processes // sizes.pipeline)

@@ -24,12 +24,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
 from transformers import PretrainedConfig
 
 from finetune.data.batch import collate
+from finetune.data.samples import Example
+from finetune.data.samples import Sequence as TokenSequence
 from finetune.engine.optimizer_step import squared_norm
 from finetune.errors import UserError
 from finetune.models.attention import DOCUMENTS
@@ -39,14 +42,7 @@ from finetune.planning.estimate.operators import together
 from finetune.planning.estimate.shapes import shapes_of, shortened
 from finetune.planning.estimate.speed import MeasuredLinks, Shape, Speeds, flops_of
 from finetune.planning.estimate.tables import Link
-from finetune.planning.estimate.timeline import (
-    HeaviestBatch,
-    How,
-    examples_of,
-    real_micro_batch,
-    short_model,
-    timeline_of,
-)
+from finetune.planning.estimate.timeline import HeaviestBatch, How, real_micro_batch, short_model, timeline_of
 from finetune.recipe import Recipe
 
 _SIZES = tuple(2**n for n in (13, 16, 19, 22, 25, 27))  # bytes of operators
@@ -115,13 +111,14 @@ def _of_operators(recipe: Recipe, shape: Shape, rows: RowFacts, clock: Clock) ->
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's processors"
     source = f"probe, on {name}"
     speeds = Speeds(products, attention, tuple(memory), source, started, device.type != "cpu", _stepped(shape, clock))
-    return speeds if recipe.model.train is not None else replace(speeds, prepare_token_s=_prepared(recipe, rows))
+    return speeds if recipe.model.train is not None else replace(speeds, prepare_token_s=_prepared(rows))
 
 
-def _prepared(recipe: Recipe, rows: RowFacts) -> float:
+def _prepared(rows: RowFacts) -> float:
     """Returns the seconds that a token of a row takes, of a thread on the host."""
     row = max(rows.sample, key=len)
-    examples = examples_of(recipe, HeaviestBatch(row, max(1, int(sum(row) * rows.supervised_share))))
+    documents = [TokenSequence(np.zeros(length, np.int32), np.arange(length) > 0) for length in row]
+    examples = [Example("", 1, 0, (document,), {}) for document in documents]
     return Clock(torch.device("cpu")).median(lambda: collate(examples)) / sum(row)
 
 

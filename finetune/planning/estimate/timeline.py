@@ -130,7 +130,7 @@ def _timeline(key: _TimelineKey) -> Timeline:
     attention = attention_at(recipe, key.config, how)
     model, forward = _model(recipe, short, attention, how)
     marks = Marks()
-    examples = examples_of(recipe, key.batch)
+    examples = _examples(recipe, key.batch)
     batch = collate(examples)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     fake = fakes, marks.meter, marks.operators, _linear(how), _grouped_products(dtypes(recipe).compute)
@@ -288,7 +288,7 @@ def real_micro_batch(recipe: Recipe, config: PretrainedConfig, batch: HeaviestBa
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             torch.nn.init.normal_(tensor, std=0.02)
-    collated = collate(examples_of(recipe, batch))
+    collated = collate(_examples(recipe, batch))
 
     def run() -> None:
         forward.objective.trial_loss(forward(model, collated), collated).backward()
@@ -309,7 +309,7 @@ def _any_tokens() -> Objective:
     return Objective(lambda outputs, _batch: {"loss": Term(outputs.token_losses.sum(), None, 1.0)}, differentiable=True)
 
 
-def examples_of(recipe: Recipe, batch: HeaviestBatch) -> list[Example]:
+def _examples(recipe: Recipe, batch: HeaviestBatch) -> list[Example]:
     """Returns documents with targets at their ends; for a reward, each is a pair of answers of half its length."""
     left, made = batch.targets, []
     columns = {"label": 0.0} if recipe.objective.name not in OF_TOKENS else {}
