@@ -84,11 +84,6 @@ class Engine(abc.ABC):
         """Around the load."""
         yield
 
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Around models that are made beside that of the run, which no library must shard."""
-        yield
-
     @abc.abstractmethod
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         """Shard or replicate the model, then build the optimizers over what this rank steps."""

@@ -74,16 +74,6 @@ class Zero(Engine):
                 self.plugin.deepspeed_config[kind] = {"enabled": False}
             self.plugin.set_deepspeed_weakref()
 
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        from transformers.integrations import unset_hf_deepspeed_config
-
-        unset_hf_deepspeed_config()
-        try:
-            yield
-        finally:
-            self.plugin.set_deepspeed_weakref()
-
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         self.unwrapped = model.causal_lm
         self._make_leaves(self.unwrapped)

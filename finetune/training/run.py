@@ -154,8 +154,7 @@ def _started(
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
     with in_use(engine, run_folder(recipe)):
-        with engine.apart():
-            predicted = predict_run(recipe, config, engine, micro_batches, training) if engine.is_main else {}
+        predicted = predict_run(recipe, config, engine, micro_batches, training) if engine.is_main else {}
         trainer = build_trainer(recipe, engine, tokenizer, config, (training, held_out), micro_batches, stop, console)
         trainer.plan = replace(trainer.plan, predicted=predicted)
         for note in notes:

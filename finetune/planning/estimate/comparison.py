@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import json
 import statistics
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from finetune.data.dataset import Dataset, Stream
 from finetune.engine.base import Engine
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
+from finetune.models.attention.isolation import FAILURES, quietly
 from finetune.models.config import training_config
 from finetune.planning.estimate.finished_runs import device_key, phases_of_time, read_plan, speeds_here
 from finetune.planning.estimate.lengths import RowFacts, facts_of, widest
@@ -41,8 +41,7 @@ from finetune.tracking.metrics import read_steps
 
 _GIB = 2**30
 _STATE = {"weights": "weights", "gradients": "gradients", "optimizer_state": "optimizer state"}  # metrics, formulas
-# What a model's own code may raise on tensors that have no values, next to errors of a user.
-_UNFORESEEN = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError, OSError)
+_FAILURES = (UserError, *FAILURES, OSError)
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,10 @@ class Launched:
             found["notes"].append("time: not calculated for a few steps on processors; `plan --report` does")
         for name, step in steps:
             try:
-                with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-                    warnings.simplefilter("ignore")  # those of the model itself come when it is loaded
+                with quietly():  # what there is to say of the model comes when it is loaded
                     found |= step()
-            except (UserError, *_UNFORESEEN) as error:
-                said = (str(error).splitlines() or [""])[0]
-                found["notes"].append(f"{name}: {said if isinstance(error, UserError) else f'{error!r:.200}'}")
+            except _FAILURES as error:
+                found["notes"].append(f"{name}: {_said(error)}")
         return found
 
     def _memory(self) -> dict[str, Any]:
@@ -119,7 +116,20 @@ class Launched:
 def predict_run(
     recipe: Recipe, config: PretrainedConfig, engine: Engine, micro_batches: int, data: Dataset | Stream
 ) -> dict[str, Any]:
-    """Returns what a run that begins here is predicted to take."""
+    """Returns what a run that begins here is predicted to take. Raises nothing: the other ranks go on without this."""
+    try:
+        return _predicted(recipe, config, engine, micro_batches, data)
+    except _FAILURES as error:
+        return {"notes": [f"nothing is predicted: {_said(error)}"]}
+
+
+def _said(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0] if isinstance(error, UserError) else f"{error!r:.200}"
+
+
+def _predicted(
+    recipe: Recipe, config: PretrainedConfig, engine: Engine, micro_batches: int, data: Dataset | Stream
+) -> dict[str, Any]:
     rows = widest(recipe, "a stream")
     if isinstance(data, Dataset):
         rows = facts_of(data.examples.sizes, data.rows, "the data of the run", len(data.rows))
