@@ -22,8 +22,9 @@ from typing import Any
 import tiny
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
+from finetune.export.commands import auto_class
 from finetune.export.hf_folder import export_gguf
 from finetune.export.trained import find_trained
 
@@ -40,6 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("llama", {"model_type": "gemma2", **_GEMMA}),
     "gemma2 27B": ("llama", {"model_type": "gemma2", **_GEMMA, "head_dim": 32, "num_hidden_layers": 46}),
     "gemma3": ("llama", {"model_type": "gemma3_text", **_GEMMA, "num_hidden_layers": 7}),
+    "ministral3": ("ministral3", {}),  # beyond the positions that YaRN begins with
 }
 TEXTS = ["the river", " stone 1234\n\n  it's", "<|im_start|>user\nquick<|im_end|>"]
 NEW_TOKENS = 24
@@ -87,7 +89,7 @@ def _compare(name: str, folder: Path, python: Path) -> list[str]:
     """Returns how llama.cpp differs."""
     base, changes = MODELS[name]
     file = _written(folder, base, changes)
-    model = AutoModelForCausalLM.from_pretrained(folder / base).eval()
+    model = auto_class(str(folder / base)).from_pretrained(folder / base).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / base)
     prompt = tokenizer(TEXTS[2], add_special_tokens=False)["input_ids"]
     job = {"file": str(file), "prompt": prompt, "new_tokens": NEW_TOKENS, "texts": TEXTS}
@@ -117,7 +119,7 @@ def _greedy(model: Any, prompt: list[int]) -> list[int]:
 
 def _written(folder: Path, base: str, changes: dict[str, Any]) -> Path:
     """Returns the file of a random model, written as the result of a run."""
-    model = tiny.save_model(folder, base, **changes)
+    model = (tiny.save_multimodal if base in tiny.MULTIMODAL else tiny.save_model)(folder, base, **changes)
     (model / "generation_config.json").write_text('{"eos_token_id": 2}')
     (folder / "run").mkdir()
     (folder / "run" / "model").symlink_to(model)

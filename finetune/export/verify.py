@@ -19,7 +19,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,10 +41,11 @@ from finetune.data.building import OpenedSources
 from finetune.data.dataset import build_dataset, build_held_out, until_end
 from finetune.data.examples import row_images
 from finetune.data.samples import Example, Image
+from finetune.data.samples import Sequence as Document
 from finetune.errors import UserError
 from finetune.export.commands import class_of_result, load_trained
 from finetune.export.figures import SECTION, THRESHOLDS, Figures, card_section
-from finetune.export.gguf_file import UNREAD, context_length, read_back, rope_of
+from finetune.export.gguf_file import UNREAD, context_length, described, read_back, rope_of
 from finetune.export.quantised import other_layers, round_layers
 from finetune.export.streamed import StreamedModel
 from finetune.export.trained import Trained, find_trained
@@ -75,16 +76,21 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
         figures = Figures(export_format(export))
         is_gguf = gguf_of(export) is not None
         examples = held_out_examples(recipe, trained.settings, rows, base)
-        _compare_tokens(figures, recipe, trained.settings, settings, examples, rows)
+        if is_gguf and recipe.data.image is not None:
+            examples = [_without_images(example) for example in examples]
+            _compare_texts(figures, trained.settings, settings, examples)
+        else:
+            _compare_tokens(figures, recipe, trained.settings, settings, examples, rows)
         config = _base_config(recipe, base, is_gguf)
         _compare_configs(figures, config, export)
-        _compare_processors(figures, recipe, base, export)
+        if not is_gguf:
+            _compare_processors(figures, recipe, base, export)
         with quiet_loading():
             model, dtype = load_reference(trained, base), _rounded_here(export)
             if recipe.objective.scores_sequences:
                 run = ScoreReference.of(model, AutoTokenizer.from_pretrained(settings).pad_token_id, examples, figures)
             else:
-                pictures = _pictures(recipe, trained.settings, base)
+                pictures = _no_pictures if is_gguf else _pictures(recipe, trained.settings, base)
                 context = context_length(config) if is_gguf else None
                 run = _Reference.of(model, pictures, trained, examples, figures, context)
                 if dtype is not None:
@@ -184,7 +190,8 @@ def gguf_tokenizer(file: Path) -> Any:
     """Returns the tokenizer of a GGUF file, which splits text as llama.cpp does by the name in the file."""
     from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    with described(file) as readable:
+        tokenizer: Any = AutoTokenizer.from_pretrained(readable.parent, gguf_file=readable.name)
     name = GGUFReader(file).fields.get("tokenizer.ggml.pre")
     if name is not None and name.contents() == "smollm":
         digits, of_gpt2 = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)
@@ -246,7 +253,23 @@ def _compare_tokens(
             break
     if len(theirs) != len(examples):
         figures.problems.append(f"{len(theirs)} of {len(examples)} rows are rendered: another chat template")
-    if examples and (problem := _other_prompt(*tokenizers)):
+    _compare_prompts(figures, settings, export, tokenizers)
+
+
+def _compare_texts(figures: Figures, settings: Path, export: Path, examples: list[Example]) -> None:
+    """Compare the tokens of rows whose images are taken out, for which there is no template."""
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (settings, export)]
+    for example in examples:
+        texts = [tokenizers[0].decode(one.input_ids) for one in example.sequences]
+        if len({str([one(text)["input_ids"] for text in texts]) for one in tokenizers}) > 1:
+            figures.problems.append(f"{example.path}:{example.row} has other tokens: another tokenizer")
+            break
+    _compare_prompts(figures, settings, export, tokenizers)
+
+
+def _compare_prompts(figures: Figures, settings: Path, export: Path, tokenizers: list[Any]) -> None:
+    """Compare a prompt as a server tokenises it, and the tokens that end an answer."""
+    if problem := _other_prompt(*tokenizers):
         figures.problems.append(problem)
     ends = [end_tokens(folder) for folder in (settings, export)]
     if ends[0] - ends[1]:
@@ -260,10 +283,26 @@ def _pictures(recipe: Recipe, settings: Path, name: str | None) -> Pictures:
     """Returns how a model sees images, by the processor of `name`, see `_with_settings`. Raises UserError."""
     recipe = _with_settings(recipe, settings, name)
     if (seen := row_images(recipe, load_tokenizer(recipe.model))) is None:
-        return lambda images, ids: {}
+        return _no_pictures
     from finetune.data.images.pixels import pixel_reader
 
     return pixel_reader(seen.family, seen.rules.threads).plain_inputs
+
+
+def _no_pictures(images: Sequence[Image], ids: Tensor) -> dict[str, Tensor]:
+    return {}
+
+
+def _without_images(example: Example) -> Example:
+    """Returns what a GGUF file, which has the language model alone, can be asked of an example."""
+
+    def text(one: Document) -> Document:
+        kept = np.ones(len(one.input_ids), np.bool_)
+        for image in one.images:
+            kept[image.begin : image.end] = False
+        return Document(one.input_ids[kept], one.loss_mask[kept])
+
+    return replace(example, sequences=tuple(map(text, example.sequences)))
 
 
 def _compare_processors(figures: Figures, recipe: Recipe, base: str | None, export: Path) -> None:
@@ -287,7 +326,9 @@ def _base_config(recipe: Recipe, base: str | None, text_alone: bool) -> Any:
     model = _model_of(recipe, base)
     if labels := score_labels(recipe.objective):  # its result is a text model also of a multimodal base
         return labelled(model_config(model), labels)
-    return model_config(model) if text_alone or model.config is not None else base_config(model)
+    if text_alone:
+        return model_config(model.model_copy(update={"train": None}))
+    return model_config(model) if model.config is not None else base_config(model)
 
 
 def _model_of(recipe: Recipe, base: str | None) -> Model:
@@ -301,7 +342,8 @@ _IN_GGUF = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_
 
 def _compare_configs(figures: Figures, config: Any, export: Path) -> None:
     if (file := gguf_of(export)) is not None:
-        theirs = AutoConfig.from_pretrained(export, gguf_file=file.name)
+        with described(file) as readable:
+            theirs = AutoConfig.from_pretrained(readable.parent, gguf_file=readable.name)
         settings = [{key: getattr(one, key) for key in _IN_GGUF} for one in (config, theirs)]
         for one, values in zip((config, theirs), settings, strict=True):
             values["rope_theta"] = rope_of(one)["rope_theta"]
@@ -410,7 +452,8 @@ def _load_export(export: Path, figures: Figures, config: Any, trained: Trained, 
         written = StreamedModel(trained, None, base)
         state = read_back(written, file)
         config.tie_word_embeddings = "lm_head.weight" not in state
-        return type(written.model).from_pretrained(None, config=config, state_dict=state).float().eval()
+        kind = type(written.text_part.text if written.text_part else written.model)
+        return kind.from_pretrained(None, config=config, state_dict=state).float().eval()
     if file is not None:
         # llama.cpp has no Mistral: without a window it is the same as Llama.
         config = as_llama(config) if config.model_type == "mistral" else copy.deepcopy(config)
