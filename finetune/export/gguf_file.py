@@ -317,6 +317,14 @@ def read_back(model: StreamedModel, path: Path) -> dict[str, Tensor]:
     return {name: values.contiguous() for name, values in state.items()}
 
 
+def gguf_of(export: Path) -> Path | None:
+    """Returns the GGUF file of an export. Raises UserError where there are several."""
+    files = sorted(export.glob("*.gguf"))
+    if len(files) > 1:
+        raise UserError(f"{export}: {len(files)} GGUF files: which one? Keep one in the folder")
+    return files[0] if files else None
+
+
 @contextlib.contextmanager
 def described(path: Path) -> Iterator[Path]:
     """Yields a file that transformers reads settings and tokenizer from: of an architecture that it does not know, one

@@ -130,7 +130,7 @@ class TextPart:
 
     base: Any
     text: Any
-    files: dict[str, str | None]  # tensors of its files, and what they are in the base, see `_loaded_names`
+    files: dict[str, str | None]  # tensors of its files, and what they are in the base, see `loaded_names`
     body: str  # path of the text model in the base, "model.language_model"
     head: str  # path of its LM head, "lm_head"
     layers: tuple[int, ...]  # of each layer of the text part, its number in the base

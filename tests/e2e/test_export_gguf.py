@@ -33,7 +33,8 @@ from finetune.export.gguf_file import check_architecture, read_back, sentencepie
 from finetune.export.hf_folder import export_gguf
 from finetune.export.streamed import StreamedModel
 from finetune.export.trained import find_trained
-from finetune.export.verify import as_llama, gguf_tokenizer
+from finetune.export.verify import gguf_tokenizer
+from finetune.export.verify_models import as_llama
 from finetune.models.config import model_config
 from finetune.recipe.schema import Model
 
