@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
-from transformers.core_model_loading import WeightRenaming
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from finetune.errors import UserError
@@ -52,8 +52,8 @@ def tensor_places(model: Model) -> dict[str, Path]:
     return {tensor: file for tensor, name in names.items() if (file := files[name])}
 
 
-def renamed(name: str, renamings: list[WeightRenaming]) -> str:
-    """Returns the name that transformers gives to a tensor of a file. (5.17 has no function for it.)"""
+def renamed(name: str, renamings: list[Any]) -> str:
+    """Returns a tensor's name after transformers' changes, each a `WeightRenaming`. (5.17 has no function for it.)"""
     for renaming in renamings:
         name, _ = renaming.rename_source_key(name)
     return name
