@@ -14,6 +14,7 @@ every rank takes part in the same collectives.
 
 from __future__ import annotations
 
+import copy
 import errno
 import shutil
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure
 from finetune.export.base_layout import BaseLayout, adapter_for_base, name_in_adapter, write_base_settings
-from finetune.export.scoring import LABELS, write_score_settings
+from finetune.export.scoring import LABELS, padding_token, write_score_settings
 from finetune.export.weight_files import (
     SHARD_BYTES,
     DiskLayout,
@@ -212,6 +213,9 @@ def write_tokenizer(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set
     OSError."""
     partial = partial_path(folder)
     partial.mkdir(exist_ok=True)
+    if has_scores(model):
+        tokenizer = copy.deepcopy(tokenizer)  # the run's own stays as it is
+        tokenizer.pad_token = padding_token(tokenizer, end_ids)
     save_tokenizer(tokenizer, partial)
     if not has_scores(model):
         generation_config(unwrap_peft(model), tokenizer, end_ids).save_pretrained(partial)
