@@ -174,6 +174,9 @@ class Quantization(Section):
     type: Literal["nf4", "fp4", "fp8"] = "nf4"  # fp8: float8_e4m3 with a scale for each row
     # 4 bits: quantises the block scales, too: saves 0.37 bits per weight. null: true in 4 bits
     double_quant: bool | None = None
+    # fp8: products with dequantised weights, or scaled products of 8 bits: inputs, and gradients of outputs, rounded to
+    # fp8 with a scale for each token. scaled: precision bf16 or bf16_true; Hopper and later, emulated on CPUs
+    compute: Literal["dequantised", "scaled"] = "dequantised"
 
 
 Answers = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
