@@ -234,6 +234,8 @@ class Images(Section):
     # model's own processor has it. Where that scales images to a square or cuts them into tiles, all tiles together.
     max_pixels: Count | None = None
     min_pixels: Count | None = None  # Qwen's models: smaller images are scaled up; null: as the processor has it
+    # Hub id or local folder with the processor and its settings, which the result gets; null: that of `model.name`.
+    processor: str | None = None
     folder: str | None = None  # paths in rows start here; null: at the folder of the data file that has the row
     outside: bool = False  # paths may lead out of that folder
     allow_urls: bool = False  # http:// and https:// addresses in rows are fetched, once, into the cache

@@ -19,6 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from finetune.data.dataset import Dataset, build_held_out, build_training, questions
 from finetune.data.examples import image_reader
@@ -42,6 +43,9 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.write_pictures(folder, "held_out", 6, seed=1)
     tiny.write_pictures(folder, "pairs", 24, seed=2, pairs=True)
     return folder
+
+
+BOUNDS = {"max_pixels": 3 * 28 * 28, "min_pixels": 2 * 28 * 28}  # of Qwen; its own are 1 and 8
 
 
 def train_on_pictures(folder: Path, name: str, mode: str = "full", **changes: Any) -> Path:
@@ -128,7 +132,7 @@ def evaluated(run: Path) -> float:
 
 
 def test_full_run_is_what_plain_transformers_computes(seeing: Path) -> None:
-    run = train_on_pictures(seeing, "qwen2_5_vl")
+    run = train_on_pictures(seeing, "qwen2_5_vl", data={"image": BOUNDS})
     model, report = AutoModelForImageTextToText.from_pretrained(run / "model", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
@@ -148,12 +152,23 @@ def test_full_run_is_what_plain_transformers_computes(seeing: Path) -> None:
     for generation, answer in zip(generations, answers, strict=True):
         assert tokenizer.decode(answer, skip_special_tokens=True).startswith(generation.output)
         assert generation.output or answer[0] in trainer.end_ids
-    base, trained = (load_file(folder / "model.safetensors") for folder in (seeing / "qwen2_5_vl_sees", run / "model"))
+    base_folder = seeing / "qwen2_5_vl_sees"
+    base, trained = (load_file(folder / "model.safetensors") for folder in (base_folder, run / "model"))
     assert base.keys() == trained.keys()
     moved = {name for name in base if not torch.equal(base[name], trained[name])}
     assert moved
     assert not [name for name in moved if "visual" in name and "merger" not in name]
-    assert (run / "model" / "preprocessor_config.json").is_file()
+    counts = [
+        [
+            count_tokens(Qwen2VLImageProcessorPil.from_pretrained(folder), image)
+            for folder in (run / "model", base_folder)
+        ]
+        for example in Plain(run).examples
+        for image in example.sequences[0].images
+    ]
+    trained_on = [image.end - image.begin for e in Plain(run).examples for image in e.sequences[0].images]
+    assert [own for own, _ in counts] == trained_on  # who loads the result sees images as they were trained on
+    assert any(own != other for own, other in counts)
     assert json.loads((run / "plan.json").read_text())["parts"]["vision"][1] == 0
 
 
@@ -248,7 +263,8 @@ def test_qlora_in_bf16_answers_as_its_adapter_on_the_base(seeing: Path) -> None:
 
 
 def test_adapter_is_merged_for_the_whole_model(seeing: Path, tmp_path: Path) -> None:
-    run = train_on_pictures(seeing, "smolvlm", mode="lora", lora={"rank": 2, "alpha": 4})
+    changes = {"lora": {"rank": 2, "alpha": 4}, "data": {"image": {"max_pixels": 56 * 56}}}
+    run = train_on_pictures(seeing, "smolvlm", mode="lora", **changes)
     model = load_trained(run / "model").eval()
     plain = Plain(run)
     assert plain.loss(model) == pytest.approx(evaluated(run), rel=1e-5)
@@ -262,6 +278,8 @@ def test_adapter_is_merged_for_the_whole_model(seeing: Path, tmp_path: Path) -> 
         merged = AutoModelForImageTextToText.from_pretrained(out).eval()
         assert plain.loss(merged) == pytest.approx(evaluated(run), rel=1e-5)
         assert (out / "processor_config.json").is_file()
+        for folder in (out, run / "model"):
+            assert json.loads((folder / "preprocessor_config.json").read_text())["size"] == {"longest_edge": 56}
     figures = verify_run(tmp_path / "merged-3", run, None, None, 6, console())
     assert (figures.greedy, figures.top1) == (1.0, 1.0)
 
@@ -270,7 +288,7 @@ def test_adapter_is_merged_for_the_whole_model(seeing: Path, tmp_path: Path) -> 
 def test_an_export_that_sees_otherwise_is_found(broken: str, seeing: Path, tmp_path: Path) -> None:
     run = seeing / "runs" / "qwen2_5_vl-full"
     if not run.exists():  # this test alone
-        train_on_pictures(seeing, "qwen2_5_vl")
+        train_on_pictures(seeing, "qwen2_5_vl", data={"image": BOUNDS})
     out = tmp_path / "copy"
     shutil.copytree(run / "model", out)
     assert verify_run(out, run, None, None, 6, console()).greedy == 1
@@ -288,6 +306,11 @@ def test_an_export_that_sees_otherwise_is_found(broken: str, seeing: Path, tmp_p
         message = "preprocessor_config.json is missing"
     with pytest.raises(RunFailure, match=message):
         verify_run(out, run, None, None, 6, console())
+
+
+def count_tokens(processor: Any, image: Any) -> int:
+    with Image.open(image.source) as picture:
+        return int(processor(images=[picture], return_tensors="np")["image_grid_thw"].prod()) // 4
 
 
 def console() -> Console:
