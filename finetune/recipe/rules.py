@@ -434,8 +434,6 @@ def images(recipe: Recipe) -> Iterator[Finding]:
             f"`{recipe.objective.name}` needs a class of transformers with a head of scores, which of the families "
             "that see images Gemma 3 alone has: remove `model.train` and `data.image`, and the text part is trained",
         )
-    if (teacher := recipe.objective.teacher) is not None and teacher.endswith(".parquet"):
-        yield "objective.teacher", "a file has its rows by their tokens, which images of one size share: name a model"
     if recipe.objective.reference_model is not None:
         yield "objective.reference_model", "its processor may see images as other tokens: remove it (the base is used)"
     if recipe.tokens is not None:
@@ -457,6 +455,8 @@ def images_of_rows(recipe: Recipe) -> Iterator[Finding]:
         yield "data.image.min_pixels", f"is above max_pixels ({image.max_pixels}): lower it"
     if (overlong := recipe.data.overlong) in ("truncate", "split") and recipe.objective.train_on == "all":
         yield "data.overlong", f"with images, `{overlong}` cuts after answers, and `train_on: all` knows none: use drop"
+    if (teacher := recipe.objective.teacher) is not None and teacher.endswith(".parquet"):
+        yield "objective.teacher", "a file has its rows by their tokens, which images of one size share: name a model"
     if recipe.model.config is not None:
         yield "data.image", "a model from `model.config` has no image processor: give `model.name`, or remove this"
 

@@ -716,7 +716,7 @@ CASES = [
     Bad(
         "a teacher's file and images, which tokens do not tell apart",
         [":8: objective.teacher: a file has its rows by their tokens, which images of one size share: name a model"],
-        {2: "model: {name: a, train: [language]}", 8: "objective: {name: distill, teacher: m.parquet}"},
+        {4: EVAL.replace("max_length", "image: {}, max_length"), 8: "objective: {name: distill, teacher: m.parquet}"},
     ),
     # --- formats of an objective ---
     Bad(
