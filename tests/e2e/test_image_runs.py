@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +15,24 @@ import pytest
 import tiny
 import torch
 import yaml
-from conftest import metrics, train_here
+from conftest import metrics, serving, train_here
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForImageTextToText, AutoTokenizer
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from finetune.data.dataset import Dataset, build_held_out, build_training, questions
 from finetune.data.examples import image_reader
 from finetune.data.predictions import LOG_PROBS
 from finetune.data.samples import Sequence
 from finetune.errors import RunFailure, UserError
+from finetune.export.answering import answer_file, answers, chat_with, load_answerer
+from finetune.export.chat import chat_with_server, image_part
 from finetune.export.commands import ExportOptions, export_run, load_trained, verify_run
+from finetune.export.live import verify_url
+from finetune.export.sampling import Sampling
+from finetune.export.trained import find_trained
 from finetune.models.config import load_tokenizer, model_config
 from finetune.recipe import load_recipe
 from finetune.training.run import _started, compute_reference
@@ -45,12 +51,9 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-BOUNDS = {"max_pixels": 3 * 28 * 28, "min_pixels": 2 * 28 * 28}  # of Qwen; its own are 1 and 8
-
-
 def train_on_pictures(folder: Path, name: str, mode: str = "full", **changes: Any) -> Path:
     """Returns the folder of the run, which has its recipe. changes: of the recipe's sections; keys of a section."""
-    recipe = {
+    recipe: dict[str, Any] = {
         "run": {"name": f"{name}-{mode}", "dir": str(folder / "runs")},
         "model": {"name": str(folder / f"{name}_sees"), "train": ["language", "projector"]},
         "mode": mode,
@@ -132,7 +135,7 @@ def evaluated(run: Path) -> float:
 
 
 def test_full_run_is_what_plain_transformers_computes(seeing: Path) -> None:
-    run = train_on_pictures(seeing, "qwen2_5_vl", data={"image": BOUNDS})
+    run = train_on_pictures(seeing, "qwen2_5_vl")
     model, report = AutoModelForImageTextToText.from_pretrained(run / "model", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
@@ -152,24 +155,100 @@ def test_full_run_is_what_plain_transformers_computes(seeing: Path) -> None:
     for generation, answer in zip(generations, answers, strict=True):
         assert tokenizer.decode(answer, skip_special_tokens=True).startswith(generation.output)
         assert generation.output or answer[0] in trainer.end_ids
-    base_folder = seeing / "qwen2_5_vl_sees"
-    base, trained = (load_file(folder / "model.safetensors") for folder in (base_folder, run / "model"))
+    base, trained = (load_file(folder / "model.safetensors") for folder in (seeing / "qwen2_5_vl_sees", run / "model"))
     assert base.keys() == trained.keys()
     moved = {name for name in base if not torch.equal(base[name], trained[name])}
     assert moved
     assert not [name for name in moved if "visual" in name and "merger" not in name]
-    counts = [
-        [
-            count_tokens(Qwen2VLImageProcessorPil.from_pretrained(folder), image)
-            for folder in (run / "model", base_folder)
-        ]
-        for example in Plain(run).examples
-        for image in example.sequences[0].images
-    ]
-    trained_on = [image.end - image.begin for e in Plain(run).examples for image in e.sequences[0].images]
-    assert [own for own, _ in counts] == trained_on  # who loads the result sees images as they were trained on
-    assert any(own != other for own, other in counts)
+    assert (run / "model" / "preprocessor_config.json").is_file()
     assert json.loads((run / "plan.json").read_text())["parts"]["vision"][1] == 0
+
+
+@pytest.fixture(scope="module")
+def full_run(seeing: Path) -> Path:
+    run = seeing / "runs" / "qwen2_5_vl-full"
+    return run if run.exists() else train_on_pictures(seeing, "qwen2_5_vl")
+
+
+def test_rows_with_pictures_are_answered_as_plain_transformers_does(
+    full_run: Path, seeing: Path, tmp_path: Path
+) -> None:
+    """As one batch, with columns of images, and by the bounds of the run."""
+    rows, out = seeing / "held_out.jsonl", tmp_path / "out.jsonl"
+    answer_file(full_run, rows, out, Sampling(4), None, 8, console())
+    model = AutoModelForImageTextToText.from_pretrained(full_run / "model").eval()
+    answerer = load_answerer(full_run)
+    written = plain_answer(model, full_run, 4)
+    wanted = [answerer._read(ids, model.generation_config, ()).text for ids in written]
+    assert [json.loads(line)["answer"] for line in out.read_text().splitlines()] == wanted
+    messages = [json.loads(line)["messages"][:1] for line in rows.read_text().splitlines()]
+    content = next(one["content"] for (one,) in messages if isinstance(one["content"], list))
+    names = [part["image"] for part in content if part["type"] == "image"]
+    columns = {"prompt": "<image>" * len(names) + content[-1]["text"], "images": names}
+    source = tiny.write_rows(seeing / "columns.jsonl", [columns])
+    answer_file(full_run, source, tmp_path / "columns.jsonl", Sampling(4), None, 8, console())
+    assert json.loads((tmp_path / "columns.jsonl").read_text())["answer"] in wanted
+    bounded = tmp_path / "bounded"
+    shutil.copytree(full_run, bounded)
+    recipe = (bounded / "recipe.yaml").read_text().replace("max_pixels: null", "max_pixels: 1568")
+    (bounded / "recipe.yaml").write_text(recipe)
+    asked, shorter = ([{"role": "user", "content": content}], load_answerer(bounded))
+    sizes = [len(one.prompt(asked, data_file=str(rows)).ids) for one in (answerer, shorter)]
+    assert sizes[1] < sizes[0]
+    for path, message in ((tmp_path / "gone.png", "cannot be read: No such file"), (rows, "not an image of a kind")):
+        with pytest.raises(UserError, match=message):
+            answers(full_run, ["what?"], Sampling(4), images=[path])
+    (seeing / "bad.jsonl").write_text(json.dumps({**columns, "images": ["../secret.png"] * len(names)}) + "\n")
+    with pytest.raises(UserError, match=r"bad.jsonl, row 1: ../secret.png: leads out of"):
+        answer_file(full_run, seeing / "bad.jsonl", tmp_path / "bad.jsonl", Sampling(4), None, 8, console())
+
+
+def test_an_openai_client_gets_the_greedy_answers_to_pictures(
+    full_run: Path, seeing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run and of a model folder; a chat on the terminal has the same, here and there, and `verify --url`, too."""
+    import openai
+
+    from finetune.export.serving import load_served
+
+    pictures = sorted((seeing / "held_out").iterdir())[:2]
+    folders = {"qwen": full_run, "smol": seeing / "smolvlm_sees"}
+    with serving(load_served(list(folders.items()), "cpu")) as url, openai.OpenAI(base_url=url, api_key="-") as client:
+
+        def asked(name: str, parts: list[Any], **more: Any) -> Any:
+            content = [*parts, {"type": "text", "text": "which colour?"}]
+            messages: list[Any] = [{"role": "user", "content": content}]
+            return client.chat.completions.create(model=name, messages=messages, temperature=0, max_tokens=6, **more)
+
+        for name, folder in folders.items():
+            found = set()
+            for seen in ([pictures[0]], [pictures[1]], pictures, []):
+                (wanted,) = answers(folder, ["which colour?"], Sampling(6), images=seen)
+                said = asked(name, [image_part(path) for path in seen])
+                pieces = asked(name, [image_part(path) for path in seen], stream=True)
+                streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+                assert said.choices[0].message.content == wanted
+                assert streamed.rstrip("\ufffd") == wanted.rstrip("\ufffd")  # a part of a character is not streamed
+                found.add(wanted)
+            assert len(found) > 2
+        for reference in ("pictures/0-0.png", "file:///etc/passwd", "http://127.0.0.1/a.png"):
+            with pytest.raises(openai.BadRequestError, match="pictures are taken as data URLs"):
+                asked("qwen", [{"type": "image_url", "image_url": {"url": reference}}])
+        with pytest.raises(openai.BadRequestError, match="not an image of a kind"):
+            asked("qwen", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}])
+
+        typed = f"/image {pictures[0]}\n/image {tmp_path / 'gone'}\nwhich?\nand now?\n"
+        shown = []
+        for chat, saved in ((partial(chat_with, full_run), "here"), (partial(chat_with_server, url, "qwen"), "there")):
+            monkeypatch.setattr("sys.stdin", io.StringIO(f"{typed}/save {tmp_path / saved}\n"))
+            chat(Sampling(6), None)
+            shown.append(capsys.readouterr().out.rpartition("saved to")[0].replace("\ufffd", ""))
+        assert shown[0] == shown[1]
+        assert "gone: this picture cannot be read" in shown[0]
+        first = json.loads((tmp_path / "here").read_text())["messages"][0]["content"]
+        assert first == [image_part(pictures[0]), {"type": "text", "text": "which?"}]
+        live = verify_url(url, find_trained(full_run), "qwen", None, 6, console())
+        assert (live.top1, live.prompts, live.gap_max) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
@@ -263,7 +342,7 @@ def test_qlora_in_bf16_answers_as_its_adapter_on_the_base(seeing: Path) -> None:
 
 
 def test_adapter_is_merged_for_the_whole_model(seeing: Path, tmp_path: Path) -> None:
-    changes = {"lora": {"rank": 2, "alpha": 4}, "data": {"image": {"max_pixels": 56 * 56}}}
+    changes: dict[str, Any] = {"lora": {"rank": 2, "alpha": 4}, "data": {"image": {"max_pixels": 56 * 56}}}
     run = train_on_pictures(seeing, "smolvlm", mode="lora", **changes)
     model = load_trained(run / "model").eval()
     plain = Plain(run)
@@ -285,10 +364,8 @@ def test_adapter_is_merged_for_the_whole_model(seeing: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("broken", ["projector", "size", "missing"])
-def test_an_export_that_sees_otherwise_is_found(broken: str, seeing: Path, tmp_path: Path) -> None:
-    run = seeing / "runs" / "qwen2_5_vl-full"
-    if not run.exists():  # this test alone
-        train_on_pictures(seeing, "qwen2_5_vl", data={"image": BOUNDS})
+def test_an_export_that_sees_otherwise_is_found(broken: str, full_run: Path, tmp_path: Path) -> None:
+    run = full_run
     out = tmp_path / "copy"
     shutil.copytree(run / "model", out)
     assert verify_run(out, run, None, None, 6, console()).greedy == 1
@@ -306,11 +383,6 @@ def test_an_export_that_sees_otherwise_is_found(broken: str, seeing: Path, tmp_p
         message = "preprocessor_config.json is missing"
     with pytest.raises(RunFailure, match=message):
         verify_run(out, run, None, None, 6, console())
-
-
-def count_tokens(processor: Any, image: Any) -> int:
-    with Image.open(image.source) as picture:
-        return int(processor(images=[picture], return_tensors="np")["image_grid_thw"].prod()) // 4
 
 
 def console() -> Console:
