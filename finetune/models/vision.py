@@ -54,6 +54,7 @@ class Family:
     pictures: Pictures
     fixed: bool = False  # all images have as many tokens
     sees_whole_images: bool = False  # an image's tokens see each other, also those that follow
+    as_weights: bool = False  # its forward gives what a tower saw the weights' type, and asks embeddings to have it
     unused: str | None = None  # a module of the tower whose output nothing reads: it stays frozen, or DDP would wait
 
 
@@ -97,7 +98,7 @@ def _values(*shape: int) -> Tensor:
     return torch.sin(torch.arange(count, dtype=torch.float32) * 0.7311).reshape(shape)
 
 
-_CROPS = Family("text_model", "vision_model", ("connector",), _of_crops, fixed=True)
+_CROPS = Family("text_model", "vision_model", ("connector",), _of_crops, fixed=True, as_weights=True)
 FAMILIES: dict[str, Family] = {
     "smolvlm": _CROPS,
     "idefics3": _CROPS,
