@@ -42,7 +42,7 @@ from finetune.models.weights import fuse_adapters, keep_input_types
 from finetune.objectives import make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective, Term
-from finetune.objectives.table import OF_TOKENS
+from finetune.objectives.table import OF_TOKENS, OF_TOKENS_ALONE
 from finetune.planning.estimate.operators import NO_WORK, OperatorCounter, Work
 from finetune.planning.estimate.shapes import shortened, skeleton, with_layers
 from finetune.planning.fake_devices import Meter
@@ -130,7 +130,7 @@ def _timeline(key: _TimelineKey) -> Timeline:
     attention = attention_at(recipe, key.config, how)
     model, forward = _model(recipe, short, attention, how)
     marks = Marks()
-    examples = _examples(recipe, key.batch)
+    examples = examples_of(recipe, key.batch)
     batch = collate(examples)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     fake = fakes, marks.meter, marks.operators, _linear(how), _grouped_products(dtypes(recipe).compute)
@@ -274,7 +274,7 @@ def _model(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice,
     labels = score_labels(settings)
     if labels:
         return ScoreModel(model, **surroundings), ForwardPass(attention, make_objective(settings))
-    objective = make_objective(settings) if settings.name in ("sft", "focal") else _any_tokens()
+    objective = make_objective(settings) if settings.name in OF_TOKENS_ALONE else _any_tokens()
     wrapped = CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=objective.only_sums, **surroundings)
     if wrapped.choice.implementation != "plain":
         wrapped._rows = rows_at_once(config.get_text_config().vocab_size, how.device)
@@ -290,7 +290,7 @@ def real_micro_batch(recipe: Recipe, config: PretrainedConfig, batch: HeaviestBa
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             torch.nn.init.normal_(tensor, std=0.02)
-    collated = collate(_examples(recipe, batch))
+    collated = collate(examples_of(recipe, batch))
 
     def run() -> None:
         forward.objective.trial_loss(forward(model, collated), collated).backward()
@@ -311,7 +311,7 @@ def _any_tokens() -> Objective:
     return Objective(lambda outputs, _batch: {"loss": Term(outputs.token_losses.sum(), None, 1.0)}, differentiable=True)
 
 
-def _examples(recipe: Recipe, batch: HeaviestBatch) -> list[Example]:
+def examples_of(recipe: Recipe, batch: HeaviestBatch) -> list[Example]:
     """Returns documents with targets at their ends; for a reward, each is a pair of answers of half its length."""
     left, made = batch.targets, []
     columns = {"label": 0.0} if recipe.objective.name not in OF_TOKENS else {}
