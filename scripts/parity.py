@@ -659,6 +659,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="work there and keep everything")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if unknown := [word for word in arguments.only if not selected([word])]:
+        parser.error(f"--only: no config, case or size is called {', '.join(map(repr, unknown))}")
     if arguments.work:
         work(arguments.folder, arguments.work)
         return 0

@@ -38,6 +38,7 @@ _PACKAGES = ("torch", "transformers", "peft", "safetensors")
 # Of the base, in addition to weights and what the tokenizer writes: code, and what images and audio go through.
 _COPIED = ("*.py", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 Say = Callable[[str], object]
+MMPROJ = "which llama.cpp's `convert_hf_to_gguf.py FOLDER --mmproj` makes of the folder of `export --to hf`"
 
 
 def export_folder(
@@ -89,6 +90,8 @@ def export_gguf(
             config = text_of(model).config
             if (window := context_length(config)) < config.max_position_embeddings:
                 say(f"{file.name} is for texts of up to {window:,} tokens: llama.cpp has no window for such a model")
+            if model.text_part is not None:
+                say(f"{file.name} has the language model alone: pictures need a second file, {MMPROJ}")
         if ollama:
             (partial / "Modelfile").write_text(modelfile(trained, file.name), encoding="utf-8")
     return model

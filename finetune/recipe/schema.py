@@ -110,8 +110,10 @@ class Model(Section):
     # auto: the compute type of train.precision.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # Implementation of attention within the documents of a packed sequence. auto: the fastest one available; the choice
-    # and its reason are shown in the plan.
-    attention: Literal["auto", "documents", "varlen", "flex", "sdpa", "eager", "flash_attention_2"] = "auto"
+    # and its reason are shown in the plan. flash_attention_3: `varlen` with its kernels, on Hopper.
+    attention: Literal[
+        "auto", "documents", "varlen", "flex", "sdpa", "eager", "flash_attention_2", "flash_attention_3"
+    ] = "auto"
     # Implementation of the LM head's loss; equal to rounding. plain: all logits at once; chunked: some tokens at a
     # time, gradient included; torch: F.linear_cross_entropy (torch >= 2.13, fp32); liger: its kernels (CUDA).
     # auto: chunked if the architecture allows it; the choice and its reason are shown in the plan.

@@ -385,5 +385,58 @@ def test_an_export_that_sees_otherwise_is_found(broken: str, full_run: Path, tmp
         verify_run(out, run, None, None, 6, console())
 
 
+def result_of(folder: Path, name: str, out: Path) -> Path:
+    """A full run on pictures as it ends, whose weights are still the base's."""
+    base = folder / f"{name}_sees"
+    shutil.copytree(base, out / "model")
+    (out / "model" / "generation_config.json").write_text('{"eos_token_id": 2}')
+    rows = [{"path": str(folder / "held_out.jsonl"), "format": "messages"}]
+    recipe = {
+        "run": {"name": name},
+        "model": {"name": str(base), "train": ["language", "projector"]},
+        "mode": "full",
+        "data": {"train": rows, "max_length": 128, "image": {}},
+        "batch": {"rows": 4},
+        "optimizer": {"lr": 3e-3},
+        "train": {"max_steps": 3, "precision": "fp32"},
+    }
+    (out / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return out
+
+
+def test_of_a_run_on_pictures_gguf_has_the_language_model(seeing: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    run, said = result_of(seeing, "smolvlm", tmp_path / "run"), io.StringIO()
+    options = ExportOptions("gguf", out=tmp_path / "out", dtype="f32")
+    compared = export_run(run, options, Console(file=said, width=400))
+    assert compared["kl_mean"] < 1e-12
+    assert compared["top1"] == 1
+    assert "has the language model alone: pictures need a second file, which llama.cpp's" in said.getvalue()
+    assert "convert_hf_to_gguf.py FOLDER --mmproj" in said.getvalue()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("smolvlm", "int8"), ("qwen2_5_vl", "fp8")])
+def test_eight_bits_leave_the_tower_as_it_is(name: str, kind: str, seeing: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    run = result_of(seeing, name, tmp_path / "run")
+    compared = export_run(run, ExportOptions(out=tmp_path / "out", quantised=kind), console())
+    assert 1e-10 < compared["kl_mean"] < 1e-2
+    before, after = (load_file(folder / "model.safetensors") for folder in (run / "model", tmp_path / "out"))
+    scaled = {key.removesuffix("_scale") for key in after if key.endswith(".weight_scale")}
+    assert len(scaled) == 14  # of two layers, q, k, v, o and three more
+    kept = before.keys() - scaled
+    assert all(torch.equal(before[key], after[key]) for key in kept)
+    assert any("vision" in key or "visual" in key for key in kept)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    ignored = config["quantization_config"]["ignore"]
+    assert "lm_head" in ignored
+    assert all("vision" in one or "visual" in one or "connector" in one or one == "lm_head" for one in ignored)
+    config["quantization_config"]["ignore"] = [*ignored, "model.text_model.layers.0.self_attn.q_proj"]
+    if kind == "int8":
+        (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(RunFailure, match=r"q_proj is in eight bits, and config\.json says otherwise"):
+            verify_run(tmp_path / "out", run, None, None, 6, console())
+
+
 def console() -> Console:
     return Console(quiet=True)
