@@ -15,24 +15,25 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from finetune.data.batch import Batch
 from finetune.errors import UserError
-from finetune.models.checkpoint_files import checkpoint_file
-from finetune.recipe.schema import Lora, Model
+from finetune.models.checkpoint_files import checkpoint_file, renamed
+from finetune.models.config import load_tokenizer
+from finetune.recipe.schema import Images, Lora, Model
 from finetune.utils import full_shape, unwrap_peft
 
 PARTS = ("language", "projector", "vision")
@@ -197,7 +198,7 @@ def adapted_modules(model: Any, family: Family, trained: Sequence[str], lora: Lo
             "leave the part out, or train it by `mode: full`"
         )
     renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
-    if lost := [path for path in paths if apply_renamings(f"{path}.weight", renamings) != f"{path}.weight"]:
+    if lost := [path for path in paths if renamed(f"{path}.weight", renamings) != f"{path}.weight"]:
         raise UserError(f"lora.targets: peft would not find the adapter of {lost[0]} again: name targets without it")
     return paths
 
@@ -233,9 +234,31 @@ def image_modules(model: Any) -> list[nn.Module]:
     return [whole.base_model.get_submodule(path) for path in (family.tower, *family.projector)]
 
 
-def processor_files(model: Model) -> tuple[Path, ...]:
-    """Returns the settings of the base's processors, which its result keeps."""
-    return tuple(path for name in _PROCESSORS if (path := checkpoint_file(model, name)))
+def processor_settings(model: Model, images: Images | None) -> dict[str, bytes]:
+    """Returns the files with the settings of the base's processors, as the result has them: with the bounds of the
+    recipe, so that who loads it makes of an image the tokens that were trained on. images: `data.image`."""
+    from finetune.data.images.families import image_family, processor_place
+
+    name, revision = (model.name, model.revision) if images is None else processor_place(model, images)
+    place = Model(name=name, revision=revision)
+    files = {file: path.read_bytes() for file in _PROCESSORS if (path := checkpoint_file(place, file))}
+    if images is None or not (images.max_pixels or images.min_pixels):
+        return files
+    size = dict(image_family(model, images, load_tokenizer(model)).processor.size)
+    return {file: _sized(file, content, size) for file, content in files.items()}
+
+
+def _sized(file: str, content: bytes, size: dict[str, int]) -> bytes:
+    """Returns the settings of an image processor, or of one that may have it as a part, with this size."""
+    settings = json.loads(content)
+    parts = {FEATURE_EXTRACTOR_NAME: settings, PROCESSOR_NAME: settings.get("image_processor")}
+    if (part := parts.get(file)) is None:
+        return content
+    part["size"] = size
+    for bound, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        if part.get(bound) is not None:  # Qwen's older names, which come first
+            part[bound] = size[edge]
+    return json.dumps(settings, indent=2).encode() + b"\n"
 
 
 # --- a forward
