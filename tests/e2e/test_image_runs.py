@@ -251,7 +251,7 @@ def test_an_openai_client_gets_the_greedy_answers_to_pictures(
         assert (live.top1, live.prompts, live.gap_max) == (1, 1, 0)
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
+@pytest.mark.parametrize("objective", ["dpo", "kto", pytest.param("orpo", marks=pytest.mark.long)])
 def test_preferences_of_pictures_are_what_plain_transformers_computes(objective: str, seeing: Path) -> None:
     """DPO: arXiv:2305.18290, equation 7; KTO: arXiv:2402.01306, equations 7 and 8, with answers of other rows; ORPO:
     arXiv:2403.07691, equations 6 and 7. Each prompt is computed for each answer, and the plan says so."""
