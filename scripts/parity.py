@@ -140,6 +140,13 @@ CASES = (
         rows="picture_pairs",
         on=SEES_IMAGES,
     ),
+    Case(  # one more pass over each step, of which some ranks have no images
+        "full images kto",
+        (*IMAGES, *PAIRS, "data.max_length=192", "objective.name=kto", "model.train=[language, projector, vision]"),
+        model="smolvlm_sees",
+        rows="picture_pairs",
+        on=SEES_IMAGES,
+    ),
     Case(
         "lora images dpo adapters off",
         (*LORA, *IMAGES, *PAIRS, "data.max_length=192", "objective={name: dpo, reference: adapters_off}"),

@@ -29,6 +29,7 @@ from finetune.export.streamed import StreamedModel
 from finetune.export.tensor_files import write_shards
 from finetune.export.trained import Trained
 from finetune.export.weight_files import SHARD_BYTES
+from finetune.models.vision import processor_settings
 from finetune.utils import fsync, write_atomically
 
 PROGRESS = "progress.json"
@@ -180,6 +181,11 @@ def write_settings(model: StreamedModel, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(_changed(config, model), indent=2) + "\n", encoding="utf-8")
         for path in (path for pattern in _COPIED for path in sorted(base.folder.glob(pattern))):
             shutil.copyfile(path, folder / path.name)
+        if sees_images:
+            assert trained.recipe is not None
+            own = trained.recipe.model.model_copy(update={"name": str(base.folder), "revision": None})
+            for name, content in processor_settings(own, trained.recipe.data.image).items():
+                (folder / name).write_bytes(content)
     else:
         if model.is_scoring:  # transformers scores the last token that is no padding
             tokenizer = AutoTokenizer.from_pretrained(trained.settings)

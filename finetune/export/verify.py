@@ -41,7 +41,7 @@ from finetune.export.verify_models import load_export, load_reference, model_of,
 from finetune.export.verify_scores import ScoreReference
 from finetune.models.config import base_config, first_line, load_tokenizer, model_config
 from finetune.models.score_model import labelled
-from finetune.models.vision import processor_files
+from finetune.models.vision import processor_settings
 from finetune.objectives import score_labels
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut
@@ -187,6 +187,14 @@ def _with_settings(recipe: Recipe, tokenizer: Path, name: str | None) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)})
 
 
+def _by_own_processor(recipe: Recipe) -> Recipe:
+    """Returns the recipe without settings of images: a model's own processor, with its own bounds, sees them."""
+    if recipe.data.image is None:
+        return recipe
+    image = recipe.data.image.model_copy(update={"processor": None, "max_pixels": None, "min_pixels": None})
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"image": image})})
+
+
 def held_out_examples(recipe: Recipe, tokenizer: Path, rows: int, name: str | None = None) -> list[Example]:
     """Returns the first rows of `data.eval`, or of `data.train`, as a tokenizer's folder renders them. name: see
     `_with_settings`. Raises UserError."""
@@ -212,7 +220,7 @@ def _compare_tokens(
 ) -> None:
     """Compare rows and conversations as both tokenizers and templates write them, and the tokens that end them."""
     try:
-        theirs = held_out_examples(recipe, export, rows, str(export))
+        theirs = held_out_examples(_by_own_processor(recipe), export, rows, str(export))
         tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (settings, export)]
     except (UserError, OSError, ValueError, KeyError) as error:
         figures.problems.append(f"the export's tokenizer does not render the run's rows: {first_line(error)}")
@@ -273,15 +281,17 @@ def _without_images(example: Example) -> Example:
 
 
 def _compare_processors(figures: Figures, recipe: Recipe, base: str | None, export: Path) -> None:
-    """Compare the settings of the processors, of a run on images, with the base's."""
-    for path in processor_files(model_of(recipe, base)) if recipe.data.image is not None else ():
-        if not (export / path.name).is_file():
-            figures.problems.append(f"{path.name} is missing: images would be seen by other settings")
+    """Compare the settings of the processors, of a run on images, with those of the run."""
+    if recipe.data.image is None:
+        return
+    for name, content in processor_settings(model_of(recipe, base), recipe.data.image).items():
+        if not (export / name).is_file():
+            figures.problems.append(f"{name} is missing: images would be seen by other settings")
             continue
-        ours, theirs = (json.loads(one.read_text(encoding="utf-8")) for one in (path, export / path.name))
+        ours, theirs = (json.loads(one) for one in (content, (export / name).read_bytes()))
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
-                figures.problems.append(f"{path.name}: {key} is {theirs.get(key)}, and {ours.get(key)} in the run")
+                figures.problems.append(f"{name}: {key} is {theirs.get(key)}, and {ours.get(key)} in the run")
 
 
 # What an export may have otherwise than the base.

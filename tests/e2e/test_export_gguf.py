@@ -162,6 +162,10 @@ def test_the_scale_of_the_larger_gemmas_is_llama_cpp_s() -> None:
                 check_architecture(AutoConfig.for_model(**{**settings, **changes}), is_scoring=False)
 
 
+# llama.cpp turns neighbouring rows of a head together, transformers row i and i + half of a head
+TURNED = [16 * head + i + 8 * half for head in range(4) for i in range(8) for half in range(2)]
+
+
 def test_mixtral_is_read_back_tensor_by_tensor(tmp_path: Path) -> None:
     """transformers does not read its experts from GGUF: names and rows are compared with the format's definition."""
     folder = saved(tmp_path, "mixtral", {})
@@ -171,9 +175,7 @@ def test_mixtral_is_read_back_tensor_by_tensor(tmp_path: Path) -> None:
     assert len(tensors) == 3 + 2 * (2 + 4 + 1 + 3)
     layer = "model.layers.1."
     q = state[f"{layer}self_attn.q_proj.weight"]
-    # llama.cpp turns neighbouring rows of a head together, transformers row i and i + half of a head
-    order = [16 * head + i + 8 * half for head in range(4) for i in range(8) for half in range(2)]
-    assert torch.equal(tensors["blk.1.attn_q.weight"], q[order])
+    assert torch.equal(tensors["blk.1.attn_q.weight"], q[TURNED])
     assert torch.equal(tensors["blk.1.attn_v.weight"], state[f"{layer}self_attn.v_proj.weight"])
     assert torch.equal(tensors["blk.1.ffn_gate_inp.weight"], state[f"{layer}block_sparse_moe.gate.weight"])
     for ours, theirs in {"gate": "w1", "down": "w2", "up": "w3"}.items():
@@ -208,6 +210,10 @@ def test_ministral_3_is_written_for_llama_cpp_and_compared(made: Path, tmp_path:
         "yarn_log_multiplier": 1.0,
     }
     assert fields["mistral3.attention.temperature_scale"] == pytest.approx(0.1)
+    state = load_file(folder / "model.safetensors")
+    (name,) = (key for key in state if "vision" not in key and key.endswith("layers.1.self_attn.q_proj.weight"))
+    (q,) = (tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.1.attn_q.weight")
+    assert torch.equal(torch.from_numpy(q.data.copy()), state[name][TURNED])
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     recipe["data"]["train"] = [{"path": str(made / "rows.jsonl"), "format": "messages"}]
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))

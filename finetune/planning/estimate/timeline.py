@@ -241,7 +241,9 @@ def attention_at(recipe: Recipe, config: PretrainedConfig, how: How) -> Attentio
     except KeyError:
         raise UserError(f"{type(config).__name__} is not a causal language model that transformers knows") from None
     half = dtypes(recipe).compute != torch.float32
-    there = Kernels(how.capability, flash_kernels=True, triton=True) if how.device == "cuda" else Kernels()
+    there = (
+        Kernels(how.capability, flash_kernels=True, triton=True, no_flash_3=None) if how.device == "cuda" else Kernels()
+    )
     choice = choose_attention(recipe.model.attention, model_class, config, how.device, half, there)
     if choice.implementation == kernels.VARLEN:
         return replace(choice, prepare=partial(kernels.prepare_varlen, device="cpu"))
