@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 PLACES = (
     Place("1B full", ONE_B, (), "single", 1),
-    Place("8B full", EIGHT_B, (), "fsdp2", 8),
+    Place("8B full", EIGHT_B, ("batch.rows=8",), "fsdp2", 8),  # the recipe's: one micro-batch a step
     Place("70B qlora", SEVENTY_B, QLORA, "fsdp2", 2),
     Place("70B lora", SEVENTY_B, LORA, "fsdp2_offload", 2),
 )
