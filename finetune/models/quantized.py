@@ -59,7 +59,7 @@ def quantise(
         if not weight.is_meta:
             move_states(packed.to(kept_on), kept_on)
         model.set_submodule(name, packed)
-        if settings.compute == "scaled" and multiplies_in_fp8(name, packed):
+        if settings.compute == "scaled" and isinstance(packed, Fp8Linear) and multiplies_in_fp8(name, packed):
             packed.__class__ = ScaledLinear
     model.is_loaded_in_4bit = settings.type != "fp8"  # peft asks
     if settings.compute == "scaled" and not any(isinstance(module, ScaledLinear) for module in model.modules()):
