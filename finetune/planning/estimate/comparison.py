@@ -212,7 +212,8 @@ def compare_run(folder: Path) -> list[Comparison]:
     def add(what: str, formula: float, took: float, unit: str, of: float | None = None) -> None:
         found.append(Comparison(folder.name, plan["where"], what, formula, took, unit, took if of is None else of))
 
-    sizes, of_run = predicted.get("memory_bytes", {}), measured["memory_bytes"]
+    sizes: dict[str, int] = predicted.get("memory_bytes", {})
+    of_run: dict[str, int] = measured["memory_bytes"]
     for name in (name for name in sizes if name in of_run):
         add(_STATE.get(name, name), sizes[name] / _GIB, of_run[name] / _GIB, "GiB")
     if "step_s" in predicted:
