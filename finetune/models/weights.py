@@ -13,6 +13,7 @@ import inspect
 import re
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -100,7 +101,7 @@ def load_model(
     if recipe.objective.drops_nothing and placement.weights != "meta":
         model.base_config = model_config(recipe.model)  # whose dropout the result has
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
-    adapted = None
+    adapted = family = None
     if recipe.model.train is not None:
         family = family_of(config)
         model.processor_files = processor_files(recipe.model)
@@ -121,13 +122,25 @@ def load_model(
     if types.compute != torch.float32:
         # Hidden states begin in the compute type: the embedding table may be in fp32, and then the full residual stream
         # would be fp32 on one backend and 16 bit on another.
-        model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.to(types.compute))
+        if family is not None and family.as_weights:
+            language = unwrap_peft(model).base_model.get_submodule(family.language)
+            language.register_forward_pre_hook(partial(_cast_embeddings, types.compute), with_kwargs=True)
+        else:
+            model.get_input_embeddings().register_forward_hook(
+                lambda _module, _inputs, output: output.to(types.compute)
+            )
     if recipe.train.activation_checkpointing:
         around = recomputed_alike if attention.mixers else None
         recompute_activations(model, recipe.train.activation_checkpointing, around)
     if recipe.train.compile:
         compile_layers(model)
     return model.train()
+
+
+def _cast_embeddings(
+    dtype: torch.dtype, _module: Any, inputs: Any, named: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    return inputs, {**named, "inputs_embeds": named["inputs_embeds"].to(dtype)}
 
 
 def _scoring_model(
