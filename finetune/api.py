@@ -58,10 +58,12 @@ def generate(
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     system: str | None = None,
+    images: Sequence[str | Path] = (),
     **sampling: Any,
 ) -> list[str]:
     """Returns the answers of a trained model (a run directory or a model folder). temperature 0: greedy.
 
+    images: files of pictures that a model of a run on images sees ahead of each prompt.
     sampling: top_p, top_k, repetition_penalty, seed, stop, as options of the command line.
     """
     quiet_libraries()
@@ -70,4 +72,5 @@ def generate(
         from finetune.export.answering import answers
         from finetune.export.sampling import Sampling
 
-    return answers(Path(run_dir), prompts, Sampling(max_new_tokens, temperature, **sampling), system)
+    chosen = Sampling(max_new_tokens, temperature, **sampling)
+    return answers(Path(run_dir), prompts, chosen, system, [Path(image) for image in images])

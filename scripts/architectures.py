@@ -192,7 +192,7 @@ def launch(file: Path, names: list[str]) -> None:
     if not (left := [name for name in names if name not in lines or not is_whole(lines[name])]):
         return
     said = [text for text in errors.read_text(encoding="utf-8").splitlines() if text.startswith("fsdp2: ")]
-    reason = f"stands still for {STANDSTILL_S:.0f} s" if stands_still else (said or ["the launch ended"])[0][7:]
+    reason = f"stands still for {STANDSTILL_S:.0f} s" if stands_still else (said or ["fsdp2: the launch ended"])[0][7:]
     known = lines.get(left[0])
     line = Line(**{**known, "fsdp2": reason}) if known else Line(left[0], "stops", reason=reason)
     write(file, line)

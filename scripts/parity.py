@@ -266,6 +266,13 @@ CASES = (
     Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
     Case("qlora", QLORA),
     Case("qlora fp8", (*QLORA, "quantization={type: fp8}")),
+    Case(
+        "qlora fp8 scaled",
+        (*QLORA, "quantization={type: fp8, compute: scaled}", "train.precision=bf16"),
+        on=("ddp", "fsdp2", "zero2", "zero3", "pp"),
+        loss=BF16_LOSS_RELATIVE,
+        parameter=float("inf"),
+    ),
     Case("full deep", (), model="llama_deep", on=DEEP),
     Case("lora deep", LORA, model="llama_deep", on=DEEP),
     Case(

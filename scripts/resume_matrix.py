@@ -70,6 +70,9 @@ OF_IMAGES = tuple(case for case in parity.CASES if case.name in parity.OF_IMAGES
 # Experts that are divided, and the same ones where each rank has them all.
 WITH_EXPERTS: tuple[Place, ...] = (("single", 1), ("ddp", 2), ("fsdp2", 4), ("zero3", 4), *DIVIDED)
 OF_EXPERTS = tuple(case for case in parity.CASES if case.name in ("full mixtral balance", "lora mixtral experts"))
+# Rows of tokens that the recipe adds, with moments of their own; tied to the head and not.
+WITH_TOKENS: tuple[Place, ...] = (("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero3", 2))
+OF_TOKENS = tuple(case for case in parity.CASES if case.name in ("full tokens", "lora tokens", "lora tied tokens"))
 # Four layers, as two stages, as four, and unsplit.
 WITH_STAGES: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("pp", 2), *FOUR_STAGES)
 OF_STAGES = tuple(case for case in parity.CASES if case.name in ("full deep", "lora deep"))
@@ -100,7 +103,8 @@ def cases(*places: Place) -> tuple[parity.Case, ...]:
     stages = OF_STAGES if all(place in WITH_STAGES for place in places) else ()
     objectives = OF_OBJECTIVES if all(place in WITH_OBJECTIVES for place in places) else ()
     images = OF_IMAGES if all(place in WITH_IMAGES for place in places) else ()
-    return (*plain, *few, *experts, *stages, *objectives, *images)
+    tokens = OF_TOKENS if all(place in WITH_TOKENS for place in places) else ()
+    return (*plain, *few, *experts, *stages, *objectives, *images, *tokens)
 
 
 def run_name(place: Place, case: parity.Case) -> str:

@@ -8,8 +8,10 @@ import io
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -147,6 +149,24 @@ def launch(config: str | Path, processes: int, *arguments: object, **environment
     """`accelerate launch --config_file ... -m finetune ...`; config: a file, or a name in accelerate_configs/."""
     file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
     return forks.accelerate_launch(file, processes, "-m", "finetune", *arguments, **environment)
+
+
+@contextlib.contextmanager
+def serving(entries: dict[str, Any]) -> Iterator[str]:
+    """A server, in this process, of what `load_served` returns; yields its URL."""
+    import uvicorn
+
+    from finetune.export.serving import build_app
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(build_app(entries), log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 @contextlib.contextmanager

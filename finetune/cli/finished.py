@@ -25,6 +25,10 @@ def generate(
     prompt: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts. Default: read from the terminal.")
     ] = None,
+    images: Annotated[
+        list[Path] | None,
+        typer.Option("--image", metavar="FILE", help="Picture ahead of each prompt; may be repeated."),
+    ] = None,
     rows: Annotated[
         Path | None, typer.Option("--input", metavar="FILE", help='JSONL of {"prompt": ...} or {"messages": [...]}.')
     ] = None,
@@ -36,7 +40,8 @@ def generate(
     sampling: Sampling = _ANSWER,
     as_json: AsJson = False,
 ) -> None:
-    """Generate answers with the trained model: to prompts, or to each row of a file.
+    """Generate answers with the trained model: to prompts, with pictures for a model that sees, or to each row of a
+    file.
 
     Example: [bold]python -m finetune generate runs/quickstart-full "the 3rd of March, 2021"[/bold]
     """
@@ -44,11 +49,13 @@ def generate(
         raise UserError("generate: --input and --output go together: a file of rows, and the file of their answers")
     if rows is not None and prompt:
         raise UserError("generate: give prompts, or --input with a file of them")
+    if rows is not None and images:
+        raise UserError("generate: --image is for prompts; rows of --input name their pictures, as rows of data do")
     with heavy_imports():
         from finetune.export.answering import answer_file, answer_prompts
 
     if rows is None or output is None:
-        answer_prompts(run_dir, prompt or [], sampling, system, as_json)
+        answer_prompts(run_dir, prompt or [], sampling, system, images or [], as_json)
         return
     count = answer_file(run_dir, rows, output, sampling, system, batch_size, Console(stderr=True))
     print(json.dumps({"rows": count, "output": str(output)}) if as_json else f"{count:,} answers in {output}")
@@ -66,7 +73,8 @@ def chat(
 ) -> None:
     """Talk to a trained model, in this process or on a server (`serve`, vLLM, ...); it sees the conversation so far.
 
-    /clear begins again, /system TEXT sets a system prompt, /save FILE adds the conversation to a file of rows.
+    /clear begins again, /system TEXT sets a system prompt, /image FILE shows a picture with the next question, /save
+    FILE adds the conversation to a file of rows.
 
     Example: [bold]python -m finetune chat runs/quickstart-lora --temperature 0.7[/bold]
     """

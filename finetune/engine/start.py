@@ -99,11 +99,19 @@ def check_cuda(recipe: Recipe, launch: Launch) -> None:
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if recipe.train.precision in ("bf16", "bf16_true", "fp8") and not has_bf16:
         raise UserError(f"train.precision: {torch.cuda.get_device_name()} has no bf16: use fp16 or fp32")
-    if recipe.train.precision == "fp8" and torch.cuda.get_device_capability() < (9, 0):
-        raise UserError(
-            f"train.precision: {torch.cuda.get_device_name()} has no products of 8 bits with a scale for each row "
-            "(Hopper and later do): use bf16"
-        )
+    multiplies = {
+        "train.precision": ("bf16", recipe.train.precision == "fp8"),
+        "quantization.compute": (
+            "dequantised",
+            recipe.quantization is not None and recipe.quantization.compute == "scaled",
+        ),
+    }
+    for key, (other, in_8_bits) in multiplies.items():
+        if in_8_bits and torch.cuda.get_device_capability() < (9, 0):
+            raise UserError(
+                f"{key}: {torch.cuda.get_device_name()} has no products of 8 bits with a scale for each row (Hopper "
+                f"and later do): use {other}"
+            )
     check_in_backward(recipe, launch, torch.__version__)
 
 

@@ -1,7 +1,8 @@
 """`generate` and `chat`: a trained model answers prompts, conversations and files of them.
 
-A prompt is rendered as training rendered it: the same reader of messages, the same template, the same tokens. What is
-drawn begins with the model's generation_config.json, as transformers' own server does; options take precedence.
+A prompt is rendered as training rendered it: the same reader of messages, the same template, the same tokens, and of
+pictures the same pixels, by the bounds of the run's `data.image`. What is drawn begins with the model's
+generation_config.json, as transformers' own server does; options take precedence.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -25,13 +28,20 @@ from finetune.data.chat.renderer import chat_of
 from finetune.data.chat.template import own_template
 from finetune.data.chat.trained_spans import Chat
 from finetune.data.dataset import until_end
+from finetune.data.formats.converters import with_images_of
 from finetune.data.formats.messages import context_of, read_messages, read_tools
-from finetune.data.samples import BadRow
+from finetune.data.samples import BadRow, Conversation, Image
 from finetune.errors import RunFailure, UserError
-from finetune.export.chat import Messages, asked, converse
-from finetune.export.commands import load_result
+from finetune.export.chat import asked, converse, image_part
+from finetune.export.commands import load_result, model_folder
 from finetune.export.sampling import Sampling
+from finetune.recipe import load_recipe
+from finetune.recipe.schema import Images, Model
 from finetune.utils import sha256_file, write_atomically
+
+if TYPE_CHECKING:  # Pillow and transformers' processors are for those who have images
+    from finetune.data.images.expansion import RowImages
+    from finetune.data.images.pixels import PixelReader
 
 
 def generation_settings(config: GenerationConfig, sampling: Sampling) -> GenerationConfig:
@@ -90,37 +100,84 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """A conversation as tokens, up to where the model answers."""
+
+    ids: list[int]
+    images: tuple[Image, ...] = ()  # in the order of their tokens
+
+
+@dataclass(frozen=True)
 class Answerer:
     """A trained model with its tokenizer and template."""
 
     model: Any  # transformers' or peft's
     tokenizer: Any
     chat: Chat | None  # None: no template, so that prompts are texts
+    processor: Model | None = None  # whose processor sees pictures
+    rules: Images = field(default_factory=Images)  # of a run on images, its `data.image`
 
-    def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> list[int]:
-        """Returns the tokens of a conversation up to where the model answers. Raises UserError."""
-        text = render_prompt(self.chat, messages, tools)
-        return self.tokenizer(text, add_special_tokens=self.chat is None)["input_ids"]
+    def prompt(self, messages: Any, tools: Any = (), data_file: str = "") -> Prompt:
+        """Returns the tokens of a conversation. data_file: in whose folder paths of pictures start. Raises
+        UserError."""
+        return self.tokens(read_asked(messages, tools), data_file)
 
-    @torch.no_grad()
-    def answer(self, prompts: Sequence[list[int]], sampling: Sampling, shown: bool = False) -> list[Answer]:
-        """Returns an answer to each prompt, as one batch, padded on the left. shown: print it meanwhile."""
-        width, device = max(map(len, prompts)), self.model.device
+    def tokens(self, asked: Conversation, data_file: str = "") -> Prompt:
+        """Returns the tokens of a conversation that was read. Raises UserError."""
+        text, references = render_prompt(self.chat, asked), images_of(asked)
+        if self.chat is None or not references:
+            return Prompt(self.tokenizer(text, add_special_tokens=self.chat is None)["input_ids"])
+        try:
+            text, _, found = self._row_images.expand(text, (), references, data_file, self.chat.name)
+        except BadRow as error:
+            raise UserError(str(error)) from None
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        array = np.array(ids, np.int32)
+        return Prompt(ids, self._row_images.place(array, np.zeros(len(ids), np.bool_), found))
+
+    @cached_property
+    def _row_images(self) -> RowImages:
+        from finetune.data.images.expansion import RowImages
+        from finetune.data.images.families import FAMILIES, image_family
+
+        if (kind := self.model.config.model_type) not in FAMILIES or self.processor is None:
+            raise UserError(f"a model of type {kind} sees no pictures here, only those of {', '.join(FAMILIES)}")
+        return RowImages(image_family(self.processor, self.rules, self.tokenizer), self.rules)
+
+    @cached_property
+    def _pixels(self) -> PixelReader:
+        from finetune.data.images.pixels import pixel_reader
+
+        return pixel_reader(self._row_images.family, self.rules.threads)
+
+    def inputs(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+        """Returns what transformers' `generate` takes for prompts as one batch (B, T), padded on the left. Raises
+        UserError for a picture that cannot be decoded."""
+        width = max(len(prompt.ids) for prompt in prompts)
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
-            mask[row, width - len(prompt) :] = 1
+            ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids, dtype=torch.int64)
+            mask[row, width - len(prompt.ids) :] = 1
+        images = [image for prompt in prompts for image in prompt.images]
+        seen = self._pixels.plain_inputs(images, ids) if images else {}
+        inputs = {"input_ids": ids, "attention_mask": mask, **seen}
+        return {name: value.to(self.model.device) for name, value in inputs.items()}
+
+    @torch.no_grad()
+    def answer(self, prompts: Sequence[Prompt], sampling: Sampling, shown: bool = False) -> list[Answer]:
+        """Returns an answer to each prompt, as one batch. shown: print it meanwhile."""
+        inputs = self.inputs(prompts)
         settings = generation_settings(self.model.generation_config, sampling)
         settings.pad_token_id = 0 if settings.pad_token_id is None else settings.pad_token_id
         output = self.model.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
+            **inputs,
             generation_config=settings,
             tokenizer=self.tokenizer,
             streamer=_Shown(self.tokenizer, sampling.stop) if shown else None,
         )
-        return [self._read(row, settings, sampling.stop) for row in output[:, width:].tolist()]
+        written = output[:, inputs["input_ids"].shape[1] :]
+        return [self._read(row, settings, sampling.stop) for row in written.tolist()]
 
     def _read(self, ids: list[int], settings: GenerationConfig, stops: Sequence[str]) -> Answer:
         ends: Any = settings.eos_token_id
@@ -133,7 +190,18 @@ class Answerer:
 def load_answerer(run_dir: Path) -> Answerer:
     """Returns the model of a run directory or a model folder. Raises UserError where there is none."""
     model, tokenizer = load_result(run_dir)
-    return Answerer(model, tokenizer, chat_template(tokenizer))
+    return answerer_of(run_dir, model, tokenizer)
+
+
+def answerer_of(run_dir: Path, model: Any, tokenizer: Any) -> Answerer:
+    """Returns a loaded result, which sees pictures as its run did; where no run is around it, as its folder says."""
+    folder, rules, processor = model_folder(run_dir), None, Model(name=str(model_folder(run_dir)))
+    if (file := folder / "adapter_config.json").is_file():  # which has no config of the model
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        processor = Model(name=settings["base_model_name_or_path"], revision=settings.get("revision"))
+    if (run_dir / "recipe.yaml").is_file():
+        rules = load_recipe(run_dir / "recipe.yaml").data.image
+    return Answerer(model, tokenizer, chat_template(tokenizer), processor, rules or Images())
 
 
 def chat_template(tokenizer: Any) -> Chat | None:
@@ -141,57 +209,78 @@ def chat_template(tokenizer: Any) -> Chat | None:
     return chat_of(tokenizer, template) if template else None
 
 
-def render_prompt(chat: Chat | None, messages: Any, tools: Any = ()) -> str:
-    """Returns a conversation as text, with the generation prompt. Raises UserError for one that there is not."""
-    messages, tools = as_templates_see(chat, messages, tools)
-    if chat is None:
-        return messages[0]["content"]
-    try:
-        return chat.jinja.text(messages, tools, prompt=True)
-    except BadRow as error:
-        raise UserError(str(error)) from None
-
-
-def as_templates_see(chat: Chat | None, messages: Any, tools: Any = ()) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Returns a conversation and its tools as training gives them to the template. Raises UserError."""
+def read_asked(messages: Any, tools: Any = ()) -> Conversation:
+    """Returns a conversation that ends where the model answers. Raises UserError for one that does not."""
     try:
         conversation = context_of(read_messages(messages, "messages"), tools=read_tools(tools or None, "tools"))
     except BadRow as error:
         raise UserError(str(error)) from None
     if conversation.messages[-1].role not in ("user", "tool"):
         raise UserError(f"the last message is from {conversation.messages[-1].role}: there is nothing to answer")
+    return conversation
+
+
+def images_of(asked: Conversation) -> list[Any]:
+    """Returns what a conversation says of its images, in their order."""
+    return [one for message in asked.messages for one in message.images]
+
+
+def render_prompt(chat: Chat | None, asked: Conversation) -> str:
+    """Returns a conversation as text, with the generation prompt and a placeholder for each image. Raises UserError for
+    one that there is not."""
     if chat is None:
-        first, *others = conversation.messages
-        if others or conversation.tools:
-            raise UserError("this model has no chat template: give one text as the prompt, without system or history")
-        return [{"role": "user", "content": first.content}], []
-    return chat.traits.as_dicts(conversation), list(conversation.tools)
+        first, *others = asked.messages
+        if others or asked.tools or first.images:
+            raise UserError(
+                "this model has no chat template: give one text as the prompt, without system, history or images"
+            )
+        return first.content
+    try:
+        return chat.jinja.text(chat.traits.as_dicts(asked), list(asked.tools), prompt=True)
+    except BadRow as error:
+        raise UserError(str(error)) from None
 
 
 # --- generate
 
 
 def answer_prompts(
-    run_dir: Path, prompts: Sequence[str], sampling: Sampling, system: str | None, as_json: bool
+    run_dir: Path,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    system: str | None,
+    images: Sequence[Path],
+    as_json: bool,
 ) -> None:
-    """Print each prompt with its answer; without prompts, read them from standard input. Raises UserError."""
+    """Print each prompt with its answer; without prompts, read them from standard input. images: seen ahead of each.
+    Raises UserError."""
     sampling.check()
+    seen = [image_part(path) for path in images]
     answerer = load_answerer(run_dir)
     _seed(sampling)
     for prompt in prompts or _read_prompts(as_json):
         if prompts and not as_json:
             print(f"> {prompt}")
-        (answer,) = answerer.answer([answerer.prompt(asked(prompt, system))], sampling, shown=not as_json)
+        messages = asked(prompt, system, images=seen)
+        (answer,) = answerer.answer([answerer.prompt(messages)], sampling, shown=not as_json)
         if as_json:
             print(json.dumps({"prompt": prompt, "answer": answer.text}, ensure_ascii=False), flush=True)
 
 
-def answers(run_dir: Path, prompts: Sequence[str], sampling: Sampling, system: str | None = None) -> list[str]:
-    """Returns the answer to each prompt. Raises UserError where there is no result."""
+def answers(
+    run_dir: Path,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    system: str | None = None,
+    images: Sequence[Path] = (),
+) -> list[str]:
+    """Returns the answer to each prompt. images: seen ahead of each. Raises UserError where there is no result."""
     sampling.check()
+    seen = [image_part(path) for path in images]
     answerer = load_answerer(run_dir)
     _seed(sampling)
-    return [answerer.answer([answerer.prompt(asked(one, system))], sampling)[0].text for one in prompts]
+    conversations = [asked(one, system, images=seen) for one in prompts]
+    return [answerer.answer([answerer.prompt(one)], sampling)[0].text for one in conversations]
 
 
 def _seed(sampling: Sampling, row: int = 0) -> None:
@@ -229,7 +318,7 @@ def answer_file(
         raise UserError(f"{output} exists already: remove it, or give another --output")
     conversations = _read_rows(rows, system)
     answerer = load_answerer(run_dir)
-    prompts = [_prompt(answerer, rows, i, one) for i, one in enumerate(conversations)]
+    prompts = [_tokens(answerer, rows, i, one) for i, one in enumerate(conversations)]
     partial = output.with_name(output.name + ".partial")
     about = {"model": str(run_dir), "rows": sha256_file(rows), "system": system, "batch_size": batch_size}
     try:
@@ -253,8 +342,8 @@ def answer_file(
     return len(prompts)
 
 
-def _read_rows(path: Path, system: str | None) -> list[tuple[Any, Any]]:
-    """Returns messages and tools of each row: `prompt`, or `messages` up to its last answer. Raises UserError."""
+def _read_rows(path: Path, system: str | None) -> list[tuple[Any, dict[str, Any]]]:
+    """Returns messages of each row, `prompt` or `messages` up to its last answer, and the row. Raises UserError."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     found = []
@@ -275,16 +364,17 @@ def _read_rows(path: Path, system: str | None) -> list[tuple[Any, Any]]:
         has_system = isinstance(messages, list) and messages and dict(messages[0]).get("role") == "system"
         if system and isinstance(messages, list) and not has_system:
             messages = [{"role": "system", "content": system}, *messages]
-        found.append((messages, row.get("tools")))
+        found.append((messages, row))
     if not found:
         raise UserError(f"{path}: has no rows")
     return found
 
 
-def _prompt(answerer: Answerer, path: Path, index: int, row: tuple[Any, Any]) -> list[int]:
+def _tokens(answerer: Answerer, path: Path, index: int, asked: tuple[Any, dict[str, Any]]) -> Prompt:
+    messages, row = asked
     try:
-        return answerer.prompt(*row)
-    except UserError as error:
+        return answerer.tokens(with_images_of(read_asked(messages, row.get("tools")), row), str(path))
+    except (BadRow, UserError) as error:
         raise UserError(f"{path}, row {index + 1}: {error}") from None
 
 

@@ -5,24 +5,48 @@ Imports nothing heavy, so that a conversation with a server begins at once.
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import UserError
 from finetune.export.sampling import Sampling
 from finetune.export.server_client import Server
 
 Messages = Sequence[Mapping[str, Any]]
-_HELP = "/clear forgets the conversation, /system TEXT sets a system prompt, /save FILE writes it, /exit ends"
+_HELP = (
+    "/clear forgets the conversation, /system TEXT sets a system prompt, /image FILE shows a picture with the next "
+    "question, /save FILE writes the conversation, /exit ends"
+)
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"  # https://ecma-international.org/publications-and-standards/standards/ecma-48/
 
 
-def asked(prompt: str, system: str | None, history: Messages = ()) -> list[Mapping[str, Any]]:
-    """Returns a prompt as messages, after a system prompt and what was said before."""
+def asked(
+    prompt: str, system: str | None, history: Messages = (), images: Sequence[Mapping[str, Any]] = ()
+) -> list[Mapping[str, Any]]:
+    """Returns a prompt as messages, after a system prompt and what was said before. images: parts ahead of its text."""
     first = [{"role": "system", "content": system}] if system else []
-    return [*first, *history, {"role": "user", "content": prompt}]
+    content = [*images, {"type": "text", "text": prompt}] if images else prompt
+    return [*first, *history, {"role": "user", "content": content}]
+
+
+def image_part(path: Path) -> dict[str, Any]:
+    """Returns a picture as a part of a message, as OpenAI's clients send it. Raises UserError where there is no such
+    file; whether it is a picture is seen by who reads it."""
+    try:
+        return image_url_part(path.read_bytes(), path.name)
+    except OSError as error:
+        raise UserError(f"{path}: this picture cannot be read: {error.strerror}") from None
+
+
+def image_url_part(content: bytes, name: str) -> dict[str, Any]:
+    kind = mimetypes.guess_type(name)[0] or ""
+    kind = kind if kind.startswith("image/") else "image/png"
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(content).decode()}"}}
 
 
 def converse(answer: Callable[[Messages], str], system: str | None) -> None:
@@ -31,6 +55,7 @@ def converse(answer: Callable[[Messages], str], system: str | None) -> None:
     answer: returns what the model says to a conversation, and has shown it. Raises UserError where that does.
     """
     history: list[Mapping[str, Any]] = []
+    images: list[Mapping[str, Any]] = []  # of the next question
     if sys.stdin.isatty():
         print(_HELP)
     for line in _read_turns():
@@ -38,15 +63,20 @@ def converse(answer: Callable[[Messages], str], system: str | None) -> None:
         if command == "/exit":
             return
         if command == "/clear":
-            history = []
+            history, images = [], []
         elif command == "/system":
             system, history = rest.strip() or None, []
+        elif command == "/image":
+            try:
+                images.append(image_part(Path(rest.strip())))
+            except UserError as error:
+                print(error)
         elif command == "/save":
             _save(Path(rest.strip() or "chat.jsonl"), system, history)
         elif command.startswith("/"):
             print(_HELP)
         else:
-            messages = asked(line, system, history)
+            messages, images = asked(line, system, history, images), []
             if (text := answer(messages)).strip():  # a turn without an answer is no part of a conversation
                 history = [*messages[1 if system else 0 :], {"role": "assistant", "content": text}]
 

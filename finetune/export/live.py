@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +21,16 @@ from rich.console import Console
 from rich.table import Table
 
 from finetune.data.formats.detect import detect_format, parse_row
-from finetune.data.samples import Conversation, Message, Preference, PromptCompletion, Ranked
+from finetune.data.samples import BadRow, Conversation, Message, Preference, PromptCompletion, Ranked
 from finetune.data.sources.source import SourceReader
 from finetune.errors import RunFailure, UserError
-from finetune.export.answering import Answerer, chat_template
+from finetune.export.answering import Answerer, Prompt, chat_template
+from finetune.export.chat import image_url_part
 from finetune.export.server_client import Server
 from finetune.export.trained import Trained
 from finetune.export.verify import end_tokens, load_reference, quiet_loading
 from finetune.recipe import Recipe
-from finetune.recipe.schema import HeldOut
+from finetune.recipe.schema import HeldOut, Images
 
 # For any format that a server may compute in; docs/export.md.
 TOP1, GAP_MEAN, GAP_MAX = 0.95, 1e-2, 1.0  # share; nats of a token that is not the likeliest
@@ -81,7 +83,11 @@ def verify_url(url: str, trained: Trained, model: str | None, base: str | None, 
     conversations = list(islice(_questions(trained.recipe), rows))
     with quiet_loading():
         tokenizer = _tokenizer(trained)
-        answerer = Answerer(load_reference(trained, base), tokenizer, chat_template(tokenizer))
+        place = (
+            trained.recipe.model.model_copy(update={"name": base, "revision": None}) if base else trained.recipe.model
+        )
+        rules = trained.recipe.data.image or Images()
+        answerer = Answerer(load_reference(trained, base), tokenizer, chat_template(tokenizer), place, rules)
         if answerer.chat is None:
             raise UserError(f"{trained.run_dir}: no chat template, so there is nothing to ask a chat server")
     _compare(server, found, answerer, end_tokens(trained.settings), conversations)
@@ -109,16 +115,23 @@ def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
         if format == "auto":
             detected = detect_format([row for _, _, row in head], columns)
             format, columns = detected.format, detected.columns
-        for _, _, row in head:
-            if messages := _asked(parse_row(row, format, columns)):
+        for path, number, row in head:
+            try:
+                messages = _asked(parse_row(row, format, columns), data.image or Images(), path)
+            except BadRow as error:
+                if data.on_bad_row == "skip":
+                    continue
+                raise UserError(f"{path}:{number}: {error}") from None
+            if messages:
                 count += 1
                 yield messages
     if not count:
         raise UserError("the run's rows have no questions that a chat server could be asked")
 
 
-def _asked(sample: Any) -> list[dict[str, Any]]:
-    """Returns a sample's messages before its last answer, as the API takes them; of other samples, none."""
+def _asked(sample: Any, rules: Images, path: str) -> list[dict[str, Any]]:
+    """Returns a sample's messages before its last answer, as the API takes them; of other samples, none. Raises BadRow
+    for a picture that cannot be read."""
     if isinstance(sample, Preference):
         sample = sample.chosen
     if isinstance(sample, Ranked):
@@ -130,7 +143,23 @@ def _asked(sample: Any) -> list[dict[str, Any]]:
     kept: list[Message] = list(sample.messages)
     while kept and kept[-1].role != "user":
         kept.pop()
-    return [{"role": one.role, "content": one.content} for one in kept]
+    return [{"role": one.role, "content": _content(one, rules, path)} for one in kept]
+
+
+def _content(message: Message, rules: Images, path: str) -> str | list[dict[str, Any]]:
+    """Returns a text, or parts with pictures as data URLs."""
+    if not message.images:
+        return message.content
+    from finetune.data.images.image_files import find_image
+
+    parts: list[dict[str, Any]] = []
+    for i, text in enumerate(message.texts):
+        if i:
+            source = find_image(message.images[i - 1] or b"", rules, path).source
+            content = source if isinstance(source, bytes) else Path(source).read_bytes()
+            parts.append(image_url_part(content, path if isinstance(source, bytes) else source))
+        parts += [{"type": "text", "text": text}] * bool(text)
+    return parts
 
 
 # --- the comparison
@@ -147,20 +176,21 @@ def _compare(
     for messages in conversations:
         prompt, reply = answerer.prompt(messages), server.answer(found.model, messages)
         if reply.prompt_tokens is not None:
-            same_prompts.append(reply.prompt_tokens == len(prompt))
+            same_prompts.append(reply.prompt_tokens == len(prompt.ids))
         if shown := sorted(token for token in special if token in reply.text):
             found.problems.append(f"it shows {shown[0]!r} in an answer: the token does not end it there")
         written: list[int] = answerer.tokenizer(reply.text, add_special_tokens=False)["input_ids"]
-        first, is_ended = len(prompt) - 1, reply.finish_reason == "stop"
+        first, is_ended = len(prompt.ids) - 1, reply.finish_reason == "stop"
         written = written if is_ended else written[:-1]  # the last one may be half a character
         if reply.has_thoughts or not (written or is_ended):
             continue
-        ids = torch.tensor([prompt + written], device=answerer.model.device)
-        log_probs = _log_probs(answerer.model, ids)[first:]  # (written + 1, V)
+        inputs = answerer.inputs([Prompt(prompt.ids + written, prompt.images)])
+        log_probs = _log_probs(answerer.model, inputs)[first:]  # (written + 1, V)
         gaps += _gaps(log_probs, written, ends, is_ended)
         if hasattr(answerer.model, "disable_adapter"):
             with answerer.model.disable_adapter():
-                by_base += [gap == 0 for gap in _gaps(_log_probs(answerer.model, ids)[first:], written, ends, is_ended)]
+                of_base = _log_probs(answerer.model, inputs)[first:]
+            by_base += [gap == 0 for gap in _gaps(of_base, written, ends, is_ended)]
     found.rows, found.tokens = len(conversations), len(gaps)
     if gaps:
         found.top1 = sum(gap == 0 for gap in gaps) / len(gaps)
@@ -171,8 +201,8 @@ def _compare(
     found.prompts = sum(same_prompts) / len(same_prompts) if same_prompts else None
 
 
-def _log_probs(model: Any, ids: torch.Tensor) -> torch.Tensor:  # (T, V) fp32
-    return torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), dim=-1).cpu()
+def _log_probs(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:  # (T, V) fp32
+    return torch.log_softmax(model(**inputs, use_cache=False).logits[0].float(), dim=-1).cpu()
 
 
 def _gaps(log_probs: torch.Tensor, written: list[int], ends: set[int], is_ended: bool) -> list[float]:

@@ -14,6 +14,7 @@ every rank takes part in the same collectives.
 
 from __future__ import annotations
 
+import copy
 import errno
 import shutil
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure
 from finetune.export.base_layout import BaseLayout, adapter_for_base, name_in_adapter, write_base_settings
-from finetune.export.scoring import LABELS, write_score_settings
+from finetune.export.scoring import LABELS, padding_token, write_score_settings
 from finetune.export.weight_files import (
     SHARD_BYTES,
     DiskLayout,
@@ -47,6 +48,7 @@ from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.config import restore_dropout
 from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
+from finetune.recipe.schema import SCORE_MODELS
 from finetune.recipe.urls import without_credentials
 from finetune.utils import fsync, unwrap_peft, write_atomically
 
@@ -211,6 +213,9 @@ def write_tokenizer(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set
     OSError."""
     partial = partial_path(folder)
     partial.mkdir(exist_ok=True)
+    if has_scores(model):
+        tokenizer = copy.deepcopy(tokenizer)  # the run's own stays as it is
+        tokenizer.pad_token = padding_token(tokenizer, end_ids)
     save_tokenizer(tokenizer, partial)
     if not has_scores(model):
         generation_config(unwrap_peft(model), tokenizer, end_ids).save_pretrained(partial)
@@ -340,11 +345,6 @@ def _use_of_scores(recipe: Recipe) -> str:
     """Returns how to load a model of scores; of others nothing, for that everyone knows."""
     if not recipe.objective.scores_sequences:
         return ""
-    what = {
-        "reward": "A reward model: the score of a prompt with its answer; higher is better. Scores compare answers to "
-        "the same prompt.",
-        "classify": "A classifier of texts.",
-    }[recipe.objective.name]
     load = 'pipeline("text-classification", model=folder)  # of transformers'
     if recipe.mode != "full":
         load = (
@@ -352,7 +352,8 @@ def _use_of_scores(recipe: Recipe) -> str:
             f"{LABELS} has\n# or `finetune merge`, for a folder that a pipeline loads"
         )
     return (
-        f"{what} The score is that of the last token: give the text as it was trained, which `finetune score` does. "
-        "What a chat template wrote is given to a pipeline with `add_special_tokens=False`.\n\n"
+        f"{SCORE_MODELS[recipe.objective.name]} The score is that of the last token: give the text as it was trained, "
+        "which `finetune score` does. What a chat template wrote is given to a pipeline with "
+        "`add_special_tokens=False`.\n\n"
         f"```python\n{load}\n```\n\n"
     )

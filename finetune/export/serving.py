@@ -1,7 +1,8 @@
 """`serve`: transformers' own OpenAI-compatible server, with runs in place of the hub's models.
 
 What is ours, at its seams: models by name (adapters of one base share it), messages read and rendered as training did,
-sampling that a request asks for, answers without the text that stopped them, and refusal of what would be ignored.
+pictures (data URLs) seen as training saw them, sampling that a request asks for, answers without the text that stopped
+them, and refusal of what would be ignored.
 
     POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health
 """
@@ -16,7 +17,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,16 @@ import torch
 import uvicorn
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, BatchFeature, GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import BaseHandler, GenerateManager, GenerationState
+from transformers.cli.serving.utils import BaseHandler, GenerateManager, GenerationState, Modality
 
-from finetune.data.chat.trained_spans import Chat
-from finetune.data.samples import BadRow
+from finetune.data.samples import Conversation
 from finetune.errors import UserError
-from finetune.export.answering import StopFilter, as_templates_see, chat_template
+from finetune.export.answering import Answerer, StopFilter, answerer_of, images_of, read_asked, render_prompt
 from finetune.export.commands import load_trained, model_folder
 from finetune.export.scoring import is_scoring
 
@@ -90,17 +89,10 @@ class Served:
             return self._model.generate(**arguments)
 
 
-@dataclass(frozen=True)
-class Entry:
-    model: Served
-    tokenizer: Any
-    chat: Chat | None
-
-
-def load_served(runs: Sequence[tuple[str, Path]], device: str) -> dict[str, Entry]:
+def load_served(runs: Sequence[tuple[str, Path]], device: str) -> dict[str, Answerer]:
     """Returns the results of runs by their names; adapters of the same base share it. Raises UserError."""
     shared: dict[tuple[str, int], tuple[Any, threading.Lock]] = {}
-    found: dict[str, Entry] = {}
+    found: dict[str, Answerer] = {}
     for name, run_dir in runs:
         folder = model_folder(run_dir)
         if is_scoring(folder):
@@ -121,7 +113,7 @@ def load_served(runs: Sequence[tuple[str, Path]], device: str) -> dict[str, Entr
         settings = GenerationConfig.from_pretrained(folder) if has_settings else model.generation_config
         is_adapter = (folder / "adapter_config.json").is_file()
         served = Served(model.eval(), adapter if is_adapter else None, settings, lock)
-        found[name] = Entry(served, tokenizer, chat_template(tokenizer))
+        found[name] = answerer_of(run_dir, served, tokenizer)
     return found
 
 
@@ -153,9 +145,13 @@ def _placed(folder: Path, device: str, adapter: str) -> Any:
 class _Models(ModelManager):
     """The runs, in place of the hub's models."""
 
-    def __init__(self, entries: dict[str, Entry]):
+    def __init__(self, entries: dict[str, Answerer]):
         super().__init__(model_timeout=-1)
         self.entries = entries
+
+    @staticmethod
+    def get_model_modality(model: Any, processor: Any = None) -> Modality:
+        return Modality.LLM  # it says how messages are read, which is ours
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         return [{"id": name, "object": "model", "created": 0, "owned_by": "finetune"} for name in self.entries]
@@ -173,7 +169,9 @@ class _Generating(GenerateManager):
         return StopFilter(_STOPS.get()).feed(text, is_last=True), *rest
 
 
-_STOPS: ContextVar[tuple[str, ...]] = ContextVar("stops", default=())  # of the request that a task answers
+# Of the request that a task answers.
+_STOPS: ContextVar[tuple[str, ...]] = ContextVar("stops", default=())
+_SEEN: ContextVar[dict[str, torch.Tensor] | None] = ContextVar("seen", default=None)  # inputs of a prompt with pictures
 
 
 class _UpToStop:
@@ -208,12 +206,25 @@ class _State(GenerationState):
         return self._generate_managers[model_id]
 
 
+class _Prepared:
+    """A tokenizer, for a conversation whose tokens and pictures are known already."""
+
+    def __init__(self, tokenizer: Any, inputs: dict[str, torch.Tensor]):
+        self.tokenizer, self._inputs = tokenizer, inputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> BatchFeature:
+        return BatchFeature(self._inputs)
+
+
 class _Asked(BaseHandler):
     """What both endpoints do with a request before transformers' handler has it."""
 
     model_manager: _Models
 
-    def _prepare(self, body: dict[str, Any]) -> Entry:
+    def _prepare(self, body: dict[str, Any]) -> Answerer:
         """Returns the model that is asked for. Raises HTTPException for what would be ignored."""
         entries = self.model_manager.entries
         body["model"] = name = body.get("model") or next(iter(entries))
@@ -238,8 +249,8 @@ class _Asked(BaseHandler):
         return entries[name]
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
-        entry = self.model_manager.entries[body["model"]]
-        return body["model"], entry.model, entry.tokenizer
+        entry, seen = self.model_manager.entries[body["model"]], _SEEN.get()
+        return body["model"], entry.model, entry.tokenizer if seen is None else _Prepared(entry.tokenizer, seen)
 
     def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False):
         settings = super()._build_generation_config(body, model_generation_config, use_cb)
@@ -266,11 +277,12 @@ class _Chat(_Asked, ChatCompletionHandler):
         if entry.chat is None:
             raise HTTPException(400, "this model has no chat template: use /v1/completions")
         try:
-            body["messages"], tools = as_templates_see(entry.chat, body.get("messages"), body.get("tools"))
-            entry.chat.jinja.text(body["messages"], tools, prompt=True)  # a template refuses by raising
-        except (BadRow, UserError) as error:
+            asked = read_asked(body.get("messages"), body.get("tools"))
+            render_prompt(entry.chat, asked)  # a template refuses by raising
+            _SEEN.set(_seen(entry, asked))
+        except UserError as error:
             raise HTTPException(400, str(error)) from None
-        body["tools"] = tools or None
+        body["messages"], body["tools"] = entry.chat.traits.as_dicts(asked), list(asked.tools) or None
         return await super().handle_request(body, request_id)
 
     @staticmethod
@@ -280,6 +292,16 @@ class _Chat(_Asked, ChatCompletionHandler):
     def _build_completion(self, request_id: str, content: str, *more: Any, **named: Any) -> dict[str, Any]:
         content = StopFilter(_STOPS.get()).feed(content or "", is_last=True)
         return super()._build_completion(request_id, content, *more, **named)
+
+
+def _seen(entry: Answerer, asked: Conversation) -> dict[str, torch.Tensor] | None:
+    """Returns what the model takes for a conversation with pictures; None where it has none. Raises UserError."""
+    references = images_of(asked)
+    if not all(isinstance(one, str) and one[:5].lower() == "data:" for one in references):
+        raise UserError(
+            "pictures are taken as data URLs (data:image/png;base64,...): no file is read, no address fetched"
+        )
+    return entry.inputs([entry.tokens(asked)]) if references else None
 
 
 class _Text(_Asked, CompletionHandler):
@@ -293,7 +315,7 @@ class _Text(_Asked, CompletionHandler):
 # --- the server
 
 
-def build_app(entries: dict[str, Entry]) -> Any:
+def build_app(entries: dict[str, Answerer]) -> Any:
     """Returns transformers' application with these models, without its routes that load others."""
     models, state, none = _Models(entries), _State(), dict[str, Any]()
     for name in ("response", "transcription", "systemone"):

@@ -119,8 +119,6 @@ class StreamedModel:
         self.part = _part_of(trained, base)
         self.model = _skeleton(trained, base) if self.part is None else self.part.base_without_weights()
         self.is_scoring = has_scores(self.model)
-        if self.is_scoring and trained.is_checkpoint:
-            raise UserError(f"{trained.folder}: checkpoints of models of scores are not exported: let the run finish")
         self._dtype = dtype
         self.result_dtype = dtype or _result_dtype(trained, self.base)
         self._patches = _patches(trained, base, self.part)

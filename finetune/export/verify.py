@@ -31,6 +31,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
@@ -262,13 +263,7 @@ def _pictures(recipe: Recipe, settings: Path, name: str | None) -> Pictures:
         return lambda images, ids: {}
     from finetune.data.images.pixels import pixel_reader
 
-    reader, token_id = pixel_reader(seen.family, seen.rules.threads), seen.family.token_id
-
-    def inputs(images: Sequence[Image], ids: Tensor) -> dict[str, Tensor]:
-        found = reader(images, ids) if images else {}
-        return found | ({"mm_token_type_ids": (ids == token_id).int()} if "image_grid_thw" in found else {})
-
-    return inputs
+    return pixel_reader(seen.family, seen.rules.threads).plain_inputs
 
 
 def _compare_processors(figures: Figures, recipe: Recipe, base: str | None, export: Path) -> None:
@@ -383,13 +378,15 @@ def load_reference(trained: Trained, base: str | None = None) -> Any:
 def _untrained(recipe: Recipe, base: str | None) -> tuple[Any, int]:
     """Returns the model that training began with, of a multimodal one its text part; and the first of added tokens."""
     about, more, first_added = _model_of(recipe, base), dict[str, Any](), 0
+    auto: Any = AutoModelForCausalLM if about.train is None else AutoModelForImageTextToText
+    if labels := score_labels(recipe.objective):
+        auto, more["config"] = AutoModelForSequenceClassification, labelled(model_config(about), labels)
     if about.config is not None:
-        model: Any = AutoModelForCausalLM.from_config(model_config(about))
+        model: Any = auto.from_config(more.get("config") or model_config(about))
     else:
         if (checkpoint := base_checkpoint(about)) is not None:
-            more = {"config": model_config(about), "key_mapping": checkpoint.renames}
+            more = {"config": model_config(about), "key_mapping": checkpoint.renames, **more}
         code, revision = about.trust_remote_code, about.revision or "main"
-        auto: Any = AutoModelForCausalLM if about.train is None else AutoModelForImageTextToText
         try:
             model = auto.from_pretrained(
                 about.name, revision=revision, trust_remote_code=code, dtype=torch.float32, **more

@@ -74,7 +74,7 @@ def _expensive(packed: bool) -> frozenset[Any]:
     return frozenset(operators)
 
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_mm")
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",

@@ -12,7 +12,6 @@ neither on the others of its micro-batch nor on the number of processes; with a 
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from torchao.float8.float8_linear import (  # pyright: ignore[reportMissingImpor
     matmul_with_hp_or_float8_args,
 )
 
-MULTIPLE = 16  # of both sizes of a weight: torch._scaled_mm takes no other
+from finetune.models.quantized import multiplies_in_fp8
 
 
 class Fp8TrainedLinear(Float8Linear):
@@ -47,9 +46,7 @@ def use_fp8(layers: nn.Module, emulated: bool) -> int:
     chosen: dict[str, Any] = {
         name: module
         for name, module in layers.named_modules()
-        if type(module) is nn.Linear
-        and not re.search(r"(^|\.)(\w*gate|\w*router)$", name)
-        and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
+        if type(module) is nn.Linear and multiplies_in_fp8(name, module)
     }
     for name, module in chosen.items():
         layers.set_submodule(name, Fp8TrainedLinear.from_float(module, config))

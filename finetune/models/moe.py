@@ -88,6 +88,26 @@ def _is_stacked(module: nn.Module) -> bool:
     return bool(weights) and takes == _ARGUMENTS and all(full_shape(w)[0] == num_experts for w in weights)
 
 
+def reach_experts(model: nn.Module) -> None:
+    """Let the experts of a layer take part in every forward where tokens may choose others, without weights, alone
+    (LongCat-Flash's zero experts, https://arxiv.org/abs/2509.01322).
+
+    Weights that no token of a rank chose would have no gradient there: FSDP2 would reduce less than on other ranks, and
+    an optimizer would not decay them on one process where it does on several.
+    """
+    for module in model.modules():
+        if getattr(module, "zero_expert_num", 0) and getattr(module, "gate_up_proj", None) is not None:
+            module.register_forward_hook(_add_row_of_zeros)
+
+
+def _add_row_of_zeros(experts: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> Tensor | None:  # (T, D)
+    hidden_states, chosen, _ = inputs  # (T, D), (T, K)
+    if bool((chosen < experts.num_routed_experts).any()):
+        return None
+    row, weights = hidden_states.new_zeros(1, hidden_states.shape[1]), hidden_states.new_zeros(1, chosen.shape[1])
+    return output + type(experts).forward(experts, row, chosen.new_zeros(weights.shape), weights)
+
+
 def compute_experts_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Let stacked experts compute in the type that autocast has for other matrices, and give it back as those do.
 

@@ -2,7 +2,7 @@
 
     nf4, fp4    bitsandbytes' Linear4bit, a scale for 64 weights (Dettmers et al. 2023,
                 https://arxiv.org/abs/2305.14314)
-    fp8         Fp8Linear: float8_e4m3fn, a power of two as the scale of each row
+    fp8         Fp8Linear: float8_e4m3fn, a power of two as the scale of each row; ScaledLinear multiplies in it, too
 
 Weights are read unpacked, as every frozen base, and packed here one layer after another, so that a device has the
 unpacked values of one layer at most. Ranks without values pack shapes. Packed bytes are stored as floats of the compute
@@ -11,6 +11,7 @@ type: FSDP2 shards floats only (bytes it would replicate).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,7 +59,14 @@ def quantise(
         if not weight.is_meta:
             move_states(packed.to(kept_on), kept_on)
         model.set_submodule(name, packed)
+        if settings.compute == "scaled" and multiplies_in_fp8(name, packed):
+            packed.__class__ = ScaledLinear
     model.is_loaded_in_4bit = settings.type != "fp8"  # peft asks
+    if settings.compute == "scaled" and not any(isinstance(module, ScaledLinear) for module in model.modules()):
+        raise UserError(
+            f"quantization.compute: {type(model).__name__} has no linear layers whose sizes are multiples of "
+            f"{MULTIPLE}, which products of 8 bits take: use `dequantised`"
+        )
 
 
 def move_states(model: nn.Module, device: torch.device) -> None:
@@ -182,10 +190,13 @@ class Fp8Linear(nn.Linear):
         return _Fp8Product.apply(x.to(self.weight.dtype), self.weight, self.scale, self.bias)  # pyright: ignore[reportReturnType]
 
 
+def _values(weight: Tensor, scale: Tensor, in_features: int) -> Tensor:  # (O, I) E4M3
+    return weight.view(-1).view(torch.uint8)[: len(scale) * in_features].view(E4M3).view(len(scale), in_features)
+
+
 def unpacked(weight: Tensor, scale: Tensor, in_features: int) -> Tensor:
     """Returns (O, I) in the type that the bytes are stored as: exact, but where fp16 has no such small numbers."""
-    rows = weight.view(-1).view(torch.uint8)[: len(scale) * in_features].view(E4M3).view(len(scale), in_features)
-    return rows.to(weight.dtype) * scale.to(weight.dtype)
+    return _values(weight, scale, in_features).to(weight.dtype) * scale.to(weight.dtype)
 
 
 class _Fp8Product(torch.autograd.Function):
@@ -199,6 +210,63 @@ class _Fp8Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         weight, scale = ctx.saved_tensors
         return grads[0] @ unpacked(weight, scale, ctx.in_features), None, None, None
+
+
+# --- products of 8 bits
+
+MULTIPLE = 16  # of both sizes of a weight: torch._scaled_mm takes no other
+
+
+def multiplies_in_fp8(name: str, layer: nn.Linear) -> bool:
+    """Returns whether a linear layer may: not routers, whose choices are of the finest of differences."""
+    fits = layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
+    return fits and not re.search(r"(^|\.)(\w*gate|\w*router)$", name)
+
+
+class ScaledLinear(Fp8Linear):
+    """An `Fp8Linear` whose products are of 8 bits as well, in bfloat16 on every backend:
+
+    y  = q(x) (s w)'        W is s w: w in E4M3, s (O, 1)
+    dx = q(dy s') w
+
+    q rounds to E4M3 with a power of two as the scale of each token, so that what a token gets depends neither on the
+    others of its micro-batch nor on the number of processes. W's scales go to the gradient before it is rounded, as w
+    is summed over its rows there: w itself is never rounded again.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., I) -> (..., O) in bfloat16
+        return _ScaledProduct.apply(x.to(self.weight.dtype), self.weight, self.scale, self.bias)  # pyright: ignore[reportReturnType]
+
+
+class _ScaledProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight, scale)
+        ctx.in_features = x.shape[-1]
+        y = scaled_product(x, _values(weight, scale, x.shape[-1]).t(), scale.t())
+        return y if bias is None else y + bias.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        weight, scale = ctx.saved_tensors
+        values = _values(weight, scale, ctx.in_features)
+        of_y = (grads[0] * scale.t()).to(grads[0].dtype)  # exact
+        return scaled_product(of_y, values, scale.new_ones(1, ctx.in_features)), None, None, None
+
+
+def scaled_product(x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
+    """Returns q(x) (matrix * scale) in the type of x, accumulated in fp32: (..., K) -> (..., N).
+
+    matrix: (K, N) E4M3; scale: (1, N) fp32. On devices other than CUDA's by a product of what is unpacked: the same
+    factors, all exact in bfloat16.
+    """
+    rows, of_rows = fp8_rows(x.reshape(-1, x.shape[-1]))  # (T, K), (T, 1)
+    if x.is_cuda:
+        by_column = matrix.t().contiguous().t()  # cuBLAS takes no other: a copy in the backward
+        y = torch._scaled_mm(rows, by_column, of_rows, scale.contiguous(), out_dtype=x.dtype)
+    else:
+        y = (rows.to(x.dtype) * of_rows.to(x.dtype)) @ (matrix.to(x.dtype) * scale.to(x.dtype))
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _pack_fp8(weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> nn.Module:

@@ -36,7 +36,8 @@ from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint, check_adapted
 from finetune.models.compiled import compile_layers
 from finetune.models.config import dtypes, first_line, load_tokenizer, model_config
-from finetune.models.quantized import is_stored_quantised, keep_weights_unpacked, linear_weights, quantise
+from finetune.models.moe import reach_experts
+from finetune.models.quantized import MULTIPLE, is_stored_quantised, keep_weights_unpacked, linear_weights, quantise
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.vision import (
     adapted_modules,
@@ -97,6 +98,7 @@ def load_model(
         start_rows(model, first_added, add_tokens(tokenizer, recipe.tokens))
     rotate_per_document(model)
     run_per_document(model, attention.mixers)
+    reach_experts(model)
     keep_weights_unpacked(model)
     if recipe.objective.drops_nothing and placement.weights != "meta":
         model.base_config = model_config(recipe.model)  # whose dropout the result has
@@ -410,7 +412,7 @@ def compute_in_fp8(model: Any, device: torch.device) -> None:
     if not fp8_linear.use_fp8(unwrap_peft(model).base_model.layers, emulated=device.type != "cuda"):
         raise UserError(
             f"train.precision: {type(model).__name__} has no linear layers whose sizes are multiples of "
-            f"{fp8_linear.MULTIPLE}, which products of 8 bits take: use bf16"
+            f"{MULTIPLE}, which products of 8 bits take: use bf16"
         )
 
 

@@ -19,13 +19,12 @@ from itertools import groupby
 from markupsafe import Markup
 
 from finetune.data.visible_text import INVISIBLE, Token, visible
+from finetune.recipe.schema import SEQUENCE_NAMES
 
 
 def sequence_names(objective: str, count: int) -> tuple[str, ...]:
     """Returns what the sequences of an example are; nothing for a single one."""
-    if count == 1:
-        return ("",)
-    return ("answer", "another row's answer") if objective == "kto" else ("chosen", "rejected")
+    return ("",) if count == 1 else SEQUENCE_NAMES[objective]
 
 
 def tokens_html(tokens: Sequence[Token], first: int = 0) -> Markup:

@@ -26,7 +26,21 @@ def quantization_section(recipe: Recipe) -> Iterator[Finding]:
         yield "mode", "`mode: qlora` needs a `quantization:` section, such as `quantization: {type: nf4}`"
     if recipe.mode != "qlora" and recipe.quantization is not None:
         yield "quantization", f"only `mode: qlora` quantises; remove this section or change `mode: {recipe.mode}`"
-    if recipe.quantization is None or recipe.quantization.type != "fp8":
+    if recipe.quantization is None:
+        return
+    kind, precision = recipe.quantization.type, recipe.train.precision
+    if recipe.quantization.compute == "scaled" and kind != "fp8":
+        yield (
+            "quantization.compute",
+            f"`scaled` multiplies in fp8, not in `type: {kind}`: use `type: fp8`, or `dequantised`",
+        )
+    elif recipe.quantization.compute == "scaled" and precision not in ("bf16", "bf16_true"):
+        yield (
+            "quantization.compute",
+            f"products of `scaled` come out in bf16, against `train.precision: {precision}`: use bf16, or "
+            "`dequantised`",
+        )
+    if kind != "fp8":
         return
     if recipe.quantization.double_quant is not None:
         yield "quantization.double_quant", "is for 4 bits: `type: fp8` has one scale for each row. Set it to null"

@@ -174,6 +174,9 @@ class Quantization(Section):
     type: Literal["nf4", "fp4", "fp8"] = "nf4"  # fp8: float8_e4m3 with a scale for each row
     # 4 bits: quantises the block scales, too: saves 0.37 bits per weight. null: true in 4 bits
     double_quant: bool | None = None
+    # fp8: products with dequantised weights, or scaled products of 8 bits: inputs, and gradients of outputs, rounded to
+    # fp8 with a scale for each token. scaled: precision bf16 or bf16_true; Hopper and later, emulated on CPUs
+    compute: Literal["dequantised", "scaled"] = "dequantised"
 
 
 Answers = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
@@ -324,6 +327,17 @@ OBJECTIVE_FORMATS: dict[str, tuple[str, ...]] = {
     "kto": ("unpaired", "preference"),  # a pair gives a good and a bad answer
     "classify": ("classification",),
 }
+# What the sequences of an example are, of objectives that read two of them.
+SEQUENCE_NAMES = {
+    "kto": ("answer", "another row's answer"),
+    **dict.fromkeys(("dpo", "orpo", "reward"), ("chosen", "rejected")),
+}
+# Objectives whose model has a head of scores in place of an LM head, with what its card says of it.
+SCORE_MODELS = {
+    "reward": "A reward model: the score of a prompt with its answer; higher is better. Scores compare answers to "
+    "the same prompt.",
+    "classify": "A classifier of texts.",
+}
 # Of the keys of `dpo`, those that only some losses read.
 LOSS_KEYS: dict[str, tuple[str, ...]] = {
     "label_smoothing": ("sigmoid", "robust"),
@@ -418,7 +432,7 @@ class ObjectiveSettings(Section):
     @property
     def scores_sequences(self) -> bool:
         """Whether the model has a head of scores, in place of an LM head."""
-        return self.name in ("reward", "classify")
+        return self.name in SCORE_MODELS
 
     def value(self, key: str) -> Any:
         """Returns a key's value, or what the objective takes where the recipe gives none."""

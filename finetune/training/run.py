@@ -63,6 +63,7 @@ from finetune.objectives.shared_prompts import sharing_summary, with_shared_prom
 from finetune.planning.flops import model_flops, peak_tflops
 from finetune.planning.plan import Plan, git_commit, length_notes, run_length, versions
 from finetune.recipe import Recipe
+from finetune.recipe.schema import Quantization
 from finetune.tracking import check_trackers
 from finetune.tracking.meters import Meters
 from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
@@ -332,7 +333,7 @@ def _plan(
         shared_prompts=sharing_summary(recipe.objective, attention, shared_share),
         shared_token_share=shared_share if attention.shares_prompts else None,
         reference=reference,
-        precision=_precision_there(precision, engine.device.type),
+        precision=_precision_there(precision, engine.device.type, recipe.quantization),
         launch={
             "kind": engine.launch.kind,
             "config": engine.launch.config,
@@ -344,8 +345,10 @@ def _plan(
     )
 
 
-def _precision_there(precision: str, device_type: str) -> str:
-    """Returns `train.precision` with what a device makes of it."""
+def _precision_there(precision: str, device_type: str, quantization: Quantization | None = None) -> str:
+    """Returns `train.precision` with what a device makes of it, and of products of packed layers."""
+    if quantization is not None and quantization.compute == "scaled":
+        return f"{precision}, packed layers in fp8" + (", emulated" if device_type != "cuda" else "")
     if device_type == "cuda" and precision == "fp32" and torch.get_float32_matmul_precision() == "highest":
         return "fp32 (TF32 is off: no tensor cores)"
     return "fp8, emulated" if device_type != "cuda" and precision == "fp8" else precision

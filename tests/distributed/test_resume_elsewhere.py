@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 SAVED: list[Place] = [("single", 1), ("tp", 2)]
 RESUMED: list[Place] = [("zero3", 2)]  # for time; the script goes on everywhere
-BY_SCRIPT = {case.name for case in (*resume_matrix.OF_STAGES, *resume_matrix.OF_OBJECTIVES)} - {"full kto"}
+BY_SCRIPT = {
+    case.name for case in (*resume_matrix.OF_STAGES, *resume_matrix.OF_OBJECTIVES, *resume_matrix.OF_TOKENS)
+} - {"full kto"}
 BY_SCRIPT |= {"lora dpo adapters off", "full qwen3_5", "full text part", "lora text part", *parity.OF_IMAGES}
 ALONE_ONLY = {"lora dropout rslora", "full bf16"}  # saved on one process; on tensor shards by the script
 

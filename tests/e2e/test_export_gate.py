@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 import yaml
 from conftest import train_here
 from rich.console import Console
@@ -246,11 +247,28 @@ def scored(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             "optimizer": {"lr": 3e-2},
             "train": {"max_steps": 3, "precision": "fp32"},
             "evaluate": {"at_start": False},
+            "checkpoint": {"every_steps": 3},
         }
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
         train_here(folder / f"{name}.yaml")
         export_run(folder / name, ExportOptions(out=folder / name / "out"), quiet())
     return folder
+
+
+@pytest.mark.parametrize("run", ["reward", "classify"])
+def test_a_checkpoint_of_scores_is_exported_as_the_result_is(scored: Path, tmp_path: Path, run: str) -> None:
+    shutil.copytree(scored / run, tmp_path / run, ignore=shutil.ignore_patterns("model", "out"))  # as of a stopped run
+    for step in (None, "3"):
+        compared = export_run(tmp_path / run, ExportOptions(step=step, out=tmp_path / f"{step}"), quiet())
+        assert (compared["step"], compared["top1"]) == (3, 1)
+        assert compared["kl_mean"] < 1e-10
+        ours, results = (
+            load_file(folder / "model.safetensors") for folder in (tmp_path / f"{step}", scored / run / "out")
+        )
+        assert ours.keys() == results.keys()
+        assert all(torch.equal(ours[name], results[name]) for name in ours)
+        for name in ("config.json", "tokenizer_config.json"):
+            assert (tmp_path / f"{step}" / name).read_text() == (scored / run / "out" / name).read_text()
 
 
 def test_a_right_export_of_scores_passes(scored: Path) -> None:

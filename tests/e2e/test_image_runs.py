@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import tiny
 import torch
 import yaml
-from conftest import metrics, train_here
+from conftest import metrics, serving, train_here
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -20,8 +22,13 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from finetune.data.dataset import build_held_out, questions
 from finetune.data.examples import image_reader
-from finetune.errors import RunFailure
+from finetune.errors import RunFailure, UserError
+from finetune.export.answering import answer_file, answers, chat_with, load_answerer
+from finetune.export.chat import chat_with_server, image_part
 from finetune.export.commands import ExportOptions, export_run, load_trained, verify_run
+from finetune.export.live import verify_url
+from finetune.export.sampling import Sampling
+from finetune.export.trained import find_trained
 from finetune.models.config import load_tokenizer
 from finetune.recipe import load_recipe
 from finetune.training.run import _started
@@ -135,6 +142,93 @@ def test_full_run_is_what_plain_transformers_computes(seeing: Path) -> None:
     assert json.loads((run / "plan.json").read_text())["parts"]["vision"][1] == 0
 
 
+@pytest.fixture(scope="module")
+def full_run(seeing: Path) -> Path:
+    run = seeing / "runs" / "qwen2_5_vl-full"
+    return run if run.exists() else train_on_pictures(seeing, "qwen2_5_vl", mode="full")
+
+
+def test_rows_with_pictures_are_answered_as_plain_transformers_does(
+    full_run: Path, seeing: Path, tmp_path: Path
+) -> None:
+    """As one batch, with columns of images, and by the bounds of the run."""
+    rows, out = seeing / "held_out.jsonl", tmp_path / "out.jsonl"
+    answer_file(full_run, rows, out, Sampling(4), None, 8, console())
+    model = AutoModelForImageTextToText.from_pretrained(full_run / "model").eval()
+    answerer = load_answerer(full_run)
+    written = plain_answer(model, seeing / "qwen2_5_vl-full.yaml", 4)
+    wanted = [answerer._read(ids, model.generation_config, ()).text for ids in written]
+    assert [json.loads(line)["answer"] for line in out.read_text().splitlines()] == wanted
+    messages = [json.loads(line)["messages"][:1] for line in rows.read_text().splitlines()]
+    content = next(one["content"] for (one,) in messages if isinstance(one["content"], list))
+    names = [part["image"] for part in content if part["type"] == "image"]
+    columns = {"prompt": "<image>" * len(names) + content[-1]["text"], "images": names}
+    source = tiny.write_rows(seeing / "columns.jsonl", [columns])
+    answer_file(full_run, source, tmp_path / "columns.jsonl", Sampling(4), None, 8, console())
+    assert json.loads((tmp_path / "columns.jsonl").read_text())["answer"] in wanted
+    bounded = tmp_path / "bounded"
+    shutil.copytree(full_run, bounded)
+    recipe = (bounded / "recipe.yaml").read_text().replace("max_pixels: null", "max_pixels: 1568")
+    (bounded / "recipe.yaml").write_text(recipe)
+    asked, shorter = ([{"role": "user", "content": content}], load_answerer(bounded))
+    sizes = [len(one.prompt(asked, data_file=str(rows)).ids) for one in (answerer, shorter)]
+    assert sizes[1] < sizes[0]
+    for path, message in ((tmp_path / "gone.png", "cannot be read: No such file"), (rows, "not an image of a kind")):
+        with pytest.raises(UserError, match=message):
+            answers(full_run, ["what?"], Sampling(4), images=[path])
+    (seeing / "bad.jsonl").write_text(json.dumps({**columns, "images": ["../secret.png"] * len(names)}) + "\n")
+    with pytest.raises(UserError, match=r"bad.jsonl, row 1: ../secret.png: leads out of"):
+        answer_file(full_run, seeing / "bad.jsonl", tmp_path / "bad.jsonl", Sampling(4), None, 8, console())
+
+
+def test_an_openai_client_gets_the_greedy_answers_to_pictures(
+    full_run: Path, seeing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run and of a model folder; a chat on the terminal has the same, here and there, and `verify --url`, too."""
+    import openai
+
+    from finetune.export.serving import load_served
+
+    pictures = sorted((seeing / "held_out").iterdir())[:2]
+    folders = {"qwen": full_run, "smol": seeing / "smolvlm_sees"}
+    with serving(load_served(list(folders.items()), "cpu")) as url, openai.OpenAI(base_url=url, api_key="-") as client:
+
+        def asked(name: str, parts: list[Any], **more: Any) -> Any:
+            content = [*parts, {"type": "text", "text": "which colour?"}]
+            messages: list[Any] = [{"role": "user", "content": content}]
+            return client.chat.completions.create(model=name, messages=messages, temperature=0, max_tokens=6, **more)
+
+        for name, folder in folders.items():
+            found = set()
+            for seen in ([pictures[0]], [pictures[1]], pictures, []):
+                (wanted,) = answers(folder, ["which colour?"], Sampling(6), images=seen)
+                said = asked(name, [image_part(path) for path in seen])
+                pieces = asked(name, [image_part(path) for path in seen], stream=True)
+                streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+                assert said.choices[0].message.content == wanted
+                assert streamed.rstrip("\ufffd") == wanted.rstrip("\ufffd")  # a part of a character is not streamed
+                found.add(wanted)
+            assert len(found) > 2
+        for reference in ("pictures/0-0.png", "file:///etc/passwd", "http://127.0.0.1/a.png"):
+            with pytest.raises(openai.BadRequestError, match="pictures are taken as data URLs"):
+                asked("qwen", [{"type": "image_url", "image_url": {"url": reference}}])
+        with pytest.raises(openai.BadRequestError, match="not an image of a kind"):
+            asked("qwen", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}])
+
+        typed = f"/image {pictures[0]}\n/image {tmp_path / 'gone'}\nwhich?\nand now?\n"
+        shown = []
+        for chat, saved in ((partial(chat_with, full_run), "here"), (partial(chat_with_server, url, "qwen"), "there")):
+            monkeypatch.setattr("sys.stdin", io.StringIO(f"{typed}/save {tmp_path / saved}\n"))
+            chat(Sampling(6), None)
+            shown.append(capsys.readouterr().out.rpartition("saved to")[0].replace("\ufffd", ""))
+        assert shown[0] == shown[1]
+        assert "gone: this picture cannot be read" in shown[0]
+        first = json.loads((tmp_path / "here").read_text())["messages"][0]["content"]
+        assert first == [image_part(pictures[0]), {"type": "text", "text": "which?"}]
+        live = verify_url(url, find_trained(full_run), "qwen", None, 6, console())
+        assert (live.top1, live.prompts, live.gap_max) == (1, 1, 0)
+
+
 @torch.no_grad()
 def plain_preference(policy: Any, reference: Any, recipe: Path) -> float:
     """DPO's loss (arXiv:2305.18290, equation 7) over the held-out pairs, one answer at a time, by plain forwards."""
@@ -217,10 +311,8 @@ def test_adapter_is_merged_for_the_whole_model(seeing: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("broken", ["projector", "size", "missing"])
-def test_an_export_that_sees_otherwise_is_found(broken: str, seeing: Path, tmp_path: Path) -> None:
-    run = seeing / "runs" / "qwen2_5_vl-full"
-    if not run.exists():  # this test alone
-        train_on_pictures(seeing, "qwen2_5_vl", mode="full")
+def test_an_export_that_sees_otherwise_is_found(broken: str, full_run: Path, tmp_path: Path) -> None:
+    run = full_run
     out = tmp_path / "copy"
     shutil.copytree(run / "model", out)
     assert verify_run(out, run, None, None, 6, console()).greedy == 1

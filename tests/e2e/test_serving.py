@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import finetune
+from conftest import finetune, serving
 from rich.console import Console
 from test_answering import ANSWERS, taught  # noqa: F401 (a fixture)
 from transformers import GenerationConfig
@@ -25,7 +25,7 @@ from finetune.export.commands import ExportOptions, export_run
 from finetune.export.live import Live, verify_url
 from finetune.export.sampling import Sampling
 from finetune.export.servers import tensor_parallel_size, unread_by_vllm
-from finetune.export.serving import build_app, load_served, serve
+from finetune.export.serving import load_served, serve
 from finetune.export.trained import find_trained
 
 GREEN: list[Any] = [{"role": "user", "content": "green"}]
@@ -34,18 +34,9 @@ GREEN: list[Any] = [{"role": "user", "content": "green"}]
 @pytest.fixture(scope="module")
 def served(taught: Path) -> Iterator[tuple[str, dict[str, Any]]]:  # noqa: F811
     """A server of both runs in this process, and what it has loaded."""
-    import socket
-
-    import uvicorn
-
     entries = load_served([(name, taught / name) for name in ANSWERS], "auto")
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(build_app(entries), log_level="error"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1", entries
-        server.should_exit = True
-        thread.join()
+    with serving(entries) as url:
+        yield url, entries
 
 
 def client(url: str) -> Any:

@@ -31,6 +31,7 @@ MODES = {
     "lora": ("mode=lora", "lora={rank: 4, alpha: 8}"),
     "qlora": ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: nf4}"),
     "fp8": ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: fp8}"),
+    "scaled": ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: fp8, compute: scaled}"),
 }
 # Configs that cannot run without values, and where they stop.
 CANNOT = {
@@ -48,7 +49,7 @@ BY_DESIGN = {
 }
 WAITS_OF_A_STEP = 4  # sums of the loss, the norm, the end of the step, numbers of all ranks; DeepSpeed has its own
 SIZES = {"single": (1,), **dict.fromkeys(("hsdp", "fsdp2_tp", "fsdp2_cp"), (4, 8))}
-REFUSED = {(config, mode) for config in ("tp", "fsdp2_tp") for mode in ("qlora", "fp8")}
+REFUSED = {(config, mode) for config in ("tp", "fsdp2_tp") for mode in ("qlora", "fp8", "scaled")}
 
 
 class Cell(NamedTuple):
@@ -63,6 +64,7 @@ USUAL = [
     Cell("fsdp2", 2, "full", 1),
     Cell("fsdp2", 2, "qlora"),
     Cell("fsdp2", 2, "fp8"),
+    Cell("fsdp2", 2, "scaled"),
     Cell("fsdp2_offload", 2, "full"),
     Cell("fsdp2_tp", 8, "lora"),
     Cell("zero3", 8, "lora"),

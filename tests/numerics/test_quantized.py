@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from finetune.errors import UserError
 from finetune.models.attention import attention_for
 from finetune.models.config import model_config
-from finetune.models.quantized import Fp8Linear, fp8_rows, state_tensors, unpacked
-from finetune.models.weights import Placement, load_model, parameter_counts
+from finetune.models.quantized import (
+    Fp8Linear,
+    ScaledLinear,
+    fp8_rows,
+    quantise,
+    scaled_product,
+    state_tensors,
+    unpacked,
+)
+from finetune.models.weights import Placement, fuse_adapters, load_model, parameter_counts
 from finetune.recipe import load_recipe
+from finetune.recipe.schema import Quantization
 from finetune.utils import unwrap_peft
 
 CPU = torch.device("cpu")
@@ -129,3 +139,104 @@ def test_the_product_is_that_of_the_unpacked_weights(compute: torch.dtype) -> No
     (got,) = torch.autograd.grad(ours, x, grad)
     (expected,) = torch.autograd.grad(plain, x, grad)
     torch.testing.assert_close(got, expected)
+
+
+# --- products of 8 bits
+
+
+def q(rows: torch.Tensor) -> torch.Tensor:  # in fp64
+    values, scale = fp8_rows(rows)
+    return values.double() * scale.double()
+
+
+@pytest.fixture
+def scaled() -> ScaledLinear:
+    """48 x 64; its rows differ in size, so that a scale that is left out shows."""
+    from finetune.models.quantized import _pack_fp8
+
+    torch.manual_seed(0)
+    weight = torch.randn(48, 64) * torch.logspace(-2, 1, 48)[:, None]
+    layer = _pack_fp8(weight, torch.randn(48).bfloat16(), torch.bfloat16)
+    layer.__class__ = ScaledLinear
+    return cast(ScaledLinear, layer)
+
+
+def test_scaled_products_are_of_the_operands_that_are_said(scaled: ScaledLinear) -> None:
+    """y = q(x) W' + b, dx = q(dy s') w, by their formulas in fp64."""
+    weight = unpacked(scaled.weight, scaled.scale, 64).double()  # s w
+    x = torch.randn(2, 20, 64).mul_(torch.logspace(-3, 3, 20)[:, None]).bfloat16().requires_grad_()
+    of_y = torch.randn(2, 20, 48).bfloat16()
+    y = scaled(x)
+    (of_x,) = torch.autograd.grad(y, x, of_y)
+    assert y.dtype == of_x.dtype == torch.bfloat16
+    expected = q(x.detach().view(40, 64)) @ weight.T
+    assert scaled.bias is not None
+    bound = {"rtol": 2**-7, "atol": 2**-7 * scaled.bias.abs().max().item()}  # y is rounded before and after the bias
+    torch.testing.assert_close(y.detach().view(40, 48).double(), expected + scaled.bias.double(), **bound)
+    s = scaled.scale.double()
+    expected = q(of_y.view(40, 48).double() * s.T) @ (weight / s)
+    torch.testing.assert_close(of_x.view(40, 64).double(), expected, rtol=2**-7, atol=2**-20)
+    plain = of_y.view(40, 48).double() @ weight  # and that is the gradient, within 8 bits
+    assert (of_x.view(40, 64) - plain).norm() / plain.norm() < 2**-4
+
+
+def test_torch_multiplies_what_is_emulated(scaled: ScaledLinear) -> None:
+    """By torch's own product of 8 bits, which CPUs have: the shapes, scales and strides that a GPU is given."""
+    x = torch.randn(40, 64).bfloat16()
+    values, scale = fp8_rows(x)
+    w, s = fp8_rows(unpacked(scaled.weight, scaled.scale, 64))
+    theirs = torch._scaled_mm(values, w.t(), scale, s.t().contiguous(), out_dtype=torch.bfloat16)
+    assert torch.equal(scaled_product(x, w.t(), s.t()), theirs)
+
+
+def test_a_token_of_a_scaled_product_does_not_see_the_others(scaled: ScaledLinear) -> None:
+    x = torch.randn(40, 64).bfloat16()
+    x[30] *= 1e4
+    assert torch.equal(scaled(x)[:7], scaled(x[:7]))
+
+
+def test_adapters_on_scaled_products(recipe: dict[str, Any], write_recipe: Any) -> None:
+    """Which layers multiply so, and that a loss falls by the gradients that reach the adapters."""
+    recipe["train"]["precision"] = "bf16"
+    changes = {"quantization": {"type": "fp8", "compute": "scaled"}}
+    model = load(recipe, write_recipe, Placement("load", CPU), **changes)
+    fuse_adapters(model, False)
+    kinds = {name.rpartition(".")[0]: type(module) for name, module in model.named_modules() if "base_layer" in name}
+    assert len(kinds) == 14
+    assert set(kinds.values()) == {ScaledLinear}
+    ids = torch.arange(1, 25)[None]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = F.cross_entropy(
+                model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float(), ids[0, 1:]
+            )
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in trained)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[3] < losses[2] < losses[1] < losses[0]
+
+
+def test_layers_of_other_sizes_stay_dequantised_and_a_model_of_them_is_refused() -> None:
+    settings = Quantization(type="fp8", compute="scaled")
+
+    class Model(torch.nn.Module):
+        _keep_in_fp32_modules = None
+
+        def __init__(self, *sizes: int) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleDict({f"up{size}": torch.nn.Linear(32, size) for size in sizes})
+            self.layers["router"] = torch.nn.Linear(32, 32)
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    model: Any = Model(48, 40)
+    quantise(model, settings, torch.bfloat16, CPU, CPU, [])
+    kinds = [type(layer) for layer in model.layers.values()]
+    assert kinds == [ScaledLinear, Fp8Linear, Fp8Linear]
+    with pytest.raises(UserError, match="Model has no linear layers whose sizes are multiples of 16"):
+        quantise(Model(40), settings, torch.bfloat16, CPU, CPU, [])

@@ -308,14 +308,21 @@ def read(row: Row, format: str, columns: Mapping[str, str] | None = None) -> Sam
         rest = {name: value for name, value in row.items() if name not in taken}
         row = {**rest, **{field: row[column] for field, column in columns.items()}}
     sample = FORMATS[format](row)
-    if IMAGES in FIELDS[format].all and (has_value(row.get(IMAGES)) or has_value(row.get(ONE_IMAGE))):
-        sample = _with_images(sample, _images(row), has_value(row.get(IMAGES)))
+    if IMAGES in FIELDS[format].all:
+        sample = with_images_of(sample, row)
     given = [name for name in (ARGUMENTS, *OTHER_ARGUMENTS) if name in row and has_value(row[name])]
     if not given or ARGUMENTS not in FIELDS[format].all:
         return sample
     if len(given) > 1:
         raise BadRow(f"the row has {names(given)}, which are the same; keep one")
     return _with_arguments(sample, _template_arguments(row[given[0]], given[0]))
+
+
+def with_images_of(sample: Any, row: Row) -> Any:
+    """Returns a sample with the images of its row's columns in their places; raises BadRow where they do not fit."""
+    if not (has_value(row.get(IMAGES)) or has_value(row.get(ONE_IMAGE))):
+        return sample
+    return _with_images(sample, _images(row), has_value(row.get(IMAGES)))
 
 
 def _images(row: Row) -> list[str | bytes]:

@@ -32,6 +32,14 @@ class PixelReader:
         pixels = dict(zip(distinct, self.pool.map(self.read, distinct.values()), strict=True))
         return self.family.join([pixels[image.source] for image in images], input_ids)
 
+    def plain_inputs(self, images: Sequence[Image], input_ids: Tensor) -> dict[str, Tensor]:
+        """Returns what transformers' own forward and `generate` take for the images of texts (B, T); of none, nothing.
+        Raises as `__call__`."""
+        found = self(images, input_ids) if images else {}
+        if "image_grid_thw" in found:  # from which they count positions
+            found["mm_token_type_ids"] = (input_ids == self.family.token_id).int()
+        return found
+
     def read(self, image: Image) -> Pixels:
         name = image.source if isinstance(image.source, str) else "an image in the data"
         try:

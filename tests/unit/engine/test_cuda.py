@@ -103,9 +103,12 @@ def test_products_of_8_bits_need_a_gpu_that_has_them(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA L4")
-    recipe["train"]["precision"] = "fp8"
-    with pytest.raises(UserError, match="NVIDIA L4 has no products of 8 bits") if refused else contextlib.nullcontext():
-        check_cuda(load_recipe(write_recipe(recipe)), Launch("replicated", 1))
+    scaled = {"mode": "qlora", "lora": {"rank": 4}, "quantization": {"type": "fp8", "compute": "scaled"}}
+    for changes, precision, other in (({}, "fp8", "bf16"), (scaled, "bf16", "dequantised")):
+        changed = {**recipe, **changes, "train": {**recipe["train"], "precision": precision}}
+        said = pytest.raises(UserError, match=rf"NVIDIA L4 has no products of 8 bits.*: use {other}$")
+        with said if refused else contextlib.nullcontext():
+            check_cuda(load_recipe(write_recipe(changed)), Launch("replicated", 1))
 
 
 # --- which configs let the CPU step

@@ -250,6 +250,24 @@ CASES = [
         },
     ),
     Bad(
+        "scaled products of four bits",
+        [":9: quantization.compute: `scaled` multiplies in fp8, not in `type: nf4`: use `type: fp8`, or `dequantised`"],
+        {3: "mode: qlora", 8: LORA, 9: "quantization: {compute: scaled}"},
+    ),
+    Bad(
+        "scaled products in fp32",
+        [
+            ":9: quantization.compute: products of `scaled` come out in bf16, against `train.precision: fp32`: "
+            "use bf16, or `dequantised`"
+        ],
+        {
+            3: "mode: qlora",
+            7: "train: {epochs: 1, precision: fp32}",
+            8: LORA,
+            9: "quantization: {type: fp8, compute: scaled}",
+        },
+    ),
+    Bad(
         "quantised without qlora",
         [":9: quantization: only `mode: qlora` quantises; remove this section or change `mode: lora`"],
         {3: "mode: lora", 8: LORA, 9: "quantization: {type: nf4}"},
