@@ -36,7 +36,7 @@ from finetune.utils import full_shape, unwrap_peft
 
 _EMBEDDED = re.compile(r"lora_embedding_A|\boriginal_module\b|_bias\b")  # looked up, unused, added: not multiplied
 _ATTENTION = re.compile(r"attn|attention")
-_OUTPUT = re.compile(r"\b(o_proj|out_proj|c_proj|wo|down_proj|w2|fc2|dense|dense_4h_to_h)\b")
+_OUTPUT = re.compile(r"\b(o_proj|out_proj|c_proj|wo|down_proj|w2|fc2|linear_fc2|dense|dense_4h_to_h)\b")
 _TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
 _MASKED = ("sdpa", "eager")  # compute every pair of the row, and mask
 
@@ -150,21 +150,25 @@ def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
     config, vision = model.config, getattr(model.config, "vision_config", None)
     if not image_modules(model):
         return None
-    family, products = family_of(config), {"vision": [0.0, 0.0], "projector": [0.0, 0.0]}
-    trained_before = layers_train = False
+    family = family_of(config)
+    products: list[_Product] = []  # `after_trained`: something before it is trained
+    after_trained = False
     for path, module in unwrap_peft(model).named_modules():
-        if (part := part_of(family, path)) == "language" or isinstance(module, nn.Embedding):
+        if part_of(family, path) == "language" or isinstance(module, nn.Embedding):
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            shape = _shape(module, name, parameter)
+            shape, full_name = _shape(module, name, parameter), f"{path}.{name}"
             if len(shape) >= 2:
-                weights = float(np.prod(shape))
-                again = recomputes and trained_before and part == "vision"
-                products[part][0] += 2 * weights * (1 + parameter.requires_grad + trained_before)
-                products[part][1] += 2 * weights * again
-            trained_before |= parameter.requires_grad
-            layers_train |= parameter.requires_grad and part == "vision"
-    patch, token = (Flops(needed, needed + again) for needed, again in products.values())
+                place, weights = _position(full_name), float(np.prod(shape))
+                products.append(_Product(full_name, place, weights, parameter.requires_grad, False, after_trained))
+            after_trained |= parameter.requires_grad
+    of_patches = [product for product in products if part_of(family, product.path) == "vision"]
+    layers_train = any(product.trained for product in of_patches)
+    again = 2 * sum(_recomputed(of_patches)) if recomputes and layers_train else 0.0
+    patch, token = (
+        sum(2 * one.weights * (1 + one.trained + one.after_trained) for one in those)
+        for those in (of_patches, [one for one in products if part_of(family, one.path) == "projector"])
+    )
     # Queries with keys, and weights with values; fused attention computes the first again in its backward.
     pair = 4.0 * vision.hidden_size
     pairs = Flops(pair * 3, pair * (3.5 + recomputes)) if layers_train else Flops(pair, pair)
@@ -172,7 +176,10 @@ def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
     full = getattr(vision, "fullatt_block_indexes", None)
     windows = 0 if full is None else layers - len(full)
     window = (vision.window_size // vision.patch_size) ** 2 if windows else 0
-    return TowerFlops(config, patch, token, pairs, layers, windows, window, config.model_type == "mistral3")
+    together = config.model_type == "mistral3"
+    return TowerFlops(
+        config, Flops(patch, patch + again), Flops(token, token), pairs, layers, windows, window, together
+    )
 
 
 def causal_pairs(lengths: Sequence[int], window: int | None, prefixes: Sequence[int] = ()) -> float:
