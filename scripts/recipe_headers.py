@@ -3,9 +3,9 @@
     python scripts/recipe_headers.py                 # after a change of a recipe or of finetune/planning/estimate
     python scripts/recipe_headers.py llama3.1-8b
 
-Each row counts as one document of `data.max_length` tokens, all supervised, and full of images where the recipe sees
-any: the most there can be. A size of devices is named where `plan` says `fits`, with its margin. Left as they are:
-quickstart, which is for a CPU, and Mistral Large 4's, whose layers cannot run without values.
+Each row counts as one document of `data.max_length` tokens, all supervised: the most there can be. A size of devices
+is named where `plan` says `fits`, with its margin. Left as they are: quickstart, which is for a CPU, and recipes on
+images, whose towers the estimate does not know; Mistral Large 4's, whose layers cannot run without values.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from finetune.engine.compatibility import check_launch
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
 from finetune.planning.estimate.command import config_of
-from finetune.planning.estimate.lengths import widest
-from finetune.planning.estimate.memory import Memory, Place, estimate_memory
-from finetune.planning.estimate.search import heaviest
+from finetune.planning.estimate.memory import HeaviestBatch, Memory, Place, estimate_memory
 from finetune.planning.estimate.state import PARTS, State, state_of
 from finetune.planning.estimate.tables import GIB, shipped_hardware
 from finetune.recipe import Recipe, load_recipe
@@ -38,7 +36,11 @@ MARGIN, WIDTH = "#            ", 120
 def planned_recipes() -> list[Path]:
     paths = sorted((ROOT / "recipes").glob("*/*.yaml"))
     others = ("base", "quickstart", "mistral-large-4")
-    return [path for path in paths if path.parent.name not in others]
+    return [path for path in paths if path.parent.name not in others and not _on_images(path)]
+
+
+def _on_images(path: Path) -> bool:
+    return load_recipe(path, []).model.train is not None
 
 
 def launch_of(text: str) -> Launch:
@@ -58,7 +60,9 @@ def kept(recipe: Recipe, config: PretrainedConfig, launch: Launch) -> State:
 def memory(recipe: Recipe, config: PretrainedConfig, launch: Launch, path: Path) -> Memory:
     """Raises UserError where recipe and launch do not go together."""
     micro_batches = check_launch(recipe, str(path), launch, config)
-    batch = heaviest(recipe, widest(recipe, "of the recipe alone", config))
+    rows = recipe.batch.rows_per_device
+    assert isinstance(rows, int)
+    batch = HeaviestBatch.of_rows(rows, recipe.data.max_length)
     return estimate_memory(recipe, config, Place(launch, launch.processes), batch, micro_batches)
 
 

@@ -148,8 +148,9 @@ def _timeline(key: _TimelineKey) -> Timeline:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop)
         marks.watch(_layers(model))
-        marks.begin("before")
+        marks.begin("before" if known else "ids")  # which are few bytes; pixels are many
         on_device = batch.map_tensors(partial(_moved, known))
+        marks.begin("before")
         stack.enter_context(KnownIntegers() if known else contextlib.nullcontext())
         try:
             outputs = forward(model, on_device)
