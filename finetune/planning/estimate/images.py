@@ -36,7 +36,7 @@ def most_images(recipe: Recipe, config: PretrainedConfig) -> tuple[int, ...]:
         side = whole.vision_config.patch_size * int(patches_per_token(config) ** 0.5)
         pixels = recipe.data.image.max_pixels if recipe.data.image else None
         each = min(room - _MARKS, max(2, pixels // side**2) if pixels else room)
-    return (each,) * (room // (each + _MARKS))
+    return (each,) * (room // (each + _MARKS)) if each > 1 else ()
 
 
 def with_pictures(
