@@ -328,8 +328,7 @@ def _examples(recipe: Recipe, config: PretrainedConfig, batch: HeaviestBatch) ->
         sequences = [_document(one, min(one - 1, targets)) for one in lengths]
         begin = 1
         for count in images:  # a token between two
-            place = slice(begin, begin + count)
-            sequences[0].input_ids[place], sequences[0].loss_mask[place] = config.image_token_id, False
+            sequences[0].input_ids[begin : begin + count] = config.image_token_id
             begin += count + 1
         made.append(Example("", 1, 0, tuple(sequences), columns))
     return made
