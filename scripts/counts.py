@@ -4,8 +4,8 @@
     python scripts/counts.py single --processes 1 --set mode=lora lora.rank=8
 
 The project's own run as one rank of N (`finetune/planning/fake_run.py`), on a CPU-only torch: the second step of one
-with its optimizer's state. Bytes are those of this model, a tiny one unless a recipe names another; waits are those of
-any model.
+with its optimizer's state, of full rows. Bytes are those of this model, a tiny one unless a recipe names another; waits
+are those of any model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def measure(recipe_file: str, where: str, processes: int, rank: int, *overrides:
     from finetune.engine.launch import read_config_file
     from finetune.errors import UserError
     from finetune.models.config import load_tokenizer, training_config
-    from finetune.planning.fake_run import fake_run
+    from finetune.planning.estimate.timeline import HeaviestBatch
+    from finetune.planning.fake_run import fake_run, with_heaviest
     from finetune.recipe import load_recipe
     from finetune.training.run import build_trainer
     from finetune.training.signals import StopRequest
@@ -54,6 +55,9 @@ def measure(recipe_file: str, where: str, processes: int, rank: int, *overrides:
         micro_batches = recipe.batch.rows // engine.parallelism.data
         console = Console(file=io.StringIO())
         trainer = build_trainer(recipe, engine, tokenizer, config, data, micro_batches, StopRequest(), console)
+        rows = trainer.loader.rows_per_device
+        heaviest = HeaviestBatch.of_rows(rows, recipe.data.max_length)
+        trainer.loader = with_heaviest(trainer.loader, recipe, heaviest)
         trainer.saver = SimpleNamespace(failed=False)  # pyright: ignore[reportAttributeAccessIssue]  (`_run` makes it)
         return trainer
 
@@ -62,7 +66,7 @@ def measure(recipe_file: str, where: str, processes: int, rank: int, *overrides:
         check_launch(recipe, recipe_file, read_config_file(file, processes), config)
     except UserError as refusal:
         return {"refused": str(refusal)}
-    meter = fake_run(recipe, config, file, processes, start, rank)
+    meter = fake_run(recipe, config, file, processes, start, rank, block=1)
     return {
         "phases": {
             name: {**vars(counts), "collectives": [[*key, n] for key, n in counts.collectives.items()]}

@@ -256,15 +256,16 @@ def savers(check: Check) -> Cases:
         "recomputation": ("train.activation_checkpointing=true",),
         "selective recomputation": ("train.activation_checkpointing=selective",),
         "activation offload": ("train.activation_offload=true",),
-        "steps in the backward": ("optimizer={in_backward: true, max_grad_norm: null}", "batch.rows_per_device=4"),
+        "steps in the backward": (
+            *("optimizer.in_backward=true", "optimizer.max_grad_norm=null", "batch.rows_per_device=4"),
+        ),
     }
     eight_bits = {name: (f"optimizer.name={name}",) for name in ("adamw_8bit", "paged_adamw_8bit")}
     trains = {"QLoRA": QLORA, **eight_bits}
     for name, settings in exact.items():
 
         def compared(name: str = name, settings: tuple[str, ...] = settings) -> Result:
-            like = [word for word in settings if "rows_per_device" in word]
-            like += ["optimizer.max_grad_norm=null"] if "in_backward" in settings[0] else []
+            like = [word for word in settings if "rows_per_device" in word or "max_grad_norm" in word]
             usual = check.train(f"usual{len(like)}", *check.shape, BF16, *like)
             mine = check.train(name.replace(" ", "-"), *check.shape, BF16, *settings)
             return {**_alike(mine, usual, BF16_LOSS), "GiB less": usual["peak_gib"] - mine["peak_gib"]}

@@ -228,9 +228,11 @@ CASES = (
     ),
     Case("full mixtral", (), model="mixtral"),
     Case("lora mixtral", (*LORA, ATTENTION), model="mixtral"),
+    # Experts that no token chose in the first two steps: their rows of the router have gradients of rounding alone,
+    # 3e-11, of which AdamW's usual eps of 1e-8 makes changes of 5e-6, also on one process with two rows in a forward.
     Case(
         "lora mixtral experts",
-        (*LORA, "optimizer.lr=1e-3"),
+        (*LORA, "optimizer.lr=1e-3", "optimizer.eps=1e-6"),
         model="mixtral",
         on=("ddp", "fsdp2", "zero2", "zero3", "ep"),
     ),

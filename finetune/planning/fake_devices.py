@@ -328,14 +328,14 @@ def _waits(what: str) -> None:
 class Meter(TorchDispatchMode):
     """Weighs the storages that operations give, until they are freed; counts waits, copies, casts and collectives."""
 
-    def __init__(self, device: str = "cuda"):
+    def __init__(self, device: str = "cuda", block: int = BLOCK):
         super().__init__()
         self.phase, self.phases = "begin", defaultdict[str, PhaseCounts](PhaseCounts)
         self.told: Callable[[str], None] = lambda phase: None  # of each phase that begins
         self.may_read = False  # whether values may be asked for, which are then made up
         self.now = self.peak = 0  # bytes
         self.at_peak: Counter[str] = Counter()  # bytes by shape, type and phase of what lay there
-        self._device, self._listed = device, 0
+        self._device, self._block, self._listed = device, block, 0
         self._sizes: dict[int, int] = {}
         self._what: dict[int, str] = {}
 
@@ -398,7 +398,7 @@ class Meter(TorchDispatchMode):
         self._resized(key, storage.nbytes())
 
     def _resized(self, key: int, size: int) -> None:
-        rounded = -(-size // BLOCK) * BLOCK
+        rounded = -(-size // self._block) * self._block
         self.now += rounded - self._sizes[key]
         self._sizes[key] = rounded
         counts = self.counts
@@ -459,12 +459,12 @@ def _number_like(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def fake_cuda() -> Iterator[Meter]:
+def fake_cuda(block: int = BLOCK) -> Iterator[Meter]:
     """Everything within is on fake devices. A value that is read off the device is a wait, and made up where the
     meter says `may_read`; elsewhere torch's error for what depends on data is raised."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    meter = Meter()
+    meter = Meter(block=block)
 
     def reading(name: str) -> Callable[[Any], Any]:
         before = getattr(FakeTensor, name)

@@ -15,24 +15,59 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from finetune.checkpoints.shards import part_tensors
 from finetune.data.loader import Loader, StepBatches
+from finetune.data.samples import Example, ExampleSizes
 from finetune.engine.base import Engine
 from finetune.engine.launch import Launch, read_config_file, read_launch
 from finetune.engine.start import start_engine
 from finetune.engine.zero import Zero
 from finetune.models import quantized
 from finetune.models.attention import attention_for
-from finetune.models.weights import without_weights
-from finetune.planning.fake_devices import H100, FakeDevice, Meter, enable, fake_cuda
+from finetune.models.weights import Placement, without_weights
+from finetune.objectives.table import OF_TOKENS_ALONE
+from finetune.planning.estimate.timeline import HeaviestBatch, examples_of
+from finetune.planning.fake_devices import BLOCK, H100, FakeDevice, Meter, enable, fake_cuda
 from finetune.recipe import Recipe
 
 STEPS = 2  # the second one begins with an optimizer that has its state
+
+
+class HeaviestRows:
+    """Rows of a run (`loader.RunRows`) whose every micro-batch is the largest that `plan` reckons with. Documents of no
+    content; for objectives that read more than the tokens of a batch there are none."""
+
+    def __init__(self, recipe: Recipe, batch: HeaviestBatch, rows_per_batch: int):
+        examples = examples_of(recipe, batch)
+        self._rows = [examples[i::rows_per_batch] for i in range(rows_per_batch)]
+
+    def lengths(self, position: int) -> NDArray[np.int64]:
+        return np.array([len(example.sequences[0].input_ids) for example in self.examples(position)])
+
+    def counts(self, position: int) -> dict[str, int]:
+        lengths = self.lengths(position)
+        targets = np.array([example.num_targets for example in self.examples(position)])
+        return ExampleSizes(np.arange(len(lengths) + 1), lengths, targets, np.zeros_like(lengths)).counts()
+
+    def examples(self, position: int) -> list[Example]:
+        return self._rows[position % len(self._rows)]
+
+    def epochs(self, _position: int) -> float:
+        return 0.0
+
+
+def with_heaviest(loader: Loader, recipe: Recipe, batch: HeaviestBatch) -> Loader:
+    """Returns a loader of the heaviest micro-batches, where the objective reads nothing else; or the same."""
+    if recipe.objective.name not in OF_TOKENS_ALONE or loader.image_inputs:
+        return loader
+    return replace(loader, rows=HeaviestRows(recipe, batch, loader.rows_per_device))
 
 
 class Steps(Protocol):
@@ -74,10 +109,12 @@ def fake_run(
     rank: int = 0,
     device: FakeDevice = H100,
     told: Callable[[str], None] = lambda phase: None,
+    block: int = BLOCK,
 ) -> Meter:
     """Runs set-up, two steps, the parts of a checkpoint and the tensors of the result; returns what was measured.
 
     start: loads and wraps, as `build_trainer` does. rank: of the one that runs. told: of each phase that begins.
+    block: bytes that a tensor takes a multiple of.
     """
     if recipe.mode != "full":
         import peft  # noqa: F401  (it imports bitsandbytes, which would load its CUDA kernels)
@@ -87,7 +124,7 @@ def fake_run(
     # DDP's reducer is C++ that reads the parameters' memory: replicas run without it.
     engine.accelerator.prepare_model = lambda model, **_: model.to(engine.device)
     attention_for(recipe, config, "cuda")  # a trial on real tensors, which is remembered
-    with fake_cuda() as meter, _weights_without_values(), _without_agreement(launch):
+    with fake_cuda(block) as meter, _weights_without_values(), _without_agreement(launch):
         meter.told = told
         meter.begin("load")
         wrap = engine.wrap
@@ -152,14 +189,18 @@ def _read_state(engine: Engine, trainable_only: bool) -> None:
 @contextlib.contextmanager
 def _without_agreement(launch: Launch) -> Iterator[None]:
     """DeepSpeed compares numbers over ranks, which here have none, and moves parameters in place, which fake tensors
-    cannot: packed weights are on the device from the start."""
+    cannot: packed and frozen weights are on the device from the start."""
     if launch.kind == "zero":
         import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
         import deepspeed.runtime.zero.utils as utils
 
         coordinator.assert_ints_same_as_other_ranks = utils.assert_ints_same_as_other_ranks = lambda _ints: None
         placement = Zero.placement
-        Zero.placement = lambda self, recipe: replace(placement(self, recipe), packed_on=None)
+
+        def on_device(self: Zero, recipe: Recipe) -> Placement:
+            return replace(placement(self, recipe), packed_on=None, direct=self.plugin.zero_stage != 3)
+
+        Zero.placement = on_device
         Zero._shard_packed = lambda *_: None
     yield
 

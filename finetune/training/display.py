@@ -194,7 +194,7 @@ class PassProgress:
         now = time.monotonic()
         if self._bar:
             self._bar.update(self._task, completed=done)
-        elif self._shown and now - self._last_line >= _SECONDS_BETWEEN_LINES:
+        elif self._shown and done > self._first and now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             remaining = (now - self._started) / (done - self._first) * (self._blocks - done)
             self._console.print(f"{self._name}: {done}/{self._blocks}  eta {remaining:.0f} s", highlight=False)

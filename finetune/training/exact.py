@@ -1,6 +1,8 @@
 """The memory of a run by running it: its own set-up and steps as one rank of N, on devices that are not there.
 
-    python -m finetune.training.exact RECIPE CONFIG PROCESSES [KEY=VALUE ...]
+    python -m finetune.training.exact RECIPE CONFIG PROCESSES BATCH [KEY=VALUE ...]
+
+BATCH is the largest micro-batch, as JSON: [[tokens of each document], supervised tokens].
 
 In a process of its own, for it changes tables of libtorch (`planning/fake_devices.py`). A line of JSON for each phase
 that begins, and at last one with the peaks.
@@ -28,6 +30,7 @@ from rich.table import Table
 from finetune.errors import UserError
 from finetune.planning.estimate.command import accelerate_config
 from finetune.planning.estimate.search import Choice
+from finetune.planning.estimate.timeline import HeaviestBatch
 from finetune.training.display import PassProgress
 
 WITH_VALUES = ("pp", "pp_dp", "ep", "zero2_offload", "zero3_nvme")  # configs whose steps read values: see docs/gpu.md
@@ -50,6 +53,7 @@ def exact_memory(
     overrides: Sequence[str],
     config_file: str,
     processes: int,
+    batch: HeaviestBatch,
     progress: Callable[[float, str], None] = lambda share, phase: None,
 ) -> ExactMemory:
     """Returns what a rank of a run takes on fake H100s. progress: is told the share that is done and what runs.
@@ -60,7 +64,8 @@ def exact_memory(
 
     if reason := why_not():
         raise UserError(f"--exact needs devices that are not there: {reason}; leave it out for the estimate by formula")
-    program = [sys.executable, "-m", "finetune.training.exact", recipe_file, config_file, str(processes), *overrides]
+    program = [sys.executable, "-m", "finetune.training.exact", recipe_file, config_file, str(processes)]
+    program += [json.dumps([batch.documents, batch.targets]), *overrides]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         assert running.stderr is not None
@@ -98,7 +103,7 @@ def show_exact(recipe_file: Path, overrides: Sequence[str], places: Sequence[Cho
         def told(share: float, _phase: str) -> None:
             progress.update(round(100 * share))
 
-        found = exact_memory(str(recipe_file), changed, str(file), place.launch.processes, told)
+        found = exact_memory(str(recipe_file), changed, str(file), place.launch.processes, place.batch, told)
     formula, mib = place.memory.phases, 2**20
     table = Table("phase", "by formula, MiB", "as it runs, MiB", box=None, pad_edge=False)
     for phase, size in found.phases.items():
@@ -106,11 +111,18 @@ def show_exact(recipe_file: Path, overrides: Sequence[str], places: Sequence[Cho
         table.add_row(phase, "" if same is None else f"{same / mib:.2f}", f"{size / mib:.2f}")
     console.print(f"\n{place.config}, {place.launch.processes} processes, tensors of rank 0:", highlight=False)
     console.print(table)
+    if place.launch.kind == "replicated" and place.launch.processes > 1:
+        buckets = place.memory.persistent["gradients"] / mib
+        console.print(
+            f"the reducer of DDP does not run there: its buckets, {buckets:.2f} MiB, are in the formula alone"
+        )
     largest = ", ".join(f"{what} {size / mib:.2f}" for what, size in found.at_peak[:4])
     console.print(f"at the peak, MiB: {largest}", highlight=False, markup=False)
 
 
-def main(recipe_file: str, config_file: str, processes: int, overrides: Sequence[str]) -> dict[str, Any]:
+def main(
+    recipe_file: str, config_file: str, processes: int, batch: HeaviestBatch, overrides: Sequence[str]
+) -> dict[str, Any]:
     """Returns what is written last."""
     with contextlib.suppress(ImportError):
         import bitsandbytes  # noqa: F401  (before there seem to be devices: it then looks for functions of CUDA builds)
@@ -121,7 +133,7 @@ def main(recipe_file: str, config_file: str, processes: int, overrides: Sequence
     from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_config_file
     from finetune.models.config import load_tokenizer, training_config
-    from finetune.planning.fake_run import fake_run
+    from finetune.planning.fake_run import fake_run, with_heaviest
     from finetune.recipe import load_recipe
     from finetune.training.run import build_trainer
     from finetune.training.signals import StopRequest
@@ -135,6 +147,7 @@ def main(recipe_file: str, config_file: str, processes: int, overrides: Sequence
         console = Console(file=io.StringIO())
         data = (training, None)
         trainer = build_trainer(recipe, engine, tokenizer, config, data, micro_batches, StopRequest(), console)
+        trainer.loader = with_heaviest(trainer.loader, recipe, batch)
         trainer.saver = SimpleNamespace(failed=False)  # pyright: ignore[reportAttributeAccessIssue]  (`_run` makes it)
         return trainer
 
@@ -149,7 +162,9 @@ def _say(content: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     try:
-        _say(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]))
+        documents, targets = json.loads(sys.argv[4])
+        heaviest = HeaviestBatch(tuple(documents), targets)
+        _say(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), heaviest, sys.argv[5:]))
     except UserError as refusal:
         _say({"error": str(refusal)})
     finally:

@@ -64,6 +64,7 @@ class Choice:
     launch: Launch
     machines: Machines
     changes: dict[str, Any]  # keys of the recipe that differ from it, none of which changes its result
+    batch: HeaviestBatch
     memory: Memory
     peak: int  # bytes of the fullest device, with context and slack
     verdict: Verdict
@@ -231,6 +232,7 @@ def evaluate(
         launch,
         machines,
         changes,
+        batch,
         memory,
         peak,
         verdict(peak, machines, request.hardware),

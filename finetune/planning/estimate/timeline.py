@@ -43,8 +43,12 @@ from finetune.models.weights import fuse_adapters, keep_input_types
 from finetune.objectives import make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective, Term
+<<<<<<< HEAD
 from finetune.objectives.table import OF_TOKENS
 from finetune.planning.estimate.images import KnownIntegers, has_pictures, with_pictures
+=======
+from finetune.objectives.table import OF_TOKENS, OF_TOKENS_ALONE
+>>>>>>> next
 from finetune.planning.estimate.operators import NO_WORK, OperatorCounter, Work
 from finetune.planning.estimate.shapes import shortened, skeleton, with_layers
 from finetune.planning.fake_devices import Meter
@@ -133,6 +137,11 @@ def _timeline(key: _TimelineKey) -> Timeline:
     attention = attention_at(recipe, key.config, how)
     model, forward = _model(recipe, short, attention, how)
     marks = Marks()
+<<<<<<< HEAD
+=======
+    examples = examples_of(recipe, key.batch)
+    batch = collate(examples)
+>>>>>>> next
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     batch = with_pictures(collate(_examples(recipe, key.config, key.batch)), short, key.batch.images, fakes)
     known = has_pictures(batch)
@@ -278,9 +287,13 @@ def _model(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice,
     labels = score_labels(settings)
     if labels:
         return ScoreModel(model, **surroundings), ForwardPass(attention, make_objective(settings))
+<<<<<<< HEAD
     if recipe.model.train is not None:
         surroundings["images"] = ImagePart(model, always=False)
     objective = make_objective(settings) if settings.name in ("sft", "focal") else _any_tokens()
+=======
+    objective = make_objective(settings) if settings.name in OF_TOKENS_ALONE else _any_tokens()
+>>>>>>> next
     wrapped = CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=objective.only_sums, **surroundings)
     if wrapped.choice.implementation != "plain":
         wrapped._rows = rows_at_once(config.get_text_config().vocab_size, how.device)
@@ -296,7 +309,11 @@ def real_micro_batch(recipe: Recipe, config: PretrainedConfig, batch: HeaviestBa
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             torch.nn.init.normal_(tensor, std=0.02)
+<<<<<<< HEAD
     collated = collate(_examples(recipe, config, batch))
+=======
+    collated = collate(examples_of(recipe, batch))
+>>>>>>> next
 
     def run() -> None:
         forward.objective.trial_loss(forward(model, collated), collated).backward()
@@ -317,7 +334,11 @@ def _any_tokens() -> Objective:
     return Objective(lambda outputs, _batch: {"loss": Term(outputs.token_losses.sum(), None, 1.0)}, differentiable=True)
 
 
+<<<<<<< HEAD
 def _examples(recipe: Recipe, config: PretrainedConfig, batch: HeaviestBatch) -> list[Example]:
+=======
+def examples_of(recipe: Recipe, batch: HeaviestBatch) -> list[Example]:
+>>>>>>> next
     """Returns documents with targets at their ends; for a reward, each is a pair of answers of half its length."""
     left, made = batch.targets, []
     columns = {"label": 0.0} if recipe.objective.name not in OF_TOKENS else {}
