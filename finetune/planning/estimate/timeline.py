@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,12 +42,8 @@ from finetune.models.weights import fuse_adapters, keep_input_types
 from finetune.objectives import make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective, Term
-<<<<<<< HEAD
-from finetune.objectives.table import OF_TOKENS
-from finetune.planning.estimate.images import KnownIntegers, has_pictures, with_pictures
-=======
 from finetune.objectives.table import OF_TOKENS, OF_TOKENS_ALONE
->>>>>>> next
+from finetune.planning.estimate.images import KnownIntegers, has_pictures, with_pictures
 from finetune.planning.estimate.operators import NO_WORK, OperatorCounter, Work
 from finetune.planning.estimate.shapes import shortened, skeleton, with_layers
 from finetune.planning.fake_devices import Meter
@@ -137,13 +132,9 @@ def _timeline(key: _TimelineKey) -> Timeline:
     attention = attention_at(recipe, key.config, how)
     model, forward = _model(recipe, short, attention, how)
     marks = Marks()
-<<<<<<< HEAD
-=======
-    examples = examples_of(recipe, key.batch)
-    batch = collate(examples)
->>>>>>> next
+    token = getattr(key.config, "image_token_id", 0)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    batch = with_pictures(collate(_examples(recipe, key.config, key.batch)), short, key.batch.images, fakes)
+    batch = with_pictures(collate(examples_of(recipe, key.batch, token)), short, key.batch.images, fakes)
     known = has_pictures(batch)
     fake = fakes, marks.meter, marks.operators, _linear(how), _grouped_products(dtypes(recipe).compute)
     with contextlib.ExitStack() as stack:
@@ -287,13 +278,9 @@ def _model(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice,
     labels = score_labels(settings)
     if labels:
         return ScoreModel(model, **surroundings), ForwardPass(attention, make_objective(settings))
-<<<<<<< HEAD
     if recipe.model.train is not None:
         surroundings["images"] = ImagePart(model, always=False)
-    objective = make_objective(settings) if settings.name in ("sft", "focal") else _any_tokens()
-=======
     objective = make_objective(settings) if settings.name in OF_TOKENS_ALONE else _any_tokens()
->>>>>>> next
     wrapped = CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=objective.only_sums, **surroundings)
     if wrapped.choice.implementation != "plain":
         wrapped._rows = rows_at_once(config.get_text_config().vocab_size, how.device)
@@ -309,11 +296,7 @@ def real_micro_batch(recipe: Recipe, config: PretrainedConfig, batch: HeaviestBa
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             torch.nn.init.normal_(tensor, std=0.02)
-<<<<<<< HEAD
-    collated = collate(_examples(recipe, config, batch))
-=======
     collated = collate(examples_of(recipe, batch))
->>>>>>> next
 
     def run() -> None:
         forward.objective.trial_loss(forward(model, collated), collated).backward()
@@ -334,22 +317,18 @@ def _any_tokens() -> Objective:
     return Objective(lambda outputs, _batch: {"loss": Term(outputs.token_losses.sum(), None, 1.0)}, differentiable=True)
 
 
-<<<<<<< HEAD
-def _examples(recipe: Recipe, config: PretrainedConfig, batch: HeaviestBatch) -> list[Example]:
-=======
-def examples_of(recipe: Recipe, batch: HeaviestBatch) -> list[Example]:
->>>>>>> next
+def examples_of(recipe: Recipe, batch: HeaviestBatch, image_token: int = 0) -> list[Example]:
     """Returns documents with targets at their ends; for a reward, each is a pair of answers of half its length."""
     left, made = batch.targets, []
     columns = {"label": 0.0} if recipe.objective.name not in OF_TOKENS else {}
-    for length, images in itertools.zip_longest(batch.documents, batch.images, fillvalue=()):
+    for length, images in zip(batch.documents, batch.images or ((),) * len(batch.documents), strict=True):
         targets = min(length - 1, left)
         left -= targets
         lengths = (length // 2, length - length // 2) if recipe.objective.name == "reward" else (length,)
         sequences = [_document(one, min(one - 1, targets)) for one in lengths]
         begin = 1
         for count in images:  # a token between two
-            sequences[0].input_ids[begin : begin + count] = config.image_token_id
+            sequences[0].input_ids[begin : begin + count] = image_token
             begin += count + 1
         made.append(Example("", 1, 0, tuple(sequences), columns))
     return made

@@ -24,7 +24,7 @@ from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.planning.estimate.images import most_images
 from finetune.planning.estimate.phases import phases_of
-from finetune.planning.estimate.timeline import HeaviestBatch, _examples
+from finetune.planning.estimate.timeline import HeaviestBatch, examples_of
 from finetune.planning.fake_devices import Meter
 from finetune.planning.flops import Flops, ModelFlops, model_flops
 from finetune.recipe import Recipe, load_recipe
@@ -66,7 +66,7 @@ def real_batch(recipe: Recipe, config: Any) -> Batch:
     batch = heaviest(config)
     pictures = family_of(config).pictures(config, [count for images in batch.images for count in images])
     places = tuple(ImagePlace(i, 0, 0) for i, images in enumerate(batch.images) for _ in images)
-    made = collate(_examples(recipe, config, batch))
+    made = collate(examples_of(recipe, batch, config.image_token_id))
     made = replace(made, inputs={**made.inputs, **pictures}, images=places)
     positions = row_positions(config)
     return positions(made) if positions else made
