@@ -207,7 +207,7 @@ def save_tokenizer(rows: list[dict[str, str]], folder: Path, vocabulary: int) ->
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from finetune.data.chat.template import TEMPLATES
+    from finetune.data.chat.template_choice import TEMPLATES
 
     backend = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORDS), "isolated")

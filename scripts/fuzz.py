@@ -27,8 +27,9 @@ from hypothesis import strategies as st
 
 from finetune.data.building import OpenedSources, read_items
 from finetune.data.chat.renderer import build_renderer
-from finetune.data.chat.template import Template, own_template
+from finetune.data.chat.template import Template
 from finetune.data.chat.template_check import check_template
+from finetune.data.chat.template_choice import own_template
 from finetune.data.sources.readers import READERS
 from finetune.errors import UserError
 from finetune.recipe import Recipe, dump_recipe, load_recipe

@@ -5,20 +5,31 @@
 
 The tests are run on the unchanged copy first, so that a failure is the wrong line's. Exit status 1 where a mutant
 survives, where its line is not in the file exactly once, or where tests fail without it.
+
+pytest runs in forks of this process, which has imported the large libraries, never the package itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
+import importlib
 import json
 import os
+import py_compile
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")  # read by what is imported next
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -306,7 +317,7 @@ MUTANTS += (
     Mutant(
         "masks",
         "ids of calls are too short for Mistral",
-        "finetune/data/chat/template.py",
+        "finetune/data/chat/template_traits.py",
         "hexdigest()[:9]",
         "hexdigest()[:8]",
         (_TEMPLATES, "-k", "calls_without_ids"),
@@ -708,22 +719,38 @@ MUTANTS += (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="words in names or topics")
-    parser.add_argument("--json", type=Path, help="write the list with what caught each there")
+    parser.add_argument("--json", type=Path, help="the list with what caught each; lines of those not chosen stay")
     arguments = parser.parse_args()
     chosen = [
         mutant
         for mutant in MUTANTS
         if not arguments.only or any(word in f"{mutant.topic}: {mutant.name}" for word in arguments.only)
     ]
+    for library in ("torch", "transformers", "peft"):  # once, for all forks
+        importlib.import_module(library)
     with tempfile.TemporaryDirectory(prefix="finetune-mutants-") as name:
         copy = copied(Path(name) / "tree")
+        # By the text's hash, not by its time, so that a changed file is compiled again.
+        hashed = py_compile.PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(copy / "finetune", quiet=1, invalidation_mode=hashed)
         broken = unchanged_failures(copy, chosen)
         found = [{**asdict(mutant), "caught_by": caught_by(copy, mutant)} for mutant in chosen]
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write(arguments.json, found)
     survived = [one["name"] for one in found if one["caught_by"] is None]
     print(f"{len(found) - len(survived)} of {len(found)} caught")
     raise SystemExit("\n".join([*broken, *(f"survived: {name}" for name in survived)]) or 0)
+
+
+def write(file: Path, found: list[dict[str, Any]]) -> None:
+    """Writes results in the order of `MUTANTS`, and with them those that the file has of mutants that have not changed
+    since."""
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    results = {(one["topic"], one["name"]): one for one in [*known, *json.loads(json.dumps(found))]}
+    mutants = json.loads(json.dumps([asdict(mutant) for mutant in MUTANTS]))
+    of_mutants = [(mutant, results.get((mutant["topic"], mutant["name"]))) for mutant in mutants]
+    lines = [result for mutant, result in of_mutants if result is not None and result == {**result, **mutant}]
+    file.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
 
 
 def copied(folder: Path) -> Path:
@@ -770,15 +797,43 @@ def caught_by(copy: Path, mutant: Mutant) -> str | None:
 
 
 def run(copy: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    is_script = tests[0].endswith(".py") and tests[0].startswith("scripts/")
-    command = list(tests) if is_script else ["-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:randomly", *tests]
     environment = {
         **os.environ,
         "PYTHONPATH": str(copy),
-        "PYTHONDONTWRITEBYTECODE": "1",  # a line of the same length within a second would not be compiled again
+        "PYTHONDONTWRITEBYTECODE": "1",  # by time: a line of the same length within a second would not be seen
         "FINETUNE_CACHE": str(copy.parent / "cache"),
     }
-    return subprocess.run([sys.executable, *command], cwd=copy, env=environment, capture_output=True, text=True)
+    if tests[0].startswith("scripts/"):
+        command = [sys.executable, *tests]
+        return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    return forked_pytest(copy, ["-n", "0", "-q", "-x", "-p", "no:randomly", *_IMPORTED, *tests], environment)
+
+
+_IMPORTED = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")  # anyio, by transformers
+
+
+def forked_pytest(copy: Path, arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        sys.stdout.flush()
+        process = os.fork()
+        if process == 0:
+            status = 3  # pytest's for an error of its own
+            try:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                os.chdir(copy)
+                os.environ.update(environment)
+                sys.path[0], sys.dont_write_bytecode = str(copy), True
+                status = int(pytest.main(arguments))
+            finally:  # or it would go on as this script
+                if sys.exc_info()[0] is not None:
+                    traceback.print_exc()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        _, waited = os.waitpid(process, 0)
+        output.seek(0)
+        return subprocess.CompletedProcess(arguments, os.waitstatus_to_exitcode(waited), output.read(), "")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.building import OpenedSources
-from finetune.data.chat.template import template_of
 from finetune.data.chat.template_check import check_template
+from finetune.data.chat.template_choice import template_of
 from finetune.data.examples import Examples, check_caps, prepare_examples
 from finetune.data.loader import OrderedRows
 from finetune.data.objective_rows import trained_part

@@ -34,7 +34,8 @@ from finetune import __version__
 from finetune.data.batch import ImageInputs
 from finetune.data.building import EntryBuild, OpenedSource, OpenedSources, build_source
 from finetune.data.chat.renderer import Renderer, build_renderer
-from finetune.data.chat.template import asks_for_today, dated, template_of
+from finetune.data.chat.template import asks_for_today, dated
+from finetune.data.chat.template_choice import template_of
 from finetune.data.objective_rows import objective_rows, trained_part
 from finetune.data.samples import Example, concatenate_sizes
 from finetune.data.token_cache import CacheEntry, DataReport, entries_folder, find_or_build, load

@@ -25,7 +25,7 @@ from rich.progress import track
 from transformers import GenerationConfig, TextStreamer
 
 from finetune.data.chat.renderer import chat_of
-from finetune.data.chat.template import own_template
+from finetune.data.chat.template_choice import own_template
 from finetune.data.chat.trained_spans import Chat
 from finetune.data.dataset import until_end
 from finetune.data.formats.converters import with_images_of

@@ -441,7 +441,13 @@ def split_name(content: dict[str, Any]) -> str | None:
 
     The names and patterns are those by which transformers reads GGUF files.
     """
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError:  # 5.17
+        raise UserError(
+            "`--to gguf`: this version of transformers does not know by which names llama.cpp splits text: "
+            "pip install -U transformers"
+        ) from None
 
     model, before = content["model"], content["pre_tokenizer"] or {}
     if model["type"] != "BPE" or model.get("byte_fallback") or content["normalizer"] not in (None, {"type": "NFC"}):

@@ -61,8 +61,10 @@ def start_rows(model: Any, first: int, pieces: list[list[int]]) -> None:
     text = model.config.get_text_config()
     if getattr(text, "hidden_size_per_layer_input", None) and count > text.vocab_size_per_layer_input:
         raise UserError(
-            f"tokens.add: {type(model).__name__} has a second table of embeddings, for its layers, with "
-            f"{text.vocab_size_per_layer_input:,} rows, which do not grow: use some of its unused tokens in your rows"
+            f"tokens.add: {type(model).__name__} has a second table of embeddings, which are inputs of its layers, "
+            f"with {text.vocab_size_per_layer_input:,} rows: an added token would have none of its own there (Gemma 3n "
+            "would give all of them that of token 0), and results with a second table that has grown are not written "
+            "here: use some of its unused tokens in your rows"
         )
     model.has_added_tokens = True
     if full_shape(model.get_input_embeddings().weight)[0] < count:

@@ -9,11 +9,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, apply_renamings, revert_weight_conversion
+from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 from transformers.utils import CONFIG_NAME, FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from finetune.errors import UserError
-from finetune.models.checkpoint_files import checkpoint_file, tensor_places
+from finetune.models.checkpoint_files import checkpoint_file, renamed, tensor_places
 from finetune.models.text_part import TextPart, key_mapping, text_part_of
 from finetune.recipe.schema import Model
 
@@ -56,11 +56,11 @@ def check_adapted(part: TextPart, paths: list[str]) -> None:
     """
     renamings = [one for one in get_model_conversion_mapping(part.base) if isinstance(one, WeightRenaming)]
     names = [f"{part.in_base(path)}.weight" for path in paths]
-    if lost := [name for name in names if apply_renamings(name, renamings) != name]:
+    if lost := [name for name in names if renamed(name, renamings) != name]:
         module = lost[0].removesuffix(".weight")
         raise UserError(
             f"lora.targets: peft would not find the adapter of {module} again on {type(part.base).__name__}: it takes "
-            f"it for that of {apply_renamings(lost[0], renamings).removesuffix('.weight')}; name targets without it"
+            f"it for that of {renamed(lost[0], renamings).removesuffix('.weight')}; name targets without it"
         )
 
 

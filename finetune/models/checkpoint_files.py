@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -49,3 +50,10 @@ def tensor_places(model: Model) -> dict[str, Path]:
     if missing := [name for name, file in files.items() if file is None]:
         raise UserError(f"model.name: {model.name!r} lacks {missing[0]}")
     return {tensor: file for tensor, name in names.items() if (file := files[name])}
+
+
+def renamed(name: str, renamings: list[Any]) -> str:
+    """Returns a tensor's name after transformers' changes, each a `WeightRenaming`. (5.17 has no function for it.)"""
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from finetune.data.batch import Batch
 from finetune.errors import UserError
-from finetune.models.checkpoint_files import checkpoint_file
+from finetune.models.checkpoint_files import checkpoint_file, renamed
 from finetune.recipe.schema import Lora, Model
 from finetune.utils import full_shape, unwrap_peft
 
@@ -227,7 +227,7 @@ def adapted_modules(model: Any, family: Family, trained: Sequence[str], lora: Lo
             "leave the part out, or train it by `mode: full`"
         )
     renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
-    if lost := [path for path in paths if apply_renamings(f"{path}.weight", renamings) != f"{path}.weight"]:
+    if lost := [path for path in paths if renamed(f"{path}.weight", renamings) != f"{path}.weight"]:
         raise UserError(f"lora.targets: peft would not find the adapter of {lost[0]} again: name targets without it")
     return paths
 

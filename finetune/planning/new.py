@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.building import num_characters, read_items
 from finetune.data.chat.renderer import build_renderer
-from finetune.data.chat.template import resolve_template
+from finetune.data.chat.template_choice import resolve_template
 from finetune.data.formats.converters import FIELDS
 from finetune.data.formats.detect import Detected, detect_format, parse_row, question_and_answer
 from finetune.data.objective_rows import objective_rows, trained_part

@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
 
 from finetune.data.batch import Batch
-from finetune.data.chat.template import template_of
 from finetune.data.chat.template_check import last_question, turn_end_ids
+from finetune.data.chat.template_choice import template_of
 from finetune.data.dataset import Dataset, Question, Stream, answer, questions, until_end
 from finetune.data.examples import Examples
 from finetune.data.loader import Loader

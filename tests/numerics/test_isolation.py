@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import architectures as sweep
@@ -23,11 +25,11 @@ from transformers import (
     PhimoeConfig,
     RobertaConfig,
 )
-from transformers.integrations import deepspeed
+from transformers.integrations import deepspeed, hub_kernels
 
 from finetune.errors import UserError
 from finetune.models.attention import DOCUMENTS, AttentionChoice, choose_attention, per_document
-from finetune.models.attention.isolation import verdict
+from finetune.models.attention.isolation import quietly, verdict
 from finetune.models.tiny_config import tiny_config
 
 
@@ -98,6 +100,24 @@ def test_a_verdict_is_kept_and_a_trial_leaves_no_trace(tmp_path: Path, monkeypat
     assert len(os.listdir(tmp_path / "attention")) == 2
     kept.write_text("no JSON", encoding="utf-8")
     assert verdict(LlamaConfig(), DOCUMENTS, per_document.prepare).packed is None
+
+
+def test_a_trial_runs_without_kernels_that_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fla and mamba_ssm are where they are installed: transformers takes what they have in place of its own."""
+
+    def kernel(*_arguments: Any, **_options: Any) -> str:
+        raise ValueError("a tensor on the CPU")
+
+    package: Any = ModuleType("scans_for_gpus")
+    package.chunk_scan = kernel
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    scan = hub_kernels.use_kernel_func_from_hub_with_fallback("chunk_scan", package.__name__)(lambda: "plain torch")
+    with pytest.raises(ValueError, match="on the CPU"):
+        scan()
+    with quietly():
+        assert scan() == "plain torch"
+    with pytest.raises(ValueError, match="on the CPU"):
+        scan()
 
 
 def test_zero_3_does_not_shard_the_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

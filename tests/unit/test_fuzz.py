@@ -12,7 +12,8 @@ from conftest import finetune
 
 from finetune import cli
 from finetune.data.chat import template_check
-from finetune.data.chat.template import Template, resolve_template
+from finetune.data.chat.template import Template
+from finetune.data.chat.template_choice import resolve_template
 from finetune.errors import UserError
 from finetune.models.config import check_sizes, model_config
 from finetune.recipe import RecipeError, load_recipe

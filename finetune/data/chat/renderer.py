@@ -25,17 +25,15 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.encoding import Encoder, Tokens, encoder
-from finetune.data.chat.template import (
+from finetune.data.chat.template import Jinja, Span, Template
+from finetune.data.chat.template_choice import (
     EMPTY_THOUGHT,
-    Jinja,
-    Span,
-    Template,
     built_in_templates,
     own_template,
     special_tokens,
-    traits_of,
     unknown_argument,
 )
+from finetune.data.chat.template_traits import traits_of
 from finetune.data.chat.trained_spans import Chat, TrainedText, parts_of
 from finetune.data.samples import BadRow, Conversation, Drawable, Ids, Image, Preference, PromptCompletion, Text
 from finetune.errors import UserError

@@ -11,21 +11,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.renderer import Renderer, build_renderer, chat_of
-from finetune.data.chat.template import (
-    ANSWER,
-    CALL_ID,
-    DATE,
-    QUESTION,
-    RESULT,
-    THOUGHT,
-    TOOL,
-    Template,
-    asks_for_today,
-    dated,
-    own_template,
-    probe_call,
-    probe_tool,
-)
+from finetune.data.chat.template import ANSWER, DATE, QUESTION, THOUGHT, Template, asks_for_today, dated
+from finetune.data.chat.template_choice import own_template
+from finetune.data.chat.template_traits import CALL_ID, RESULT, TOOL, probe_call, probe_tool
 from finetune.data.chat.trained_spans import Chat, parts_of
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError

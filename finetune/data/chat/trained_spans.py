@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, NamedTuple
 
-from finetune.data.chat.template import Jinja, Messages, Span, Tools, Traits
+from finetune.data.chat.template import Jinja, Messages, Span, Tools
+from finetune.data.chat.template_traits import Traits
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
 from finetune.utils import common_prefix_length

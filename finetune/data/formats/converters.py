@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from finetune.data.formats.answers import answered, preference_of
 from finetune.data.formats.messages import (
     Tool,
     as_context,
@@ -20,6 +21,7 @@ from finetune.data.formats.messages import (
     read_turn,
     to_conversation,
 )
+from finetune.data.formats.token_rows import ids_and_mask
 from finetune.data.formats.values import (
     Misfit,
     Row,
@@ -50,9 +52,6 @@ from finetune.data.samples import (
 )
 from finetune.errors import UserError
 from finetune.recipe.schema import check_template_arguments
-from finetune.utils import common_prefix_length
-
-Messages = list[Message]
 
 # Columns of chat rows whose loss would go unseen: the messages speak of what is not there.
 MEDIA = ("videos", "audios")
@@ -135,7 +134,7 @@ def ranked(row: Row) -> Ranked:
         what = "equal" if values else "missing"
         raise BadRow(f"all scores are {what}, so there is nothing to prefer; expected at least two that differ")
     system, tools = _system_and_tools(row)
-    answers = [_answered(prompt, one, f"responses[{i}]", system, tools) for i, one in enumerate(responses)]
+    answers = [answered(prompt, one, f"responses[{i}]", system, tools) for i, one in enumerate(responses)]
     return Ranked(tuple(answers), values)
 
 
@@ -446,181 +445,3 @@ def _history(row: Row) -> list[Message]:
         question, answer = (text_of(part, f"{where}[{side}]") for side, part in enumerate(pair))
         turns += [Message("user", question), Message("assistant", answer)]
     return turns
-
-
-# --- ranked answers
-
-
-def _answered(
-    prompt: Any, answer: Any, where: str, system: str, tools: tuple[Tool, ...]
-) -> Conversation | PromptCompletion:
-    """One answer, text or messages, to a prompt of either kind."""
-    if not isinstance(answer, str | list):
-        raise BadRow(f"{where} is {kind(answer)}; expected text or a list of messages")
-    if isinstance(prompt, str) and isinstance(answer, str) and not system and not tools:
-        return PromptCompletion(text_of(prompt, "`prompt`"), text_of(answer, where))
-    turns = [Message("assistant", text_of(answer, where))] if isinstance(answer, str) else read_messages(answer, where)
-    if turns[0].role != "assistant":
-        raise BadRow(f"{where} begins with a message of {turns[0].role}; expected the answer to `prompt` alone")
-    return to_conversation([*as_context(_prompt(prompt)), *turns], system, tools)
-
-
-# --- preference pairs: two answers to one prompt, however the row spells the prompt
-
-
-def preference_of(prompt: Any, chosen: Any, rejected: Any, system: str, tools: tuple[Tool, ...]) -> Preference:
-    """A pair of answers, each text or messages alike; only what follows the prompt is trained.
-
-    Raises BadRow where there is no prompt, nothing to prefer, or no answer.
-    """
-    if isinstance(chosen, str) and (prompt is None or prompt == ""):
-        raise BadRow("`chosen` and `rejected` are text, but there is no `prompt` that they answer")
-    if isinstance(chosen, str) and isinstance(prompt, str) and not system and not tools:
-        return _text_pair(prompt, chosen, rejected)
-    answers = _answer(chosen, "chosen"), _answer(rejected, "rejected")
-    before, first, second = _split(prompt, *answers)
-    if first == second:
-        raise BadRow("`chosen` and `rejected` are the same, so there is nothing to prefer")
-    for name, answer in (("chosen", first), ("rejected", second)):
-        _check_answer(name, answer)
-    chosen_, rejected_ = (to_conversation([*as_context(before), *answer], system, tools) for answer in (first, second))
-    return Preference(chosen_, rejected_)
-
-
-def _text_pair(prompt: str, chosen: str, rejected: str) -> Preference:
-    question = text_of(prompt, "`prompt`")
-    pair = [
-        PromptCompletion(question, text_of(answer, f"`{name}`"))
-        for name, answer in (("chosen", chosen), ("rejected", rejected))
-    ]
-    if pair[0] == pair[1]:
-        raise BadRow("`chosen` and `rejected` are the same, so there is nothing to prefer")
-    return Preference(pair[0], pair[1])
-
-
-def _answer(value: Any, where: str) -> Messages:
-    if isinstance(value, str):
-        return [Message("assistant", text_of(value, f"`{where}`"))]
-    return read_messages(value, where)
-
-
-def _split(prompt: Any, chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Messages]:
-    """(prompt, chosen answer, rejected answer)"""
-    shared = common_prefix_length(chosen, rejected)
-    if prompt is None or prompt == "" or prompt == []:
-        if not shared:
-            raise BadRow("`chosen` and `rejected` begin differently and there is no `prompt`; expected one of both")
-        return chosen[:shared], chosen[shared:], rejected[shared:]
-    before = _prompt(prompt)
-    if chosen[0].role == rejected[0].role == "assistant":  # answers alone
-        return before, chosen, rejected
-    if not _contains_prompt(before, chosen[:shared], is_text=isinstance(prompt, str)):
-        raise BadRow(
-            f"`prompt` is {shown(before[-1].content)}, but `chosen` and `rejected` are conversations that do not begin "
-            "with it; leave out `prompt`, or keep only the answers in them"
-        )
-    return chosen[:shared], chosen[shared:], rejected[shared:]
-
-
-def _prompt(value: Any) -> Messages:
-    if isinstance(value, str):
-        return [Message("user", text_of(value, "`prompt`"))]
-    if not isinstance(value, list):
-        raise BadRow(f"`prompt` is {kind(value)}; expected text or a list of messages")
-    return read_messages(value, "prompt")
-
-
-def _contains_prompt(prompt: Messages, shared: Messages, *, is_text: bool) -> bool:
-    """Returns whether the beginning that two conversations share has the row's prompt.
-
-    A prompt of text is one of its questions, in most datasets the first, in some the last.
-    """
-    if is_text:
-        questions = [message.content.strip() for message in shared if message.role == "user"]
-        return prompt[0].content.strip() in questions
-    return [(m.role, m.content) for m in prompt] == [(m.role, m.content) for m in shared[: len(prompt)]]
-
-
-def _check_answer(name: str, answer: Messages) -> None:
-    if not answer:
-        raise BadRow(f"`{name}` has no answer of its own: the other one continues it; expected two answers")
-    if answer[0].role != "assistant":
-        raise BadRow(
-            f"`chosen` and `rejected` differ from a message of {answer[0].role} on ({shown(answer[0].content)}); "
-            "expected two answers to one prompt"
-        )
-
-
-# --- rows that are tokens already, with what is trained of them
-
-
-IGNORED = -100  # of labels: not trained (Hugging Face convention)
-LARGEST = 2**31 - 1  # ids are kept as int32
-MASKS = ("trained", "completion_mask", "assistant_masks")  # ours; TRL's of a completion and of assistant turns
-
-
-def ids_and_mask(value: Any, row: Row) -> Ids:
-    """input_ids of a row, and its labels or masks; the first token is never trained, nothing predicts it.
-
-    input_ids  1 450 4996 2
-    labels     - 450 4996 2      (- is -100; aligned with input_ids, not shifted)
-    trained    0   1    1 1
-    """
-    input_ids = _ids(value)
-    _check_unpadded(row.get("attention_mask"), len(input_ids))
-    positions = row.get("position_ids")
-    if positions is not None and _list_of(positions, "position_ids", len(input_ids)) != list(range(len(input_ids))):
-        raise BadRow("`position_ids` are not 0, 1, 2, ...: several documents in a row; give each a row of its own")
-    masks = {name: _mask(row[name], name, len(input_ids)) for name in MASKS if row.get(name) is not None}
-    if row.get("labels") is not None:
-        masks["labels"] = _label_mask(row["labels"], input_ids)
-    trained = {name: (False, *mask[1:]) for name, mask in masks.items()}
-    if len(set(trained.values())) > 1:
-        raise BadRow(f"{names(trained)} train different tokens; keep one of them")
-    return Ids(input_ids, next(iter(trained.values()), (False, *(True,) * (len(input_ids) - 1))))
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise (BadRow if value is None else Misfit)(f"`input_ids` is {kind(value)}; expected a list of token ids")
-    if not value:
-        raise BadRow("`input_ids` is an empty list; expected token ids")
-    for i, id_ in enumerate(value):
-        if type(id_) is not int:
-            raise Misfit(f"input_ids[{i}] is {kind(id_)} ({shown(id_)}); expected a token id")
-        if not 0 <= id_ <= LARGEST:
-            raise BadRow(f"input_ids[{i}] is {shown(id_)}; expected a token id, 0 or more")
-    return tuple(value)
-
-
-def _list_of(value: Any, name: str, length: int) -> list[Any]:
-    if not isinstance(value, list):
-        raise BadRow(f"`{name}` is {kind(value)}; expected a list as long as `input_ids`")
-    if len(value) != length:
-        raise BadRow(f"`{name}` has {len(value)} items, but `input_ids` {length}")
-    return value
-
-
-def _mask(value: Any, name: str, length: int) -> tuple[bool, ...]:
-    for i, item in enumerate(_list_of(value, name, length)):
-        if type(item) not in (bool, int) or item not in (0, 1):
-            raise BadRow(f"{name}[{i}] is {shown(item)}; expected 0 or 1")
-    return tuple(bool(item) for item in value)
-
-
-def _label_mask(value: Any, input_ids: tuple[int, ...]) -> tuple[bool, ...]:
-    for i, (label, id_) in enumerate(zip(_list_of(value, "labels", len(input_ids)), input_ids, strict=True)):
-        if type(label) is not int or label not in (IGNORED, id_):
-            raise BadRow(
-                f"labels[{i}] is {shown(label)}; expected {IGNORED} (not trained) or {id_}, the id at the same place "
-                "(labels are aligned with `input_ids`, they are shifted later)"
-            )
-    return tuple(label != IGNORED for label in value)
-
-
-def _check_unpadded(value: Any, length: int) -> None:
-    if value is None:
-        return
-    for i, seen in enumerate(_mask(value, "attention_mask", length)):
-        if not seen:
-            raise BadRow(f"attention_mask[{i}] is 0: the row is padded; strip the padding, rows are packed here")

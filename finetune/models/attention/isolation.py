@@ -26,7 +26,7 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.integrations import deepspeed
+from transformers.integrations import deepspeed, hub_kernels
 from transformers.utils import logging
 
 from finetune.data.batch import row_places
@@ -227,7 +227,7 @@ def _words(error: BaseException) -> str:
 def quietly() -> Iterator[None]:
     """Random numbers, warnings and the log are as if nothing had been tried."""
     verbosity = logging.get_verbosity()
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _without_sharding():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _without_sharding(), without_gpu_kernels():
         warnings.simplefilter("ignore")
         logging.set_verbosity_error()
         try:
@@ -245,6 +245,19 @@ def _without_sharding() -> Iterator[None]:
         yield
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = config
+
+
+@contextmanager
+def without_gpu_kernels() -> Iterator[None]:
+    """Models run the plain torch versions of what installed packages (fla, causal_conv1d, mamba_ssm) do on GPUs alone,
+    as transformers has them do in an export."""
+    module: Any = hub_kernels
+    before = getattr(module, "is_torchdynamo_exporting", None)
+    module.is_torchdynamo_exporting = lambda: True
+    try:
+        yield
+    finally:
+        module.is_torchdynamo_exporting = before
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from finetune.data.chat.template import template_of
+from finetune.data.chat.template_choice import template_of
 from finetune.data.dataset import build_dataset, template_notes
 from finetune.data.token_text import Look, to_json_lines
 from finetune.errors import UserError

@@ -14,7 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat.renderer import labels_of
-from finetune.data.chat.template import TEMPLATES, Template, with_empty_thought
+from finetune.data.chat.template import Template
+from finetune.data.chat.template_choice import TEMPLATES, with_empty_thought
 from finetune.data.examples import prepare_examples
 from finetune.data.samples import Example, Sequence
 from finetune.recipe import Recipe

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.data.building import CHUNK_ROWS, EntryBuild, OpenedSources, build_source, progress_line
 from finetune.data.chat.renderer import Rendered, Renderer, build_renderer
-from finetune.data.chat.template import resolve_template
+from finetune.data.chat.template_choice import resolve_template
 from finetune.data.examples import prepare_examples
 from finetune.data.token_cache import (
     ARRAYS,

@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat.encoding import Offsets, is_clean, tokens_in_spans
 from finetune.data.chat.renderer import UNTRAINED, build_renderer, render
-from finetune.data.chat.template import Template, asks_for_today, built_in_templates, resolve_template, with_arguments
+from finetune.data.chat.template import Template, asks_for_today
 from finetune.data.chat.template_check import check_template
+from finetune.data.chat.template_choice import built_in_templates, resolve_template, with_arguments
 from finetune.data.samples import BadRow, Conversation, Ids, Message, Preference, PromptCompletion, Text
 from finetune.errors import UserError
 

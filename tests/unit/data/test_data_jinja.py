@@ -14,7 +14,8 @@ from test_data_templates import CONVERSATIONS, FAMILIES
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.data.chat import template as chat_template
-from finetune.data.chat.template import CallForm, Jinja, Template, Traits
+from finetune.data.chat.template import Jinja, Template
+from finetune.data.chat.template_traits import CallForm, Traits
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
 

@@ -18,7 +18,7 @@ from test_data_templates import ADD, CALL, EMPTY_THOUGHT, FAMILIES, Family, draw
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.data.chat.renderer import UNTRAINED, Renderer, build_renderer, labels_of
-from finetune.data.chat.template import CALL_ID
+from finetune.data.chat.template_traits import CALL_ID
 from finetune.data.samples import BadRow, Conversation, Message
 
 

@@ -16,8 +16,9 @@ from data_helpers import byte_level, family_template
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat.renderer import UNTRAINED, build_renderer, labels_of
-from finetune.data.chat.template import CALL_ID, Traits, built_in_templates, own_template
 from finetune.data.chat.template_check import check_template, last_question, turn_end_ids
+from finetune.data.chat.template_choice import built_in_templates, own_template
+from finetune.data.chat.template_traits import CALL_ID, Traits
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.recipe import load_recipe
 

@@ -1,0 +1,169 @@
+"""The chat template of a run: the tokenizer's own, a built-in one, or a Jinja file, with what the recipe sets in it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.chat.template import Jinja, Template, probe
+from finetune.data.chat.template_traits import traits_of
+from finetune.errors import UserError
+from finetune.recipe.schema import Model
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def built_in_templates() -> list[str]:
+    """Returns the names that `model.chat_template` knows."""
+    return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+
+
+def template_of(model: Model, tokenizer: PreTrainedTokenizerBase) -> Template | None:
+    """Returns the template of a recipe, with all that `model` says about it."""
+    given = model.empty_thought == "given"
+    return resolve_template(model.chat_template, tokenizer, model.chat_template_arguments, gives_thought=given)
+
+
+def resolve_template(
+    chat_template: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    gives_thought: bool = False,
+) -> Template | None:
+    """`model.chat_template`: null is the tokenizer's own (None if it has none); else a built-in name or a Jinja file.
+
+    arguments: `model.chat_template_arguments`, which become the values that the template begins with.
+    gives_thought: `model.empty_thought: given`, which becomes the end of its generation prompt.
+    Raises UserError for a name or file that does not exist, and for what the template does not know.
+    """
+    template = _named_template(chat_template, tokenizer)
+    if template is None and (arguments or gives_thought):
+        key = "chat_template_arguments" if arguments else "empty_thought"
+        raise UserError(f"model.{key}: the tokenizer has no chat template; give model.chat_template")
+    if template and arguments:
+        template = with_arguments(template, arguments)
+    return with_empty_thought(template, special_tokens(tokenizer)) if template and gives_thought else template
+
+
+def with_arguments(template: Template, arguments: Mapping[str, Any]) -> Template:
+    """A template that sets variables which its caller does not.
+
+    In its text, so that all who render it (training, evaluation, `generate`, servers of the result) do so alike:
+
+    >>> print(with_arguments(Template("{{ x }}", "a"), {"x": False}).text)
+    {%- if x is not defined %}{%- set x = false %}{%- endif %}
+    {{ x }}
+    """
+    if problem := unknown_argument(template, arguments):
+        raise UserError(f"model.chat_template_arguments: {problem}")
+    settings = (
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
+        for name, value in sorted(arguments.items())
+    )
+    # Jinja drops the newline after a block (trim_blocks, which transformers sets), and nothing of the template itself.
+    prefix = "".join(settings) + "\n"
+    return template if template.text.startswith(prefix) else Template(prefix + template.text, template.name)
+
+
+def unknown_argument(template: Template, arguments: Iterable[str]) -> str:
+    """Returns which argument a template has no variable for; "" where it has all."""
+    known = set(re.findall(r"[A-Za-z_]\w*", template.text))
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean `{close[0]}`?" if close else ""
+            return f"{template.name} has no variable `{name}`{hint}"
+    return ""
+
+
+EMPTY_THOUGHT = "empty_thought"  # the variable by which one conversation does without what `with_empty_thought` adds
+
+
+def with_empty_thought(template: Template, special: Mapping[str, str]) -> Template:
+    """A template whose generation prompt ends with an empty thought, as `enable_thinking: false` is for Qwen 3.
+
+    In its text, like arguments: who serves the result and wants it to think, gives `empty_thought: false`.
+    Raises UserError where the template's answers begin with none.
+    """
+    jinja = Jinja(template, special)
+    thought = traits_of(jinja, special.values()).empty_thought
+    if thought is None:
+        raise UserError(
+            f"model.empty_thought: given: {template.name} writes no empty thought before an answer; leave it out"
+        )
+    if not thought.text:  # its generation prompt ends with one
+        return template
+    # No newline of the template's own end gets lost or appears: Jinja drops the last one (keep_trailing_newline).
+    suffix = f"{{%+ if add_generation_prompt and {EMPTY_THOUGHT} | default(true) %}}{{{{ {_literal(thought.text)} }}}}"
+    given = Template(template.text.removesuffix("\n") + suffix + "{% endif %}", template.name)
+    question = probe(1)[:1]
+    for added, prompt in (("", False), (thought.text, True)):
+        if Jinja(given, special).text(question, prompt=prompt) != jinja.text(question, prompt=prompt) + added:
+            raise UserError(f"model.empty_thought: given: {template.name} does not end where its text does")
+    return given
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Returns special tokens by the names that templates know: bos_token, eos_token, ..."""
+    return {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Jinja writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _named_template(chat_template: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | None:
+    if chat_template is None:
+        return own_template(tokenizer)
+    built_in = built_in_templates()
+    if chat_template in built_in:
+        return Template(_read_template(TEMPLATES / f"{chat_template}.jinja"), f"built-in template `{chat_template}`")
+    if re.search(r"[{\n]", chat_template) or len(chat_template) > 255:
+        raise UserError(
+            f"model.chat_template: {chat_template[:40]!r}... is a template, not the name of one: save it as a .jinja "
+            "file and give its path"
+        )
+    path = Path(chat_template).expanduser()
+    if path.suffix in (".jinja", ".j2") or path.is_file():
+        return Template(_read_template(path), str(path))
+    close = difflib.get_close_matches(chat_template.lower(), built_in, n=1)
+    raise UserError(
+        f"model.chat_template: no template `{chat_template}`{f'; did you mean `{close[0]}`?' if close else ''} "
+        f"(built in: {', '.join(built_in)}; or the path of a .jinja file)"
+    )
+
+
+def own_template(tokenizer: PreTrainedTokenizerBase) -> Template | None:
+    own: Any = tokenizer.chat_template
+    if isinstance(own, dict):  # several, by name
+        if "default" not in own:
+            raise UserError(
+                f"the tokenizer has several chat templates ({', '.join(own)}) and none is the default: save the one "
+                "to use in a .jinja file and give its path as model.chat_template"
+            )
+        own = own["default"]
+    return Template(own, "the tokenizer's chat template") if own else None
+
+
+def _read_template(path: Path) -> str:
+    try:
+        # Jinja drops one newline at the end of a file; transformers compiles the text as it is.
+        return path.read_text(encoding="utf-8").removesuffix("\n")
+    except FileNotFoundError:
+        raise UserError(f"model.chat_template: no such file: {path}; relative paths start at {Path.cwd()}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"model.chat_template: {path} is not UTF-8 text") from None
+    except OSError as error:
+        raise UserError(f"model.chat_template: {path} cannot be read: {error.strerror}") from None

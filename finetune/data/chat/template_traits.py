@@ -1,0 +1,262 @@
+"""Traits of a chat template, found by rendering short conversations with it; once per run.
+
+    text   <|im_start|>user\\nqUeStIoN<|im_end|>\\n<|im_start|>assistant\\naNsWeR<|im_end|>\\n
+                                                 prompt               ANSWER end_of_turn closing
+
+Without a generation prompt, what stands before the answer is the header, if it is more than white space.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from finetune.data.chat.template import ANSWER, THOUGHT, Jinja, probe
+from finetune.data.samples import BadRow, Conversation, Message
+from finetune.utils import common_prefix_length
+
+TOOL, ARGUMENT, RESULT = "fUnCtIoN", "vAlUe", "rEsUlT"
+CALL_ID = "cAlLnUm01"  # nine letters and digits, which Mistral's templates insist on
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a template wants an assistant's tool calls."""
+
+    no_content: str | None = ""  # in place of an empty content; None where a template tells calls by it (DeepSeek V3)
+    arguments_as_text: bool = False  # JSON in a string, where a template adds it to one
+    needs_ids: bool = False  # whether it refuses calls without an id (Mistral)
+
+
+@dataclass(frozen=True)
+class EmptyThought:
+    """What stands before an answer without reasoning, where a template knows reasoning.
+
+    Qwen 3          prompt <|im_start|>assistant\\n           text <think>\\n\\n</think>\\n\\n
+    R1's distills   prompt <｜Assistant｜><think>\\n           text \\n</think>\\n\\n     opener <think>\\n
+    Nemotron 3      prompt <|im_start|>assistant\\n<think>\\n  text \\n</think>\\n       before <think></think>
+    Nemotron 2      prompt Assistant\\n<think>\\n               text \\n</think>\\n\\n     opener, before <think>\\n
+    Gemma 4         prompt <|turn>model\\n<|channel>thought\\n<channel|>    opener <|channel>thought\\n<channel|>
+    """
+
+    text: str  # that the model writes; "" where the prompt ends with it
+    opener: str = ""  # the end of the generation prompt that a rendered answer does not have
+    before: str = ""  # what a rendered answer has in its place
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Text before and after an answer, and which parts of a conversation a template supports."""
+
+    prompt: str = ""  # the generation prompt after a question
+    prompt_fits: bool = False  # whether an answer without reasoning follows it
+    header: str = ""  # of an assistant's turn, where there is no generation prompt
+    end_of_turn: str = ""  # what the model writes after an answer, such as <|eot_id|>; "" if nothing
+    tail: str | None = None  # all that follows the last answer: white space, end-of-turn and closing; None: unknown
+    closing: str = ""  # what of it the model does not write: a newline, Phi-3's <|endoftext|>
+    calls: CallForm | None = None  # None where the template writes no tool calls
+    writes_tools: bool = False
+    writes_reasoning: bool = False
+    empty_thought: EmptyThought | None = None
+
+    def as_dicts(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """Returns the messages as the template sees them."""
+        form = self.calls or CallForm()
+        messages = with_call_ids(conversation.messages) if form.needs_ids else conversation.messages
+        return [_as_dict(message, form) for message in messages]
+
+
+def with_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """Returns the messages with ids of calls and answers where a row has none: a hash of the call and its place."""
+    with_ids: list[Message] = []
+    waiting: list[str] = []  # ids of calls without an answer so far
+    for i, message in enumerate(messages):
+        if message.tool_calls:
+            # Without an id: nine letters and digits, as Mistral's are.
+            texts = [
+                json.dumps([i, j, call["function"]], sort_keys=True, ensure_ascii=False)
+                for j, call in enumerate(message.tool_calls)
+            ]
+            hashes = [hashlib.blake2b(text.encode(), digest_size=5).hexdigest()[:9] for text in texts]
+            calls = tuple(
+                {**call, "id": call.get("id") or own} for call, own in zip(message.tool_calls, hashes, strict=True)
+            )
+            message, waiting = replace(message, tool_calls=calls), [call["id"] for call in calls]
+        elif message.role == "tool" and waiting:
+            answered = message.tool_call_id or waiting[0]
+            message = replace(message, tool_call_id=answered)
+            waiting = [id_ for id_ in waiting if id_ != answered]
+        with_ids.append(message)
+    return with_ids
+
+
+def _as_dict(message: Message, form: CallForm) -> dict[str, Any]:
+    """Returns it as chat templates see it; keys without a value are absent."""
+    as_dict: dict[str, Any] = {"role": message.role, "content": _parts(message) if message.images else message.content}
+    if message.reasoning is not None:
+        # Both names are in use: Qwen's and DeepSeek's templates read the first, gpt-oss the second.
+        as_dict |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
+    if message.tool_calls:
+        as_dict["content"] = as_dict["content"] or form.no_content
+        as_dict["tool_calls"] = [{**call, "function": _function(call["function"], form)} for call in message.tool_calls]
+    if message.name is not None:
+        as_dict["name"] = message.name
+    if message.tool_call_id is not None:
+        as_dict["tool_call_id"] = message.tool_call_id
+    return as_dict
+
+
+def _parts(message: Message) -> list[dict[str, str]]:
+    """Returns a content with images as chat templates take it; which image is meant, they need not know."""
+    parts: list[dict[str, str]] = []
+    for i, text in enumerate(message.texts):
+        parts += [{"type": "image"}] * (i > 0) + [{"type": "text", "text": text}] * bool(text)
+    return parts
+
+
+def _function(function: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
+    """Returns it with its arguments as an object, as transformers asks for; or as text, for a template that adds it."""
+    arguments = function["arguments"]
+    if form.arguments_as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**function, "arguments": arguments}
+
+
+def traits_of(jinja: Jinja, tokens: Iterable[str]) -> Traits:
+    """tokens: the added tokens of the tokenizer, by which an end-of-turn is known."""
+    one = probe(1)
+    try:
+        question, prompted = jinja.text(one[:1]), jinja.text(one[:1], prompt=True)
+        text = jinja.text(one)
+    except BadRow:
+        return Traits()
+    prompt = prompted[len(question) :] if prompted.startswith(question) else ""
+    has_prompt, at = prompted != question, text.rfind(ANSWER)
+    if at < 0:
+        return Traits(prompt)
+    header = "" if has_prompt or not text.startswith(prompted) else text[len(prompted) : at]
+    tail = text[at + len(ANSWER) :]
+    end = _end_of_turn(tail, _longer(jinja), list(tokens))
+    return Traits(
+        prompt,
+        text.startswith(prompted),
+        header if header.strip() else "",
+        end,
+        tail,
+        tail[tail.index(end) + len(end) :] if end else tail,
+        _call_form(jinja),
+        _writes(jinja, TOOL, one, tools=[probe_tool()]),
+        _writes(jinja, THOUGHT, [one[0], _thoughtful()]),
+        _empty_thought(jinja, question, prompted, text),
+    )
+
+
+def _thoughtful() -> dict[str, Any]:
+    return _as_dict(Message("assistant", ANSWER, reasoning=THOUGHT), CallForm())
+
+
+_GIVEN = re.compile(r"<\|(\w+)>[^<]*<\1\|>\s*$")  # a thought that the prompt has whole, in Gemma's tokens
+
+
+def _empty_thought(jinja: Jinja, question: str, prompted: str, text: str) -> EmptyThought | None:
+    """Returns how an answer without reasoning begins after the prompt: like one with reasoning, but for its text.
+
+    Where the template leaves reasoning out, and its prompt ends with an opening tag: with the closing one, and with
+    the white space that follows the opening one before it, and twice after it. So, too, where an answer without
+    reasoning is rendered behind the opening tag, as if it were a thought.
+    """
+    if not prompted.startswith(question) or prompted == question:
+        return None
+    try:
+        thoughtful = jinja.text([*probe(1)[:1], _thoughtful()])
+    except BadRow:
+        thoughtful = ""
+    begin = thoughtful[len(prompted) : thoughtful.rfind(ANSWER)] if thoughtful.startswith(prompted) else ""
+    written = begin.replace(THOUGHT, "") if THOUGHT in begin else ""
+    tag = re.search(r"<(/?)(\w+)>(\s*)$", prompted)
+    if text.startswith(prompted):
+        if tag and tag[1] and tag.start() >= len(question):
+            return EmptyThought("")
+        if tag and re.search("think|thought|reason", tag[2]) and text.startswith(prompted + ANSWER):  # never closed
+            return EmptyThought(f"{tag[3]}</{tag[2]}>{tag[3] * 2}", tag[0], tag[0])
+        return EmptyThought(written) if written and text[len(prompted) :].startswith(written) else None
+    shared = common_prefix_length(prompted, text)
+    given = _GIVEN.search(prompted)
+    if given and text.startswith(prompted[: given.start()] + ANSWER):
+        return EmptyThought("", given[0])
+    if shared < len(question) or tag is None:
+        return None
+    shared = min(shared, tag.start())  # <think> and </think> begin alike
+    opener, before = prompted[shared:], text[shared : text.rfind(ANSWER)]
+    is_closed, name, space = tag.groups()
+    if is_closed:
+        return EmptyThought("", opener, before)
+    if not written and before.strip() in ("", f"</{name}>"):
+        written = before or f"{space}</{name}>{space * 2}"
+    return EmptyThought(written, opener, before) if written else None
+
+
+def _longer(jinja: Jinja) -> str:
+    """Returns what follows the first answer of two."""
+    try:
+        return jinja.text(probe(2)).partition(ANSWER)[2]
+    except BadRow:
+        return ""
+
+
+def _end_of_turn(tail: str, longer: str, tokens: list[str]) -> str:
+    """Returns the tokens at the beginning of `tail`, or else its first line; "" where there is nothing but white space.
+
+    Of "<|end|>\\n<|endoftext|>" it is "<|end|>": the second token closes the conversation, not the turn, for it is not
+    there when another turn follows (`longer`).
+    """
+    rest, longer = tail.lstrip(), longer.lstrip()
+    end = _first_token(rest, tokens)
+    if not end:
+        return rest.partition("\n")[0].rstrip()
+    while after := _first_token(rest[len(end) :].lstrip(), tokens):
+        more = rest[: rest.index(after, len(end)) + len(after)]
+        if not longer.startswith(more):
+            break
+        end = more
+    return end
+
+
+def _first_token(text: str, tokens: list[str]) -> str:
+    return max((token for token in tokens if token and text.startswith(token)), key=len, default="")
+
+
+def _call_form(jinja: Jinja) -> CallForm | None:
+    """Returns the first form of a call that the template writes with its argument."""
+    for as_text, no_content in product((False, True), ("", None)):
+        form = CallForm(no_content, as_text)
+        if _writes_call(jinja, form, probe_call()):
+            bare = {key: value for key, value in probe_call().items() if key != "id"}
+            return replace(form, needs_ids=not _writes_call(jinja, form, bare))
+    return None
+
+
+def _writes_call(jinja: Jinja, form: CallForm, call: Mapping[str, Any]) -> bool:
+    message = _as_dict(Message("assistant", "", tool_calls=(call,)), form)
+    return _writes(jinja, ARGUMENT, [*probe(1)[:1], message], [probe_tool()])
+
+
+def _writes(jinja: Jinja, marker: str, messages: list[dict[str, Any]], tools: Iterable[Mapping[str, Any]] = ()) -> bool:
+    try:
+        return marker in jinja.text(messages, list(tools))
+    except BadRow:
+        return False
+
+
+def probe_tool() -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
+    return {"type": "function", "function": {"name": TOOL, "description": "d", "parameters": parameters}}
+
+
+def probe_call() -> dict[str, Any]:
+    return {"type": "function", "id": CALL_ID, "function": {"name": TOOL, "arguments": {"x": ARGUMENT}}}
