@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from finetune.data.batch import Batch, ImagePlace
-from finetune.models.vision import PIXELS, family_of, image_tokens, patches_per_token, row_positions
+from finetune.models.vision import family_of, image_tokens, patches_per_token, row_positions
 from finetune.recipe import Recipe
 
 _MARKS = 2  # tokens around an image
@@ -53,10 +53,6 @@ def with_pictures(
     batch = replace(batch, inputs={**batch.inputs, **pictures}, images=places)
     positions = row_positions(config)
     return positions(batch) if positions else batch
-
-
-def has_pictures(batch: Batch) -> bool:
-    return any(name in batch.inputs for name in PIXELS)
 
 
 class KnownIntegers(TorchDispatchMode):

@@ -43,7 +43,7 @@ from finetune.objectives import make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective, Term
 from finetune.objectives.table import OF_TOKENS, OF_TOKENS_ALONE
-from finetune.planning.estimate.images import KnownIntegers, has_pictures, with_pictures
+from finetune.planning.estimate.images import KnownIntegers, with_pictures
 from finetune.planning.estimate.operators import NO_WORK, OperatorCounter, Work
 from finetune.planning.estimate.shapes import shortened, skeleton, with_layers
 from finetune.planning.fake_devices import Meter
@@ -135,7 +135,7 @@ def _timeline(key: _TimelineKey) -> Timeline:
     token = getattr(key.config, "image_token_id", 0)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     batch = with_pictures(collate(examples_of(recipe, key.batch, token)), short, key.batch.images, fakes)
-    known = has_pictures(batch)
+    known = recipe.model.train is not None  # the forward reads masks of images, also where a row has none
     fake = fakes, marks.meter, marks.operators, _linear(how), _grouped_products(dtypes(recipe).compute)
     with contextlib.ExitStack() as stack:
         for each in (*fake, _no_communication()):
