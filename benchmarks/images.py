@@ -9,21 +9,16 @@ one to eight turns about none to three generated pictures. fp32, only answers ar
 documents of our packed sequence, padded (it refuses packing and padding-free batches of images); `trl_default`
 recomputes activations, as it comes. The processors are transformers' own: ours for Pillow, TRL's for torchvision.
 
-Each measurement is a process of its own; ratios are taken within a round, median over rounds, with the lowest and
-highest. By processor time as well, which other work on the machine moves less. Tokens are those of the documents,
-without padding. Exit status 1 where a first loss is another than ours.
+In turns by benchmarks/rounds.py, by processor time as well, which other work on the machine moves less. Tokens are
+those of the documents, without padding. Exit status 1 where a first loss is another than ours.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import random
 import sys
-import tempfile
-from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +28,12 @@ sys.path.append(str(Path(__file__).resolve().parent))
 import contenders
 import workload
 import yaml
-from preference import ratio, spread
+from rounds import Cell, Rounds, spread
 from workload import Work
 
-Cell = dict[str, Any]
-WARM_UP = 2  # steps that are not measured
-GB = 1e9
 PARTS = ("language", "projector", "vision")
 LABELS = {"ours": "ours, packed", "trl": "TRL, padded", "trl_default": "TRL as it comes"}
+ROUNDS = Rounds(Path(__file__).resolve(), LABELS, "tokens", over="ours", over_key="ours_over_it", digits=0)
 IMAGE = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
 TEMPLATE = workload.TEMPLATE.replace(
     "{{ m.content }}",
@@ -64,27 +57,12 @@ TOWER = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ROUNDS.parser(__doc__, steps=4, row_tokens=2048, threads=1)
     parser.add_argument("--train", nargs="+", choices=PARTS, default=["language"], help="parts that train")
-    parser.add_argument("--only", nargs="+", choices=list(LABELS), default=list(LABELS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="that are measured")
-    parser.add_argument("--row-tokens", type=int, default=2048, help="of a packed row; a step is one")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)  # contender, folder
     arguments = parser.parse_args()
-    if arguments.work:
-        work_as(arguments.work[0], Path(arguments.work[1]))
-        return
-    with tempfile.TemporaryDirectory(prefix="finetune-bench-") as name:
-        result = measure(arguments, Path(name))
-    for line in lines(result):
-        print(line)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    first = result["cells"][0]["losses"][0]
-    wrong = {cell["contender"]: cell["losses"][0] for cell in result["cells"] if abs(cell["losses"][0] - first) > 1e-3}
+    cells = ROUNDS.run(arguments, SHAPE, partial(prepare, trained=arguments.train), work_as, lines, waits)
+    first = cells[0]["losses"][0]
+    wrong = {cell["contender"]: cell["losses"][0] for cell in cells if abs(cell["losses"][0] - first) > 1e-3}
     raise SystemExit(f"first losses {wrong}, not {first}" if wrong else 0)
 
 
@@ -174,7 +152,6 @@ def prepare(folder: Path, work: Work, trained: list[str]) -> Cell:
     from finetune.models.config import load_tokenizer
     from finetune.recipe import load_recipe
 
-    os.environ["FINETUNE_CACHE"] = str(folder / "cache")  # as in the contenders' processes
     rows = rows_of(folder, work.steps * work.row_tokens // 200 + 20)
     workload.write_rows(folder / "rows.jsonl", map(as_parts, rows))
     parameters = save_model(folder / "model", work.shape, rows)
@@ -201,11 +178,9 @@ def prepare(folder: Path, work: Work, trained: list[str]) -> Cell:
 # --- in a process of its own
 
 
-def work_as(name: str, folder: Path) -> None:
-    """Trains as a contender and writes its result."""
-    work = Work.read(folder)
-    result = contenders.ours(folder, work) if name == "ours" else trl(folder, work, as_it_comes=name == "trl_default")
-    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+def work_as(name: str, folder: Path, work: Work) -> Cell:
+    """Trains as a contender; returns its result."""
+    return contenders.ours(folder, work) if name == "ours" else trl(folder, work, as_it_comes=name == "trl_default")
 
 
 def trl(folder: Path, work: Work, as_it_comes: bool) -> Cell:
@@ -250,63 +225,12 @@ def trl(folder: Path, work: Work, as_it_comes: bool) -> Cell:
     return {**watch.result(), "losses": losses}
 
 
-# --- measuring
+# --- the result
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> Cell:
-    work = Work(
-        SHAPE,
-        row_tokens=arguments.row_tokens,
-        steps=WARM_UP + arguments.steps,
-        threads=arguments.threads,
-    )
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    steps = prepare(folder, work, arguments.train)
-    (folder / "steps.json").write_text(json.dumps(steps), encoding="utf-8")
-    names = [name for name in arguments.only if "trl" not in name or contenders.missing("trl", "cpu") is None]
-    cells: list[Cell] = []
-    for number in range(arguments.rounds):
-        for name in names if number % 2 == 0 else reversed(names):
-            work.write(folder)
-            script = [str(Path(__file__).resolve()), "--work", name, str(folder)]
-            contenders.python(script, folder, work, name)
-            cell = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-            cells.append({**cell, "round": number, "contender": name, **figures(cell, steps)})
-            print(f"round {number + 1}, {LABELS[name]}: {cells[-1]['tokens_per_s']:.0f} tokens/s", file=sys.stderr)
-    return {
-        "command": "python benchmarks/images.py " + " ".join(sys.argv[1:]),
-        "device": f"CPU, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "versions": contenders.versions(),
-        "work": asdict(replace(work, overrides=())),
-        "steps": steps,
-        "waiting_for_batches": spread([c["metrics"]["share/data"] for c in cells if c["contender"] == "ours"]),
-        "contenders": {name: summary(name, cells) for name in names},
-        "cells": cells,
-    }
-
-
-FIGURES = ("tokens_per_s", "tokens_per_cpu_s", "peak_gb", "above_loaded_gb")
-
-
-def figures(cell: Cell, steps: Cell) -> Cell:
-    """Over the measured steps; `step_s[i]` is the period of step i + 2, counted from 1."""
-    measured = range(WARM_UP - 1, len(cell["step_s"]))
-    tokens = sum(steps["tokens"][i + 1] for i in measured)
-    return {
-        "tokens_per_s": tokens / sum(cell["step_s"][i] for i in measured),
-        "tokens_per_cpu_s": tokens / sum(cell["step_cpu_s"][i] for i in measured),
-        "peak_gb": cell["peak_rss"] / GB,
-        "above_loaded_gb": (cell["peak_rss"] - cell["loaded_rss"]) / GB,
-    }
-
-
-def summary(name: str, cells: list[Cell]) -> Cell:
-    mine, ours = ({c["round"]: c for c in cells if c["contender"] == who} for who in (name, "ours"))
-    rounds = sorted(mine.keys() & ours.keys())
-    medians = {key: spread([cell[key] for cell in mine.values()])["median"] for key in FIGURES}
-    over = {key: spread([ours[i][key] / mine[i][key] for i in rounds]) for key in FIGURES if rounds}
-    return {**medians, "ours_over_it": over}
+def waits(result: Cell) -> Cell:
+    shares = [cell["metrics"]["share/data"] for cell in result["cells"] if cell["contender"] == "ours"]
+    return {"waiting_for_batches": spread(shares)} if shares else {}
 
 
 def lines(result: Cell) -> list[str]:
@@ -319,15 +243,12 @@ def lines(result: Cell) -> list[str]:
         f"{tokens / len(steps['tokens']):,.0f} tokens of {sum(steps['documents']) / len(steps['tokens']):.1f} "
         f"documents a step, {seen / tokens:.0%} of images; TRL's padding is {1 - tokens / padded:.0%} of its batches",
         "",
-        "| | tokens/s | by processor time | peak GB | above loaded | ours/it: speed | processor time | peak | above |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        *ROUNDS.table(result),
     ]
-    for name, one in result["contenders"].items():
-        numbers = [f"{one[key]:.0f}" if "tokens" in key else f"{one[key]:.2f}" for key in FIGURES]
-        ratios = [ratio(one["ours_over_it"].get(key)) for key in FIGURES]
-        shown.append(f"| {' | '.join([LABELS[name], *numbers, *ratios])} |")
-    waits = result["waiting_for_batches"]
-    return [*shown, "", f"ours waited for batches, pixels included, in {waits['median']:.1%} of the last step's time"]
+    if (found := result.get("waiting_for_batches")) is not None:
+        share = f"{found['median']:.1%}"
+        shown += ["", f"ours waited for batches, pixels included, in {share} of the last step's time"]
+    return shown
 
 
 if __name__ == "__main__":

@@ -7,24 +7,20 @@ the answer, and the same with one of its numbers changed, from which on it is an
 log-probabilities of the reference computed before the first step (not measured); `trl_default` keeps a second model for
 them and recomputes activations, as it comes. Batches of TRL have as many pairs as a step of ours has on average.
 
-What sharing should gain is the ratio of the FLOPs that ours counts for both layouts (planning/flops.py). Each
-measurement is a process of its own; ratios are taken within a round, median over rounds, with the lowest and highest.
-By processor time as well, which other work on the machine moves less. Exit status 1 where a first loss is not ln 2.
+What sharing should gain is the ratio of the FLOPs that ours counts for both layouts (planning/flops.py). In turns by
+benchmarks/rounds.py, by processor time as well, which other work on the machine moves less. Exit status 1
+where a first loss is not ln 2.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
-import platform
 import random
 import re
 import statistics
 import sys
-import tempfile
-from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,41 +30,26 @@ sys.path.append(str(Path(__file__).resolve().parent))
 import contenders
 import workload
 import yaml
+from rounds import Cell, Rounds, ratio, spread
 from workload import SHAPES, Work
 
-Cell = dict[str, Any]
-WARM_UP = 2  # steps that are not measured
-GB = 1e9
 LABELS = {
     "shared": "ours, prompts shared",
     "whole": "ours, prompts computed twice",
     "trl": "TRL, precomputed reference",
     "trl_default": "TRL as it comes",
 }
+ROUNDS = Rounds(Path(__file__).resolve(), LABELS, "pairs", over="shared", over_key="shared_over_it", digits=2)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ROUNDS.parser(__doc__, steps=6, row_tokens=4096, threads=2)
     parser.add_argument("--rows", type=Path, help="jsonl with `question` and `answer`; none: sums made here")
     parser.add_argument("--shape", choices=list(SHAPES), default="25m")
-    parser.add_argument("--only", nargs="+", choices=list(LABELS), default=list(LABELS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="that are measured")
-    parser.add_argument("--row-tokens", type=int, default=4096, help="of a packed row; a step is one")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)  # contender, folder
     arguments = parser.parse_args()
-    if arguments.work:
-        work_as(arguments.work[0], Path(arguments.work[1]))
-        return
-    with tempfile.TemporaryDirectory(prefix="finetune-bench-") as name:
-        result = measure(arguments, Path(name))
-    for line in lines(result):
-        print(line)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    wrong = [cell["contender"] for cell in result["cells"] if abs(cell["losses"][0] - math.log(2)) > 1e-5]
+    fill = partial(prepare, path=arguments.rows)
+    cells = ROUNDS.run(arguments, SHAPES[arguments.shape], fill, work_as, lines, sharing)
+    wrong = [cell["contender"] for cell in cells if abs(cell["losses"][0] - math.log(2)) > 1e-5]
     raise SystemExit(f"the first loss of {wrong} is not ln 2" if wrong else 0)
 
 
@@ -100,7 +81,6 @@ def prepare(folder: Path, work: Work, path: Path | None) -> Cell:
     from finetune.models.config import load_tokenizer
     from finetune.recipe import load_recipe
 
-    os.environ["FINETUNE_CACHE"] = str(folder / "cache")  # as in the contenders' processes
     rows = pairs_of(path, work.steps * work.row_tokens // 200 + 100)
     conversations = [{"messages": [*row["prompt"], *row["chosen"]]} for row in rows]
     workload.save_tokenizer(conversations, folder / "model", work.shape["vocab_size"])
@@ -122,14 +102,11 @@ def prepare(folder: Path, work: Work, path: Path | None) -> Cell:
 # --- in a process of its own
 
 
-def work_as(name: str, folder: Path) -> None:
-    """Trains as a contender and writes its result."""
-    work = Work.read(folder)
+def work_as(name: str, folder: Path, work: Work) -> Cell:
+    """Trains as a contender; returns its result."""
     if name in ("shared", "whole"):
-        result = contenders.ours(folder, work, f"objective.share_prompts={'true' if name == 'shared' else 'false'}")
-    else:
-        result = trl(folder, work, as_it_comes=name == "trl_default")
-    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+        return contenders.ours(folder, work, f"objective.share_prompts={'true' if name == 'shared' else 'false'}")
+    return trl(folder, work, as_it_comes=name == "trl_default")
 
 
 def trl(folder: Path, work: Work, as_it_comes: bool) -> Cell:
@@ -160,84 +137,24 @@ def trl(folder: Path, work: Work, as_it_comes: bool) -> Cell:
     return {**watch.result(), "losses": losses, "pairs": [trainer.args.per_device_train_batch_size] * work.steps}
 
 
-# --- measuring
+# --- the result
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> Cell:
-    work = Work(
-        SHAPES[arguments.shape],
-        row_tokens=arguments.row_tokens,
-        steps=WARM_UP + arguments.steps,
-        threads=arguments.threads,
-    )
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    steps = prepare(folder, work, arguments.rows)
-    (folder / "steps.json").write_text(json.dumps(steps), encoding="utf-8")
-    names = [name for name in arguments.only if "trl" not in name or contenders.missing("trl", "cpu") is None]
-    cells: list[Cell] = []
-    for number in range(arguments.rounds):
-        for name in names if number % 2 == 0 else reversed(names):
-            work.write(folder)
-            script = [str(Path(__file__).resolve()), "--work", name, str(folder)]
-            contenders.python(script, folder, work, name)
-            cell = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-            cells.append({"pairs": steps["pairs"], **cell, "round": number, "contender": name})
-            cells[-1] |= figures(cells[-1])
-            print(f"round {number + 1}, {LABELS[name]}: {cells[-1]['pairs_per_s']:.2f} pairs/s", file=sys.stderr)
-    return {
-        "command": "python benchmarks/preference.py " + " ".join(sys.argv[1:]),
-        "device": f"CPU, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "versions": contenders.versions(),
-        "work": asdict(replace(work, overrides=())),
-        "steps": steps,
-        "contenders": {name: summary(name, cells) for name in names},
-        "sharing": sharing(cells, steps["shared_token_share"]),
-        "cells": cells,
-    }
-
-
-def figures(cell: Cell) -> Cell:
-    """Over the measured steps; `step_s[i]` is the period of step i + 2, counted from 1."""
-    measured = range(WARM_UP - 1, len(cell["step_s"]))
-    pairs = sum(cell["pairs"][i + 1] for i in measured)
-    return {
-        "pairs_per_s": pairs / sum(cell["step_s"][i] for i in measured),
-        "pairs_per_cpu_s": pairs / sum(cell["step_cpu_s"][i] for i in measured),
-        "peak_gb": cell["peak_rss"] / GB,
-        "above_loaded_gb": (cell["peak_rss"] - cell["loaded_rss"]) / GB,
-    }
-
-
-FIGURES = ("pairs_per_s", "pairs_per_cpu_s", "peak_gb", "above_loaded_gb")
-
-
-def summary(name: str, cells: list[Cell]) -> Cell:
-    mine, ours = ({c["round"]: c for c in cells if c["contender"] == who} for who in (name, "shared"))
-    rounds = sorted(mine.keys() & ours.keys())
-    return {
-        **{key: statistics.median(cell[key] for cell in mine.values()) for key in FIGURES},
-        "shared_over_it": {key: spread([ours[i][key] / mine[i][key] for i in rounds]) for key in FIGURES if rounds},
-    }
-
-
-def sharing(cells: list[Cell], saved: float) -> Cell | None:
+def sharing(result: Cell) -> Cell:
     """What sharing gains beside what it should: by FLOPs, and by tokens alone; the head computes only targets."""
+    cells, saved = result["cells"], result["steps"]["shared_token_share"]
     pairs = [{c["contender"]: c for c in cells if c["round"] == number} for number in {c["round"] for c in cells}]
     both = [(one["shared"], one["whole"]) for one in pairs if {"shared", "whole"} <= one.keys()]
     if not both:
-        return None
+        return {"sharing": None}
     flops = [metrics["tflops_per_device"] * metrics["step_s"] for metrics in (cell["metrics"] for cell in both[0])]
-    return {
+    gains = {
         "gain": spread([shared["pairs_per_s"] / whole["pairs_per_s"] for shared, whole in both]),
         "gain_by_cpu_time": spread([shared["pairs_per_cpu_s"] / whole["pairs_per_cpu_s"] for shared, whole in both]),
         "predicted_by_flops": flops[1] / flops[0],  # of the last step
         "predicted_by_tokens": 1 / (1 - saved),
     }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+    return {"sharing": gains}
 
 
 def lines(result: Cell) -> list[str]:
@@ -247,13 +164,8 @@ def lines(result: Cell) -> list[str]:
         f"Llama of {steps['parameters'] / 1e6:.1f} M parameters, {statistics.mean(steps['pairs']):.1f} pairs and "
         f"{statistics.mean(steps['tokens']):,.0f} tokens a step, {steps['shared_token_share']:.1%} of them shared",
         "",
-        "| | pairs/s | by processor time | peak GB | above loaded | shared/it: speed | processor time | peak | above |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        *ROUNDS.table(result),
     ]
-    for name, one in result["contenders"].items():
-        numbers = [f"{one[key]:.2f}" for key in FIGURES]
-        ratios = [ratio(one["shared_over_it"].get(key)) for key in FIGURES]
-        shown.append(f"| {' | '.join([LABELS[name], *numbers, *ratios])} |")
     if (gain := result["sharing"]) is not None:
         shown += [
             "",
@@ -261,10 +173,6 @@ def lines(result: Cell) -> list[str]:
             f"FLOPs {gain['predicted_by_flops']:.2f}, by tokens {gain['predicted_by_tokens']:.2f}",
         ]
     return shown
-
-
-def ratio(one: dict[str, float] | None) -> str:
-    return "-" if one is None else f"{one['median']:.2f} ({one['lowest']:.2f} to {one['highest']:.2f})"
 
 
 if __name__ == "__main__":

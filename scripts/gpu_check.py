@@ -210,7 +210,7 @@ def _compare_with_cpu(check: Check, name: str, words: tuple[str, ...], bound: fl
 
 def kernels(check: Check) -> Cases:
     """Every choice against the plainest one, in bf16."""
-    attention = ("varlen", "flex", "flash_attention_2", "sdpa")
+    attention = ("varlen", "flex", "flash_attention_2", "flash_attention_3", "sdpa")
     choices = {f"attention {name}": (f"model.attention={name}",) for name in attention}
     choices |= {f"cross entropy {name}": (f"model.cross_entropy={name}",) for name in ("chunked", "liger")}
     choices |= {"compile": ("train.compile=true",), "auto": ()}

@@ -140,6 +140,13 @@ CASES = (
         rows="picture_pairs",
         on=SEES_IMAGES,
     ),
+    Case(  # one more pass over each step, of which some ranks have no images
+        "full images kto",
+        (*IMAGES, *PAIRS, "data.max_length=192", "objective.name=kto", "model.train=[language, projector, vision]"),
+        model="smolvlm_sees",
+        rows="picture_pairs",
+        on=SEES_IMAGES,
+    ),
     Case(
         "lora images dpo adapters off",
         (*LORA, *IMAGES, *PAIRS, "data.max_length=192", "objective={name: dpo, reference: adapters_off}"),
@@ -652,6 +659,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="work there and keep everything")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if unknown := [word for word in arguments.only if not selected([word])]:
+        parser.error(f"--only: no config, case or size is called {', '.join(map(repr, unknown))}")
     if arguments.work:
         work(arguments.folder, arguments.work)
         return 0

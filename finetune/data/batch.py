@@ -50,6 +50,7 @@ class ImagePlace(NamedTuple):
     sequence: int  # index of the sequence that it is in
     begin: int
     end: int
+    source: str | bytes = b""  # path of its file, or the file itself
 
 
 # What a model's forward takes for these images, in their order, besides ids and positions: see `images/pixels.py`.
@@ -218,7 +219,7 @@ def _images(sequences: ListLike[Sequence], own_lengths: tuple[int, ...]) -> tupl
     """Returns the images of sequences end to end; those with images share no beginning (`shared_prefix`)."""
     begins = np.cumsum((0, *own_lengths)).tolist()
     placed = [
-        (image, ImagePlace(i, begins[i] + image.begin, begins[i] + image.end))
+        (image, ImagePlace(i, begins[i] + image.begin, begins[i] + image.end, image.source))
         for i, sequence in enumerate(sequences)
         for image in sequence.images
     ]

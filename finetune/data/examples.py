@@ -301,7 +301,9 @@ def rendering_key(renderer: Renderer) -> str:
 
 
 def _image_settings(images: RowImages) -> list[Any]:
-    rules = images.rules.model_dump(exclude={"threads", "max_pixels", "min_pixels"})  # the family has the last two
+    rules = images.rules.model_dump(
+        exclude={"threads", "max_pixels", "min_pixels", "processor"}
+    )  # the family has the last three
     return [images.family.settings, rules]
 
 

@@ -88,11 +88,10 @@ def _groups(
     entry: CacheEntry, indices: NDArray[np.int64], partner: NDArray[np.int64], begins: NDArray[np.int64]
 ) -> ExampleArrays:
     """Examples of two sequences: the own one, and its prompt with the partner's answer."""
-    offsets, sequences = entry.sequence_offsets, []
+    sequences: list[Sequence] = []
     for i, j in zip(indices.tolist(), partner.tolist(), strict=True):
-        own = np.arange(offsets[i], offsets[i + 1])
-        mismatched = np.concatenate([own[: begins[i]], np.arange(offsets[j] + begins[j], offsets[j + 1])])
-        sequences += [Sequence(entry.input_ids[places], entry.loss_mask[places]) for places in (own, mismatched)]
+        (own,), (other,) = (entry.example(n, 0).sequences for n in (i, j))
+        sequences += [own, _joined(own, int(begins[i]), other, int(begins[j]))]
     pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
     width = len(entry.columns)
     return ExampleArrays(
@@ -107,5 +106,23 @@ def _groups(
         files=entry.files[indices],
         rows=entry.rows[indices],
         numbers=entry.numbers.reshape(-1, width)[indices].reshape(-1),
-        images=image_arrays(sequences),  # none: a rule of the recipe
+        images=image_arrays(sequences),
+    )
+
+
+def _joined(own: Sequence, prompt: int, other: Sequence, answer: int) -> Sequence:
+    """Returns the first `prompt` tokens of one with those of another from `answer` on, each with its images, which no
+    supervised token lies within."""
+    moved = prompt - answer
+    return Sequence(
+        np.concatenate([own.input_ids[:prompt], other.input_ids[answer:]]),
+        np.concatenate([own.loss_mask[:prompt], other.loss_mask[answer:]]),
+        (
+            *(image for image in own.images if image.begin < prompt),
+            *(
+                replace(image, begin=image.begin + moved, end=image.end + moved)
+                for image in other.images
+                if image.begin >= answer
+            ),
+        ),
     )

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
-from finetune.data.samples import Example
+from finetune.data.samples import Example, Sequence
 from finetune.data.token_cache import entries_folder, load_or_write, temporary_folder
 from finetune.errors import UserError
 
@@ -43,10 +44,21 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
-def example_key(input_ids: Tokens, trained: NDArray[np.bool_]) -> int:
-    """64 bits of the tokens and of which of them are trained."""
+def example_key(input_ids: Tokens, trained: NDArray[np.bool_], images: bytes = b"") -> int:
+    """64 bits of the tokens, of which of them are trained, and of `images_digest`: images of one size are the same
+    tokens."""
     content = np.ascontiguousarray(input_ids, np.int32).tobytes() + np.ascontiguousarray(trained, np.bool_).tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(content + images, digest_size=8).digest(), "little")
+
+
+def images_digest(sources: Iterable[str | bytes]) -> bytes:
+    """Returns what tells the images of a sequence from others, b"" where it has none. sources: see `samples.Image`."""
+    contents = (source if isinstance(source, bytes) else os.fsencode(source) for source in sources)
+    return b"".join(hashlib.blake2b(content, digest_size=16).digest() for content in contents)
+
+
+def key_of_sequence(sequence: Sequence) -> int:
+    return example_key(sequence.input_ids, sequence.loss_mask, images_digest(one.source for one in sequence.images))
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class Predictions:
     def of(self, example: Example) -> dict[str, NDArray[Any]] | None:
         """Returns the columns (n, k) of an example's n targets; None where it has none."""
         (sequence,) = example.sequences
-        key = np.uint64(example_key(sequence.input_ids, sequence.loss_mask))
+        key = np.uint64(key_of_sequence(sequence))
         at = int(np.searchsorted(self.keys, key))
         if at == len(self.keys) or self.keys[at] != key:
             return None
@@ -84,10 +96,17 @@ class PredictionsWriter:
         self.keys, self.counts, self.tokens, self.largest_id = [], [], 0, -1
         self._ids, self._log_probs = (folder / "ids.bin").open("wb"), (folder / "log_probs.bin").open("wb")
 
-    def append(self, input_ids: Tokens, trained: NDArray[np.bool_], ids: NDArray[Any], log_probs: NDArray[Any]) -> None:
-        """ids, log_probs: (targets of the example, k)."""
+    def append(
+        self,
+        input_ids: Tokens,
+        trained: NDArray[np.bool_],
+        ids: NDArray[Any],
+        log_probs: NDArray[Any],
+        images: bytes = b"",
+    ) -> None:
+        """ids, log_probs: (targets of the example, k). images: see `images_digest`."""
         assert ids.shape == log_probs.shape == (np.count_nonzero(trained), self.per_target)
-        self.keys.append(example_key(input_ids, trained))
+        self.keys.append(example_key(input_ids, trained, images))
         self.counts.append(len(ids))
         self.tokens += len(input_ids)
         self.largest_id = max(self.largest_id, int(ids.max(initial=-1)))

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
@@ -126,6 +127,16 @@ class Engine(abc.ABC):
     def generating(self) -> Iterator[None]:
         """Around a generation's many short forwards, in `evaluating`. Collective."""
         yield
+
+    def all_have_room(self, needed: int) -> bool:
+        """Returns whether every rank has so many bytes left: of its device, on CPUs its share of the host's memory.
+        Collective."""
+        if self.device.type == "cuda":
+            kept_by_allocator = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            left = torch.cuda.mem_get_info(self.device)[0] + kept_by_allocator
+        else:
+            left = psutil.virtual_memory().available // self.local_processes
+        return not self.ranks.sum(float(needed > left))[0]
 
     @property
     def forwards_alike(self) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
@@ -123,8 +122,7 @@ class Fsdp2(Engine):
         of which the cache of keys and values needs some. Else every token gathers the model.
         """
         needed = sum(p.numel() * p.element_size() for module in self._freed for p in module.parameters())
-        lacking = self.ranks.sum(float(2 * needed > free_bytes(self.device, self.local_processes)))[0]
-        kept = [] if lacking else self._freed
+        kept = self._freed if self.all_have_room(2 * needed) else []
         for module in kept:
             module.set_reshard_after_forward(False, recurse=False)
         try:
@@ -221,14 +219,6 @@ class Fsdp2(Engine):
             name: tensor.new_empty(shards[name].full_shape(tensor.shape)) if name in shards else tensor
             for name, tensor in shapes.items()
         }
-
-
-def free_bytes(device: torch.device, local_processes: int) -> int:
-    """Returns what this process may still take of a device's memory; on CPUs its share of the host's."""
-    if device.type != "cuda":
-        return psutil.virtual_memory().available // local_processes
-    kept_by_allocator = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept_by_allocator
 
 
 class ShardWaits:

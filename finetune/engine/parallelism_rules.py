@@ -203,7 +203,7 @@ def context(combination: Combination) -> Iterator[str]:
         return
     key, model, attention = combination.key("context"), combination.model, combination.recipe.model.attention
     ulysses = f"use `{dimension_key('sequence')}`, whose ranks attend to full rows"
-    if attention in ("documents", "varlen", "flex"):
+    if attention in ("documents", "varlen", "flex", "flash_attention_3"):
         yield f"{key}: context parallel has attention of its own, not `model.attention: {attention}`: set `auto`"
     if combination.recipe.train.compile:
         yield (f"{key}: compiled layers would be traced again for each row: set `train.compile: false`, or {ulysses}")

@@ -126,6 +126,23 @@ class Zero(Engine):
         if isinstance(size := section.get("reduce_bucket_size", 500_000_000), int | float):
             section["reduce_bucket_size"] = min(int(size), trained)
 
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """As FSDP2's under stage 3: weights are gathered once, where all ranks have twice their memory, and DeepSpeed's
+        hooks, which free each module's after its forward, are off meanwhile. Not of weights that are on NVMe.
+        """
+        parameters = [p for p in self.unwrapped.parameters() if hasattr(p, "ds_id")]
+        swapped = any(p.ds_tensor.final_location == "nvme" for p in parameters)
+        needed = sum(p.ds_numel * p.element_size() for p in parameters)
+        if not parameters or swapped or not self.all_have_room(2 * needed):
+            yield
+            return
+        from deepspeed.runtime.zero import unwrap_model_for_generation
+
+        self.zero.parameter_offload.get_param_coordinator().reset_step()  # frees what the last forward fetched ahead
+        with unwrap_model_for_generation(self.model):
+            yield
+
     @property
     def gathers_in_forward(self) -> bool:
         return self.plugin.zero_stage == 3

@@ -199,7 +199,7 @@ def answerer_of(run_dir: Path, model: Any, tokenizer: Any) -> Answerer:
     if (file := folder / "adapter_config.json").is_file():  # which has no config of the model
         settings = json.loads(file.read_text(encoding="utf-8"))
         processor = Model(name=settings["base_model_name_or_path"], revision=settings.get("revision"))
-    if (run_dir / "recipe.yaml").is_file():
+    if hasattr(model.config, "vision_config") and (run_dir / "recipe.yaml").is_file():
         rules = load_recipe(run_dir / "recipe.yaml").data.image
     return Answerer(model, tokenizer, chat_template(tokenizer), processor, rules or Images())
 

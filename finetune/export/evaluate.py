@@ -28,7 +28,7 @@ from finetune.checkpoints.folder import best_checkpoint
 from finetune.errors import RunFailure, UserError
 from finetune.export.commands import auto_class, load_result
 from finetune.export.trained import Trained, find_trained
-from finetune.export.verify import load_reference
+from finetune.export.verify_models import load_reference
 from finetune.models.added_tokens import grow_to
 from finetune.models.config import first_line
 from finetune.recipe import Recipe

@@ -3,6 +3,7 @@
 Names come from the `gguf` package's own map. What else the format wants, by architecture:
 
     llama         rows of q and k in the order of llama.cpp's rotary embedding; Llama 3's frequency factors as a tensor
+    mistral3      Ministral 3: the same, YaRN, and queries that grow with the position
     gemma2, 3     norms with the 1 that transformers adds; windows, caps and a second rotary base among the settings
     experts       those of a layer in one tensor for each projection (qwen3moe, and Mixtral as a llama)
     multimodal    the text part alone, under the names of a text model; llama.cpp has towers in a file of their own
@@ -15,8 +16,10 @@ token's is the rank of its merges, which have to follow each other.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +39,9 @@ TYPES = ("f32", "bf16", "f16", "q8_0")
 _WAY_OUT = "llama.cpp's `convert_hf_to_gguf.py FOLDER` reads the folder that `export --to hf` writes"
 # transformers' model types and llama.cpp's.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-ARCHITECTURES |= {"mixtral": "llama", "gemma2": "gemma2", "gemma3_text": "gemma3"}
-UNREAD = ("mixtral",)  # by transformers 5.23 from a GGUF file
+ARCHITECTURES |= {"mixtral": "llama", "gemma2": "gemma2", "gemma3_text": "gemma3", "ministral3": "mistral3"}
+UNREAD = ("mixtral", "ministral3")  # by transformers 5.23 from a GGUF file
+_TURNED = ("llama", "mistral3")  # whose rows of q and k have another order
 _WINDOWS = {"gemma2": 2, "gemma3_text": 6}  # every so many layers one without a window, as llama.cpp has it
 # By which llama.cpp knows the 27B models, whose queries it scales by hidden size / heads, others' by the size of a head
 # (https://github.com/ggml-org/llama.cpp, `f_attention_scale`).
@@ -57,8 +61,8 @@ class TextTensors:
 
 
 def text_of(model: StreamedModel) -> TextTensors:
-    """Returns a trained model as a file has it: of a multimodal base its text part."""
-    if (part := model.part) is None:
+    """Returns a trained model as a file has it: of a multimodal one its text part."""
+    if (part := model.text_part) is None:
         return TextTensors(model.model.config, model.shapes, model.make)
     own = {part.in_base(name): name for name in part.text.state_dict()}
     files = {own[loaded]: file for file, loaded in part.files.items() if loaded in own and file in model.shapes}
@@ -118,7 +122,8 @@ def check_architecture(config: Any, is_scoring: bool) -> None:
     if is_scoring or config.model_type not in ARCHITECTURES:
         what = "a model of scores" if is_scoring else config.model_type
         raise UserError(f"--to gguf: {what} is not written here (only {', '.join(ARCHITECTURES)}); {_WAY_OUT}")
-    rope, scaled = rope_of(config).get("rope_type", "default"), {"llama": "llama3", "gemma3_text": "linear"}
+    rope = rope_of(config).get("rope_type", "default")
+    scaled = {"llama": "llama3", "gemma3_text": "linear", "ministral3": "yarn"}
     if rope not in ("default", scaled.get(config.model_type)):
         raise UserError(f"--to gguf: RoPE of type {rope} is not written here; {_WAY_OUT}")
     if config.model_type == "qwen3_moe" and not config.norm_topk_prob:
@@ -127,6 +132,8 @@ def check_architecture(config: Any, is_scoring: bool) -> None:
         )
     if config.model_type in _WINDOWS:
         _check_gemma(config)
+    if config.model_type == "ministral3":
+        _check_ministral(config)
 
 
 def context_length(config: Any) -> int:
@@ -151,6 +158,16 @@ def _check_gemma(config: Any) -> None:
             f"--to gguf: attention scaled by {config.query_pre_attn_scalar}, or {config.hidden_activation}, is not "
             f"written here: llama.cpp scales that of {config.num_hidden_layers} layers by {scale}; {_WAY_OUT}"
         )
+
+
+def _check_ministral(config: Any) -> None:
+    """Raises UserError where a Ministral 3 computes otherwise than llama.cpp's `mistral3`, which takes mscale for 1."""
+    rope = rope_of(config)
+    scales, truncates = (rope.get("mscale"), rope.get("mscale_all_dim")), rope.get("truncate", True)
+    if rope.get("rope_type") != "yarn" or rope.get("attention_factor") is not None or not truncates:
+        raise UserError(f"--to gguf: a Ministral 3 with {rope} is not written here, only plain YaRN; {_WAY_OUT}")
+    if all(scales) and scales[0] != 1:
+        raise UserError(f"--to gguf: llama.cpp takes YaRN's mscale for 1, and here it is {scales[0]}; {_WAY_OUT}")
 
 
 def rope_of(config: Any) -> dict[str, Any]:
@@ -188,6 +205,8 @@ def _add_settings(writer: Any, gguf: Any, config: Any, kind: str, rows: int) -> 
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type in _WINDOWS:
         _add_gemma(writer, gguf, config)
+    if config.model_type == "ministral3":
+        _add_ministral(writer, gguf, config)
 
 
 def _add_gemma(writer: Any, gguf: Any, config: Any) -> None:
@@ -201,6 +220,19 @@ def _add_gemma(writer: Any, gguf: Any, config: Any) -> None:
         if (factor := rope_of(config).get("factor")) is not None:
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(factor)
+
+
+def _add_ministral(writer: Any, gguf: Any, config: Any) -> None:
+    """As llama.cpp's `mistral3` reads them (https://github.com/ggml-org/llama.cpp/pull/17644)."""
+    rope = rope_of(config)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
+    writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):  # else both take the factor of the paper
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 # --- tensors
@@ -260,7 +292,7 @@ def _reader(model: TextTensors, stack: list[str], short: str) -> Callable[[], Te
 def _permuted_heads(config: Any, short: str) -> int | None:
     """Returns the heads of q or k, whose rows llama.cpp has in another order; None of other tensors."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    return heads.get(short.rpartition(".")[2]) if ARCHITECTURES[config.model_type] == "llama" else None
+    return heads.get(short.rpartition(".")[2]) if ARCHITECTURES[config.model_type] in _TURNED else None
 
 
 def read_back(model: StreamedModel, path: Path) -> dict[str, Tensor]:
@@ -283,6 +315,37 @@ def read_back(model: StreamedModel, path: Path) -> dict[str, Tensor]:
     if held:
         raise UserError(f"{path}: has {min(held)}, which the model has not")
     return {name: values.contiguous() for name, values in state.items()}
+
+
+def gguf_of(export: Path) -> Path | None:
+    """Returns the GGUF file of an export. Raises UserError where there are several."""
+    files = sorted(export.glob("*.gguf"))
+    if len(files) > 1:
+        raise UserError(f"{export}: {len(files)} GGUF files: which one? Keep one in the folder")
+    return files[0] if files else None
+
+
+@contextlib.contextmanager
+def described(path: Path) -> Iterator[Path]:
+    """Yields a file that transformers reads settings and tokenizer from: of an architecture that it does not know, one
+    without tensors under Llama's name, which has the same settings."""
+    gguf, arch = _package(), "general.architecture"
+    fields = gguf.GGUFReader(path).fields
+    if (own := fields[arch].contents()) != ARCHITECTURES["ministral3"]:
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        writer = gguf.GGUFWriter(Path(folder) / path.name, "llama")
+        for key, field in fields.items():
+            if key != arch and not key.startswith("GGUF."):
+                key = f"llama.{key.removeprefix(f'{own}.')}" if key.startswith(f"{own}.") else key
+                writer.add_key_value(
+                    key, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None
+                )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        yield Path(folder) / path.name
 
 
 def _frequency_factors(config: Any) -> Tensor:  # (head_dim / 2,)

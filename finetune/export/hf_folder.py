@@ -29,6 +29,7 @@ from finetune.export.streamed import StreamedModel
 from finetune.export.tensor_files import write_shards
 from finetune.export.trained import Trained
 from finetune.export.weight_files import SHARD_BYTES
+from finetune.models.vision import processor_settings
 from finetune.utils import fsync, write_atomically
 
 PROGRESS = "progress.json"
@@ -37,6 +38,7 @@ _PACKAGES = ("torch", "transformers", "peft", "safetensors")
 # Of the base, in addition to weights and what the tokenizer writes: code, and what images and audio go through.
 _COPIED = ("*.py", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 Say = Callable[[str], object]
+MMPROJ = "which llama.cpp's `convert_hf_to_gguf.py FOLDER --mmproj` makes of the folder of `export --to hf`"
 
 
 def export_folder(
@@ -88,6 +90,8 @@ def export_gguf(
             config = text_of(model).config
             if (window := context_length(config)) < config.max_position_embeddings:
                 say(f"{file.name} is for texts of up to {window:,} tokens: llama.cpp has no window for such a model")
+            if model.text_part is not None:
+                say(f"{file.name} has the language model alone: pictures need a second file, {MMPROJ}")
         if ollama:
             (partial / "Modelfile").write_text(modelfile(trained, file.name), encoding="utf-8")
     return model
@@ -177,6 +181,11 @@ def write_settings(model: StreamedModel, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(_changed(config, model), indent=2) + "\n", encoding="utf-8")
         for path in (path for pattern in _COPIED for path in sorted(base.folder.glob(pattern))):
             shutil.copyfile(path, folder / path.name)
+        if sees_images:
+            assert trained.recipe is not None
+            own = trained.recipe.model.model_copy(update={"name": str(base.folder), "revision": None})
+            for name, content in processor_settings(own, trained.recipe.data.image).items():
+                (folder / name).write_bytes(content)
     else:
         if model.is_scoring:  # transformers scores the last token that is no padding
             tokenizer = AutoTokenizer.from_pretrained(trained.settings)

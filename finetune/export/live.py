@@ -28,7 +28,8 @@ from finetune.export.answering import Answerer, Prompt, chat_template
 from finetune.export.chat import image_url_part
 from finetune.export.server_client import Server
 from finetune.export.trained import Trained
-from finetune.export.verify import end_tokens, load_reference, quiet_loading
+from finetune.export.verify_answers import end_tokens
+from finetune.export.verify_models import load_reference, quiet_loading
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut, Images
 

@@ -6,7 +6,8 @@ calibration: each row is rounded to nearest after division by its scale.
 
 Activations keep their type. vLLM takes both as they are: W8A16 of its compressed-tensors schemes
 (https://github.com/vllm-project/vllm, .../quantization/compressed_tensors), transformers by the package
-`compressed-tensors`. Heads, embeddings, routers and norms keep the type of the export.
+`compressed-tensors`. Heads, embeddings, routers and norms keep the type of the export, and of a model that sees all but
+its language model: names of its layers are those in memory, by which both know them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from finetune.errors import UserError
 from finetune.export.streamed import StreamedModel
 from finetune.export.tensor_files import TensorFiles
+from finetune.models.text_part import is_multimodal, loaded_names
 
 KINDS = ("int8", "fp8")
 _CALIBRATED = {
@@ -63,38 +65,24 @@ class QuantisedModel:
 
     def __init__(self, model: StreamedModel, kind: str):
         self._model, self._kind = model, kind
-        modules = dict(model.model.named_modules())
-        head = model.model.get_output_embeddings()
-        linear = {
-            f"{name}.weight": module
-            for name, module in modules.items()
-            if type(module) is torch.nn.Linear and module is not head
-        }
-        stacked = [name for name, p in model.model.named_parameters() if p.ndim > 2]
-        if model.part is not None or model.is_scoring or stacked:
-            what = (
-                "a model of scores"
-                if model.is_scoring
-                else f"experts ({stacked[0]})"
-                if stacked
-                else "a multimodal one"
-            )
+        chosen = text_layers(model.model)
+        inside = language_path(model.model)
+        stacked = [name for name, p in model.model.named_parameters() if p.ndim > 2 and name.startswith(inside)]
+        if model.is_scoring or stacked:
+            what = "a model of scores" if model.is_scoring else f"experts ({stacked[0]})"
             raise UserError(
                 f"--quantize {kind}: {what} is not quantised here, only models of plain linear layers: use "
                 "llm-compressor on the folder that `export --to hf` writes"
             )
-        self.ignored = sorted(
-            name
-            for name, module in modules.items()
-            if type(module) is torch.nn.Linear and (module is head or module.in_features % _PER_INT32)
-        )
-        chosen = [name for name in linear if name in model.shapes and linear[name].in_features % _PER_INT32 == 0]
-        if len(chosen) + sum(f"{name}.weight" in linear for name in self.ignored) != len(linear):
+        others = {name for name, module in model.model.named_modules() if type(module) is torch.nn.Linear}
+        self.ignored = sorted(others - chosen.keys())
+        in_files = {model.name_in_files(f"{name}.weight") for name in chosen}
+        if None in in_files:
             raise UserError(f"--quantize {kind}: the files name layers otherwise than transformers: use llm-compressor")
         self.shapes: dict[str, Tensor] = {}
         self._parts: dict[str, _Part] = {}
         for name, tensor in model.shapes.items():
-            fields = self._fields(tensor) if name in set(chosen) else {}
+            fields = self._fields(tensor) if name in in_files else {}
             stem = name.removesuffix(".weight")
             self.shapes |= {f"{stem}.{field}": one for field, one in fields.items()} or {name: tensor}
             self._parts |= {f"{stem}.{field}": _Part(name, field) for field in fields}
@@ -141,6 +129,31 @@ class QuantisedModel:
         }
 
 
+def language_path(model: Any) -> str:
+    """Returns how names of a multimodal model's language model begin, "model.language_model."; of others "". Raises
+    UserError for one that does not say which it is."""
+    if not is_multimodal(model.config):
+        return ""
+    decoder = model.get_decoder()
+    name = next((name for name, module in model.named_modules() if module is decoder), "")
+    if not name:
+        raise UserError(f"--quantize: {type(model).__name__} does not say which of its parts is the language model")
+    return f"{name}."
+
+
+def text_layers(model: Any) -> dict[str, torch.nn.Linear]:
+    """Returns the layers that eight bits are for: the linear ones of a language model, but for its head."""
+    inside, head = language_path(model), model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear
+        and name.startswith(inside)
+        and module is not head
+        and module.in_features % _PER_INT32 == 0
+    }
+
+
 def quantise(weight: Tensor, kind: str) -> dict[str, Tensor]:
     """Returns a weight (out, in) in eight bits, with its scale (out, 1) in the weight's own type."""
     values = weight.float()
@@ -169,10 +182,8 @@ def round_layers(model: Any, kind: str, dtype: torch.dtype) -> Any:
     merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
     for parameter in merged.parameters():
         parameter.copy_(parameter.to(dtype))
-    head = merged.get_output_embeddings()
-    for module in merged.modules():
-        if isinstance(module, torch.nn.Linear) and module is not head and module.in_features % _PER_INT32 == 0:
-            module.weight.copy_(dequantise(quantise(module.weight.to(dtype), kind)))
+    for module in text_layers(merged).values():
+        module.weight.copy_(dequantise(quantise(module.weight.to(dtype), kind)))
     return merged
 
 
@@ -181,7 +192,9 @@ def other_layers(folder: Path, model: Any) -> str | None:
     the export's."""
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     names = TensorFiles(sorted(folder.glob("*.safetensors"))).names()
-    held = {name.removesuffix(".weight_scale") for name in names if name.endswith(".weight_scale")}
+    scaled = [name.removesuffix("_scale") for name in names if name.endswith(".weight_scale")]
+    loaded, _ = loaded_names(model, scaled)
+    held = {(loaded[name] or name).removesuffix(".weight") for name in scaled}
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     said = linear - set(settings["ignore"])
     if held == said:

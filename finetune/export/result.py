@@ -197,8 +197,8 @@ def write_settings(
 
 def write_processors(model: Any, folder: Path) -> None:
     """Write the settings of the processors of a model that sees images."""
-    for file in getattr(unwrap_peft(model), "processor_files", ()):
-        shutil.copyfile(file, folder / file.name)
+    for name, content in getattr(unwrap_peft(model), "processor_files", {}).items():
+        (folder / name).write_bytes(content)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

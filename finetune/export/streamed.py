@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,7 @@ class StreamedModel:
 
     def __init__(self, trained: Trained, dtype: torch.dtype | None = None, base: str | None = None):
         self.trained, self.base = trained, _base_of(trained, base)
+        self._elsewhere = base
         self.part = _part_of(trained, base)
         self.model = _skeleton(trained, base) if self.part is None else self.part.base_without_weights()
         self.is_scoring = has_scores(self.model)
@@ -134,6 +135,16 @@ class StreamedModel:
         self.shapes = {name: self._meta(name) for name in self._groups}
         self.shapes |= {name: self._cast_meta(self._base().files.meta(name)) for name in self._extras()}
         self._check()
+
+    @cached_property
+    def text_part(self) -> TextPart | None:
+        """Returns the text part of a multimodal model, whatever of it was trained; None of a text model."""
+        return self.part or _part_of(self.trained, self._elsewhere, alone=True)
+
+    def name_in_files(self, parameter: str) -> str | None:
+        """Returns the tensor of the result that a parameter is by itself; None where files have it otherwise."""
+        name = self._disk_name.get(parameter)
+        return name if name in self.shapes else None
 
     @property
     def added_rows(self) -> int | None:
@@ -235,13 +246,13 @@ class StreamedModel:
                 )
 
 
-def _part_of(trained: Trained, base: str | None) -> TextPart | None:
+def _part_of(trained: Trained, base: str | None, alone: bool = False) -> TextPart | None:
     """Returns the text part that was trained, of a multimodal base; None with a head of scores, which only it has, and
-    where all of the base was loaded."""
+    where all of the base was loaded. alone: also there."""
     name, revision = (base, None) if base else name_of_base(trained)
     if name is None or _labels(trained):
         return None
-    return text_part_of(Model(name=name, revision=revision, train=_trained_parts(trained)))
+    return text_part_of(Model(name=name, revision=revision, train=None if alone else _trained_parts(trained)))
 
 
 def _trained_parts(trained: Trained) -> Parts | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchao.float8 import Float8LinearConfig  # pyright: ignore[reportMissingImports]
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore[reportMissingImports]
 from torchao.float8.float8_linear import (  # pyright: ignore[reportMissingImports]
     Float8Linear,
     matmul_with_hp_or_float8_args,
@@ -43,11 +43,13 @@ def use_fp8(layers: nn.Module, emulated: bool) -> int:
     """Replace the linear layers of decoder layers, in place; returns how many. Routers and layers of other sizes than
     multiples of 16 stay as they are. emulated: the same values by products of what was packed and unpacked."""
     config = replace(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=emulated)
-    chosen: dict[str, Any] = {
-        name: module
-        for name, module in layers.named_modules()
-        if type(module) is nn.Linear and multiplies_in_fp8(name, module)
-    }
-    for name, module in chosen.items():
-        layers.set_submodule(name, Fp8TrainedLinear.from_float(module, config))
-    return len(chosen)
+    # Not layer by layer: where layers are compiled, this works around a fault of Triton by which gradients are NaN.
+    convert_to_float8_training(
+        layers,
+        config=config,
+        module_filter_fn=lambda module, name: type(module) is nn.Linear and multiplies_in_fp8(name, module),
+    )
+    converted: list[Any] = [module for module in layers.modules() if type(module) is Float8Linear]
+    for module in converted:
+        module.__class__ = Fp8TrainedLinear
+    return len(converted)

@@ -130,7 +130,7 @@ class TextPart:
 
     base: Any
     text: Any
-    files: dict[str, str | None]  # tensors of its files, and what they are in the base, see `_loaded_names`
+    files: dict[str, str | None]  # tensors of its files, and what they are in the base, see `loaded_names`
     body: str  # path of the text model in the base, "model.language_model"
     head: str  # path of its LM head, "lm_head"
     layers: tuple[int, ...]  # of each layer of the text part, its number in the base
@@ -200,7 +200,7 @@ def find_text_part(config: PretrainedConfig, files: Iterable[str] | None = None)
     with torch.device("meta"), no_init_weights():
         base = _of_base_class(config)
     names = revert_weight_conversion(base, base.state_dict()) if files is None else files
-    files, base._weight_conversions = _loaded_names(base, names)  # the latter as after loading: the way back
+    files, base._weight_conversions = loaded_names(base, names)  # the latter as after loading: the way back
     if (head := base.get_output_embeddings()) is None:
         raise _unclear(config, f"{type(base).__name__} has no LM head")
     head = _path_of(base, head)
@@ -290,7 +290,7 @@ def key_mapping(part: TextPart) -> dict[str, str]:
     if lacking := {name for name, _ in part.text.named_parameters()} - {*tied, *wanted.values()}:
         raise _unclear(part.base.config, f"no tensor in its files is {min(lacking)}")
     for renames in (_other_beginnings(part), _renames_of_base(part)):
-        if _loaded_names(part.text, part.files, renames)[0] == wanted:
+        if loaded_names(part.text, part.files, renames)[0] == wanted:
             return renames
     raise _unclear(part.base.config, "transformers' names for it, alone and as a part, are not alike")
 
@@ -337,7 +337,7 @@ def _ends(name: str) -> list[str]:
     return [".".join(pieces[i:]) for i in range(len(pieces))]
 
 
-def _loaded_names(
+def loaded_names(
     model: Any, files: Iterable[str], renames: dict[str, str] | None = None
 ) -> tuple[dict[str, str | None], list[Any]]:
     """Returns what `from_pretrained` makes of each tensor of a checkpoint, and the conversions by which it does.

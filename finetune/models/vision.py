@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PRO
 from finetune.data.batch import Batch
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import checkpoint_file, renamed
-from finetune.recipe.schema import Lora, Model
+from finetune.models.config import load_tokenizer
+from finetune.recipe.schema import Images, Lora, Model
 from finetune.utils import full_shape, unwrap_peft
 
 PARTS = ("language", "projector", "vision")
@@ -270,9 +271,31 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     return (getattr(whole, family.language) if family and hasattr(whole, family.language) else whole).layers
 
 
-def processor_files(model: Model) -> tuple[Path, ...]:
-    """Returns the settings of the base's processors, which its result keeps."""
-    return tuple(path for name in _PROCESSORS if (path := checkpoint_file(model, name)))
+def processor_settings(model: Model, images: Images | None) -> dict[str, bytes]:
+    """Returns the files with the settings of the base's processors, as the result has them: with the bounds of the
+    recipe, so that who loads it makes of an image the tokens that were trained on. images: `data.image`."""
+    from finetune.data.images.families import image_family, processor_place
+
+    name, revision = (model.name, model.revision) if images is None else processor_place(model, images)
+    place = Model(name=name, revision=revision)
+    files = {file: path.read_bytes() for file in _PROCESSORS if (path := checkpoint_file(place, file))}
+    if images is None or not (images.max_pixels or images.min_pixels):
+        return files
+    size = dict(image_family(model, images, load_tokenizer(model)).processor.size)
+    return {file: _sized(file, content, size) for file, content in files.items()}
+
+
+def _sized(file: str, content: bytes, size: dict[str, int]) -> bytes:
+    """Returns the settings of an image processor, or of one that may have it as a part, with this size."""
+    settings = json.loads(content)
+    parts = {FEATURE_EXTRACTOR_NAME: settings, PROCESSOR_NAME: settings.get("image_processor")}
+    if (part := parts.get(file)) is None:
+        return content
+    part["size"] = size
+    for bound, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        if part.get(bound) is not None:  # Qwen's older names, which come first
+            part[bound] = size[edge]
+    return json.dumps(settings, indent=2).encode() + b"\n"
 
 
 # --- a forward

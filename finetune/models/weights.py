@@ -44,7 +44,7 @@ from finetune.models.vision import (
     attention_of_parts,
     family_of,
     freeze_parts,
-    processor_files,
+    processor_settings,
 )
 from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Recipe, Tokens
@@ -106,7 +106,7 @@ def load_model(
     adapted = family = None
     if recipe.model.train is not None:
         family = family_of(config)
-        model.processor_files = processor_files(recipe.model)
+        model.processor_files = processor_settings(recipe.model, recipe.data.image)
         if recipe.lora is None:
             freeze_parts(model, family, recipe.model.train)
         else:

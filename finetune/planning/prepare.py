@@ -13,8 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from finetune.data.building import OpenedSources
+from finetune.data.cache_entries import CachedEntry
 from finetune.data.examples import prepare_examples
-from finetune.data.token_cache import CachedEntry, SourceReport
+from finetune.data.token_cache import SourceReport
 from finetune.recipe import Recipe
 from finetune.utils import readable_bytes
 

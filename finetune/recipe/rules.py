@@ -434,9 +434,6 @@ def offloaded_activations(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-_SEES_IMAGES = ("sft", "focal", "dpo", "orpo")
-
-
 def images(recipe: Recipe) -> Iterator[Finding]:
     """What a model that is trained with its tower does not do."""
     if recipe.model.train is None:
@@ -445,8 +442,12 @@ def images(recipe: Recipe) -> Iterator[Finding]:
         yield "model.train", "names a part twice: keep one of each"
     if recipe.model.config is not None and recipe.data.image is None:
         yield "model.train", "a model from `model.config` has no tower: give `model.name`, or remove this"
-    if (name := recipe.objective.name) not in _SEES_IMAGES:
-        yield "objective.name", f"`{name}` was not tried with images: use {', '.join(_SEES_IMAGES)}"
+    if recipe.objective.scores_sequences:
+        yield (
+            "objective.name",
+            f"`{recipe.objective.name}` needs a class of transformers with a head of scores, which of the families "
+            "that see images Gemma 3 alone has: remove `model.train` and `data.image`, and the text part is trained",
+        )
     if recipe.objective.reference_model is not None:
         yield "objective.reference_model", "its processor may see images as other tokens: remove it (the base is used)"
     if recipe.tokens is not None:
@@ -468,6 +469,8 @@ def images_of_rows(recipe: Recipe) -> Iterator[Finding]:
         yield "data.image.min_pixels", f"is above max_pixels ({image.max_pixels}): lower it"
     if (overlong := recipe.data.overlong) in ("truncate", "split") and recipe.objective.train_on == "all":
         yield "data.overlong", f"with images, `{overlong}` cuts after answers, and `train_on: all` knows none: use drop"
+    if (teacher := recipe.objective.teacher) is not None and teacher.endswith(".parquet"):
+        yield "objective.teacher", "a file has its rows by their tokens, which images of one size share: name a model"
     if recipe.model.config is not None:
         yield "data.image", "a model from `model.config` has no image processor: give `model.name`, or remove this"
 

@@ -110,8 +110,10 @@ class Model(Section):
     # auto: the compute type of train.precision.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # Implementation of attention within the documents of a packed sequence. auto: the fastest one available; the choice
-    # and its reason are shown in the plan.
-    attention: Literal["auto", "documents", "varlen", "flex", "sdpa", "eager", "flash_attention_2"] = "auto"
+    # and its reason are shown in the plan. flash_attention_3: `varlen` with its kernels, on Hopper.
+    attention: Literal[
+        "auto", "documents", "varlen", "flex", "sdpa", "eager", "flash_attention_2", "flash_attention_3"
+    ] = "auto"
     # Implementation of the LM head's loss; equal to rounding. plain: all logits at once; chunked: some tokens at a
     # time, gradient included; torch: F.linear_cross_entropy (torch >= 2.13, fp32); liger: its kernels (CUDA).
     # auto: chunked if the architecture allows it; the choice and its reason are shown in the plan.
@@ -237,6 +239,8 @@ class Images(Section):
     # model's own processor has it. Where that scales images to a square or cuts them into tiles, all tiles together.
     max_pixels: Count | None = None
     min_pixels: Count | None = None  # Qwen's models: smaller images are scaled up; null: as the processor has it
+    # Hub id or local folder with the processor and its settings, which the result gets; null: that of `model.name`.
+    processor: str | None = None
     folder: str | None = None  # paths in rows start here; null: at the folder of the data file that has the row
     outside: bool = False  # paths may lead out of that folder
     allow_urls: bool = False  # http:// and https:// addresses in rows are fetched, once, into the cache

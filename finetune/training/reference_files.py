@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 
 from finetune import __version__
 from finetune.data.dataset import Dataset
+from finetune.data.examples import Examples
 from finetune.data.sources.files import file_digest
 from finetune.data.token_cache import discard, entries_folder, temporary_folder
 from finetune.errors import UserError
@@ -62,10 +63,14 @@ def _weights(recipe: Recipe, config: PretrainedConfig) -> Any:
 
 def key_of(dependencies: Dependencies, data: Dataset) -> str:
     """sha256 of the model's dependencies, of the data's rows and tokens, and of sizes and times of files of images."""
-    everything = {**dependencies, "data": data.identity()}
-    if files := data.examples.image_files():
-        everything["images"] = [_state(file) for file in files]
+    everything = {**dependencies, "data": data.identity(), **image_states(data.examples)}
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+
+
+def image_states(examples: Examples) -> Dependencies:
+    """Returns sizes and times of the files of images that examples have. Raises UserError where one cannot be read."""
+    files = examples.image_files()
+    return {"images": [_state(file) for file in files]} if files else {}
 
 
 def _state(image: str) -> list[int]:

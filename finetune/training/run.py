@@ -73,7 +73,7 @@ from finetune.training.profile import Profiler
 from finetune.training.reference import AdaptersOff, ReferenceColumns, recipe_of_reference
 from finetune.training.run_dir import in_use, make_run_folder, run_folder
 from finetune.training.signals import StopRequest
-from finetune.training.teacher import TeacherPass, recipe_of_teacher, with_teacher
+from finetune.training.teacher import TeacherPass, check_same_images, recipe_of_teacher, with_teacher
 from finetune.training.trainer import Trainer, TrainingState
 
 Data = Dataset | Stream
@@ -121,7 +121,9 @@ def compute_teacher(
     """Computes what the model in `objective.teacher` predicts of the training data into the cache, unless it is
     there. Arguments and errors as of `train`."""
     vocabulary = model_config(recipe.model).get_text_config().vocab_size
-    with _started(recipe_of_teacher(recipe), recipe_file, stop, console, config_file) as trainer:
+    of_teacher = recipe_of_teacher(recipe)
+    check_same_images(recipe, load_tokenizer(recipe.model))
+    with _started(of_teacher, recipe_file, stop, console, config_file) as trainer:
         assert isinstance(trainer.data, Dataset)  # a rule refuses streams
         done = TeacherPass(recipe, trainer.data, vocabulary).compute(trainer)
         trainer.say(f"teacher of {escape(recipe_file)}: {done}")

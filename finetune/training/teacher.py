@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.data.batch import Batch, TokenShare
 from finetune.data.dataset import Dataset, Stream
+from finetune.data.examples import row_images
 from finetune.data.loader import Loader, OrderedRows
 from finetune.data.predictions import (
     CODE_VERSION,
@@ -28,6 +29,8 @@ from finetune.data.predictions import (
     PredictionsWriter,
     check_complete,
     example_key,
+    images_digest,
+    key_of_sequence,
     load_predictions,
     write_entry,
 )
@@ -45,7 +48,7 @@ from finetune.objectives.objective import Objective
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Evaluate
 from finetune.training.display import PassProgress
-from finetune.training.reference_files import model_dependencies
+from finetune.training.reference_files import image_states, model_dependencies
 from finetune.training.trainer import Trainer
 
 
@@ -65,9 +68,23 @@ def with_teacher(
         predictions = file_predictions(recipe.objective, tokenizer, vocabulary)
     else:
         check_same_vocabulary("objective.teacher", teacher, tokenizer, recipe.model)
+        check_same_images(recipe, tokenizer)
         predictions = _of_model(recipe, data, vocabulary)
     check_complete(data.examples, predictions, teacher)
     return replace(data, examples=data.examples.with_predictions(predictions))
+
+
+def check_same_images(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raises UserError where a teacher that is a model sees images as other tokens than the model that learns."""
+    own = row_images(recipe, tokenizer)
+    if own is None:
+        return
+    other = row_images(recipe_of_teacher(recipe), tokenizer)
+    if other is None or own.family.settings != other.family.settings:
+        raise UserError(
+            f"objective.teacher: {recipe.objective.teacher!r} sees images as other tokens, or by other settings of its "
+            "processor: name a model whose processor has the same settings, such as a larger one of the same family"
+        )
 
 
 def _of_model(recipe: Recipe, data: Dataset, vocabulary: int) -> Predictions:
@@ -131,6 +148,8 @@ class TeacherPass:
             "ids": [self._tokens(config), objective.samples, self.count, objective.value("temperature")],
             "data": self.data.examples.identity(),
         }
+        if files := self.data.examples.image_files():  # whose paths are in `example_key`
+            parts |= {**image_states(self.data.examples), "files": files}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def _tokens(self, teacher: PretrainedConfig) -> int:
@@ -162,7 +181,7 @@ class TeacherPass:
         return f"computed for {len(examples):,} examples"
 
 
-Row = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]
+Row = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32], bytes]
 
 
 def _rows(engine: Engine, forward: ForwardPass, loader: Loader, console: Console) -> Iterator[Row]:
@@ -196,6 +215,7 @@ class RankPredictions(NamedTuple):
     predicting: NDArray[np.int64]  # (s,) places whose next token is trained
     ids: NDArray[np.int32]  # (s, k)
     log_probs: NDArray[np.float32]  # (s, k)
+    images: tuple[bytes, ...]  # `images_digest` of each sequence
 
 
 def _piece(batch: Batch, outputs: Outputs, share: TokenShare) -> RankPredictions:
@@ -204,11 +224,13 @@ def _piece(batch: Batch, outputs: Outputs, share: TokenShare) -> RankPredictions
     ids, log_probs = (_numpy(values) for values in outputs.details)
     lengths = batch.sequence_lengths[: len(batch.sequence_tokens)]
     predicting = places[_numpy(batch.targets.positions)]
-    return RankPredictions(batch.index, lengths, places, tokens, predicting, ids.astype(np.int32), log_probs)
+    images = tuple(images_digest(one.source for one in batch.images if one.sequence == i) for i in range(len(lengths)))
+    return RankPredictions(batch.index, lengths, places, tokens, predicting, ids.astype(np.int32), log_probs, images)
 
 
 def _rows_of(pieces: list[RankPredictions]) -> Iterator[Row]:
-    """Yields (tokens, which are trained, ids (n, k), log-probabilities (n, k)) of each sequence of a micro-batch.
+    """Yields (tokens, which are trained, ids (n, k), log-probabilities (n, k), images) of each sequence of a
+    micro-batch.
 
     pieces: of all ranks that have some of it; ranks that share layers have the same ones.
     """
@@ -220,9 +242,9 @@ def _rows_of(pieces: list[RankPredictions]) -> Iterator[Row]:
     trained = np.zeros(len(tokens), np.bool_)
     trained[predicting + 1] = True
     ends = np.cumsum(pieces[0].sequence_lengths)
-    for begin, end in zip(ends - pieces[0].sequence_lengths, ends, strict=True):
+    for begin, end, images in zip(ends - pieces[0].sequence_lengths, ends, pieces[0].images, strict=True):
         of_sequence = slice(*np.searchsorted(predicting, (begin, end)))
-        yield tokens[begin:end], trained[begin:end], ids[of_sequence], log_probs[of_sequence]
+        yield tokens[begin:end], trained[begin:end], ids[of_sequence], log_probs[of_sequence], images
 
 
 def _numpy(tensor: Tensor) -> NDArray[Any]:
@@ -233,7 +255,7 @@ def _write(writer: PredictionsWriter, rows: Iterator[Row]) -> None:
     """Each example once: sources may repeat, and ranks that share layers have the same."""
     written = set()
     for row in rows:
-        if (key := example_key(row[0], row[1])) not in written:
+        if (key := example_key(row[0], row[1], row[-1])) not in written:
             written.add(key)
             writer.append(*row)
 
@@ -248,5 +270,5 @@ class Draws:
     def of(self, example: Example) -> dict[str, NDArray[np.float64]]:
         """Returns the column (n, count)."""
         (sequence,) = example.sequences
-        generator = np.random.Generator(np.random.Philox(example_key(sequence.input_ids, sequence.loss_mask)))
+        generator = np.random.Generator(np.random.Philox(key_of_sequence(sequence)))
         return {UNIFORM: generator.random((sequence.num_targets, self.count))}

@@ -83,6 +83,8 @@ def generate(engine: Any) -> list[dict[str, Any]]:
             self.count += "allgather_base" in func.name()
             return func(*args, **(kwargs or {}))
 
+    for parameter in engine.unwrapped.parameters():
+        parameter.ds_persist = False  # as of a larger model, whose weights DeepSpeed frees
     found = []
     for around in (contextlib.nullcontext, engine.generating, contextlib.nullcontext):
         with engine.evaluating(), around(), Gathers() as gathers:

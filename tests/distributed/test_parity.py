@@ -29,7 +29,7 @@ BY_SCRIPT = {
     *("full dpo", "full dpo plain head", "full deep dpo", "lora simpo"),
     *("lora qwen3_5", "full qwen3_5 checkpointing"),
     *("full images", "full images projector", "lora images", "lora images tower", "qlora images", "full images bf16"),
-    *("full images dpo", "lora images dpo adapters off"),
+    *("full images dpo", "full images kto", "lora images dpo adapters off"),
     *("lora text part", "full chunked head", "full classify", "lora accumulate 1"),
     *("full granite_hybrid", "lora granite_hybrid checkpointing selective"),
     *(

@@ -33,7 +33,8 @@ from finetune.export.gguf_file import check_architecture, read_back, sentencepie
 from finetune.export.hf_folder import export_gguf
 from finetune.export.streamed import StreamedModel
 from finetune.export.trained import find_trained
-from finetune.export.verify import as_llama, gguf_tokenizer
+from finetune.export.verify import gguf_tokenizer
+from finetune.export.verify_models import as_llama
 from finetune.models.config import model_config
 from finetune.recipe.schema import Model
 
@@ -58,6 +59,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("llama", {"model_type": "gemma2", **GEMMA, "num_hidden_layers": 2}),
     "gemma3": ("llama", {"model_type": "gemma3_text", **GEMMA, "num_hidden_layers": 7}),
 }
+
+
+def ministral(**changes: Any) -> dict[str, Any]:
+    """The text config of a tiny Ministral 3 with other YaRN."""
+    text = tiny.MULTIMODAL["ministral3"]["text_config"]
+    return {**text, "rope_parameters": {**text["rope_parameters"], **changes}}
 
 
 def saved(folder: Path, name: str, changes: dict[str, Any]) -> Path:
@@ -155,6 +162,10 @@ def test_the_scale_of_the_larger_gemmas_is_llama_cpp_s() -> None:
                 check_architecture(AutoConfig.for_model(**{**settings, **changes}), is_scoring=False)
 
 
+# llama.cpp turns neighbouring rows of a head together, transformers row i and i + half of a head
+TURNED = [16 * head + i + 8 * half for head in range(4) for i in range(8) for half in range(2)]
+
+
 def test_mixtral_is_read_back_tensor_by_tensor(tmp_path: Path) -> None:
     """transformers does not read its experts from GGUF: names and rows are compared with the format's definition."""
     folder = saved(tmp_path, "mixtral", {})
@@ -164,9 +175,7 @@ def test_mixtral_is_read_back_tensor_by_tensor(tmp_path: Path) -> None:
     assert len(tensors) == 3 + 2 * (2 + 4 + 1 + 3)
     layer = "model.layers.1."
     q = state[f"{layer}self_attn.q_proj.weight"]
-    # llama.cpp turns neighbouring rows of a head together, transformers row i and i + half of a head
-    order = [16 * head + i + 8 * half for head in range(4) for i in range(8) for half in range(2)]
-    assert torch.equal(tensors["blk.1.attn_q.weight"], q[order])
+    assert torch.equal(tensors["blk.1.attn_q.weight"], q[TURNED])
     assert torch.equal(tensors["blk.1.attn_v.weight"], state[f"{layer}self_attn.v_proj.weight"])
     assert torch.equal(tensors["blk.1.ffn_gate_inp.weight"], state[f"{layer}block_sparse_moe.gate.weight"])
     for ours, theirs in {"gate": "w1", "down": "w2", "up": "w3"}.items():
@@ -182,6 +191,41 @@ def test_mixtral_is_read_back_tensor_by_tensor(tmp_path: Path) -> None:
         assert kind != "f32" or (back.keys() == state.keys() and all(torch.equal(back[n], state[n]) for n in state))
         model = MixtralForCausalLM.from_pretrained(None, config=AutoConfig.from_pretrained(folder), state_dict=back)
         assert float((expected.exp() * (expected - log_probs(model, ids))).sum(-1).mean()) < mean, kind
+
+
+def test_ministral_3_is_written_for_llama_cpp_and_compared(made: Path, tmp_path: Path) -> None:
+    """transformers knows no `mistral3`: settings, tokens and tensors are read from the file, and its model compared."""
+    folder = saved(tmp_path, "ministral3", {})
+    run = tmp_path / "out-run"
+    file = written(folder, tmp_path / "out", "f32")
+    fields = {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items()}
+    assert fields["general.architecture"] == "mistral3"
+    scaling = {key.rpartition(".")[2]: value for key, value in fields.items() if ".rope.scaling." in key}
+    assert scaling == {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_context_length": 16,
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+        "yarn_log_multiplier": 1.0,
+    }
+    assert fields["mistral3.attention.temperature_scale"] == pytest.approx(0.1)
+    state = load_file(folder / "model.safetensors")
+    (name,) = (key for key in state if "vision" not in key and key.endswith("layers.1.self_attn.q_proj.weight"))
+    (q,) = (tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.1.attn_q.weight")
+    assert torch.equal(torch.from_numpy(q.data.copy()), state[name][TURNED])
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe["data"]["train"] = [{"path": str(made / "rows.jsonl"), "format": "messages"}]
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    figures = verify_run(tmp_path / "out", run, None, None, 8, Console(quiet=True))
+    assert figures.kl_mean < 1e-12
+    assert figures.greedy == 1
+    reader = gguf.GGUFReader(file, "r+")
+    q = next(tensor for tensor in reader.tensors if tensor.name == "blk.0.attn_q.weight")
+    q.data[:] = q.data.reshape(4, 8, 2, -1).swapaxes(1, 2).reshape(q.data.shape).copy()  # as transformers has them
+    reader.data.flush()
+    with pytest.raises(RunFailure, match="KL"):
+        verify_run(tmp_path / "out", run, None, None, 8, Console(quiet=True))
 
 
 def test_gemma_s_settings_are_those_that_it_computes_by(tmp_path: Path) -> None:
@@ -314,21 +358,26 @@ def test_frequency_factors_of_llama_3(tmp_path: Path) -> None:
     assert float((log_probs(model, ids) - found).abs().max()) < 1e-6
 
 
-def test_a_run_is_exported_for_ollama_and_compared(made: Path, tmp_path: Path) -> None:
-    """Of a base with a window, up to which rows are compared."""
-    base = tiny.save_model(tmp_path, "mistral", sliding_window=40)
+def lora_run(folder: Path, base: Path, rows: Path, steps: int) -> None:
+    """A run `lora` of a few steps."""
     recipe = {
-        "run": {"name": "lora", "dir": str(tmp_path)},
+        "run": {"name": "lora", "dir": str(folder)},
         "model": {"name": str(base)},
         "mode": "lora",
         "lora": {"rank": 4},
-        "data": {"train": [{"path": str(made / "rows.jsonl"), "format": "messages"}], "max_length": 64},
+        "data": {"train": [{"path": str(rows), "format": "messages"}], "max_length": 64},
         "batch": {"rows": 2},
         "optimizer": {"lr": 2e-2},
-        "train": {"max_steps": 3, "precision": "fp32"},
+        "train": {"max_steps": steps, "precision": "fp32"},
+        "checkpoint": {"every_steps": steps},
     }
-    (tmp_path / "lora.yaml").write_text(yaml.safe_dump(recipe))
-    train_here(tmp_path / "lora.yaml")
+    (folder / "lora.yaml").write_text(yaml.safe_dump(recipe))
+    train_here(folder / "lora.yaml")
+
+
+def test_a_run_is_exported_for_ollama_and_compared(made: Path, tmp_path: Path) -> None:
+    """Of a base with a window, up to which rows are compared."""
+    lora_run(tmp_path, tiny.save_model(tmp_path, "mistral", sliding_window=40), made / "rows.jsonl", 3)
     out = tmp_path / "out"
     quiet = Console(quiet=True)
     export_run(tmp_path / "lora", ExportOptions(to="ollama", out=out, dtype="q8_0"), quiet)
@@ -358,20 +407,7 @@ def test_a_run_is_exported_for_ollama_and_compared(made: Path, tmp_path: Path) -
 
 @pytest.mark.long
 def test_a_run_of_a_multimodal_base_is_compared_by_its_text(made: Path, tmp_path: Path) -> None:
-    base = tiny.save_multimodal(tmp_path, "mistral3")
-    recipe = {
-        "run": {"name": "lora", "dir": str(tmp_path)},
-        "model": {"name": str(base)},
-        "mode": "lora",
-        "lora": {"rank": 4},
-        "data": {"train": [{"path": str(made / "rows.jsonl"), "format": "messages"}], "max_length": 64},
-        "batch": {"rows": 2},
-        "optimizer": {"lr": 2e-2},
-        "train": {"max_steps": 2, "precision": "fp32"},
-        "checkpoint": {"every_steps": 2},
-    }
-    (tmp_path / "lora.yaml").write_text(yaml.safe_dump(recipe))
-    train_here(tmp_path / "lora.yaml")
+    lora_run(tmp_path, tiny.save_multimodal(tmp_path, "mistral3"), made / "rows.jsonl", 2)
     for step in (None, "2"):
         out = tmp_path / f"out-{step}"
         export_run(tmp_path / "lora", ExportOptions(to="gguf", out=out, dtype="f32", step=step), Console(quiet=True))
@@ -381,18 +417,7 @@ def test_a_run_of_a_multimodal_base_is_compared_by_its_text(made: Path, tmp_path
 
 
 def test_a_run_of_mixtral_is_compared_by_its_tensors(made: Path, tmp_path: Path) -> None:
-    recipe = {
-        "run": {"name": "lora", "dir": str(tmp_path)},
-        "model": {"name": str(made / "mixtral")},
-        "mode": "lora",
-        "lora": {"rank": 4},
-        "data": {"train": [{"path": str(made / "rows.jsonl"), "format": "messages"}], "max_length": 64},
-        "batch": {"rows": 2},
-        "optimizer": {"lr": 2e-2},
-        "train": {"max_steps": 2, "precision": "fp32"},
-    }
-    (tmp_path / "lora.yaml").write_text(yaml.safe_dump(recipe))
-    train_here(tmp_path / "lora.yaml")
+    lora_run(tmp_path, made / "mixtral", made / "rows.jsonl", 2)
     export_run(tmp_path / "lora", ExportOptions(to="gguf", out=tmp_path / "out", dtype="f32"), Console(quiet=True))
     figures = json.loads((tmp_path / "out" / "verify.json").read_text())
     assert figures["passed"]
@@ -416,7 +441,12 @@ def test_a_run_of_mixtral_is_compared_by_its_tensors(made: Path, tmp_path: Path)
             {"model_type": "gemma3_text", **GEMMA, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
             "a layer without a window every 6",
         ),
-        ("ministral3", {}, "--to gguf: ministral3 is not written here"),
+        (
+            "ministral3",
+            {"text_config": ministral(mscale=2.0)},
+            "llama.cpp takes YaRN's mscale for 1, and here it is 2.0",
+        ),
+        ("ministral3", {"text_config": ministral(attention_factor=1.5)}, "is not written here, only plain YaRN"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -18,10 +19,13 @@ from conftest import metrics, serving, train_here
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import logsigmoid
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from finetune.data.dataset import build_held_out, questions
+from finetune.data.dataset import Dataset, build_held_out, build_training, questions
 from finetune.data.examples import image_reader
+from finetune.data.predictions import LOG_PROBS
+from finetune.data.samples import Sequence
 from finetune.errors import RunFailure, UserError
 from finetune.export.answering import answer_file, answers, chat_with, load_answerer
 from finetune.export.chat import chat_with_server, image_part
@@ -29,10 +33,11 @@ from finetune.export.commands import ExportOptions, export_run, load_trained, ve
 from finetune.export.live import verify_url
 from finetune.export.sampling import Sampling
 from finetune.export.trained import find_trained
-from finetune.models.config import load_tokenizer
+from finetune.models.config import load_tokenizer, model_config
 from finetune.recipe import load_recipe
-from finetune.training.run import _started
+from finetune.training.run import _started, compute_reference
 from finetune.training.signals import StopRequest
+from finetune.training.teacher import with_teacher
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +51,12 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train_on_pictures(folder: Path, name: str, **changes: Any) -> Path:
-    recipe = {
-        "run": {"name": f"{name}-{changes['mode']}", "dir": str(folder / "runs")},
+def train_on_pictures(folder: Path, name: str, mode: str = "full", **changes: Any) -> Path:
+    """Returns the folder of the run, which has its recipe. changes: of the recipe's sections; keys of a section."""
+    recipe: dict[str, Any] = {
+        "run": {"name": f"{name}-{mode}", "dir": str(folder / "runs")},
         "model": {"name": str(folder / f"{name}_sees"), "train": ["language", "projector"]},
+        "mode": mode,
         "data": {
             "train": [{"path": str(folder / "pictures.jsonl"), "format": "messages"}],
             "eval": [{"path": str(folder / "held_out.jsonl"), "format": "messages"}],
@@ -61,64 +68,79 @@ def train_on_pictures(folder: Path, name: str, **changes: Any) -> Path:
         "train": {"max_steps": 3, "precision": "fp32"},
         "evaluate": {"at_start": False, "generate": 6, "max_new_tokens": 4},
         "checkpoint": {"every_steps": 3},
-        **changes,
     }
-    path = folder / f"{name}-{changes['mode']}.yaml"
+    for section, keys in changes.items():
+        recipe[section] = {**recipe.get(section, {}), **keys}
+    path = folder / f"{recipe['run']['name']}.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    if (teacher := recipe.get("objective", {}).get("teacher")) is not None:
+        assert Path(teacher).is_dir()
+        compute_reference(load_recipe(path), str(path), StopRequest(), console())
     train_here(path)
     return folder / "runs" / recipe["run"]["name"]
 
 
-@torch.no_grad()
-def plain_loss(model: Any, recipe: Path) -> float:
-    """The mean over the held-out target tokens, one document at a time, by a plain forward."""
-    loaded = load_recipe(recipe)
-    tokenizer = load_tokenizer(loaded.model)
-    held_out, reader = build_held_out(loaded, tokenizer), image_reader(loaded, tokenizer)
-    assert held_out is not None
-    assert reader is not None
-    losses = []
-    for example in held_out.examples:
-        (sequence,) = example.sequences
-        ids = torch.from_numpy(sequence.input_ids.astype("int64"))[None]
-        pictures = reader(sequence.images, ids) if sequence.images else {}
+class Plain:
+    """The examples of a run, each sequence alone through plain transformers."""
+
+    def __init__(self, run: Path, part: str = "eval"):
+        recipe = load_recipe(run / "recipe.yaml")
+        tokenizer = load_tokenizer(recipe.model)
+        data, reader = build_held_out(recipe, tokenizer), image_reader(recipe, tokenizer)
+        if part == "train":
+            data = with_teacher(recipe, build_training(recipe, tokenizer), tokenizer, model_config(recipe.model))
+        assert isinstance(data, Dataset)
+        assert reader is not None
+        self.examples, self._reader = data.examples, reader
+
+    @torch.no_grad()
+    def logits(self, model: Any, ids: Any, images: tuple[Any, ...]) -> torch.Tensor:  # (T, V)
+        ids = torch.tensor(np.asarray(ids)[None], dtype=torch.int64)
+        pictures = dict(self._reader(images, ids)) if images else {}
         if "image_grid_thw" in pictures:
             pictures["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-        logits = model(input_ids=ids, **pictures).logits[0, :-1]
-        targets = torch.from_numpy(sequence.loss_mask[1:])
-        losses.append(torch.nn.functional.cross_entropy(logits[targets], ids[0, 1:][targets], reduction="none"))
-    return torch.cat(losses).mean().item()
+        return model(input_ids=ids, use_cache=False, **pictures).logits[0]
+
+    def log_probs(self, model: Any, one: Sequence) -> tuple[torch.Tensor, torch.Tensor]:  # (S,), (S, V)
+        """Returns those of the targets, and of all tokens in their places."""
+        targets = torch.from_numpy(one.loss_mask[1:])
+        every = self.logits(model, one.input_ids, one.images)[:-1][targets].log_softmax(-1)
+        ids = torch.from_numpy(one.input_ids[1:].astype("int64"))[targets]
+        return every.gather(1, ids[:, None])[:, 0], every
+
+    def loss(self, model: Any) -> float:
+        """The mean over all target tokens."""
+        return -torch.cat([self.log_probs(model, e.sequences[0])[0] for e in self.examples]).mean().item()
+
+    def pairs(self, model: Any, mean: bool = False) -> torch.Tensor:  # (E, 2) fp64
+        """The log-probabilities of the two sequences of each example, or means over their targets."""
+        found = [[self.log_probs(model, one)[0].double() for one in e.sequences] for e in self.examples]
+        return torch.tensor([[x.mean() if mean else x.sum() for x in pair] for pair in found])
 
 
-@torch.no_grad()
-def plain_answer(model: Any, recipe: Path, count: int) -> list[list[int]]:
+def plain_answer(model: Any, run: Path, count: int) -> list[list[int]]:
     """The likeliest next tokens of each held-out prompt, by whole forwards without a cache."""
-    loaded = load_recipe(recipe)
-    tokenizer = load_tokenizer(loaded.model)
-    held_out, reader = build_held_out(loaded, tokenizer), image_reader(loaded, tokenizer)
-    assert held_out is not None
-    assert reader is not None
-    answers = []
-    for question in questions(held_out.examples, ()):
-        ids = torch.tensor([question.prompt])
+    plain, answers = Plain(run), []
+    for question in questions(plain.examples, ()):
+        ids = list(question.prompt)
         for _ in range(count):
-            pictures = reader(question.images, ids) if question.images else {}
-            if "image_grid_thw" in pictures:
-                pictures["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-            logits = model(input_ids=ids, use_cache=False, **pictures).logits
-            ids = torch.cat([ids, logits[:, -1].argmax(-1)[:, None]], dim=1)
-        answers.append(ids[0, len(question.prompt) :].tolist())
+            ids.append(int(plain.logits(model, ids, question.images)[-1].argmax()))
+        answers.append(ids[len(question.prompt) :])
     return answers
 
 
+def evaluated(run: Path) -> float:
+    """The last `eval_loss`."""
+    return [line["eval_loss"] for line in metrics(run) if "eval_loss" in line][-1]
+
+
 def test_full_run_is_what_plain_transformers_computes(seeing: Path) -> None:
-    run = train_on_pictures(seeing, "qwen2_5_vl", mode="full")
+    run = train_on_pictures(seeing, "qwen2_5_vl")
     model, report = AutoModelForImageTextToText.from_pretrained(run / "model", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    evaluated = [line["eval_loss"] for line in metrics(run) if "eval_loss" in line]
-    assert plain_loss(model.eval(), seeing / "qwen2_5_vl-full.yaml") == pytest.approx(evaluated[-1], rel=1e-5)
-    with _started(load_recipe(seeing / "qwen2_5_vl-full.yaml"), "", StopRequest(), console(), None) as trainer:
+    assert Plain(run).loss(model.eval()) == pytest.approx(evaluated(run), rel=1e-5)
+    with _started(load_recipe(run / "recipe.yaml"), "", StopRequest(), console(), None) as trainer:
         assert trainer.evaluator is not None
         _, generations = trainer.evaluator.run()  # of the checkpoint, which is the result's
     (logged,) = [json.loads(line) for line in (run / "generations.jsonl").read_text().splitlines()]
@@ -128,7 +150,7 @@ def test_full_run_is_what_plain_transformers_computes(seeing: Path) -> None:
         if generation.images:
             with Image.open(run / name) as picture:
                 assert picture.width == sum(image.width + 8 for image in generation.images) - 8
-    answers = plain_answer(model, seeing / "qwen2_5_vl-full.yaml", 4)
+    answers = plain_answer(model, run, 4)
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     for generation, answer in zip(generations, answers, strict=True):
         assert tokenizer.decode(answer, skip_special_tokens=True).startswith(generation.output)
@@ -145,7 +167,7 @@ def test_full_run_is_what_plain_transformers_computes(seeing: Path) -> None:
 @pytest.fixture(scope="module")
 def full_run(seeing: Path) -> Path:
     run = seeing / "runs" / "qwen2_5_vl-full"
-    return run if run.exists() else train_on_pictures(seeing, "qwen2_5_vl", mode="full")
+    return run if run.exists() else train_on_pictures(seeing, "qwen2_5_vl")
 
 
 def test_rows_with_pictures_are_answered_as_plain_transformers_does(
@@ -156,7 +178,7 @@ def test_rows_with_pictures_are_answered_as_plain_transformers_does(
     answer_file(full_run, rows, out, Sampling(4), None, 8, console())
     model = AutoModelForImageTextToText.from_pretrained(full_run / "model").eval()
     answerer = load_answerer(full_run)
-    written = plain_answer(model, seeing / "qwen2_5_vl-full.yaml", 4)
+    written = plain_answer(model, full_run, 4)
     wanted = [answerer._read(ids, model.generation_config, ()).text for ids in written]
     assert [json.loads(line)["answer"] for line in out.read_text().splitlines()] == wanted
     messages = [json.loads(line)["messages"][:1] for line in rows.read_text().splitlines()]
@@ -229,47 +251,77 @@ def test_an_openai_client_gets_the_greedy_answers_to_pictures(
         assert (live.top1, live.prompts, live.gap_max) == (1, 1, 0)
 
 
-@torch.no_grad()
-def plain_preference(policy: Any, reference: Any, recipe: Path) -> float:
-    """DPO's loss (arXiv:2305.18290, equation 7) over the held-out pairs, one answer at a time, by plain forwards."""
-    loaded = load_recipe(recipe)
-    tokenizer = load_tokenizer(loaded.model)
-    held_out, reader = build_held_out(loaded, tokenizer), image_reader(loaded, tokenizer)
-    assert held_out is not None
-    assert reader is not None
-    losses = []
-    for example in held_out.examples:
-        rewards = []
-        for answer in example.sequences:
-            ids = torch.from_numpy(answer.input_ids.astype("int64"))[None]
-            pictures = reader(answer.images, ids) if answer.images else {}
-            if pictures:
-                pictures["mm_token_type_ids"] = (ids == policy.config.image_token_id).int()
-            targets = torch.from_numpy(answer.loss_mask[1:])
-            logits = (model(input_ids=ids, **pictures).logits[0, :-1][targets] for model in (policy, reference))
-            mine, other = (one.log_softmax(-1).gather(1, ids[0, 1:][targets][:, None]).sum() for one in logits)
-            rewards.append(0.1 * (mine - other))
-        losses.append(-torch.nn.functional.logsigmoid(rewards[0] - rewards[1]))
-    return torch.stack(losses).mean().item()
-
-
-def test_preferences_of_pictures_are_what_plain_transformers_computes(seeing: Path) -> None:
-    source = [{"path": str(seeing / "pairs.jsonl"), "format": "preference"}]
+@pytest.mark.parametrize("objective", ["dpo", "kto", pytest.param("orpo", marks=pytest.mark.long)])
+def test_preferences_of_pictures_are_what_plain_transformers_computes(objective: str, seeing: Path) -> None:
+    """DPO: arXiv:2305.18290, equation 7; KTO: arXiv:2402.01306, equations 7 and 8, with answers of other rows; ORPO:
+    arXiv:2403.07691, equations 6 and 7. Each prompt is computed for each answer, and the plan says so."""
+    source = {"path": str(seeing / "pairs.jsonl"), "format": "preference"}
     run = train_on_pictures(
         seeing,
         "qwen2_5_vl",
-        mode="full",
-        run={"name": "dpo", "dir": str(seeing / "runs")},
-        objective={"name": "dpo"},
-        data={"train": source, "eval": source, "max_length": 256, "image": {}},
-        evaluate={"at_start": False},
+        run={"name": objective},
+        objective={"name": objective},
+        data={"train": [source], "eval": [{**source, "limit": 8}], "max_length": 256},
+        evaluate={"generate": 0},
     )
-    evaluated = [line["eval_loss"] for line in metrics(run) if "eval_loss" in line]
     folders = (run / "model", seeing / "qwen2_5_vl_sees")
     policy, reference = (AutoModelForImageTextToText.from_pretrained(folder).eval() for folder in folders)
-    plain = plain_preference(policy, reference, seeing / "qwen2_5_vl-full.yaml")
-    assert plain == pytest.approx(evaluated[-1], rel=1e-5)
-    assert abs(plain - math.log(2)) > 1e-3  # the policy is another than the reference by now
+    plain, beta = Plain(run), 0.1
+    if objective == "orpo":
+        averages = plain.pairs(policy, mean=True)
+        odds = (averages - torch.log1p(-averages.exp())).T
+        chosen = [plain.log_probs(policy, example.sequences[0])[0] for example in plain.examples]
+        loss = -torch.cat(chosen).mean() - beta * logsigmoid(odds[0] - odds[1]).mean()
+    else:
+        first, second = (beta * (plain.pairs(policy) - plain.pairs(reference))).T
+        if objective == "dpo":
+            loss = -logsigmoid(first - second).mean()
+        else:
+            signs = torch.tensor([2 * example.columns["label"] - 1 for example in plain.examples])
+            loss = (1 - (signs * (first - second.mean().clamp(min=0))).sigmoid()).mean()
+            sources = [[[image.source for image in one.images] for one in e.sequences] for e in plain.examples]
+            assert [own for own, _ in sources] == [mismatched for _, mismatched in sources]  # the prompt's
+            assert any(own for own, _ in sources)
+        assert abs(loss - {"dpo": math.log(2), "kto": 0.5}[objective]) > 1e-3  # the policy is another by now
+    assert loss.item() == pytest.approx(evaluated(run), rel=1e-5)
+    said = json.loads((run / "plan.json").read_text())["shared_prompts"]
+    assert said == (None if objective == "kto" else "computed for each answer: documents have images")
+
+
+def test_a_teacher_that_sees_is_what_plain_transformers_says(seeing: Path, tmp_path: Path) -> None:
+    """Of two rows whose pictures differ by colour alone, which are the same tokens, too. Who is taught by himself has
+    nothing to learn: the student sees the same pictures."""
+    teacher = shutil.copytree(seeing / "qwen2_5_vl_sees", tmp_path / "teacher")
+    model = AutoModelForImageTextToText.from_pretrained(teacher).eval()
+    model.model.language_model.norm.weight.data.mul_(20)  # sure of itself, unlike random weights
+    model.save_pretrained(teacher)
+    rows = [json.loads(line) for line in (seeing / "pictures.jsonl").read_text().splitlines()[:8]]
+    for colour in ("red", "blue"):
+        Image.new("RGB", (60, 90), colour).save(seeing / f"{colour}.png")
+        asked = [{"type": "image", "image": f"{colour}.png"}, {"type": "text", "text": "which?"}]
+        rows.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "this one"}]})
+    source = [{"path": str(tiny.write_rows(seeing / "taught.jsonl", rows)), "format": "messages"}]
+    changes: dict[str, Any] = {
+        "run": {"name": "distill"},
+        "model": {"name": str(teacher)},
+        "data": {"train": source},
+        "objective": {"name": "distill", "teacher": str(teacher), "top_k": 5},
+        "evaluate": {"generate": 0},
+    }
+    run = train_on_pictures(seeing, "qwen2_5_vl", **changes)
+    plain = Plain(run, "train")
+    predicted = []
+    for example in plain.examples:
+        _, every = plain.log_probs(model, example.sequences[0])
+        columns = {name: torch.from_numpy(values) for name, values in example.target_columns.items()}
+        torch.testing.assert_close(columns[LOG_PROBS], every.topk(5).values, rtol=0, atol=1e-4)
+        predicted.append(columns[LOG_PROBS])
+    assert (predicted[-1] - predicted[-2]).abs().max() > 1e-2
+    first = next(line for line in metrics(run) if "loss" in line)
+    assert abs(first["divergence"]) < 1e-6
+    (teacher / "preprocessor_config.json").write_text('{"size": {"shortest_edge": 784, "longest_edge": 1568}}')
+    with pytest.raises(UserError, match="sees images as other tokens, or by other settings"):
+        train_on_pictures(seeing, "qwen2_5_vl", **{**changes, "model": {}, "run": {"name": "distill-other"}})
 
 
 def test_qlora_in_bf16_answers_as_its_adapter_on_the_base(seeing: Path) -> None:
@@ -278,24 +330,23 @@ def test_qlora_in_bf16_answers_as_its_adapter_on_the_base(seeing: Path) -> None:
         seeing,
         "smolvlm",
         mode="qlora",
-        model={"name": str(seeing / "smolvlm_sees"), "train": ["language", "projector", "vision"]},
+        model={"train": ["language", "projector", "vision"]},
         lora={"rank": 2, "alpha": 4},
         quantization={"type": "nf4"},
-        train={"max_steps": 3, "precision": "bf16"},
+        train={"precision": "bf16"},
     )
     losses = [line["loss"] for line in metrics(run) if "loss" in line]
-    evaluated = [line["eval_loss"] for line in metrics(run) if "eval_loss" in line]
     assert losses[-1] < losses[0]
-    plain = plain_loss(load_trained(run / "model").float().eval(), seeing / "smolvlm-qlora.yaml")
-    assert plain == pytest.approx(evaluated[-1], rel=2**-6)
+    plain = Plain(run).loss(load_trained(run / "model").float().eval())
+    assert plain == pytest.approx(evaluated(run), rel=2**-6)
 
 
 def test_adapter_is_merged_for_the_whole_model(seeing: Path, tmp_path: Path) -> None:
-    run = train_on_pictures(seeing, "smolvlm", mode="lora", lora={"rank": 2, "alpha": 4})
+    changes: dict[str, Any] = {"lora": {"rank": 2, "alpha": 4}, "data": {"image": {"max_pixels": 56 * 56}}}
+    run = train_on_pictures(seeing, "smolvlm", mode="lora", **changes)
     model = load_trained(run / "model").eval()
-    evaluated = [line["eval_loss"] for line in metrics(run) if "eval_loss" in line]
-    recipe = seeing / "smolvlm-lora.yaml"
-    assert plain_loss(model, recipe) == pytest.approx(evaluated[-1], rel=1e-5)
+    plain = Plain(run)
+    assert plain.loss(model) == pytest.approx(evaluated(run), rel=1e-5)
     names = [name for name, _ in model.named_parameters() if "lora_" in name]
     assert {"connector" in name or "text_model" in name for name in names} == {True}
     assert any("connector" in name for name in names)
@@ -304,8 +355,10 @@ def test_adapter_is_merged_for_the_whole_model(seeing: Path, tmp_path: Path) -> 
         compared = export_run(run, ExportOptions(out=out, step=step), console())
         assert compared["kl_mean"] < 1e-9
         merged = AutoModelForImageTextToText.from_pretrained(out).eval()
-        assert plain_loss(merged, recipe) == pytest.approx(evaluated[-1], rel=1e-5)
+        assert plain.loss(merged) == pytest.approx(evaluated(run), rel=1e-5)
         assert (out / "processor_config.json").is_file()
+        for folder in (out, run / "model"):
+            assert json.loads((folder / "preprocessor_config.json").read_text())["size"] == {"longest_edge": 56}
     figures = verify_run(tmp_path / "merged-3", run, None, None, 6, console())
     assert (figures.greedy, figures.top1) == (1.0, 1.0)
 
@@ -330,6 +383,59 @@ def test_an_export_that_sees_otherwise_is_found(broken: str, full_run: Path, tmp
         message = "preprocessor_config.json is missing"
     with pytest.raises(RunFailure, match=message):
         verify_run(out, run, None, None, 6, console())
+
+
+def result_of(folder: Path, name: str, out: Path) -> Path:
+    """A full run on pictures as it ends, whose weights are still the base's."""
+    base = folder / f"{name}_sees"
+    shutil.copytree(base, out / "model")
+    (out / "model" / "generation_config.json").write_text('{"eos_token_id": 2}')
+    rows = [{"path": str(folder / "held_out.jsonl"), "format": "messages"}]
+    recipe = {
+        "run": {"name": name},
+        "model": {"name": str(base), "train": ["language", "projector"]},
+        "mode": "full",
+        "data": {"train": rows, "max_length": 128, "image": {}},
+        "batch": {"rows": 4},
+        "optimizer": {"lr": 3e-3},
+        "train": {"max_steps": 3, "precision": "fp32"},
+    }
+    (out / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return out
+
+
+def test_of_a_run_on_pictures_gguf_has_the_language_model(seeing: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    run, said = result_of(seeing, "smolvlm", tmp_path / "run"), io.StringIO()
+    options = ExportOptions("gguf", out=tmp_path / "out", dtype="f32")
+    compared = export_run(run, options, Console(file=said, width=400))
+    assert compared["kl_mean"] < 1e-12
+    assert compared["top1"] == 1
+    assert "has the language model alone: pictures need a second file, which llama.cpp's" in said.getvalue()
+    assert "convert_hf_to_gguf.py FOLDER --mmproj" in said.getvalue()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("smolvlm", "int8"), ("qwen2_5_vl", "fp8")])
+def test_eight_bits_leave_the_tower_as_it_is(name: str, kind: str, seeing: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    run = result_of(seeing, name, tmp_path / "run")
+    compared = export_run(run, ExportOptions(out=tmp_path / "out", quantised=kind), console())
+    assert 1e-10 < compared["kl_mean"] < 1e-2
+    before, after = (load_file(folder / "model.safetensors") for folder in (run / "model", tmp_path / "out"))
+    scaled = {key.removesuffix("_scale") for key in after if key.endswith(".weight_scale")}
+    assert len(scaled) == 14  # of two layers, q, k, v, o and three more
+    kept = before.keys() - scaled
+    assert all(torch.equal(before[key], after[key]) for key in kept)
+    assert any("vision" in key or "visual" in key for key in kept)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    ignored = config["quantization_config"]["ignore"]
+    assert "lm_head" in ignored
+    assert all("vision" in one or "visual" in one or "connector" in one or one == "lm_head" for one in ignored)
+    config["quantization_config"]["ignore"] = [*ignored, "model.text_model.layers.0.self_attn.q_proj"]
+    if kind == "int8":
+        (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(RunFailure, match=r"q_proj is in eight bits, and config\.json says otherwise"):
+            verify_run(tmp_path / "out", run, None, None, 6, console())
 
 
 def console() -> Console:

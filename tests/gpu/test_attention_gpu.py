@@ -13,6 +13,7 @@ from finetune.data.batch import row_places
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import FLEX, VARLEN, choose_attention
 from finetune.models.attention.choice import AttentionChoice
+from finetune.models.attention.kernels import flash_3_missing
 from finetune.models.compiled import compilations, compile_layers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -33,11 +34,15 @@ CONFIGS = {
 }
 ROWS = ((7, 300, 1, 204), (512,), (128, 128, 256), (3, 130, 200, 100, 79))  # of 512 tokens
 CASES = [("llama", "varlen"), ("mistral", "varlen"), ("llama", "flex"), ("mistral", "flex"), ("gemma2", "flex")]
+# Last: torch has these kernels from then on.
+CASES += [("llama", "flash_attention_3"), ("mistral", "flash_attention_3")]
 
 
 def choose(name: str, asked: str, longest: int | None = None) -> AttentionChoice:
     config = CONFIGS[name]
     kind = AutoModelForCausalLM._model_mapping[type(config)]
+    if asked == "flash_attention_3" and (torch.cuda.get_device_capability()[0] != 9 or flash_3_missing()):
+        pytest.skip(flash_3_missing() or "needs a Hopper GPU")
     return choose_attention(asked, kind, config, "cuda", half_precision=True, longest=longest)
 
 

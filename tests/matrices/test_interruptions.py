@@ -1,4 +1,5 @@
-"""scripts/crash_test.py and scripts/two_hosts.py, whole: runs that are killed and hosts that are lost."""
+"""scripts/crash_test.py, thirty kills of each config, and scripts/two_hosts.py, whole: runs that are killed and hosts
+that are lost."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("config", crash_test.CONFIGS)
 def test_nothing_is_lost_when_killed(config: str) -> None:
     """With another seed each time, which the output shows."""
-    run_script("crash_test.py", "--only", config, "--kills", 67)
+    run_script("crash_test.py", "--only", config, "--kills", 30)
 
 
 def test_a_host_is_lost_and_comes_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,8 @@ def test_auto_takes_the_fastest_that_can_and_says_why(
         ("flex", GPT2Config(), "cuda", True, "the model's attn_pdrop is 0.1"),
         ("flash_attention_2", LLAMA, "cpu", True, "needs a CUDA device"),
         ("flash_attention_2", LLAMA, "cuda", True, "pip install flash-attn"),
+        ("flash_attention_3", LLAMA, "cuda", False, "needs a CUDA device and 16-bit precision"),
+        ("flash_attention_3", LLAMA, "cuda", True, "FlashAttention-3 is not there"),
         ("sdpa", Gemma2Config(), "cpu", False, "soft-capped"),
         ("documents", GptOssConfig(), "cpu", False, "more than scaled_dot_product_attention can do"),
     ],
@@ -357,6 +360,20 @@ def test_the_requested_implementation_is_taken(asked: str) -> None:
     choice = choose(asked, LLAMA, "cuda", True, everything)
     assert choice.implementation in (asked, f"finetune_{asked}")
     assert choice.reason == "asked for in the recipe"
+
+
+def test_flash_attention_3_is_varlen_with_kernels_that_torch_activates() -> None:
+    for capability in ((8, 9), (10, 0)):
+        elsewhere = Kernels(capability, flash_kernels=True, triton=True, no_flash_3=None)
+        with pytest.raises(UserError, match="needs a Hopper GPU"):
+            choose("flash_attention_3", LLAMA, "cuda", True, elsewhere)
+    there = replace(HOPPER, no_flash_3=None)
+    assert "`flash_attention_3` is there, too" in choose("auto", LLAMA, "cuda", True, there).reason
+    choice = choose("flash_attention_3", LLAMA, "cuda", True, there)
+    assert (choice.implementation, choice.reason) == (VARLEN, "FlashAttention-3, asked for in the recipe")
+    assert kernels.flash_3_missing() is not None
+    with pytest.raises((ModuleNotFoundError, AttributeError)):  # torch looks for the package, which is not here
+        choice.forward_arguments((3, 4))
 
 
 def test_masks_are_made_for_the_windows_of_the_layers() -> None:

@@ -92,3 +92,17 @@ def test_a_model_without_such_layers_is_refused() -> None:
     Model.base_model.layers = nn.ModuleList([nn.Linear(7, 7)])
     with pytest.raises(UserError, match="multiples of 16"):
         weights.compute_in_fp8(Model(), torch.device("cpu"))
+
+
+def test_compiled_layers_are_the_same_as_one_graph(block: Any) -> None:
+    """torchao is made for it; `use_fp8` goes through what works around Triton's fault in compiled backwards."""
+    from torchao.float8 import _inductor_patch  # pyright: ignore[reportMissingImports]
+
+    assert _inductor_patch._PATCHED
+    x, results = torch.randn(40, 64), []
+    for compiled in (False, True):
+        layer = copy.deepcopy(block.up)
+        y = (torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer)(x)
+        y.sum().backward()
+        results.append((y, layer.weight.grad, layer.bias.grad))
+    assert all(map(torch.equal, *results))

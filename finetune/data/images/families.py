@@ -277,12 +277,14 @@ class _FamilyLoader:
 
     def processor(self, cls: Any) -> Any:
         """Returns transformers' image processor with the settings of the model's folder."""
+        name, revision = processor_place(self.model, self.images)
         try:
-            return cls.from_pretrained(self.model.name, revision=self.model.revision or "main")
+            return cls.from_pretrained(name, revision=revision)
         except (OSError, ValueError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(
-                f"data.image: {self.model.name!r} has no image processor that can be loaded: {reason}"
+                f"data.image: {name!r} has no image processor that can be loaded: {reason}; `data.image.processor` "
+                "names another place of it"
             ) from None
 
     def id_of(self, token: str) -> int:
@@ -316,6 +318,12 @@ class _FamilyLoader:
         return ImageFamily(self.model_type, processor, placeholder, token, token_id, ids, write, call, join, settings)
 
 
+def processor_place(model: Model, images: Images) -> tuple[str, str]:
+    """Returns (hub id or folder, revision) of the settings of the processors."""
+    assert model.name is not None  # a rule of the recipe
+    return (model.name, model.revision or "main") if images.processor is None else (images.processor, "main")
+
+
 def image_family(model: Model, images: Images, tokenizer: PreTrainedTokenizerBase) -> ImageFamily:
     """Returns how the recipe's model sees images. Raises UserError for a model that sees none, or whose family is not
     in `FAMILIES`."""
@@ -325,7 +333,8 @@ def image_family(model: Model, images: Images, tokenizer: PreTrainedTokenizerBas
         config: Any = AutoConfig.from_pretrained(
             model.name, revision=revision, trust_remote_code=model.trust_remote_code
         )
-        settings = ProcessorMixin.get_processor_dict(model.name, revision=revision)[0]
+        name, of_processor = processor_place(model, images)
+        settings = ProcessorMixin.get_processor_dict(name, revision=of_processor)[0]
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"data.image: {model.name!r} cannot be read: {reason}") from None

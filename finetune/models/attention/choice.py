@@ -71,6 +71,7 @@ class Kernels:
     capability: tuple[int, int] | None = None  # of the CUDA device; None: no CUDA device, or one of AMD
     flash_kernels: bool = False  # torch's own, built in
     flash_attn: bool = False  # the package
+    no_flash_3: str | None = "FlashAttention-3 is not there"  # what it lacks; None: it is there
     triton: bool = False
 
     @classmethod
@@ -80,6 +81,7 @@ class Kernels:
             capability=torch.cuda.get_device_capability() if nvidia else None,
             flash_kernels=nvidia and torch.backends.cuda.is_flash_attention_available(),
             flash_attn=importlib.util.find_spec("flash_attn") is not None,
+            no_flash_3=kernels.flash_3_missing(),
             triton=importlib.util.find_spec("triton") is not None,
         )
 
@@ -194,7 +196,8 @@ def choose_attention(
         raise UserError(f"model.attention: `{requested}` does not fit {model_class.__name__} here: {why}; use `auto`")
     if requested in ("sdpa", "eager"):
         return _from_transformers(requested, case, "asked for in the recipe")
-    return _chosen(requested, case, "asked for in the recipe")
+    kernel = "FlashAttention-3, " if requested == "flash_attention_3" else ""
+    return _chosen(requested, case, f"{kernel}asked for in the recipe")
 
 
 def _fastest(case: _Case) -> AttentionChoice:
@@ -202,7 +205,8 @@ def _fastest(case: _Case) -> AttentionChoice:
         return _from_transformers(case.plain, case, why)
     if case.device == "cuda" and case.half:
         if (not_varlen := _no_varlen(case)) is None:
-            return _chosen("varlen", case, "CUDA, 16 bit: one kernel for all documents of a row")
+            faster = "; `flash_attention_3` is there, too" if _no_flash_3(case) is None else ""
+            return _chosen("varlen", case, f"CUDA, 16 bit: one kernel for all documents of a row{faster}")
         if _no_flash(case) is None:
             return _chosen("flash_attention_2", case, f"flash-attn is installed; not varlen: {not_varlen}")
         if _no_flex(case) is None:
@@ -238,8 +242,9 @@ def _chosen(way: str, case: _Case, reason: str) -> AttentionChoice:
     if way == "documents":
         prepare = partial(per_document.prepare, compiled=case.longest is not None)
         return chosen(per_document.DOCUMENTS, prepare=prepare, not_shared=not_shared)
-    if way == "varlen":
-        prepare = partial(kernels.prepare_varlen, device=case.device, longest=case.longest)
+    if way in ("varlen", "flash_attention_3"):
+        prepare = kernels.prepare_varlen if way == "varlen" else kernels.prepare_flash_3
+        prepare = partial(prepare, device=case.device, longest=case.longest)
         return chosen(kernels.VARLEN, prepare=prepare, not_shared=not_shared)
     prepare = partial(kernels.prepare_flex, device=case.device, windows=_windows(case.config))
     return chosen(kernels.FLEX, prepare=prepare, not_shared=not_shared)
@@ -311,6 +316,15 @@ def _no_varlen(case: _Case) -> str | None:
     return None
 
 
+def _no_flash_3(case: _Case) -> str | None:
+    """It is the kernel of `varlen`, in torch's own place for it."""
+    if (why := _no_varlen(case)) is not None:
+        return why
+    if case.kernels.capability is None or case.kernels.capability[0] != 9:
+        return "FlashAttention-3 needs a Hopper GPU (compute capability 9)"
+    return case.kernels.no_flash_3
+
+
 def _no_flex(case: _Case) -> str | None:
     if case.device != "cuda":
         return f"FlexAttention has no backward on the device `{case.device}`; it needs CUDA"
@@ -334,6 +348,7 @@ _OBSTACLES: dict[str, Callable[[_Case], str | None]] = {
     "varlen": _no_varlen,
     "flex": _no_flex,
     "flash_attention_2": _no_flash,
+    "flash_attention_3": _no_flash_3,
     "sdpa": lambda case: "its attention logits are soft-capped, which sdpa cannot do" if case.soft_capped else None,
     "eager": lambda case: None,
 }

@@ -9,6 +9,7 @@ D head size.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -232,6 +233,33 @@ def varlen_missing(grouped: bool) -> str | None:
 
 
 register(VARLEN, varlen_attention)
+
+
+def prepare_flash_3(
+    document_lengths: tuple[int, ...],
+    prefix_lengths: tuple[int, ...] = (),
+    *,
+    device: str,
+    longest: int | None = None,
+) -> dict[str, Any]:
+    """As `prepare_varlen`, with FlashAttention-3 as the kernel of torch's flash attention from now on, in all of it."""
+    _activate_flash_3()
+    return prepare_varlen(document_lengths, prefix_lengths, device=device, longest=longest)
+
+
+@cache
+def _activate_flash_3() -> None:
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+
+
+def flash_3_missing() -> str | None:
+    """Returns what is missing on any device; None where torch and the package have it."""
+    listed = getattr(torch.nn.attention, "list_flash_attention_impls", list[str])
+    if "FA3" not in listed():
+        return f"torch {torch.__version__} does not offer FlashAttention-3"
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return "FlashAttention-3 is not installed: https://github.com/Dao-AILab/flash-attention (`hopper`)"
+    return None
 
 
 # --- flex: a kernel that torch.compile writes for the documents' mask, and that skips what no token may see

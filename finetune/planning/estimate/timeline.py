@@ -246,7 +246,9 @@ class Marks:
 
 def attention_at(recipe: Recipe, config: PretrainedConfig, how: How) -> AttentionChoice:
     """Returns the attention of a run on such a device, which this machine need not have, for fake tensors."""
-    there = Kernels(how.capability, flash_kernels=True, triton=True) if how.device == "cuda" else Kernels()
+    there = (
+        Kernels(how.capability, flash_kernels=True, triton=True, no_flash_3=None) if how.device == "cuda" else Kernels()
+    )
     eager = recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": False})})
     choice = attention_for(eager, config, how.device, there)
     if choice.implementation == kernels.VARLEN:

@@ -23,21 +23,11 @@ from data_helpers import byte_level, conversation, ids, labels, prepare, recipe,
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.building import CHUNK_ROWS, EntryBuild, OpenedSources, build_source, progress_line
+from finetune.data.cache_entries import age_in_seconds, list_entries, not_used_for, remove
 from finetune.data.chat.renderer import Rendered, Renderer, build_renderer
 from finetune.data.chat.template_choice import resolve_template
 from finetune.data.examples import prepare_examples
-from finetune.data.token_cache import (
-    ARRAYS,
-    CacheEntry,
-    EntryWriter,
-    age_in_seconds,
-    find_or_build,
-    list_entries,
-    load,
-    lock_of,
-    not_used_for,
-    remove,
-)
+from finetune.data.token_cache import ARRAYS, CacheEntry, EntryWriter, find_or_build, load, lock_of
 from finetune.data.tokenizing import ChunkResult, Item, RowSettings, tokenize_chunk, tokenize_chunks
 from finetune.errors import RunFailure, UserError
 from finetune.recipe import Recipe

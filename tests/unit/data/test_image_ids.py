@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import AutoTokenizer, ProcessorMixin
 
 from finetune.data.batch import collate
 from finetune.data.examples import Examples, image_reader, prepare_examples
+from finetune.models.vision import processor_settings
 from finetune.recipe import Recipe
 
 # name of `tiny.SEEING`: (module, class) of the processor
@@ -194,6 +196,14 @@ def test_max_pixels_bounds_what_is_seen(
             patch = reader.family.processor.patch_size
             assert int(batch.inputs["image_grid_thw"].prod(1).median()) * patch**2 <= most  # thin ones have a row
     assert tokens[1] < tokens[0]
+    result = tmp_path / "result"
+    shutil.copytree(seeing / f"{name}_sees", result)
+    for file, content in processor_settings(recipe.model, recipe.data.image).items():
+        (result / file).write_bytes(content)
+    of_result = recipe_of(seeing, name, rows)
+    of_result = of_result.model_copy(update={"model": of_result.model.model_copy(update={"name": str(result)})})
+    of_result_reader: Any = image_reader(of_result, tokenizer)
+    assert of_result_reader.family.settings == reader.family.settings  # who loads it sees what was trained on
 
 
 def test_a_changed_image_is_an_error(seeing: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -213,3 +223,9 @@ def test_a_changed_image_is_an_error(seeing: Path, monkeypatch: pytest.MonkeyPat
     (image,) = example.sequences[0].images
     sized = replace(image, width=61)
     assert reader.read(sized)["pixel_values"].shape[1] > 0
+    (seeing / "pictures" / "other.png").write_bytes(b"")
+    with pytest.raises(UserError, match=r"other\.png: cannot be decoded: not an image.*`data.image: {verify: pixels}`"):
+        reader.read(image)
+    (seeing / "pictures" / "other.png").unlink()
+    with pytest.raises(UserError, match=r"other\.png: cannot be decoded: .*No such file"):
+        reader.read(image)

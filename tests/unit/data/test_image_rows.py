@@ -22,11 +22,12 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from finetune.data.examples import Examples, prepare_examples
-from finetune.data.images.image_files import MAX_PIXELS, decode, find_image
+from finetune.data.images.image_files import decode, find_image
 from finetune.data.samples import BadRow
 from finetune.errors import UserError
+from finetune.models.vision import processor_settings
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Images
+from finetune.recipe.schema import Images, Model
 
 
 @pytest.fixture(scope="module")
@@ -176,11 +177,13 @@ def test_datasets_own_image_column_is_not_decoded(model: Path, folder: Path) -> 
     [
         (asked("which? <image>") | {"images": ["a.png", "a.png"]}, "2 images, but its messages 1 place"),
         (asked("which?") | {"images": ["a.png"]}, "1 images, but its messages 0 places"),
+        (asked("<image> or <image>?") | {"images": ["a.png"]}, "1 images, but its messages 2 places"),
         (asked({"type": "image"}), "names no image"),
         (asked({"type": "image", "image": "missing.png"}), "no such image"),
         (asked({"type": "image", "image": "../outside.png"}), "leads out of"),
         (asked({"type": "image", "image": "/etc/hostname"}), "leads out of"),
         (asked({"type": "image", "image": "link.png"}), "leads out of"),
+        (asked({"type": "image", "image": "linked/outside.png"}), "leads out of"),
         (asked({"type": "image", "image": "."}), "not a file"),
         (asked({"type": "image", "image": "https://example.org/a.png"}), "images are not fetched"),
         (asked({"type": "image", "image": "data:image/png;base64,%%"}), "not base64"),
@@ -194,7 +197,13 @@ def test_datasets_own_image_column_is_not_decoded(model: Path, folder: Path) -> 
         (asked({"type": "image", "image": "cut.jpg"}), "cut off"),
         (asked({"type": "image", "image": "cut.webp"}), "cannot be read"),
         (asked({"type": "image", "image": "animated.gif"}), "2 frames"),
+        (asked({"type": "image", "image": "animated.png"}), "2 frames"),
+        (asked({"type": "image", "image": "animated.webp"}), "2 frames"),
+        (asked({"type": "image", "image": "pages.tif"}), "2 frames or pages"),
+        (asked({"type": "image", "image": "empty.png"}), "not an image of a kind that is read"),
+        (asked({"type": "image", "image": "cut.gif"}), "cannot be read"),
         (asked({"type": "image", "image": "bomb.png"}), "decompression bomb"),
+        (asked({"type": "image", "image": "hundred.png"}), "10000 x 10000 pixels, more than 89,478,485"),
         (asked({"type": "image", "image": "thin.png"}), "aspect ratio"),
         (asked({"type": "image", "image": "float.tif"}), "32 bits"),
     ],
@@ -215,12 +224,16 @@ def write_bad_images(folder: Path) -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
     noise.save(folder.parent / "outside.png")
     (folder / "link.png").symlink_to(folder.parent / "outside.png")
-    for kind in ("png", "jpg", "webp"):
+    (folder / "linked").symlink_to(folder.parent)
+    for kind in ("png", "jpg", "webp", "gif"):
         whole = io.BytesIO()
         noise.save(whole, {"jpg": "jpeg"}.get(kind, kind))
         (folder / f"cut.{kind}").write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
-    noise.save(folder / "animated.gif", save_all=True, append_images=[Image.new("RGB", (64, 64))])
+    for name in ("animated.gif", "animated.png", "animated.webp", "pages.tif"):
+        noise.save(folder / name, save_all=True, append_images=[Image.new("RGB", (64, 64))])
+    (folder / "empty.png").touch()
     (folder / "bomb.png").write_bytes(_empty_png(30_000, 30_000))
+    (folder / "hundred.png").write_bytes(_empty_png(10_000, 10_000))
     Image.new("RGB", (1000, 2)).save(folder / "thin.png")
     Image.fromarray(np.zeros((9, 9), np.float32)).save(folder / "float.tif")
 
@@ -269,7 +282,6 @@ def test_pixels_are_looked_at_where_it_is_asked(folder: Path) -> None:
     find_image("damaged.png", Images(), data_file)
     with pytest.raises(BadRow, match="cannot be read"):
         find_image("damaged.png", Images(verify="pixels"), data_file)
-    assert MAX_PIXELS < 10**8  # an image of 100 megapixels is refused
 
 
 @pytest.mark.parametrize("overlong", ["drop", "split", "truncate", "error"])
@@ -304,6 +316,25 @@ def test_rows_with_images_are_refused_without_the_key(model: Path, folder: Path)
     path = tiny.write_rows(folder / "rows.jsonl", [asked({"type": "image", "image": "a.png"})])
     with pytest.raises(UserError, match=r"data\.image"):
         examples_of(model, path, "messages", image=None)
+
+
+def test_a_processor_may_be_in_another_place(model: Path, folder: Path, tmp_path: Path) -> None:
+    """Of a model whose own repository has none."""
+    path = tiny.write_rows(folder / "rows.jsonl", [asked({"type": "image", "image": "a.png"})])
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in (file for file in model.iterdir() if "processor_config" not in file.name):
+        (bare / file.name).symlink_to(file)
+    with pytest.raises(UserError, match=r"no image processor that can be loaded: .*`data\.image\.processor`"):
+        examples_of(bare, path, "messages")
+    (one,), (other,) = (
+        examples_of(folder, path, "messages", image=image)
+        for folder, image in ((model, {}), (bare, {"processor": str(model)}))
+    )
+    assert one.sequences[0].input_ids.tolist() == other.sequences[0].input_ids.tolist()
+    names = ("preprocessor_config.json", "processor_config.json")
+    kept = processor_settings(Model(name=str(bare)), Images(processor=str(model)))
+    assert kept == {name: (model / name).read_bytes() for name in names}
 
 
 def test_the_same_words_about_another_image_are_another_example(model: Path, folder: Path) -> None:

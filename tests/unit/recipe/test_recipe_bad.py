@@ -732,9 +732,9 @@ CASES = [
         {2: "model: {name: a, train: [language]}", 4: PAIRS, 8: "objective: {name: dpo, reference_model: b}"},
     ),
     Bad(
-        "an objective that was not tried with images",
-        [":8: objective.name: `kto` was not tried with images: use sft, focal, dpo, orpo"],
-        {2: "model: {name: a, train: [language]}", 4: PAIRS, 8: "objective: {name: kto}"},
+        "a teacher's file and images, which tokens do not tell apart",
+        [":8: objective.teacher: a file has its rows by their tokens, which images of one size share: name a model"],
+        {4: EVAL.replace("max_length", "image: {}, max_length"), 8: "objective: {name: distill, teacher: m.parquet}"},
     ),
     # --- formats of an objective ---
     Bad(

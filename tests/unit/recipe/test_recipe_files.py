@@ -36,7 +36,7 @@ every_recipe = pytest.mark.parametrize("path", COMPLETE, ids=name_of)
 
 
 def test_count():
-    assert (len(COMPLETE), len(SHARED)) == (61, 5)
+    assert (len(COMPLETE), len(SHARED)) == (62, 5)
 
 
 @every_recipe
@@ -113,7 +113,8 @@ def test_a_base_model_is_given_a_chat_template(path: Path):
     model = load_recipe(path).model
     if model.name is not None and "/model" not in model.name:
         brings_one = r"Instruct|-it$|gpt-oss|granite-4.0|Nemotron-Nano|Mistral-Large-4"
-        instruct = re.search(brings_one, model.name) and "Mistral-Small-3.2" not in model.name  # it brings none
+        source = model.tokenizer or model.name
+        instruct = re.search(brings_one, source) and "Mistral-Small-3.2" not in source  # it brings none
         assert bool(instruct) == (model.chat_template is None)
         template = RECIPES.parent / f"finetune/data/chat/templates/{model.chat_template}.jinja"
         assert model.chat_template is None or template.is_file()

@@ -1,0 +1,153 @@
+"""The two models of the gate: the run's, as training computed with it, and the export's, as anyone loads it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+)
+
+from finetune.errors import UserError
+from finetune.export.commands import class_of_result, load_trained
+from finetune.export.figures import Figures
+from finetune.export.gguf_file import UNREAD, gguf_of, read_back
+from finetune.export.streamed import StreamedModel
+from finetune.export.trained import Trained
+from finetune.models.added_tokens import add_tokens, start_rows, train_rows
+from finetune.models.base_checkpoint import base_checkpoint
+from finetune.models.config import first_line, load_tokenizer, model_config
+from finetune.models.score_model import labelled
+from finetune.models.vision import adapted_modules, family_of
+from finetune.models.weights import add_adapters
+from finetune.objectives import score_labels
+from finetune.recipe import Recipe
+from finetune.recipe.schema import Model
+
+
+def recipe_of(trained: Trained) -> Recipe:
+    if trained.recipe is None:
+        raise UserError(f"{trained.run_dir}: no recipe.yaml here, so there are no rows to compare on: give a run")
+    return trained.recipe
+
+
+def model_of(recipe: Recipe, base: str | None) -> Model:
+    """Returns the recipe's model, or another place of it."""
+    return recipe.model.model_copy(update={"name": base, "revision": None}) if base else recipe.model
+
+
+def load_reference(trained: Trained, base: str | None = None) -> Any:
+    """Returns the trained model in fp32, adapters beside their base: what training computed with. Raises UserError."""
+    recipe = recipe_of(trained)
+    if not trained.is_checkpoint:
+        return load_trained(trained.folder, base).float().eval()
+    model, first_added = _untrained(recipe, base)
+    if trained.is_adapter:
+        assert recipe.lora is not None
+        parts = recipe.model.train
+        adapted = adapted_modules(model, family_of(model.config), parts, recipe.lora) if parts else None
+        model = add_adapters(model.float(), recipe.lora, torch.float32, recipe.tokens, adapted)
+        if recipe.tokens is not None and recipe.tokens.train != "all":
+            train_rows(model, first_added, len(recipe.tokens.add), torch.float32)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in trained.shapes:
+            parameters[name].copy_(trained.read(name))
+    return model.float().eval()
+
+
+def _untrained(recipe: Recipe, base: str | None) -> tuple[Any, int]:
+    """Returns the model that training began with, of a multimodal one its text part; and the first of added tokens."""
+    about, more, first_added = model_of(recipe, base), dict[str, Any](), 0
+    auto: Any = AutoModelForCausalLM if about.train is None else AutoModelForImageTextToText
+    if labels := score_labels(recipe.objective):
+        auto, more["config"] = AutoModelForSequenceClassification, labelled(model_config(about), labels)
+    if about.config is not None:
+        model: Any = auto.from_config(more.get("config") or model_config(about))
+    else:
+        if (checkpoint := base_checkpoint(about)) is not None:
+            more = {"config": model_config(about), "key_mapping": checkpoint.renames, **more}
+        code, revision = about.trust_remote_code, about.revision or "main"
+        try:
+            model = auto.from_pretrained(
+                about.name, revision=revision, trust_remote_code=code, dtype=torch.float32, **more
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"the base model {about.name!r} cannot be loaded: {first_line(error)}; give --base"
+            ) from None
+    if recipe.tokens is not None:
+        tokenizer = load_tokenizer(about)
+        first_added = len(tokenizer)
+        start_rows(model, first_added, add_tokens(tokenizer, recipe.tokens))
+    return model, first_added
+
+
+def load_export(export: Path, figures: Figures, config: Any, trained: Trained, base: str | None) -> Any | None:
+    """Returns the export in fp32; None where transformers cannot load it. config: of a GGUF file's model, which states
+    only some of it."""
+    file, more = gguf_of(export), dict[str, Any]()
+    if file is not None and config.model_type in UNREAD:
+        written = StreamedModel(trained, None, base)
+        state = read_back(written, file)
+        config.tie_word_embeddings = "lm_head.weight" not in state
+        kind = type(written.text_part.text if written.text_part else written.model)
+        return kind.from_pretrained(None, config=config, state_dict=state).float().eval()
+    if file is not None:
+        # llama.cpp has no Mistral: without a window it is the same as Llama.
+        config = as_llama(config) if config.model_type == "mistral" else copy.deepcopy(config)
+        config.tie_word_embeddings = AutoConfig.from_pretrained(export, gguf_file=file.name).tie_word_embeddings
+        more = {"gguf_file": file.name, "config": config}
+    elif figures.format in ("int8", "fp8"):
+        own = AutoConfig.from_pretrained(export)
+        own.quantization_config["dequantize"] = True
+        more = {"config": own}
+    try:
+        auto: Any = AutoModelForCausalLM if file is not None else class_of_result(export)
+        model, report = auto.from_pretrained(export, dtype=torch.float32, output_loading_info=True, **more)
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        figures.problems.append(f"transformers cannot load it: {first_line(error)}")
+        return None
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, report.get(kind) or ())):
+            figures.problems.append(f"{kind.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
+    return model.eval()
+
+
+def as_llama(config: Any) -> LlamaConfig:
+    """Returns Mistral's config as that of the same Llama."""
+    return LlamaConfig(**{k: v for k, v in config.to_dict().items() if k not in ("model_type", "architectures")})
+
+
+_LOADERS = (
+    "transformers.modeling_utils",
+    "transformers.loading_report",
+    "transformers.distributed.tensor_parallel",  # looks, and warns, only where the first one is this quiet
+)
+
+
+@contextlib.contextmanager
+def quiet_loading() -> Iterator[None]:
+    """What transformers and peft say while they load is in the figures, or known (tied heads, experts' patterns)."""
+    loggers = [logging.getLogger(name) for name in _LOADERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
