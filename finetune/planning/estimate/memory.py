@@ -79,7 +79,7 @@ def estimate_memory(
 def host_after(recipe: Recipe, config: PretrainedConfig) -> dict[str, int]:
     """Returns the bytes of tensors in the host's memory when a run has ended: rank 0's while it writes the result
     (`export/result.py`), and those of `merge`, which adds up tensor by tensor, but then compares base with adapter and
-    the merged model, one after the other, in fp32 (`export/verify.py`)."""
+    the merged model, one after the other, in fp32 (`export/verify_models.py`)."""
     weights = shapes_of(recipe, config).weights
     if recipe.mode == "full":
         saved = sum(weight.numel for weight in weights) * dtypes(recipe).frozen.itemsize
