@@ -38,7 +38,9 @@ CELLS = {
 }
 
 
-@pytest.fixture(scope="module", params=CELLS)
+@pytest.fixture(
+    scope="module", params=["smolvlm", *(pytest.param(name, marks=pytest.mark.long) for name in [*CELLS][1:])]
+)
 def recipe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     folder = tmp_path_factory.mktemp("seeing")
     values = {
