@@ -202,6 +202,13 @@ def parity_with_cpu(check: Check) -> Cases:
         for precision, bound in (("fp32", FP32_LOSS), ("bf16", BF16_LOSS)):
             words = (*settings, f"train.precision={precision}")
             yield f"{mode} {precision}", partial(_compare_with_cpu, check, f"{mode}-{precision}", words, bound)
+    eight_bits = {
+        "qlora fp8": (*QLORA, "quantization={type: fp8}", BF16),
+        "qlora fp8 scaled": (*QLORA, "quantization={type: fp8, compute: scaled}", BF16),
+        "full fp8": ("train.precision=fp8",),
+    }
+    for name, words in eight_bits.items():  # the CPU emulates products of 8 bits
+        yield name, partial(_compare_with_cpu, check, name.replace(" ", "-"), words, BF16_LOSS)
 
 
 def _compare_with_cpu(check: Check, name: str, words: tuple[str, ...], bound: float) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -397,6 +398,7 @@ def save_seeing(folder: Path, name: str, **changes: Any) -> Path:
     fast.save_pretrained(made)
     (made / "preprocessor_config.json").write_text(json.dumps(preprocessor), encoding="utf-8")
     (made / "processor_config.json").write_text(json.dumps(processor), encoding="utf-8")
+    shutil.rmtree(folder / f"{name}_sees", ignore_errors=True)  # of an earlier start in this folder
     return made.rename(folder / f"{name}_sees")
 
 

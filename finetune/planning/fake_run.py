@@ -116,8 +116,10 @@ def fake_run(
     start: loads and wraps, as `build_trainer` does. rank: of the one that runs. told: of each phase that begins.
     block: bytes that a tensor takes a multiple of.
     """
+    with contextlib.suppress(ImportError):
+        import bitsandbytes  # noqa: F401  (once there seem to be devices, it looks for functions of CUDA builds)
     if recipe.mode != "full":
-        import peft  # noqa: F401  (it imports bitsandbytes, which would load its CUDA kernels)
+        import peft  # noqa: F401
     enable(device)
     launch = join(config_file, processes, rank)
     engine = start_engine(recipe, launch)

@@ -232,6 +232,10 @@ def scored(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scored")
     tiny.write_rows(folder / "pairs.jsonl", tiny.preferences(40))
     tiny.write_rows(folder / "texts.jsonl", tiny.texts(40))
+    base = Path(shutil.copytree(made / "llama", folder / "base"))
+    padded_by_ends: Any = AutoTokenizer.from_pretrained(base)
+    padded_by_ends.pad_token = "<|im_end|>"  # as many tokenizers are: an export has to have another
+    padded_by_ends.save_pretrained(base)
     kinds: dict[str, dict[str, Any]] = {
         "reward": {"objective": {"name": "reward"}, "mode": "lora", "lora": {"rank": 4}},
         "classify": {"objective": {"name": "classify", "labels": list(tiny.LABELS)}, "mode": "full"},
@@ -240,7 +244,7 @@ def scored(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = {"path": str(folder / ("pairs.jsonl" if name == "reward" else "texts.jsonl"))}
         recipe = {
             "run": {"name": name, "dir": str(folder)},
-            "model": {"name": str(made / "llama")},
+            "model": {"name": str(base)},
             **kind,
             "data": {"train": [rows], "eval": [rows], "max_length": 128},
             "batch": {"rows": 2},
