@@ -691,10 +691,10 @@ MUTANTS += (
     ),
     Mutant(
         "checkpoints",
-        "parts are put together in the wrong order",
+        "parts are put at the beginning of a shard",
         "finetune/checkpoints/shards.py",
-        "ranges.sort(key=lambda r: r.elements.start)",
-        "ranges.sort(key=lambda r: -r.elements.start)",
+        "replace(overlap, at=overlap.at + part.offset)",
+        "replace(overlap, at=part.offset)",
         (_FOLDER,),
     ),
     Mutant(
@@ -734,9 +734,11 @@ def main() -> None:
         hashed = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(copy / "finetune", quiet=1, invalidation_mode=hashed)
         broken = unchanged_failures(copy, chosen)
-        found = [{**asdict(mutant), "caught_by": caught_by(copy, mutant)} for mutant in chosen]
-    if arguments.json:
-        write(arguments.json, found)
+        found: list[dict[str, Any]] = []
+        for mutant in chosen:
+            found.append({**asdict(mutant), "caught_by": caught_by(copy, mutant)})
+            if arguments.json:
+                write(arguments.json, found)
     survived = [one["name"] for one in found if one["caught_by"] is None]
     print(f"{len(found) - len(survived)} of {len(found)} caught")
     raise SystemExit("\n".join([*broken, *(f"survived: {name}" for name in survived)]) or 0)

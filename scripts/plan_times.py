@@ -2,14 +2,16 @@
 
     python scripts/plan_times.py --out benchmarks/results/plan_times.json
     python scripts/plan_times.py --only fsdp2 lora --folder measured
+    python scripts/plan_times.py --others          # bf16 and QLoRA, which nothing was fitted to
 
 A step's time is the processor time of its process, all threads, user and system: what other programs do on the machine
 moves it little, and ranks that wait for each other do not count as busy. Of several ranks the busiest one counts, so a
 pipeline's bubble, which is waiting, is left out of both numbers. Every launch runs its cells in turn, several rounds;
 the median of all steps but the first of each round counts.
 
-The probe is that of `plan`, for one cell: its constants predict all others. The shares of the host's work in engines
-(`speed.py`) were fitted to some of the cells; those that are named blind were drawn before and run after that.
+The probe is that of `plan`, for one cell of each precision: its constants predict all others. The shares of the host's
+work in engines (`speed.py`) were fitted to some of the cells; those that are named blind were drawn before and run
+after that.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deep": {**_COMMON, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 10, "vocab_size": 1024},
 }
 MODES: dict[str, list[str]] = {"full": [], "lora": ["mode=lora", "lora.rank=16"]}
+QLORA = {"qlora": ["mode=qlora", "lora.rank=16", "quantization.type=nf4"]}
 CONFIGS = {"single": 1, "ddp": 2, "fsdp2": 2, "zero2": 2, "zero3": 2, "pp": 2, "tp": 2}
 LENGTHS = (64, 128, 320)  # of a row, which is one document
 ROWS = 4  # of a step
@@ -53,6 +57,7 @@ class Cell:
     mode: str
     recomputes: bool
     length: int
+    precision: str = "fp32"
 
     @property
     def processes(self) -> int:
@@ -60,30 +65,34 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.config}_{self.model}_{self.mode}_{self.length}{'_recomputed' if self.recomputes else ''}"
+        precision = "" if self.precision == "fp32" else f"_{self.precision}"
+        again = "_recomputed" if self.recomputes else ""
+        return f"{self.config}_{self.model}_{self.mode}_{self.length}{again}{precision}"
 
     @property
     def overrides(self) -> list[str]:
         checkpointing = f"train.activation_checkpointing={str(self.recomputes).lower()}"
-        return [*MODES[self.mode], checkpointing, f"data.max_length={self.length}"]
+        of_mode = {**MODES, **QLORA}[self.mode]
+        return [*of_mode, checkpointing, f"data.max_length={self.length}", f"train.precision={self.precision}"]
 
 
 PROBED = Cell("small", "single", "full", False, 128)
 
 
-def _chosen(seed: int, each: int) -> list[Cell]:
+def _chosen(seed: int, each: int, modes: Iterable[str] = MODES, precision: str = "fp32") -> list[Cell]:
     """Returns as many cells of each config, drawn from all."""
-    draw = random.Random(seed)
-    kinds = list(product(MODELS, MODES, (False, True), LENGTHS))
-    every = {
-        config: [Cell(model, config, mode, again, length) for model, mode, again, length in kinds] for config in CONFIGS
-    }
-    return [cell for cells in every.values() for cell in draw.sample(cells, each)]
+    draw, found = random.Random(seed), []
+    for config in CONFIGS:
+        kinds = product(MODELS, modes, (False, True), LENGTHS)
+        legal = [Cell(kind[0], config, *kind[1:], precision) for kind in kinds if (config, kind[1]) != ("tp", "qlora")]
+        found += draw.sample(legal, min(each, len(legal)))
+    return found
 
 
 FITTED = list(dict.fromkeys([PROBED, *_chosen(21, 6)]))  # constants of the host's work in `speed.py` are from these
 BLIND = [cell for cell in dict.fromkeys(_chosen(22, 6)) if cell not in FITTED]  # drawn before, run after
 CELLS = [*FITTED, *BLIND]
+OTHERS = [*_chosen(23, 3, [*MODES, *QLORA], "bf16"), *_chosen(24, 2, QLORA)]
 
 
 # --- in a launch
@@ -204,14 +213,14 @@ def measured(folder: Path, cell: Cell) -> float | None:
     return max(ranks)
 
 
-def probe_here(folder: Path) -> Any:
-    """Returns the speeds of `plan --probe` for the probed cell."""
+def probe_here(folder: Path, precision: str) -> Any:
+    """Returns the speeds of `plan --probe` for the probed cell in a precision."""
     from finetune.planning.estimate.lengths import widest
     from finetune.planning.estimate.probe import probe
     from finetune.planning.estimate.shapes import shapes_of
     from finetune.planning.estimate.speed import Shape
 
-    recipe, config = loaded(folder, PROBED)
+    recipe, config = loaded(folder, replace(PROBED, precision=precision))
     shape = Shape.of(shapes_of(recipe, config).weights, recipe, config, True, False)
     return probe(recipe, config, shape, widest(recipe, "all rows are alike", config), 2)
 
@@ -256,6 +265,7 @@ def errors(compared: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="words that all are in the name of a cell")
+    parser.add_argument("--others", action="store_true", help="cells in bf16 and of QLoRA instead")
     parser.add_argument("--folder", type=Path, help="keeps what was measured; what is there already is not run again")
     parser.add_argument("--no-runs", action="store_true", help="compare only what was measured in --folder")
     parser.add_argument("--out", type=Path, help=f"JSON, such as {RESULTS.relative_to(ROOT)}")
@@ -266,42 +276,53 @@ def main() -> None:
 
         run_plan(json.loads(arguments.measure.read_text(encoding="utf-8")), measure_case)
         return
-    cells = [cell for cell in CELLS if all(word in cell.name for word in arguments.only)]
+    cells = [
+        cell for cell in (OTHERS if arguments.others else CELLS) if all(word in cell.name for word in arguments.only)
+    ]
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         if not arguments.no_runs:
             run_all(folder, cells)
-        speeds, compared = probe_here(folder), {}
+        speeds = {precision: probe_here(folder, precision) for precision in {cell.precision for cell in cells}}
+        compared: dict[str, dict[str, Any]] = {}
         for cell in cells:
             if (took := measured(folder, cell)) is not None:
-                time_of = predicted(folder, cell, speeds)
+                time_of = predicted(folder, cell, speeds[cell.precision])
                 compared[cell.name] = {
                     "measured_s": took,
                     "predicted_s": time_of.busy,
-                    "parts_s": {name: seconds for name, seconds in time_of.parts.items() if name != "bubble"},
-                    "blind": cell in BLIND,
+                    "parts_s": {
+                        name: seconds for name, seconds in time_of.parts.items() if name not in ("bubble", "data")
+                    },
+                    "group": "fitted" if cell in FITTED else "blind" if cell in BLIND else "others",
                 }
     report(compared, speeds, arguments.out)
 
 
-def report(compared: dict[str, dict[str, Any]], speeds: Any, out: Path | None) -> None:
+def report(compared: dict[str, dict[str, Any]], speeds: dict[str, Any], out: Path | None) -> None:
     for name, one in compared.items():
-        error, which = one["predicted_s"] / one["measured_s"] - 1, "blind" if one["blind"] else "fitted"
-        print(f"{error:+7.1%}  {one['measured_s'] * 1e3:8.1f} ms  {which:6}  {name}")
-    both = {
-        which: errors(chosen)
-        for which, blind in (("fitted", False), ("blind", True))
-        if (chosen := {name: one for name, one in compared.items() if one["blind"] is blind and name != PROBED.name})
+        error = one["predicted_s"] / one["measured_s"] - 1
+        print(f"{error:+7.1%}  {one['measured_s'] * 1e3:8.1f} ms  {one['group']:6}  {name}")
+    groups = {
+        group: errors(chosen)
+        for group in ("fitted", "blind", "others")
+        if (chosen := {name: one for name, one in compared.items() if one["group"] == group and name != PROBED.name})
     }
     of_config = {
         config: errors(chosen)
         for config in CONFIGS
         if (chosen := {name: one for name, one in compared.items() if name.startswith(f"{config}_")})
     }
-    for name, one in {**both, **of_config}.items():
+    for name, one in {**groups, **of_config}.items():
         print(name, json.dumps(one))
     if out:
-        content = {"of": __doc__, "speeds": asdict(speeds), **both, "configs": of_config, "cells": compared}
+        content = {
+            "of": __doc__,
+            "speeds": {name: asdict(one) for name, one in speeds.items()},
+            **groups,
+            "configs": of_config,
+            "cells": compared,
+        }
         out.write_text(json.dumps(content, indent=1, default=lambda one: one.model_dump()) + "\n", encoding="utf-8")
 
 

@@ -115,7 +115,7 @@ def plan(
         bool, typer.Option("--exact", help="Run steps of the best place on devices that are not there; minutes.")
     ] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="RECIPE ... are run directories: predicted beside measured memory.")
+        bool, typer.Option("--report", help="RECIPE ... are run directories: predicted beside measured.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -126,16 +126,18 @@ def plan(
 
     Example: [bold]python -m finetune plan recipes/llama3.1-8b/lora.yaml --on 8xH100-80 --on 2x4090[/bold]
 
-    With --report, predicted memory beside what runs measured: [bold]python -m finetune plan --report runs/*[/bold]
+    With --report, what was predicted beside what runs measured: [bold]python -m finetune plan --report runs/*[/bold]
     """
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
     with heavy_imports():
         from finetune.planning.estimate.command import PlanOptions, run
+        from finetune.planning.estimate.comparison import as_json as comparisons_json
         from finetune.planning.estimate.comparison import compare_runs, table
         from finetune.training.exact import show_exact
 
     if report:
-        print(table(compare_runs([recipe, *map(Path, overrides or ())])))
+        comparisons = compare_runs([recipe, *map(Path, overrides or ())])
+        print(comparisons_json(comparisons) if as_json else table(comparisons))
         return
     ranking = {"nodes": nodes, "by": by, "budget": budget, "deadline": deadline, "spot": spot, "measure": probe}
     wanted = {"write": write, "html": html, "sweep": sweep, "memory": memory, "as_json": as_json}

@@ -68,6 +68,8 @@ _REPORTED_VARIABLES = (
     "FINETUNE_TIMEOUT_S",
     "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "UCX_",
     "FI_",
 )
@@ -107,6 +109,7 @@ class Host:
     locked_memory: int | None  # that a process may pin; None: any
     device: str
     device_memory: int | None
+    tf32: bool | None  # whether torch rounds operands of fp32 products to 10 bits; None: the device cannot
     reaches: list[bool]  # whether this device has peer access to each other one of its machine
     topology: str | None  # connections of devices and network adapters, as nvidia-smi prints them
     interfaces: list[Interface]
@@ -129,6 +132,7 @@ def inspect_host(rank: int, node: int, device: torch.device) -> Host:
         locked_memory=None if locked == resource.RLIM_INFINITY else locked,
         device=torch.cuda.get_device_name(device) if cuda else "cpu",
         device_memory=torch.cuda.get_device_properties(device).total_memory if cuda else None,
+        tf32=_tf32(device),
         reaches=[torch.cuda.can_device_access_peer(device, other) for other in others],
         topology=_topology() if cuda else None,
         interfaces=_interfaces(),
@@ -136,6 +140,13 @@ def inspect_host(rank: int, node: int, device: torch.device) -> Host:
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(_REPORTED_VARIABLES)},
         versions=versions(),
     )
+
+
+def _tf32(device: torch.device) -> bool | None:
+    """Tensor cores of Ampere and later have it (https://docs.nvidia.com/cuda/ampere-tuning-guide)."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    return torch.get_float32_matmul_precision() != "highest" and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
 
 
 def _topology() -> str | None:

@@ -38,6 +38,15 @@ def devices_differ(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"devices differ ({', '.join(names)}): the slowest sets the pace, the smallest the memory"
 
 
+def tf32_on(diagnosis: Diagnosis) -> Iterator[str]:
+    ranks = [host.rank for host in diagnosis.hosts if host.tf32]
+    if ranks:
+        yield (
+            f"TF32 is on for rank {_listed(ranks)}: train.precision: fp32 would round operands of its products to 10 "
+            "bits, and losses would not be those of other devices: unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+        )
+
+
 def threads_unset(diagnosis: Diagnosis) -> Iterator[str]:
     host = diagnosis.hosts[0]
     on_node = sum(other.node == host.node for other in diagnosis.hosts)
@@ -156,6 +165,7 @@ def slow_disk(diagnosis: Diagnosis) -> Iterator[str]:
 RULES: tuple[Callable[[Diagnosis], Iterator[str]], ...] = (
     versions_differ,
     devices_differ,
+    tf32_on,
     threads_unset,
     small_shared_memory,
     pinning_limited,
@@ -201,6 +211,8 @@ def show_diagnosis(console: Console, diagnosis: Diagnosis, advice: list[str]) ->
     console.print(
         "versions: " + ", ".join(f"{name} {v}" for name, v in diagnosis.hosts[0].versions.items()), highlight=False
     )
+    if any(host.tf32 is False for host in diagnosis.hosts):
+        console.print("TF32 is off: train.precision: fp32 runs without tensor cores", highlight=False)
     for name, value in diagnosis.hosts[0].variables.items():
         console.print(f"{name}={escape(value)}", highlight=False)
     if not advice:

@@ -374,10 +374,9 @@ def _head_size(config: Any) -> int | None:
 
 def find_device(name: str) -> Device | None:
     """name: as in torch. Returns None for an unknown device, or a slice of one (MIG)."""
-    if re.search(r"\bMIG\b", name):
-        return None
-    known = shipped_hardware().devices.values()
-    return next((device for device in known if device.cuda_name and re.search(device.cuda_name, name)), None)
+    hardware = shipped_hardware()
+    key = hardware.key_of(name)
+    return None if key is None else hardware.devices[key]
 
 
 def peak_tflops(name: str, compute: torch.dtype) -> float | None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import platform
+import re
 import subprocess
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -49,6 +50,9 @@ class Plan:
     versions: dict[str, str]
     git_commit: str | None
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a model with its tower: all, and trained
+    processor: str = ""  # of the first rank's machine
+    predicted: dict[str, Any] = field(default_factory=dict)  # by formula, before the run (estimate/comparison.py)
+    measured: dict[str, Any] | None = None  # of this launch's steps, once it has ended
 
     def write(self, path: Path) -> None:
         write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
@@ -73,6 +77,15 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)
     return installed
+
+
+def processor() -> str:
+    """Returns the model of this machine's processors."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def git_commit() -> str | None:

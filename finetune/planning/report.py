@@ -181,7 +181,8 @@ def _sections(runs: Sequence[RunData]) -> Iterator[str]:
     yield _table("Last values", ["", *names], [[k, *(_last(run, k) for run in runs)] for k in drawn])
     if len(runs) > 1:
         yield _table("What their recipes differ in", ["key", *names], _differences([run.recipe for run in runs]))
-    yield _table("Plan", ["", *names], _rows([_flat(run.plan) for run in runs]))
+    settled = [{key: run.plan[key] for key in run.plan if key not in ("predicted", "measured")} for run in runs]
+    yield _table("Plan", ["", *names], _rows([_flat(plan) for plan in settled]))
     for run in runs:
         if measured := _measured(run):
             yield _table(f"Planned and measured: {run.name}", ["", "planned", "measured"], measured)
@@ -208,6 +209,8 @@ def _measured(run: RunData) -> list[list[Any]]:
     rows: list[list[Any]] = []
     if run.lines and "steps" in plan:
         rows.append(["steps", plan["steps"], run.lines[-1]["step"]])
+    predicted, measured = (_flat(plan.get(side) or {}) for side in ("predicted", "measured"))
+    rows += [[key, predicted[key], measured[key]] for key in measured if key in predicted]
     line = next((line for line in reversed(run.lines) if line.get("epoch") and "tokens" in line), None)
     if line is None:
         return rows

@@ -60,8 +60,9 @@ from finetune.models.wrapped import CrossEntropyChoice, WrappedModel
 from finetune.objectives import Objective, make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.shared_prompts import sharing_summary, with_shared_prompts
+from finetune.planning.estimate.comparison import predict_run
 from finetune.planning.flops import model_flops, peak_tflops
-from finetune.planning.plan import Plan, git_commit, length_notes, run_length, versions
+from finetune.planning.plan import Plan, git_commit, length_notes, processor, run_length, versions
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Quantization
 from finetune.tracking import check_trackers
@@ -155,7 +156,9 @@ def _started(
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
     with in_use(engine, run_folder(recipe)):
+        predicted = predict_run(recipe, config, engine, micro_batches, training) if engine.is_main else {}
         trainer = build_trainer(recipe, engine, tokenizer, config, (training, held_out), micro_batches, stop, console)
+        trainer.plan = replace(trainer.plan, predicted=predicted)
         for note in notes:
             trainer.say(f"note: {note}")
         try:
@@ -344,6 +347,7 @@ def _plan(
         division=engine.summary(micro_batches),
         versions=versions(),
         git_commit=git_commit(),
+        processor=processor(),
     )
 
 

@@ -39,6 +39,7 @@ from finetune.models.config import dtypes
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, TermSums
+from finetune.planning.estimate.comparison import measure_run
 from finetune.planning.plan import Plan
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.schema import metric_direction
@@ -106,6 +107,7 @@ class Trainer:
         self.evaluation: dict[str, float] = {}
         self.last_loss: float | None = None
         self.status: Status | None = None
+        self.first_step: int | None = None  # of this launch; None before it logs
 
     def say(self, text: str) -> None:
         """Prints a line, on the main rank only."""
@@ -130,6 +132,7 @@ class Trainer:
             if self.status in (None, "running"):
                 with contextlib.suppress(OSError):  # the disk may be what has failed
                     self._write_status("failed")
+                    self._write_measured()
 
     def _run(self) -> None:
         if self.engine.is_main:
@@ -142,6 +145,7 @@ class Trainer:
             show_plan(self.console, self.recipe, self.plan)
         config = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
         self.log = RunLog(self.engine, self.recipe, self.folder, self.state.step + 1, config, self.tracker_ids)
+        self.first_step = self.state.step + 1
         self.saver = Saver(self.engine, self.recipe, self.folder / "checkpoints", self._checkpoint_metadata())
         self.saved_at = time.monotonic()
         self.saved_before = False
@@ -155,6 +159,7 @@ class Trainer:
             self.saver.close()  # frees its host memory for the result
             self._save_result()
             self.log.finish(self.evaluation, self._artifacts())
+            self._write_measured()
             self._write_status("finished")
         finally:
             self.saver.close()
@@ -395,6 +400,7 @@ class Trainer:
         self.saver.settle(must=True)
         reasons = sorted({reason for reason in self.engine.ranks.gather(self.stop.reason) if reason})
         self.log.finish_preempted()
+        self._write_measured()
         self._write_status("stopped")
         raise Stopped(
             f"stopped by {', '.join(reasons)} after step {self.state.step} of {self.plan.steps}; "
@@ -465,6 +471,14 @@ class Trainer:
         self.status = status
         if self.engine.is_main:
             write_status(self.folder, status, self.state.step, self.plan.steps)
+
+    def _write_measured(self) -> None:
+        """Adds what the steps of this launch took to plan.json, beside what was predicted."""
+        first = self.first_step
+        if self.engine.is_main and first is not None:
+            lines = read_steps(self.folder / "metrics.jsonl")
+            measured = measure_run(line for line in lines if line["step"] >= first)
+            replace(self.plan, measured=measured).write(self.folder / "plan.json")
 
 
 class _MicroBatches:

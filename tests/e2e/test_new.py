@@ -17,7 +17,8 @@ from rich.console import Console
 
 from finetune.errors import UserError
 from finetune.planning.check import check_recipe
-from finetune.planning.new import GOAL_STEPS, ExampleLengths, RowsFound, Wanted, fit_rows, write_new
+from finetune.planning.new import Wanted, write_new
+from finetune.planning.row_fit import GOAL_STEPS, ExampleLengths, RowsFound, fit_rows
 from finetune.recipe import load_recipe
 
 

@@ -94,6 +94,7 @@ def test_a_signal_to_one_rank_stops_all_and_another_backend_resumes(
     done = len(steps_of(run))
     assert f"stopped by SIGTERM after step {done} of {STEPS}" in output
     assert json.loads((run / "status.json").read_text()) == {"status": "stopped", "step": done, "steps": STEPS}
+    assert json.loads((run / "plan.json").read_text())["measured"]["steps"] == max(1, done - 1)
     process = start([*launch, str(ROOT / "accelerate_configs" / "fsdp2.yaml"), str(path)], run, done + 2)
     process.send_signal(signal.SIGINT)  # Ctrl-C: to the launcher, which forwards it
     status, output = end(process)

@@ -160,6 +160,7 @@ def test_the_plan_says_what_follows(full_recipe: Path, full_run: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(full_run / "model")
     assert plan["parameters"] == plan["trainable_parameters"] == sum(p.numel() for p in model.parameters())
     assert {"torch", "transformers", "accelerate", "python"} <= set(plan["versions"])
+    assert plan["measured"]["steps"] == plan["steps"] - 1
 
 
 def test_one_train_line_for_every_step(full_run: Path) -> None:

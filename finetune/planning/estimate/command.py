@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from finetune.errors import UserError
 from finetune.models.config import base_config, training_config
+from finetune.planning.estimate.finished_runs import speeds_here
 from finetune.planning.estimate.lengths import Lengths, RowFacts, read_lengths, widest
 from finetune.planning.estimate.memory_page import write_page
 from finetune.planning.estimate.probe import probe
@@ -31,7 +32,7 @@ from finetune.planning.estimate.search import (
     spot_loss,
 )
 from finetune.planning.estimate.shapes import shapes_of as weights_of
-from finetune.planning.estimate.speed import Shape, Speeds, table_speeds
+from finetune.planning.estimate.speed import Shape, Speeds
 from finetune.planning.estimate.tables import (
     CPU,
     GIB,
@@ -86,7 +87,7 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
     else:
         show(console, request, choices, founds, options)
     if options.html:
-        unknown = _unknown(request, choices, options)
+        unknown = _unknown(request, choices)
         lines = [f"lengths: {request.rows.source}", *_money(request, choices[0]), *unknown]
         write_page(options.html, request, choices, lines)
         print(f"wrote {options.html}", file=sys.stderr if options.as_json else sys.stdout)
@@ -212,7 +213,7 @@ def speeds_for(request: PlanRequest, machines: Machines, options: PlanOptions) -
     if options.measure:
         shape = request.shapes[request.recipe.train.activation_checkpointing is True]
         return probe(request.recipe, request.config, shape, request.rows, machines.per_machine)
-    return table_speeds(request.recipe, machines, request.hardware)
+    return speeds_here(request.recipe, machines, request.hardware)
 
 
 def ranked(choices: Sequence[Choice], options: PlanOptions) -> list[Choice]:
@@ -262,6 +263,7 @@ def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, 
             "host_after_gib": {name: round(size / GIB, 3) for name, size in one.memory.after.items()},
             "step_s": one.step and one.step.seconds,
             "step_parts_s": one.step and one.step.parts,
+            "speeds": one.step and one.step.source,
             "tokens_per_s": one.tokens_per_s,
             "hours": one.hours,
             "price": one.price,
@@ -318,7 +320,7 @@ def show(
         *_against(choices),
         *_steps_of(choices[0]),
         *_money(request, choices[0]),
-        *_unknown(request, choices, options),
+        *_unknown(request, choices),
     ):
         console.print(line, highlight=False)
     illegal = {name: rule for found in founds for name, rule in found.illegal.items()}
@@ -437,7 +439,7 @@ def _money(request: PlanRequest, one: Choice) -> list[str]:
     return lines
 
 
-def _unknown(request: PlanRequest, choices: Sequence[Choice], options: PlanOptions) -> list[str]:
+def _unknown(request: PlanRequest, choices: Sequence[Choice]) -> list[str]:
     """Returns what the numbers rest on, and what they leave out."""
     reserve = request.hardware.reserve
     lines = []
@@ -446,20 +448,16 @@ def _unknown(request: PlanRequest, choices: Sequence[Choice], options: PlanOptio
             f"on top of tensors: {reserve.context_gib} GiB of context, {reserve.collectives_gib} of communicators, "
             f"{reserve.gaps:.0%} of gaps ({reserve.source}, {reserve.date})"
         )
-    sources = dict.fromkeys(
-        speeds.source
-        for one in {choice.machines.key: choice.machines for choice in choices}.values()
-        if (speeds := table_speeds(request.recipe, one, request.hardware)) is not None
-    )
-    lines += [f"speeds: {source}" for source in (["--probe, on this machine"] if options.measure else sources)]
+    lines += [f"speeds: {source}" for source in dict.fromkeys(one.step.source for one in choices if one.step)]
     if any(one.launch.offloads_optimizer and one.step and one.machines.key != CPU for one in choices[:SHOWN]):
         host = request.hardware.host
         lines.append(
             f"offload: AdamW on {host.cores_per_device:g} cores a device, {host.disk_gb_s:g} GB/s of disk: "
             f"{host.source} ({host.date})"
         )
+    waits = all(one.step and one.step.knows_data_wait for one in choices)
     unknown = [
-        "data wait, evaluations, checkpoints, the start",
+        f"{'' if waits else 'data wait, '}evaluations, checkpoints, the start",
         *([request.rows.unknown] if request.rows.unknown else []),
     ]
     lines.append(f"not known: {'; '.join(unknown)}")

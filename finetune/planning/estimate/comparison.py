@@ -1,40 +1,192 @@
-"""Predicted memory beside what finished runs measured: `plan --report`.
+"""What a run is predicted to take, beside what it takes: both are in its plan.json, and `plan --report` compares them.
 
-A run's folder has all that a prediction takes: recipe.yaml, and the launch and its sizes in plan.json. On a CPU the
-peak that a run measures is that of its process, which is not of tensors: only its state is compared.
+    predicted  {"memory_bytes": {"weights": ...}, "phases_bytes": {"forward": ...}, "step_s": 0.4, "tokens_per_s": 9000,
+               "parts_s": {"products": ...}, "speeds": "shipped table ...", "level": {"compute": 1.0, ...}, "notes": []}
+    measured   {"steps": 99, "memory_bytes": {"weights": ...}, "step_s": 0.4, "tokens_per_s": 9000,
+               "parts_s": {"forward": ...}}
+
+On a CPU the peak that a run measures is that of its process, which is not of tensors: only its state is compared.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
+from transformers import PretrainedConfig
+
+from finetune.data.dataset import Dataset, Stream
+from finetune.engine.base import Engine
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
+from finetune.models.attention.isolation import FAILURES, quietly
 from finetune.models.config import training_config
-from finetune.planning.estimate.memory import HeaviestBatch, Memory, Place, estimate_memory
-from finetune.recipe import load_recipe
+from finetune.planning.estimate.finished_runs import device_key, phases_of_time, read_plan, speeds_here
+from finetune.planning.estimate.lengths import RowFacts, facts_of, widest
+from finetune.planning.estimate.memory import Place, estimate_memory
+from finetune.planning.estimate.search import heaviest
+from finetune.planning.estimate.shapes import shapes_of
+from finetune.planning.estimate.speed import Job, Shape, processor_speeds
+from finetune.planning.estimate.state import state_of
+from finetune.planning.estimate.tables import CPU, Machines, read_hardware, this_machine
+from finetune.planning.plan import FEW_STEPS, processor, run_length
+from finetune.recipe import Recipe, load_recipe
 from finetune.tracking.metrics import read_steps
 
 _GIB = 2**30
-_STATE = {"weights": "weights", "gradients": "gradients", "optimizer_state": "optimizer state"}  # metrics, prediction
+_STATE = {"weights": "weights", "gradients": "gradients", "optimizer_state": "optimizer state"}  # metrics, formulas
+_FAILURES = (UserError, *FAILURES, OSError)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A run whose place is known: all that a prediction takes."""
+
+    recipe: Recipe
+    config: PretrainedConfig
+    launch: Launch
+    micro_batches: int
+    rows: RowFacts
+    device: str  # as plan.json has it: torch's name, or cpu
+    per_machine: int  # processes
+
+    def predict(self, with_time: bool) -> dict[str, Any]:
+        """Returns `predicted` of plan.json. What cannot be calculated is a line of its `notes`."""
+        found: dict[str, Any] = {"notes": [], "rows": self.rows.source}
+        steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [("memory", self._memory)]
+        if with_time:
+            steps.append(("time", self._time))
+        else:
+            found["notes"].append("time: not calculated for a few steps on processors; `plan --report` does")
+        for name, step in steps:
+            try:
+                with quietly():  # what there is to say of the model comes when it is loaded
+                    found |= step()
+            except _FAILURES as error:
+                found["notes"].append(f"{name}: {_said(error)}")
+        return found
+
+    def _memory(self) -> dict[str, Any]:
+        """Of the fullest rank."""
+        if self.device == CPU:
+            sizes = self.launch.parallelism
+            stages = range(0, sizes.processes, sizes.processes // sizes.pipeline)
+            states = [state_of(self.recipe, self.config, self.launch, rank, CPU) for rank in stages]
+            kept = max(states, key=lambda state: state.device_bytes).persistent
+            return {"memory_bytes": {name: kept[of] for name, of in _STATE.items()}}
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+        place = Place(self.launch, self.per_machine, "cuda", capability)
+        batch = heaviest(self.recipe, self.rows)
+        memory = estimate_memory(self.recipe, self.config, place, batch, self.micro_batches)
+        of_state = {name: memory.persistent[of] for name, of in _STATE.items()}
+        return {"memory_bytes": {**of_state, "peak": memory.tensors}, "phases_bytes": memory.phases}
+
+    def _time(self) -> dict[str, Any]:
+        recipe, hardware = self.recipe, read_hardware()
+        plan = {"device": self.device, "processor": processor()}
+        if (key := device_key(plan, hardware)) is None:
+            raise UserError(f"no device {self.device} in hardware.yaml (docs/plan.md)")
+        device = this_machine() if key == CPU else hardware.devices[key]
+        machines = Machines(device, key, self.per_machine, self.launch.processes // self.per_machine)
+        folder = Path(recipe.run.dir, recipe.run.name)
+        speeds = speeds_here(recipe, machines, hardware, folder)
+        if speeds is None and key == CPU:
+            speeds = processor_speeds(hardware)
+        if speeds is None:
+            raise UserError(f"{self.device} has no peak in {recipe.train.precision} in hardware.yaml (docs/plan.md)")
+        shapes, recomputes = shapes_of(recipe, self.config), recipe.train.activation_checkpointing is True
+        shape = Shape.of(shapes.weights, recipe, self.config, key == CPU, recomputes)
+        where = (self.launch, machines, hardware, self.rows, heaviest(recipe, self.rows))
+        step = Job(recipe, self.config, shape, *where, speeds, self.micro_batches).time()
+        return {
+            "step_s": step.seconds,
+            "tokens_per_s": self.rows.tokens_per_row * recipe.batch.rows / step.seconds,
+            "parts_s": step.parts,
+            "speeds": step.source,
+            "level": {"compute": speeds.level.compute, "optimizer": speeds.level.optimizer},
+        }
+
+
+def predict_run(
+    recipe: Recipe, config: PretrainedConfig, engine: Engine, micro_batches: int, data: Dataset | Stream
+) -> dict[str, Any]:
+    """Returns what a run that begins here is predicted to take. Raises nothing: the other ranks go on without this."""
+    try:
+        return _predicted(recipe, config, engine, micro_batches, data)
+    except _FAILURES as error:
+        return {"notes": [f"nothing is predicted: {_said(error)}"]}
+
+
+def _said(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0] if isinstance(error, UserError) else f"{error!r:.200}"
+
+
+def _predicted(
+    recipe: Recipe, config: PretrainedConfig, engine: Engine, micro_batches: int, data: Dataset | Stream
+) -> dict[str, Any]:
+    rows = widest(recipe, "a stream", config)
+    if isinstance(data, Dataset):
+        token = None if recipe.data.image is None else cast(Any, config).image_token_id
+        rows = facts_of(data.examples, data.rows, "the data of the run", len(data.rows), token)
+    on_gpu = engine.device.type == "cuda"
+    device = torch.cuda.get_device_name(engine.device) if on_gpu else engine.device.type
+    place = (engine.launch, micro_batches, rows, device, engine.local_processes)
+    run = Launched(recipe, copy.deepcopy(config), *place)
+    found = run.predict(on_gpu or run_length(recipe, rows.rows)[0] >= FEW_STEPS)
+    if recipe.batch.rows_per_device == "auto" and found.get("memory_bytes", {}).pop("peak", None):
+        del found["phases_bytes"]
+        found["notes"].append("peak: batch.rows_per_device is auto, measured later; `plan --report` calculates it")
+    return found
+
+
+def measure_run(lines: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns medians over the steps of one launch, without its first, which warms up; None where it made none.
+
+    lines: of metrics.jsonl.
+    """
+    steps = [line for line in lines if "step_s" in line]
+    if not steps:
+        return None
+    counted, last = steps[1:] or steps, steps[-1]
+    times = [name for name in last if name.startswith("time/")]
+    memory = {name: round(last[f"memory/{name}_gib"] * _GIB) for name in _STATE if f"memory/{name}_gib" in last}
+    if "memory_peak_gib" in last:
+        memory["peak"] = round(max(line["memory_peak_gib"] for line in steps) * _GIB)
+    return {
+        "steps": len(counted),
+        "step_s": statistics.median(line["step_s"] for line in counted),
+        "tokens_per_s": statistics.median(line["tokens_per_s"] for line in counted),
+        "parts_s": {
+            name.removeprefix("time/"): statistics.median(line[name] for line in counted if name in line)
+            for name in times
+        },
+        "memory_bytes": memory,
+    }
+
+
+# --- plan --report
 
 
 @dataclass(frozen=True)
 class Comparison:
     run: str
     where: str
-    what: str  # weights, gradients, optimizer state; peak
-    predicted: int  # bytes
-    measured: int
+    what: str
+    predicted: float
+    measured: float
+    unit: str  # GiB, s, tokens/s
+    whole: float  # what an error is a share of: the measured, for a part of a step the step
 
     @property
     def error(self) -> float:
         """Returns the share by which the prediction is too high."""
-        return self.predicted / self.measured - 1 if self.measured else float(self.predicted > 0)
+        return (self.predicted - self.measured) / self.whole if self.whole else float(self.predicted > 0)
 
 
 def compare_runs(folders: Iterable[Path]) -> list[Comparison]:
@@ -43,45 +195,73 @@ def compare_runs(folders: Iterable[Path]) -> list[Comparison]:
 
 
 def compare_run(folder: Path) -> list[Comparison]:
+    plan = read_plan(folder / "plan.json")
     try:
-        plan: dict[str, Any] = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-        lines = [line for line in read_steps(folder / "metrics.jsonl") if "memory_peak_gib" in line]
-    except (OSError, ValueError) as error:
+        measured = plan.get("measured") or measure_run(read_steps(folder / "metrics.jsonl"))
+    except OSError as error:
         raise UserError(f"{folder}: not the folder of a run: {error}") from None
-    if not lines or "launch" not in plan:
-        raise UserError(f"{folder}: no memory to compare: the run made no step, or an older version made it")
-    memory, last = predicted(folder, plan), lines[-1]
-    found = [
-        Comparison(folder.name, plan["where"], of, memory.persistent[of], round(last[f"memory/{name}_gib"] * _GIB))
-        for name, of in _STATE.items()
-        if f"memory/{name}_gib" in last
-    ]
-    if plan["device"] != "cpu":
-        peak = max(line["memory_peak_gib"] for line in lines)
-        found.append(Comparison(folder.name, plan["where"], "peak", memory.tensors, round(peak * _GIB)))
+    if "launch" not in plan or measured is None:
+        raise UserError(f"{folder}: not the folder of a run that made a step, or an older version made it")
+    predicted = plan.get("predicted") or {}
+    whole = "step_s" in predicted and ("peak" in predicted.get("memory_bytes", {}) or plan["device"] == CPU)
+    if not whole:
+        again = _launched(folder, plan).predict(with_time=True)
+        sizes = {**again.get("memory_bytes", {}), **predicted.get("memory_bytes", {})}
+        predicted = {**again, **predicted, "memory_bytes": sizes}
+    found: list[Comparison] = []
+
+    def add(what: str, formula: float, took: float, unit: str, of: float | None = None) -> None:
+        found.append(Comparison(folder.name, plan["where"], what, formula, took, unit, took if of is None else of))
+
+    sizes, of_run = predicted.get("memory_bytes", {}), measured["memory_bytes"]
+    for name in (name for name in sizes if name in of_run):
+        add(_STATE.get(name, name), sizes[name] / _GIB, of_run[name] / _GIB, "GiB")
+    if "step_s" in predicted:
+        add("step", predicted["step_s"], measured["step_s"], "s")
+        add("speed", predicted["tokens_per_s"], measured["tokens_per_s"], "tokens/s")
+        for name, (formula, took) in phases_of_time(predicted["parts_s"], measured["parts_s"]).items():
+            add(f"  {name}", formula, took, "s", measured["step_s"])
     return found
 
 
-def predicted(folder: Path, plan: dict[str, Any]) -> Memory:
-    """Returns the prediction for a run of this plan."""
-    recipe = load_recipe(folder / "recipe.yaml", [])
-    of_launch = plan["launch"]
+def _launched(folder: Path, plan: dict[str, Any]) -> Launched:
+    """Returns a run as its plan.json has it, which knows the mean of its lengths alone."""
+    recipe, of_launch = load_recipe(folder / "recipe.yaml", []), plan["launch"]
+    if plan["rows_per_device"]:
+        batch = recipe.batch.model_copy(update={"rows_per_device": plan["rows_per_device"]})
+        recipe = recipe.model_copy(update={"batch": batch})
     launch = Launch(of_launch["kind"], plan["world_size"], None, of_launch["config"])
-    place = Place(launch, of_launch["per_host"], "cpu" if plan["device"] == "cpu" else "cuda")
-    rows, length = plan["rows_per_device"], recipe.data.max_length
-    share = (plan["supervised_tokens_per_epoch"] or 1) / (plan["tokens_per_epoch"] or 1)
-    batch = HeaviestBatch.of_rows(rows or 1, length if rows else recipe.batch.tokens_per_device or length, share)
-    return estimate_memory(recipe, training_config(recipe), place, batch, plan["micro_batches"])
+    config = training_config(recipe)
+    counts = plan["rows_per_epoch"], plan["examples"], plan["tokens_per_epoch"], plan["supervised_tokens_per_epoch"]
+    if not all(counts):
+        rows = widest(recipe, "a stream", config)
+    else:
+        in_epoch, examples, tokens, targets = counts
+        full, share = recipe.data.max_length, targets / tokens
+        documents = (round(tokens / examples),) * max(1, round(examples / in_epoch))
+        of_row = tokens / in_epoch, targets / in_epoch
+        rows = RowFacts("plan.json", (documents,), *of_row, (full,), max(1, int((full - 1) * share)), in_epoch)
+    return Launched(recipe, config, launch, plan["micro_batches"], rows, plan["device"], of_launch["per_host"])
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
-    """Returns lines of text, the largest error first."""
-    rows = sorted(comparisons, key=lambda one: -abs(one.error))
-    width = max((len(one.run) for one in rows), default=3)
-    lines = [f"{'run':{width}}  {'config':15} {'what':16} {'predicted':>12} {'measured':>12} {'error':>8}"]
+    """Returns lines of text: of each run memory, then times; and the errors of all runs."""
+    width = max((len(one.run) for one in comparisons), default=3)
+    lines = [f"{'run':{width}}  {'config':15} {'what':16} {'predicted':>12} {'measured':>12}          {'error':>8}"]
     lines += [
-        f"{one.run:{width}}  {one.where:15} {one.what:16} {one.predicted / _GIB:>8.3f} GiB {one.measured / _GIB:>8.3f} "
-        f"GiB {one.error:>+8.1%}"
-        for one in rows
+        f"{one.run:{width}}  {one.where:15} {one.what:16} {one.predicted:>12,.3f} {one.measured:>12,.3f} {one.unit:8} "
+        f"{one.error:>+8.1%}{' of the step' if one.whole != one.measured else ''}"
+        for one in comparisons
     ]
+    for what in dict.fromkeys(one.what for one in comparisons):
+        errors = [abs(one.error) for one in comparisons if one.what == what]
+        summary = f"median error {statistics.median(errors):.1%}, worst {max(errors):.1%}, {len(errors)} runs"
+        lines += [f"{what.strip()}: {summary}"] if len(errors) > 1 else []
     return "\n".join(lines)
+
+
+def as_json(comparisons: Sequence[Comparison]) -> str:
+    """Returns a list of objects, numbers in the unit beside them."""
+    names = ("run", "where", "predicted", "measured", "unit", "error")
+    objects = [{"what": one.what.strip(), **{name: getattr(one, name) for name in names}} for one in comparisons]
+    return json.dumps(objects, indent=1)

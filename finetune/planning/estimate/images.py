@@ -26,7 +26,7 @@ _MARKS = 2  # tokens around an image
 
 def most_images(recipe: Recipe, config: PretrainedConfig) -> tuple[int, ...]:
     """Returns the tokens of each image of a row that has as many as fit into it; () where the recipe sees none."""
-    if recipe.model.train is None:
+    if recipe.model.train is None or recipe.data.image is None:
         return ()
     whole: Any = config
     room = recipe.data.max_length - 1
@@ -34,7 +34,7 @@ def most_images(recipe: Recipe, config: PretrainedConfig) -> tuple[int, ...]:
         each = image_tokens(config, [1])[0]
     else:
         side = whole.vision_config.patch_size * int(patches_per_token(config) ** 0.5)
-        pixels = recipe.data.image.max_pixels if recipe.data.image else None
+        pixels = recipe.data.image.max_pixels
         each = min(room - _MARKS, max(2, pixels // side**2) if pixels else room)
     return (each,) * (room // (each + _MARKS)) if each > 1 else ()
 

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from finetune.data.building import OpenedSources
 from finetune.data.dataset import Dataset, build_training
 from finetune.data.examples import Examples, entry_key, recipe_renderer, rendering_key, row_images
-from finetune.data.packing import one_per_row, pack
+from finetune.data.packing import Rows, one_per_row, pack
 from finetune.data.samples import ExampleSizes
 from finetune.data.token_cache import entries_folder, load
 from finetune.errors import UserError
@@ -67,36 +67,50 @@ class Lengths:
         packed = (pack if recipe.data.packing else lambda lengths, _: one_per_row(lengths))(
             tokens[kept], recipe.data.max_length
         )
-        totals = np.add.reduceat(tokens[kept][packed.members], packed.offsets[:-1])
-        targets = np.add.reduceat(np.asarray(self.sizes.target_tokens)[kept][packed.members], packed.offsets[:-1])
-        sample, fullest = [kept[packed[row]] for row in _some(len(packed))], kept[packed[int(totals.argmax())]]
-        images = [self._images(row) for row in (*sample, fullest)]
-        most = max(images, key=sum)
-        heaviest = _documents(self.sizes, fullest)
-        return RowFacts(
-            source=self.source,
-            sample=tuple(_documents(self.sizes, row) for row in sample),
-            tokens_per_row=float(totals.mean()),
-            targets_per_row=float(targets.mean()),
-            # The fullest row with the images of the row that has most of them.
-            heaviest=(sum(heaviest),) if most else heaviest,
-            most_targets=int(targets.max()),
-            rows=None if self.times is None else max(1, round(len(packed) * self.times)),
-            unknown=None if self.times else "how many rows there are: run `prepare` with these data",
-            images=most,
-            sample_images=tuple(images[:-1]) if most else (),
-        )
+        rows = None if self.times is None else max(1, round(len(packed) * self.times))
+        unknown = None if self.times else "how many rows there are: run `prepare` with these data"
+        packed = Rows(packed.offsets, kept[packed.members])
+        return facts_of(self.examples, packed, self.source, rows, self.image_token, unknown)
 
-    def _images(self, examples: NDArray[np.int64]) -> tuple[int, ...]:
-        """Returns the tokens of each image of some examples, without marks between them."""
-        if self.image_token is None:
-            return ()
-        sequences = [sequence for i in examples for sequence in self.examples[int(i)].sequences]
-        return tuple(
-            int(np.count_nonzero(sequence.input_ids[image.begin : image.end] == self.image_token))
-            for sequence in sequences
-            for image in sequence.images
-        )
+
+def facts_of(
+    examples: Examples, packed: Rows, source: str, rows: int | None, image_token: int | None, unknown: str | None = None
+) -> RowFacts:
+    """image_token: None where the recipe sees no images."""
+    sizes = examples.sizes
+    totals, targets = (
+        np.add.reduceat(np.asarray(counts, np.int64)[packed.members], packed.offsets[:-1])
+        for counts in (sizes.tokens, sizes.target_tokens)
+    )
+    sample, fullest = [packed[row] for row in _some(len(packed))], packed[int(totals.argmax())]
+    images = [_images(examples, row, image_token) for row in (*sample, fullest)]
+    most = max(images, key=sum)
+    heaviest = _documents(sizes, fullest)
+    return RowFacts(
+        source=source,
+        sample=tuple(_documents(sizes, row) for row in sample),
+        tokens_per_row=float(totals.mean()),
+        targets_per_row=float(targets.mean()),
+        # The fullest row with the images of the row that has most of them.
+        heaviest=(sum(heaviest),) if most else heaviest,
+        most_targets=int(targets.max()),
+        rows=rows,
+        unknown=unknown,
+        images=most,
+        sample_images=tuple(images[:-1]) if most else (),
+    )
+
+
+def _images(examples: Examples, chosen: NDArray[np.int64], image_token: int | None) -> tuple[int, ...]:
+    """Returns the tokens of each image of some examples, without marks between them."""
+    if image_token is None:
+        return ()
+    sequences = [sequence for i in chosen for sequence in examples[int(i)].sequences]
+    return tuple(
+        int(np.count_nonzero(sequence.input_ids[image.begin : image.end] == image_token))
+        for sequence in sequences
+        for image in sequence.images
+    )
 
 
 def _some(rows: int) -> list[int]:

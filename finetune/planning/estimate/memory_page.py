@@ -20,8 +20,11 @@ svg rect.reserve { fill: var(--chip-line); }
 .key i { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 3px; margin-right: 0.4em; }
 .k0 { background: var(--edge); } .k1 { background: var(--bar); } .k2 { background: var(--chip-line); }
 .k3 { background: var(--over); }
-p { overflow-wrap: anywhere; }
-@media (max-width: 46rem) { .charts { grid-template-columns: 1fr; } main { padding: 1.5rem 0.8rem 3rem; } }
+p, figcaption { overflow-wrap: anywhere; }
+figure { min-width: 0; }
+@media (max-width: 46rem) {
+  .charts { grid-template-columns: 1fr; } main { padding: 1.5rem 0.8rem 3rem; } svg text { font-size: 14px; }
+}
 """
 _KEY = """<p class="key"><span><i class="k0"></i>kept between steps</span><span><i class="k1"></i>of the phase</span>
 <span><i class="k2"></i>context and gaps, assumed</span><span><i class="k3"></i>the device</span></p>"""

@@ -5,6 +5,7 @@
     operators               a forward and backward of a short model on a few tokens, where little else takes time
     factor                  the same on a row of tokens, beside what all of the above says
     optimizer               AdamW and the gradient's norm
+    data                    what a thread takes to put examples together to a row; not for images
     exchange                collectives between processes of this machine, on CPUs (`exchange.py`)
 
 On one thread of a CPU the clock is the process' own, which other programs do not move.
@@ -23,11 +24,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
 from transformers import PretrainedConfig
 
+from finetune.data.batch import collate
+from finetune.data.samples import Example
+from finetune.data.samples import Sequence as TokenSequence
 from finetune.engine.optimizer_step import squared_norm
 from finetune.errors import UserError
 from finetune.models.attention import DOCUMENTS
@@ -105,7 +110,16 @@ def _of_operators(recipe: Recipe, shape: Shape, rows: RowFacts, clock: Clock) ->
         memory.append((float(size), size / max(1e-7, clock.median(lambda a=a, b=b: a * b) - started)))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's processors"
     source = f"probe, on {name}"
-    return Speeds(products, attention, tuple(memory), source, started, device.type != "cpu", _stepped(shape, clock))
+    speeds = Speeds(products, attention, tuple(memory), source, started, device.type != "cpu", _stepped(shape, clock))
+    return speeds if recipe.model.train is not None else replace(speeds, prepare_token_s=_prepared(rows))
+
+
+def _prepared(rows: RowFacts) -> float:
+    """Returns the seconds that a token of a row takes, of a thread on the host."""
+    row = max(rows.sample, key=len)
+    documents = [TokenSequence(np.zeros(length, np.int32), np.arange(length) > 0) for length in row]
+    examples = [Example("", 1, 0, (document,), {}) for document in documents]
+    return Clock(torch.device("cpu")).median(lambda: collate(examples)) / sum(row)
 
 
 def _stepped(shape: Shape, clock: Clock) -> float:

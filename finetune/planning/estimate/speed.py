@@ -7,8 +7,10 @@
     optimizer             bytes of weights, gradients and moments; on the host's processors under offload
     communication         what does not hide behind compute, by link
     bubble                stages of a pipeline that wait for its first and last micro-batches
+    data                  wait for rows, which a thread prepares beside the step: as finished runs waited, or what a
+                          probe's time to prepare them is longer than the step; absent where neither is known
 
-Not predicted: data wait (rows are prepared in a thread beside the step), evaluations, checkpoints, the start.
+Not predicted: evaluations, checkpoints, the start.
 """
 
 from __future__ import annotations
@@ -128,6 +130,16 @@ class MeasuredLinks:
 
 
 @dataclass(frozen=True)
+class Level:
+    """How finished runs on a device compare with its shipped speeds."""
+
+    runs: int = 0
+    compute: float = 1.0  # times as fast
+    optimizer: float = 1.0
+    wait_token_s: float | None = None  # for rows, for each token of a process; None: not known
+
+
+@dataclass(frozen=True)
 class Speeds:
     """What one device reaches, and where that is from."""
 
@@ -139,6 +151,12 @@ class Speeds:
     beside_host: bool = True  # a device that computes while the host starts the next operators
     step_elements: float | None = None  # that the optimizer and clipping step in a second; None: by bytes
     exchange: MeasuredLinks | None = None  # None: the table's links
+    prepare_token_s: float | None = None  # that a thread takes to prepare a token of a row; None: not known
+    level: Level = Level()  # corrects all of the above
+
+    @property
+    def knows_data_wait(self) -> bool:
+        return self.prepare_token_s is not None or self.level.wait_token_s is not None
 
     def bandwidth(self, size: float) -> float:
         """size: bytes that one operator reads and writes. Between two measured sizes: in proportion."""
@@ -163,6 +181,8 @@ class Speeds:
 @dataclass(frozen=True)
 class StepTime:
     parts: dict[str, float]  # s
+    source: str  # of the speeds
+    knows_data_wait: bool
 
     @property
     def seconds(self) -> float:
@@ -170,8 +190,8 @@ class StepTime:
 
     @property
     def busy(self) -> float:
-        """Returns the seconds without those in which the rank waits for other stages."""
-        return self.seconds - self.parts.get("bubble", 0.0)
+        """Returns the seconds without those in which the rank waits for other stages or for rows."""
+        return self.seconds - self.parts.get("bubble", 0.0) - self.parts.get("data", 0.0)
 
     @property
     def limit(self) -> str:
@@ -192,6 +212,20 @@ def table_speeds(recipe: Recipe, machines: Machines, hardware: Hardware) -> Spee
         ((1.0, device.bandwidth_gb_s * 1e9 * shares.memory),),
         f"shipped table ({efficiency.date}), fitted to {efficiency.source}",
         efficiency.operator_us * 1e-6,
+    )
+
+
+def processor_speeds(hardware: Hardware) -> Speeds:
+    """Returns what a probe found on the processors of the table, in fp32: other machines reach more or less."""
+    known = hardware.processors
+    return Speeds(
+        known.products,
+        known.attention,
+        known.memory,
+        f"{known.source} ({known.date}), not of this machine",
+        known.operator_us * 1e-6,
+        beside_host=False,
+        step_elements=known.adamw,
     )
 
 
@@ -271,16 +305,26 @@ class Job:
         }
         busy = sum(compute.values())
         compute["launches"] = self._launches(step, busy)
+        compute = {name: seconds / speeds.level.compute for name, seconds in compute.items()}
         busy = sum(compute.values())
         traffic = list(self._traffic())
         beside = sum(one.seconds for one in traffic if one.beside)
         alone = sum(one.seconds for one in traffic if not one.beside)
         hidden = busy * _HIDES[self.launch.kind] if speeds.beside_host else 0.0
-        parts = {**compute, "optimizer": self._optimizer(), "communication": max(0.0, beside - hidden) + alone}
+        optimizer = self._optimizer() / speeds.level.optimizer
+        parts = {**compute, "optimizer": optimizer, "communication": max(0.0, beside - hidden) + alone}
         if sizes.pipeline > 1:
             waiting = (sizes.pipeline - 1) / (self.micro_batches * sizes.stages_per_rank)
             parts["bubble"] = busy * waiting / (3 if sizes.schedule == "zero_bubble" else 1)
-        return StepTime({name: seconds for name, seconds in parts.items() if seconds})
+        parts["data"] = self._data_wait(sum(parts.values()))
+        known = {name: seconds for name, seconds in parts.items() if seconds}
+        return StepTime(known, speeds.source, speeds.knows_data_wait)
+
+    def _data_wait(self, step: float) -> float:
+        """step: seconds of it while the next rows are prepared."""
+        if (waited := self.speeds.level.wait_token_s) is not None:
+            return waited * self.row_tokens
+        return max(0.0, (self.speeds.prepare_token_s or 0.0) * self.row_tokens - step)
 
     def _launches(self, step: Work, busy: float) -> float:
         """Returns the seconds of the host that no compute hides."""

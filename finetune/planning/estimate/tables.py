@@ -78,6 +78,21 @@ class Efficiency(Section):
     by_device: dict[str, Names]
 
 
+_Pair = Annotated[tuple[Positive, Positive], Field(strict=False)]
+
+
+class Processors(Section):
+    """What one process reaches on some machine's processors, in fp32; see hardware.yaml."""
+
+    date: Day
+    source: Text
+    products: Positive  # FLOP/s
+    attention: Positive
+    memory: tuple[_Pair, ...] = Field(strict=False)  # (bytes of an operator, bytes/s), ascending
+    operator_us: Positive
+    adamw: Positive  # elements a second
+
+
 class HostSpec(Section):
     """The machine around devices, for what is offloaded."""
 
@@ -114,8 +129,14 @@ class Hardware(Section):
     devices: dict[str, Device]
     links: dict[str, Link]
     efficiency: Efficiency
+    processors: Processors
     host: HostSpec
     reserve: Reserve
+
+    def key_of(self, name: str) -> str | None:
+        """name: of a device, as torch has it. Returns None for an unknown one, or a slice of one (MIG)."""
+        known = self.devices.items() if not re.search(r"\bMIG\b", name) else ()
+        return next((key for key, one in known if one.cuda_name and re.search(one.cuda_name, name)), None)
 
     def shares(self, key: str) -> Shares:
         """key: of a device."""

@@ -1,0 +1,238 @@
+"""What the rows of a source are like, and the settings that fit them: format, lengths, batch, steps.
+
+Letters: `N` examples that were looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.building import num_characters, read_items
+from finetune.data.chat.renderer import build_renderer
+from finetune.data.chat.template_choice import resolve_template
+from finetune.data.formats.converters import FIELDS
+from finetune.data.formats.detect import Detected, detect_format, parse_row, question_and_answer
+from finetune.data.objective_rows import objective_rows, trained_part
+from finetune.data.packing import pack
+from finetune.data.samples import BadRow, Conversation, Labelled, Preference, Ranked, Sample
+from finetune.data.sources.source import SourceReader
+from finetune.data.tokenizing import Item, RowSettings, tokenize_chunk
+from finetune.errors import UserError
+from finetune.recipe.schema import ObjectiveSettings, Source
+
+LOOK_ROWS = 5_000  # that are read; of a larger source the rest is taken to be alike
+CHARACTERS_PER_TOKEN = 4  # about, of English under vocabularies of today, where there is no tokenizer to ask
+SLACK = 2  # times the longest estimate: other languages and vocabularies take twice the tokens, or more
+TEMPLATE_TOKENS = 16  # about, of a chat template around an answer
+LONGEST = 4096  # tokens of a packed sequence, as in recipes/base; or the model's context, if that is shorter
+GOAL_STEPS = 100  # twice what `check` warns below
+OBJECTIVES = {"preference": "dpo", "ranked": "dpo", "unpaired": "kto", "classification": "classify"}
+
+
+@dataclass(frozen=True)
+class RowsFound:
+    """What was found in the data."""
+
+    format: str
+    columns: dict[str, str] | None
+    reason: str  # how the format was told
+    count: int  # rows, with bad ones
+    bad: tuple[str, ...]
+    is_all: bool  # every row was read; else `count` is an estimate
+    samples: tuple[Sample, ...]
+    items: tuple[Item, ...]
+
+    @property
+    def objective(self) -> str:
+        return OBJECTIVES.get(self.format, "sft")
+
+    @property
+    def labels(self) -> list[str]:
+        """Returns the classes that occur, in order; of indices all up to the highest."""
+        found = {one.label for one in self.samples if isinstance(one, Labelled)}
+        if all(isinstance(label, int) for label in found):
+            return [str(i) for i in range(max(map(int, found), default=0) + 1)]
+        return sorted(map(str, found))
+
+    def check_labels(self) -> None:
+        """Raises UserError where a classifier would have nothing to tell apart."""
+        if self.objective == "classify" and len(self.labels) < 2:
+            raise UserError(
+                f"{self.items[0][0]}: `label` is {self.labels[0]} in every row, and a classifier needs two labels at "
+                "least; to train on the texts themselves, rename or remove that column"
+            )
+
+
+@dataclass(frozen=True)
+class ExampleLengths:
+    """Tokens of the examples that were looked at."""
+
+    examples: NDArray[np.int64]  # (N,)
+    answers: NDArray[np.int64]  # (N,) supervised ones; of an estimate all
+    is_estimate: bool
+    scale: float  # examples of the source for each of these
+
+    @property
+    def longest(self) -> int:
+        return int(self.examples.max())
+
+    @property
+    def total(self) -> int:
+        """Tokens of the source."""
+        return round(self.examples.sum() * self.scale)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The settings that fit the rows."""
+
+    max_length: int
+    sequences: int  # packed ones of an epoch
+    rows: int  # of them in a step
+    epochs: int
+    held_out: float  # share of the rows
+    overlong: int  # examples above max_length, of those that were looked at
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.epochs * self.sequences / self.rows)
+
+    @property
+    def interval(self) -> int:
+        """Steps between evaluations, and checkpoints: about five in a run."""
+        return max(5, math.ceil(self.steps / 25) * 5)
+
+
+# --- rows
+
+
+def read_source(path: str) -> RowsFound:
+    """Returns the first rows of a source, with their format. Raises UserError where there is none that fits."""
+    reader = SourceReader(Source(path=path))
+    with closing(read_items(reader)) as items:
+        read = tuple(islice(items, LOOK_ROWS))
+        is_all = next(items, None) is None
+    readable = [(label, number, row) for label, number, row in read if not isinstance(row, str)]
+    if not readable:
+        raise UserError(f"{path}: no row can be read" + (f": {read[0][0]}:{read[0][1]}: {read[0][2]}" if read else ""))
+    detected = _detect(path, readable)
+    samples, bad = [], []
+    for label, number, row in read:
+        try:
+            if isinstance(row, str):
+                raise BadRow(row)
+            samples.append(parse_row(row, detected.format, detected.columns))
+        except BadRow as error:
+            bad.append(f"{label}:{number}: {error}")
+    count = len(read) if is_all else max(len(read), reader.estimated_rows() or 0)
+    columns = dict(detected.columns) if detected.columns else None
+    return RowsFound(detected.format, columns, detected.reason, count, tuple(bad), is_all, tuple(samples), read)
+
+
+def _detect(path: str, readable: Sequence[tuple[str, int, Any]]) -> Detected:
+    rows = [row for _, _, row in readable]
+    try:
+        return detect_format(rows)
+    except UserError as error:
+        pair = question_and_answer(rows[0])
+        if pair is None:
+            raise UserError(f"{readable[0][0]}:{readable[0][1]}: {error}") from None
+        asked, answer = pair
+        reason = f"no format has these columns: `{asked}` is taken for the question, `{answer}` for the answer"
+        return Detected("prompt_completion", {"prompt": asked, "completion": answer}, reason)
+
+
+# --- lengths
+
+
+def chat_template(rows: RowsFound, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """Returns the built-in template that a tokenizer without its own needs for these rows; None where it needs none."""
+    if tokenizer is None or tokenizer.chat_template or not any(_is_chat(sample) for sample in rows.samples[:100]):
+        plain = rows.columns is None or rows.format != "prompt_completion"
+        if plain or tokenizer is None or tokenizer.chat_template:
+            return None
+    return "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
+
+
+def _is_chat(sample: Sample) -> bool:
+    parts = {Preference: "chosen", Labelled: "sample"}
+    if isinstance(sample, Ranked):
+        return _is_chat(sample.answers[0])
+    inner = parts.get(type(sample))
+    return _is_chat(getattr(sample, inner)) if inner else isinstance(sample, Conversation)
+
+
+def token_lengths(rows: RowsFound, tokenizer: PreTrainedTokenizerBase, template: str | None) -> ExampleLengths:
+    """Tokenises the rows that were read as a run would. Raises UserError."""
+    labels = tuple(rows.labels) if rows.objective == "classify" else None
+    objective = ObjectiveSettings(name=rows.objective, labels=labels)  # pyright: ignore[reportArgumentType]
+    is_text = objective.name == "classify"
+    renderer = build_renderer(tokenizer, resolve_template(template, tokenizer), trained_part(objective), is_text)
+    settings = RowSettings(
+        renderer, rows.format, rows.columns, 10**9, "drop", skips_bad=True, objective=objective_rows(objective)
+    )
+    result = tokenize_chunk(settings, rows.items)
+    if result.failed:
+        raise UserError(result.failed)
+    if not len(result.arrays.sizes):
+        raise UserError(f"no row can be trained on: {result.bad_rows[0] if result.bad_rows else 'no supervised token'}")
+    begins = np.concatenate([[0], np.cumsum(result.arrays.sizes)[:-1]])
+    examples = np.add.reduceat(result.arrays.lengths, begins)
+    answers = np.maximum.reduceat(result.arrays.targets, begins)
+    several = 2 if objective.name == "kto" else 1  # an answer of another row is next to each
+    return ExampleLengths(several * examples, answers, False, rows.count / len(rows.items))
+
+
+def estimated_lengths(rows: RowsFound) -> ExampleLengths:
+    """Counts characters of the fields that the format reads."""
+    fields = [(rows.columns or {}).get(field, field) for field in FIELDS[rows.format].all]
+    readable = [row for _, _, row in rows.items if not isinstance(row, str)]
+    texts = [sum(num_characters(row[name]) for name in fields if row.get(name) is not None) for row in readable]
+    tokens = np.array([text // CHARACTERS_PER_TOKEN + TEMPLATE_TOKENS for text in texts], np.int64)
+    return ExampleLengths(tokens, tokens, True, rows.count / len(rows.items))
+
+
+# --- the settings
+
+
+def fit_rows(lengths: ExampleLengths, rows: RowsFound, longest: int) -> Fit:
+    """Returns settings that make `GOAL_STEPS`, or come near: first shorter sequences, then fewer of them in a step,
+    then more epochs. longest: most tokens of a sequence."""
+    count = len(lengths.examples) * lengths.scale
+    # Enough rows that their mean tells two checkpoints apart, and few enough to be quick; none of a handful.
+    held_out = 0.0 if count < 20 else 0.1 if count < 1000 else 0.05 if count < 10_000 else 0.01
+    room = lengths.longest * (SLACK if lengths.is_estimate else 1)
+    needed = min(longest, 1 << max(5, (room - 1).bit_length()))  # a power of two that the longest fits in
+    kept = lengths.examples[lengths.examples <= longest]
+    if not len(kept):
+        kept = np.full(1, longest)
+
+    def fit(max_length: int, in_step: int, epochs: int) -> Fit:
+        sequences = len(pack(kept, max_length)) * lengths.scale * (1 - held_out)
+        overlong = int((lengths.examples > max_length).sum())
+        return Fit(max_length, max(1, round(sequences)), in_step, epochs, held_out, overlong)
+
+    for max_length, in_step, epochs in _choices(needed, min(longest, max(2048, needed))):
+        best = fit(max_length, in_step, epochs)
+        if best.steps >= GOAL_STEPS:
+            break
+    return best
+
+
+def _choices(shortest: int, longest: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (max_length, sequences in a step, epochs), from what suits much data to what suits little."""
+    length = longest
+    yield length, 8, 2
+    while length > shortest:
+        length = max(length // 2, shortest)
+        yield length, 8, 2
+    yield from ((length, in_step, epochs) for in_step, epochs in ((4, 2), (4, 3), (4, 4), (4, 5), (2, 5), (1, 5)))
