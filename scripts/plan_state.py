@@ -69,16 +69,13 @@ def cells() -> Iterator[Cell]:
 # --- in a launch
 
 
-def measure_case(
-    recipe_file: str, out: Path, name: str, overrides: list[str], config_file: str | None
-) -> dict[str, Any]:
-    """Trains a step in this process group; returns the bytes that this rank keeps."""
+def ready_trainer(recipe_file: str, out: Path, name: str, overrides: list[str], config_file: str | None) -> Any:
+    """Returns the trainer of a case in this process group, before its first step."""
     from types import SimpleNamespace
 
     from rich.console import Console
 
     from finetune.data.dataset import build_training
-    from finetune.engine.base import StorageCounter, measure_state_bytes
     from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_launch
     from finetune.engine.start import start_engine
@@ -93,9 +90,20 @@ def measure_case(
     micro_batches = check_launch(recipe, recipe_file, launch, config)
     training, engine = build_training(recipe, tokenizer), start_engine(recipe, launch)
     make_run_folder(recipe)
-    console, state = Console(quiet=True), dict[str, int]()
-    trainer = build_trainer(recipe, engine, tokenizer, config, (training, None), micro_batches, StopRequest(), console)
+    stop, console = StopRequest(), Console(quiet=True)
+    trainer = build_trainer(recipe, engine, tokenizer, config, (training, None), micro_batches, stop, console)
     trainer.saver = SimpleNamespace(failed=False)  # pyright: ignore[reportAttributeAccessIssue]  (`_run` makes it)
+    return trainer
+
+
+def measure_case(
+    recipe_file: str, out: Path, name: str, overrides: list[str], config_file: str | None
+) -> dict[str, Any]:
+    """Trains a step in this process group; returns the bytes that this rank keeps."""
+    from finetune.engine.base import StorageCounter, measure_state_bytes
+
+    trainer, state = ready_trainer(recipe_file, out, name, overrides, config_file), dict[str, int]()
+    engine = trainer.engine
 
     def measure_gradients() -> None:
         state["gradients"] = StorageCounter(engine.device).add(engine.gradients())

@@ -222,7 +222,7 @@ def probe_here(folder: Path, precision: str) -> Any:
 
     recipe, config = loaded(folder, replace(PROBED, precision=precision))
     shape = Shape.of(shapes_of(recipe, config).weights, recipe, config, True, False)
-    return probe(recipe, config, shape, widest(recipe, "all rows are alike"), 2)
+    return probe(recipe, config, shape, widest(recipe, "all rows are alike", config), 2)
 
 
 def loaded(folder: Path, cell: Cell) -> tuple[Any, Any]:
@@ -249,7 +249,7 @@ def predicted(folder: Path, cell: Cell, speeds: Any) -> Any:
     recipe, config = loaded(folder, cell)
     launch = read_config_file(str(ROOT / "accelerate_configs" / f"{cell.config}.yaml"), cell.processes)
     micro_batches = check_launch(recipe, "recipe.yaml", launch, config)
-    hardware, rows = shipped_hardware(), widest(recipe, "all rows are alike")
+    hardware, rows = shipped_hardware(), widest(recipe, "all rows are alike", config)
     shape = Shape.of(shapes_of(recipe, config).weights, recipe, config, True, cell.recomputes)
     machines = parse_machines(f"{cell.processes}xcpu", 1, hardware)
     place = (launch, machines, hardware, rows, heaviest(recipe, rows))

@@ -3,9 +3,9 @@
     python scripts/recipe_headers.py                 # after a change of a recipe or of finetune/planning/estimate
     python scripts/recipe_headers.py llama3.1-8b
 
-Each row counts as one document of `data.max_length` tokens, all supervised: the most there can be. A size of devices
-is named where `plan` says `fits`, with its margin. Left as they are: quickstart, which is for a CPU, and recipes on
-images, whose towers the estimate does not know; Mistral Large 4's, whose layers cannot run without values.
+Each row counts as one document of `data.max_length` tokens, all supervised, and full of images where the recipe sees
+any: the most there can be. A size of devices is named where `plan` says `fits`, with its margin. Left as they are:
+quickstart, which is for a CPU; Mistral Large 4's, whose layers cannot run without values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from finetune.engine.compatibility import check_launch
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
 from finetune.planning.estimate.command import config_of
-from finetune.planning.estimate.memory import HeaviestBatch, Memory, Place, estimate_memory
+from finetune.planning.estimate.images import most_images
+from finetune.planning.estimate.lengths import widest
+from finetune.planning.estimate.memory import Memory, Place, estimate_memory
+from finetune.planning.estimate.search import heaviest
 from finetune.planning.estimate.state import PARTS, State, state_of
 from finetune.planning.estimate.tables import GIB, shipped_hardware
 from finetune.recipe import Recipe, load_recipe
@@ -36,11 +39,7 @@ MARGIN, WIDTH = "#            ", 120
 def planned_recipes() -> list[Path]:
     paths = sorted((ROOT / "recipes").glob("*/*.yaml"))
     others = ("base", "quickstart", "mistral-large-4")
-    return [path for path in paths if path.parent.name not in others and not _on_images(path)]
-
-
-def _on_images(path: Path) -> bool:
-    return load_recipe(path, []).model.train is not None
+    return [path for path in paths if path.parent.name not in others]
 
 
 def launch_of(text: str) -> Launch:
@@ -60,9 +59,7 @@ def kept(recipe: Recipe, config: PretrainedConfig, launch: Launch) -> State:
 def memory(recipe: Recipe, config: PretrainedConfig, launch: Launch, path: Path) -> Memory:
     """Raises UserError where recipe and launch do not go together."""
     micro_batches = check_launch(recipe, str(path), launch, config)
-    rows = recipe.batch.rows_per_device
-    assert isinstance(rows, int)
-    batch = HeaviestBatch.of_rows(rows, recipe.data.max_length)
+    batch = heaviest(recipe, widest(recipe, "the most there can be", config))
     return estimate_memory(recipe, config, Place(launch, launch.processes), batch, micro_batches)
 
 
@@ -98,7 +95,10 @@ def fields(path: Path) -> tuple[str, str]:
     elif launch.where == "single":
         where.append("ddp.yaml with 2 to 8 for speed")
     rows = f"{recipe.batch.rows_per_device} rows" if recipe.batch.rows_per_device != 1 else "a row"
-    peak = f"{own.tensors / 1e9:.1f} GB a device at the peak, with {rows} of {recipe.data.max_length:,} tokens; "
+    of_each = f"{recipe.data.max_length:,} tokens"
+    if images := most_images(recipe, config):
+        of_each += f", {len(images)} image{'s' if len(images) > 1 else ''} of {images[0]:,} among them"
+    peak = f"{own.tensors / 1e9:.1f} GB a device at the peak, with {rows} of {of_each}; "
     return "; ".join(where), peak + kept_words(kept(recipe, config, launch)) + "; by `plan`"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -47,7 +48,7 @@ def _policy(_context: Any, operator: Any, *values: Any, **named: Any) -> Checkpo
 
     Attention with dropout is: it draws random numbers, and what draws after it would get others if it were left out.
     """
-    if operator not in _expensive():
+    if operator not in _expensive("bitsandbytes" in sys.modules):
         return CheckpointPolicy.PREFER_RECOMPUTE
     schema = getattr(operator, "_schema", None)  # flex attention has none, and no dropout
     names = [argument.name for argument in schema.arguments] if schema else []
@@ -56,9 +57,10 @@ def _policy(_context: Any, operator: Any, *values: Any, **named: Any) -> Checkpo
 
 
 @functools.cache
-def _expensive() -> frozenset[Any]:
+def _expensive(packed: bool) -> frozenset[Any]:
     """Returns matrix products, and attention in every form that scaled_dot_product_attention, torch.nn.attention.varlen
-    and FlexAttention reach; those that this torch has."""
+    and FlexAttention reach; those that this torch has. packed: also bitsandbytes' product with 4-bit weights, where it
+    is an operator of its own."""
     aten, operators = torch.ops.aten, set[Any]()
     for name in _PRODUCTS + _ATTENTION:
         if hasattr(aten, name):
@@ -67,6 +69,8 @@ def _expensive() -> frozenset[Any]:
         importlib.import_module("torch.nn.attention.varlen")  # registers its operator
         operators.add(torch.ops.torch_attn._varlen_attn.default)
     operators.add(torch.ops.higher_order.flex_attention)
+    if packed and hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        operators.add(torch.ops.bitsandbytes.gemm_4bit.default)
     return frozenset(operators)
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -92,10 +93,7 @@ def _of_squares(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
 
 def _values(*shape: int) -> Tensor:
     """Returns numbers between -1 and 1 that are alike in no two places nearby."""
-    count = 1
-    for size in shape:
-        count *= size
-    return torch.sin(torch.arange(count, dtype=torch.float32) * 0.7311).reshape(shape)
+    return torch.sin(torch.arange(math.prod(shape), dtype=torch.float32) * 0.7311).reshape(shape)
 
 
 _CROPS = Family("text_model", "vision_model", ("connector",), _of_crops, fixed=True, as_weights=True)
@@ -141,6 +139,38 @@ def image_tokens(config: Any, cells: Sequence[int]) -> list[int]:
         patches = config.vision_config.image_size // config.vision_config.patch_size
         return [patches**2 // config.scale_factor**2] * len(cells)
     return list(cells)
+
+
+def patches_in(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
+    """Returns the patches of each picture, or crop of one, among the inputs of a forward."""
+    side = config.vision_config.patch_size
+    if (grid := inputs.get("image_grid_thw")) is not None:
+        return grid.prod(1).tolist()
+    if (sizes := inputs.get("image_sizes")) is not None:
+        return (sizes // side).prod(1).tolist()
+    if (pixels := inputs.get("pixel_values")) is None:
+        return []
+    *pictures, _, height, width = pixels.shape
+    return [(height // side) * (width // side)] * math.prod(pictures)
+
+
+def patches_of(config: Any, tokens: Sequence[int]) -> list[int]:
+    """Returns the patches of each picture. tokens: of each image."""
+    ratio = patches_per_token(config)
+    if not family_of(config).fixed:
+        return [count * ratio for count in tokens]
+    each = image_tokens(config, [1])[0]
+    return [each * ratio] * (sum(tokens) // each)
+
+
+def patches_per_token(config: Any) -> int:
+    """Returns the patches of an image that the projector joins to one token."""
+    vision = config.vision_config
+    if config.model_type == "gemma3":
+        return (vision.image_size // vision.patch_size) ** 2 // config.mm_tokens_per_image
+    if config.model_type in ("smolvlm", "idefics3"):
+        return config.scale_factor**2
+    return (getattr(config, "spatial_merge_size", None) or vision.spatial_merge_size) ** 2
 
 
 # --- parts
@@ -232,6 +262,13 @@ def image_modules(model: Any) -> list[nn.Module]:
     if (family := FAMILIES.get(whole.config.model_type)) is None or not hasattr(whole.base_model, family.language):
         return []
     return [whole.base_model.get_submodule(path) for path in (family.tower, *family.projector)]
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """Returns the layers of the language model. model: transformers'."""
+    family = FAMILIES.get(model.config.model_type)
+    whole = model.base_model
+    return (getattr(whole, family.language) if family and hasattr(whole, family.language) else whole).layers
 
 
 def processor_settings(model: Model, images: Images | None) -> dict[str, bytes]:

@@ -106,7 +106,8 @@ def load_model(
     adapted = family = None
     if recipe.model.train is not None:
         family = family_of(config)
-        model.processor_files = processor_settings(recipe.model, recipe.data.image)
+        if placement.weights != "meta":  # rank 0 writes them, and what plans has the config alone
+            model.processor_files = processor_settings(recipe.model, recipe.data.image)
         if recipe.lora is None:
             freeze_parts(model, family, recipe.model.train)
         else:

@@ -133,7 +133,7 @@ def _report_memory(recipe: Recipe, path: Path, config_file: Path, processes: int
 
     launch, config = read_config_file(str(config_file), processes), training_config(recipe)
     micro_batches = check_launch(recipe, str(path), launch, config)
-    place, batch = Place(launch, launch.processes), heaviest(recipe, widest(recipe, "not asked"))
+    place, batch = Place(launch, launch.processes), heaviest(recipe, widest(recipe, "not asked", config))
     try:
         memory = estimate_memory(recipe, config, place, batch, micro_batches)
     except NotEstimated as reason:

@@ -2,12 +2,12 @@
 
 A multiply-add counts as two. Only matrix products are counted: every weight that hidden states are multiplied with, and
 the two products of attention; not norms, activations, rotary embeddings or the optimizer
-(https://arxiv.org/abs/2204.02311, appendix B). Of a model that sees images only the language model is counted.
+(https://arxiv.org/abs/2204.02311, appendix B). Of a model that sees images, tower and projector are counted as well.
 
 - `model`: what the maths needs. Forward; backward where needed: two products like the forward's for a trained weight,
   one for a frozen one whose input needs a gradient, none below the first trained layer. Attention: pairs of tokens that
   attend to each other. LM head: supervised positions; a head of scores, at one token of a document, is not counted.
-  Experts: those that a token is routed to.
+  Experts: those that a token is routed to. A tower: pairs of patches of a picture, or of a window of it.
 - `hardware`: what is executed. In addition: padding, masked pairs that are computed anyway, recomputation by activation
   checkpointing and fused attention in the backward.
 
@@ -19,24 +19,24 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.models.attention import DOCUMENTS
 from finetune.models.config import layer_configs
-from finetune.models.vision import image_modules
+from finetune.models.vision import family_of, image_modules, part_of, patches_in, patches_per_token
 from finetune.models.wrapped import has_scores, output_head
 from finetune.planning.estimate.tables import Device, shipped_hardware
-from finetune.utils import full_shape
+from finetune.utils import full_shape, unwrap_peft
 
 _EMBEDDED = re.compile(r"lora_embedding_A|\boriginal_module\b|_bias\b")  # looked up, unused, added: not multiplied
 _ATTENTION = re.compile(r"attn|attention")
-_OUTPUT = re.compile(r"\b(o_proj|out_proj|c_proj|wo|down_proj|w2|fc2|dense|dense_4h_to_h)\b")
+_OUTPUT = re.compile(r"\b(o_proj|out_proj|c_proj|wo|down_proj|w2|fc2|linear_fc2|dense|dense_4h_to_h)\b")
 _TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
 _MASKED = ("sdpa", "eager")  # compute every pair of the row, and mask
 
@@ -69,16 +69,26 @@ class ModelFlops:
     implementation: str  # transformers' name
     recomputes: bool  # full activation checkpointing
     hardware_known: bool
+    tower: TowerFlops | None = None
 
     def of(
-        self, counted: Sequence[int], executed: Sequence[int], supervised: int, prefixes: Sequence[int] = ()
+        self,
+        counted: Sequence[int],
+        executed: Sequence[int],
+        supervised: int,
+        prefixes: Sequence[int] = (),
+        patches: Sequence[int] = (),
     ) -> Flops:
         """Returns the FLOPs of forward and backward of one micro-batch.
 
         counted: lengths of the documents; executed: lengths including padding; supervised: positions that reach the LM
-        head; prefixes: of the documents, tokens of another that each sees as its beginning, which are computed there.
+        head; prefixes: of the documents, tokens of another that each sees as its beginning, which are computed there;
+        patches: of each picture that the tower sees.
         """
         model = hardware = self.head * supervised
+        if self.tower is not None and patches:
+            of_tower = self.tower.of(patches)
+            model, hardware = model + of_tower.model, hardware + of_tower.hardware
         products = self.token_forward + self.token_backward
         model += products * sum(counted)
         hardware += (products + self.token_recomputed) * sum(executed)
@@ -88,6 +98,10 @@ class ModelFlops:
             model += number * layer.per_pair * pairs * (3 if layer.backward else 1)
             hardware += number * self._executed(layer) * self._executed_pairs(executed, layer.window, prefixes)
         return Flops(model, hardware if self.hardware_known else math.nan)
+
+    def patches_in(self, inputs: Mapping[str, Tensor]) -> list[int]:
+        """Returns the patches of each picture among the inputs of a forward."""
+        return [] if self.tower is None else patches_in(self.tower.config, inputs)
 
     def _executed(self, layer: AttentionFlops) -> float:
         """Returns the executed FLOPs per pair. Fused attention recomputes the scores in the backward."""
@@ -103,6 +117,69 @@ class ModelFlops:
         sizes = itertools.zip_longest(lengths, prefixes, fillvalue=0)
         # A window is a mask, and so are the keys of another document.
         return float(sum(n * (n + p) if p or n > (window or n) else n * (n + 1) / 2 for n, p in sizes))
+
+
+@dataclass(frozen=True)
+class TowerFlops:
+    """FLOPs of tower and projector. Backwards are included where there are any."""
+
+    config: Any  # the multimodal model's
+    patch: Flops  # products for one patch
+    token: Flops  # for one token of the projector
+    pair: Flops  # the two attention products for a pair of patches, in a layer
+    layers: int
+    windows: int = 0  # of these layers, those that see a window
+    window: int = 0  # patches
+    together: bool = False  # all pictures are one row, under a mask: every pair is computed
+
+    def of(self, patches: Sequence[int]) -> Flops:
+        total = sum(patches)
+        pairs = (self.layers - self.windows) * sum(n * n for n in patches)
+        executed = (self.layers - self.windows) * total**2 if self.together else pairs
+        in_windows = self.windows * sum(n * min(n, self.window) for n in patches)
+        tokens = total / patches_per_token(self.config)
+        model, hardware = (
+            products * total + merged * tokens + each * (count + in_windows)
+            for products, merged, each, count in zip(self.patch, self.token, self.pair, (pairs, executed), strict=True)
+        )
+        return Flops(model, hardware)
+
+
+def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
+    """Counts in the order in which modules are made; what comes before the first trained weight has no backward."""
+    config, vision = model.config, getattr(model.config, "vision_config", None)
+    if not image_modules(model):
+        return None
+    family = family_of(config)
+    products: list[_Product] = []  # `after_trained`: something before it is trained
+    after_trained = False
+    for path, module in unwrap_peft(model).named_modules():
+        if part_of(family, path) == "language" or isinstance(module, nn.Embedding):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            shape, full_name = _shape(module, name, parameter), f"{path}.{name}"
+            if len(shape) >= 2:
+                place, weights = _position(full_name), float(np.prod(shape))
+                products.append(_Product(full_name, place, weights, parameter.requires_grad, False, after_trained))
+            after_trained |= parameter.requires_grad
+    of_patches = [product for product in products if part_of(family, product.path) == "vision"]
+    layers_train = any(product.trained for product in of_patches)
+    again = 2 * sum(_recomputed(of_patches)) if recomputes and layers_train else 0.0
+    patch, token = (
+        sum(2 * one.weights * (1 + one.trained + one.after_trained) for one in those)
+        for those in (of_patches, [one for one in products if part_of(family, one.path) == "projector"])
+    )
+    # Queries with keys, and weights with values; fused attention computes the first again in its backward.
+    pair = 4.0 * vision.hidden_size
+    pairs = Flops(pair * 3, pair * (3.5 + recomputes)) if layers_train else Flops(pair, pair)
+    layers = getattr(vision, "num_hidden_layers", None) or vision.depth
+    full = getattr(vision, "fullatt_block_indexes", None)
+    windows = 0 if full is None else layers - len(full)
+    window = (vision.window_size // vision.patch_size) ** 2 if windows else 0
+    together = config.model_type == "mistral3"
+    return TowerFlops(
+        config, Flops(patch, patch + again), Flops(token, token), pairs, layers, windows, window, together
+    )
 
 
 def causal_pairs(lengths: Sequence[int], window: int | None, prefixes: Sequence[int] = ()) -> float:
@@ -157,6 +234,7 @@ def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> M
             type(module).__name__ == "ParamWrapper" or getattr(module, "lora_magnitude_vector", None)
             for module in model.modules()
         ),
+        tower=_tower(model, recomputes),
     )
 
 

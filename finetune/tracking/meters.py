@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -39,9 +39,18 @@ class FlopsCounter(Protocol):
     """FLOPs of a model's micro-batches; see `planning.flops`."""
 
     def of(
-        self, counted: Sequence[int], executed: Sequence[int], supervised: int, prefixes: Sequence[int] = ()
+        self,
+        counted: Sequence[int],
+        executed: Sequence[int],
+        supervised: int,
+        prefixes: Sequence[int] = (),
+        patches: Sequence[int] = (),
     ) -> tuple[float, float]:
         """Returns (model, hardware)."""
+        ...
+
+    def patches_in(self, inputs: Mapping[str, torch.Tensor]) -> list[int]:
+        """Returns the patches of each picture among the inputs of a forward."""
         ...
 
 
@@ -129,6 +138,7 @@ class Meters:
                 batch.sequence_lengths,
                 _at_head(batch) * parallelism.tokens,
                 batch.prefix_lengths,
+                self._flops.patches_in(batch.inputs),
             )
             for batch in batches
         ]

@@ -115,6 +115,16 @@ def test_selective_computes_no_product_and_no_attention_again(recipe: dict[str, 
     assert kept[True] < 0.75 * kept["selective"] < 0.75 * 0.9 * kept[False]
 
 
+def test_selective_unpacks_no_weight_for_its_product_again(recipe: dict[str, Any], write_recipe: Any) -> None:
+    calls = {}
+    for how in (False, True, "selective"):
+        model, choice = loaded(recipe, write_recipe, QLORA, activation_checkpointing=how)
+        with Watch() as watch:
+            forward(model, choice).backward()
+        calls[how] = watch.calls["bitsandbytes::gemm_4bit"]
+    assert 0 < calls["selective"] == calls[False] < calls[True]
+
+
 def test_selective_computes_attention_with_dropout_again(recipe: dict[str, Any], write_recipe: Any) -> None:
     """It draws random numbers: left out, the dropout after it would be another one."""
     changes = {**LORA, "model": {**recipe["model"], "attention": "sdpa"}}

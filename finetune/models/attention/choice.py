@@ -125,20 +125,22 @@ class _Case:
         return outcome
 
 
-def attention_for(recipe: Recipe, config: PretrainedConfig, device: str) -> AttentionChoice:
-    """Returns the attention of a run; see `choose_attention`."""
+def attention_for(
+    recipe: Recipe, config: PretrainedConfig, device: str, there: Kernels | None = None
+) -> AttentionChoice:
+    """Returns the attention of a run; see `choose_attention`. there: kernels; by default those of this machine."""
     if recipe.model.train is not None:
-        return _with_images(recipe, config, device)
+        return _with_images(recipe, config, device, there)
     try:
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:
         raise UserError(f"{type(config).__name__} is not a causal language model that transformers knows") from None
     half = dtypes(recipe).compute != torch.float32
     longest = recipe.data.max_length if recipe.train.compile else None
-    return choose_attention(recipe.model.attention, model_class, config, device, half, longest=longest)
+    return choose_attention(recipe.model.attention, model_class, config, device, half, there, longest)
 
 
-def _with_images(recipe: Recipe, config: PretrainedConfig, device: str) -> AttentionChoice:
+def _with_images(recipe: Recipe, config: PretrainedConfig, device: str, there: Kernels | None) -> AttentionChoice:
     """Returns the attention of the language model of a multimodal one. Raises UserError where it, or what the family's
     forward does with images, does not keep packed documents apart."""
     from finetune.models.text_part import text_config  # which has its own trial, and so imports this package
@@ -152,7 +154,7 @@ def _with_images(recipe: Recipe, config: PretrainedConfig, device: str) -> Atten
         )
     if family.sees_whole_images:
         requested = "documents"  # the kernels have no mask within a document
-    choice = choose_attention(requested, model_class, text, device, half)
+    choice = choose_attention(requested, model_class, text, device, half, there)
     why = None if choice.isolates_documents else choice.reason
     if (why := why or trial_with_images(config)) is not None:
         raise UserError(f"images: {config.model_type} cannot be trained on them here: {why}")

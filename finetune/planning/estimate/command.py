@@ -178,7 +178,7 @@ def ask(recipe: Recipe, path: str, options: PlanOptions, machines: Sequence[Mach
     found = read_lengths(recipe)
 
     def repack(recipe: Recipe) -> RowFacts:
-        return found.rows(recipe) if isinstance(found, Lengths) else widest(recipe, found)
+        return found.rows(recipe, config) if isinstance(found, Lengths) else widest(recipe, found, config)
 
     shapes = shapes_of(recipe, config, all(one.key == CPU for one in machines))
     tables = read_hardware(options.hardware), read_prices(options.prices)
@@ -197,11 +197,11 @@ def config_of(recipe: Recipe) -> PretrainedConfig:
     try:
         base_config(recipe.model)
     except UserError as error:
-        config = shipped_config(recipe.model.name or "") if recipe.model.train is None else None
+        config = shipped_config(recipe.model.name or "", recipe.model.train is not None)
         if config is None:
             raise UserError(
-                f"{error}\nNothing is downloaded for a plan, and the shipped table, of text models, does not have it: "
-                "give a folder with its config.json, or download it once"
+                f"{error}\nNothing is downloaded for a plan, and the shipped table does not have it: give a folder "
+                "with its config.json, or download it once"
             ) from None
         from finetune.models.config import without_dropout
 
@@ -260,6 +260,7 @@ def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, 
             "rank": one.memory.rank,
             "host_gib": round(one.memory.host / GIB, 3),
             "disk_gib": round(one.memory.disk / GIB, 3),
+            "host_after_gib": {name: round(size / GIB, 3) for name, size in one.memory.after.items()},
             "step_s": one.step and one.step.seconds,
             "step_parts_s": one.step and one.step.parts,
             "speeds": one.step and one.step.source,
@@ -414,6 +415,8 @@ def _steps_of(one: Choice) -> list[str]:
         lines.append(
             f"of each machine: {one.memory.host / GIB:.1f} GiB of host memory, {one.memory.disk / GIB:.1f} of disk"
         )
+    after = ", ".join(f"{name} {size / GIB:.2f}" for name, size in one.memory.after.items())
+    lines.append(f"in host memory after the steps, GiB of tensors of one process: {after}")
     return lines
 
 

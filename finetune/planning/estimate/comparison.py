@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PretrainedConfig
@@ -130,9 +130,10 @@ def _said(error: Exception) -> str:
 def _predicted(
     recipe: Recipe, config: PretrainedConfig, engine: Engine, micro_batches: int, data: Dataset | Stream
 ) -> dict[str, Any]:
-    rows = widest(recipe, "a stream")
+    rows = widest(recipe, "a stream", config)
     if isinstance(data, Dataset):
-        rows = facts_of(data.examples.sizes, data.rows, "the data of the run", len(data.rows))
+        token = None if recipe.data.image is None else cast(Any, config).image_token_id
+        rows = facts_of(data.examples, data.rows, "the data of the run", len(data.rows), token)
     on_gpu = engine.device.type == "cuda"
     device = torch.cuda.get_device_name(engine.device) if on_gpu else engine.device.type
     place = (engine.launch, micro_batches, rows, device, engine.local_processes)
@@ -234,7 +235,7 @@ def _launched(folder: Path, plan: dict[str, Any]) -> Launched:
     config = training_config(recipe)
     counts = plan["rows_per_epoch"], plan["examples"], plan["tokens_per_epoch"], plan["supervised_tokens_per_epoch"]
     if not all(counts):
-        rows = widest(recipe, "a stream")
+        rows = widest(recipe, "a stream", config)
     else:
         in_epoch, examples, tokens, targets = counts
         full, share = recipe.data.max_length, targets / tokens

@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PretrainedConfig
 
 from finetune.data.building import OpenedSources
 from finetune.data.dataset import Dataset, build_training
-from finetune.data.examples import entry_key, recipe_renderer, rendering_key
+from finetune.data.examples import Examples, entry_key, recipe_renderer, rendering_key, row_images
 from finetune.data.packing import Rows, one_per_row, pack
+from finetune.data.samples import ExampleSizes
 from finetune.data.token_cache import entries_folder, load
 from finetune.errors import UserError
 from finetune.models.config import load_tokenizer
+from finetune.planning.estimate.images import most_images
 from finetune.recipe import Recipe
 
 SAMPLE_ROWS = 500  # of each source, where the cache has no entry
@@ -33,6 +36,8 @@ class RowFacts:
     most_targets: int
     rows: int | None  # of an epoch; None: not known
     unknown: str | None = None  # what is not known, and why
+    images: tuple[int, ...] = ()  # tokens of each image of the heaviest row, which is one document then
+    sample_images: tuple[tuple[int, ...], ...] = ()  # of each row of the sample
 
     @property
     def supervised_share(self) -> float:
@@ -44,38 +49,67 @@ class Lengths:
     """Tokens and supervised tokens of sequences, and how many times as many there are."""
 
     source: str
-    sizes: Any  # ExampleSizes
+    examples: Examples
     times: float | None  # examples of the data over those here; None: not known
+    image_token: int | None = None  # None: the recipe sees no images
 
-    def rows(self, recipe: Recipe) -> RowFacts:
+    @property
+    def sizes(self) -> ExampleSizes:
+        return self.examples.sizes
+
+    def rows(self, recipe: Recipe, config: PretrainedConfig) -> RowFacts:
         """Packs them as the recipe says. Those beyond its max_length are left out, as `overlong: drop` does."""
         tokens = np.asarray(self.sizes.tokens, np.int64)
         kept = np.flatnonzero(tokens <= recipe.data.max_length)
         if not len(kept):
-            return widest(recipe, f"no example of {self.source} has at most {recipe.data.max_length} tokens")
+            none = f"no example of {self.source} has at most {recipe.data.max_length} tokens"
+            return widest(recipe, none, config)
         packed = (pack if recipe.data.packing else lambda lengths, _: one_per_row(lengths))(
             tokens[kept], recipe.data.max_length
         )
         rows = None if self.times is None else max(1, round(len(packed) * self.times))
         unknown = None if self.times else "how many rows there are: run `prepare` with these data"
-        return facts_of(self.sizes, Rows(packed.offsets, kept[packed.members]), self.source, rows, unknown)
+        packed = Rows(packed.offsets, kept[packed.members])
+        return facts_of(self.examples, packed, self.source, rows, self.image_token, unknown)
 
 
-def facts_of(sizes: Any, packed: Rows, source: str, rows: int | None, unknown: str | None = None) -> RowFacts:
-    """sizes: ExampleSizes."""
+def facts_of(
+    examples: Examples, packed: Rows, source: str, rows: int | None, image_token: int | None, unknown: str | None = None
+) -> RowFacts:
+    """image_token: None where the recipe sees no images."""
+    sizes = examples.sizes
     totals, targets = (
         np.add.reduceat(np.asarray(counts, np.int64)[packed.members], packed.offsets[:-1])
         for counts in (sizes.tokens, sizes.target_tokens)
     )
+    sample, fullest = [packed[row] for row in _some(len(packed))], packed[int(totals.argmax())]
+    images = [_images(examples, row, image_token) for row in (*sample, fullest)]
+    most = max(images, key=sum)
+    heaviest = _documents(sizes, fullest)
     return RowFacts(
         source=source,
-        sample=tuple(_documents(sizes, packed[row]) for row in _some(len(packed))),
+        sample=tuple(_documents(sizes, row) for row in sample),
         tokens_per_row=float(totals.mean()),
         targets_per_row=float(targets.mean()),
-        heaviest=_documents(sizes, packed[int(totals.argmax())]),
+        # The fullest row with the images of the row that has most of them.
+        heaviest=(sum(heaviest),) if most else heaviest,
         most_targets=int(targets.max()),
         rows=rows,
         unknown=unknown,
+        images=most,
+        sample_images=tuple(images[:-1]) if most else (),
+    )
+
+
+def _images(examples: Examples, chosen: NDArray[np.int64], image_token: int | None) -> tuple[int, ...]:
+    """Returns the tokens of each image of some examples, without marks between them."""
+    if image_token is None:
+        return ()
+    sequences = [sequence for i in chosen for sequence in examples[int(i)].sequences]
+    return tuple(
+        int(np.count_nonzero(sequence.input_ids[image.begin : image.end] == image_token))
+        for sequence in sequences
+        for image in sequence.images
     )
 
 
@@ -89,12 +123,14 @@ def _documents(sizes: Any, examples: NDArray[np.int64]) -> tuple[int, ...]:
     return tuple(int(n) for n in np.concatenate(parts))
 
 
-def widest(recipe: Recipe, reason: str) -> RowFacts:
-    """Returns the most that a recipe can ask for: every row one document of max_length, all supervised."""
-    length = recipe.data.max_length
+def widest(recipe: Recipe, reason: str, config: PretrainedConfig) -> RowFacts:
+    """Returns the most that a recipe can ask for: every row one document of max_length, all supervised, and full of
+    images where it sees any."""
+    length, images = recipe.data.max_length, most_images(recipe, config)
+    full = f" with {len(images)} images of {images[0]:,} tokens" if images else ""
     return RowFacts(
-        f"not known ({reason}): every row is taken as one document of data.max_length tokens, all supervised, which is "
-        "the most there can be",
+        f"not known ({reason}): every row is taken as one document of data.max_length tokens{full}, all supervised, "
+        "which is the most there can be",
         ((length,),),
         length,
         length - 1,
@@ -102,6 +138,8 @@ def widest(recipe: Recipe, reason: str) -> RowFacts:
         length - 1,
         None,
         "steps per epoch, hours and price of the run" if recipe.train.max_steps is None else None,
+        images,
+        (images,) if images else (),
     )
 
 
@@ -132,7 +170,10 @@ def read_lengths(recipe: Recipe) -> Lengths | str:
 
 def _lengths(recipe: Recipe, tokenizer: Any, source: str, times: float | None) -> Lengths | str:
     data = build_training(recipe, tokenizer)
-    return Lengths(source, data.examples.sizes, times) if isinstance(data, Dataset) else "a stream"
+    if not isinstance(data, Dataset):
+        return "a stream"
+    images = row_images(recipe, tokenizer)
+    return Lengths(source, data.examples, times, images.family.token_id if images else None)
 
 
 def _is_cached(recipe: Recipe, tokenizer: Any) -> bool:

@@ -10,12 +10,15 @@ Tensors only: a device's context, communicators and what its allocator leaves un
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
 from finetune.engine.launch import Launch
+from finetune.export.weight_files import SHARD_BYTES
+from finetune.models.config import dtypes
 from finetune.planning.estimate.phases import phases_of
+from finetune.planning.estimate.shapes import shapes_of
 from finetune.planning.estimate.timeline import HeaviestBatch
 from finetune.recipe import Recipe
 
@@ -49,6 +52,7 @@ class Memory:
     persistent: dict[str, int]  # bytes on the device between steps, or in the case of gradients before one, by what
     host: int  # bytes in its machine's memory, of all processes there: what is offloaded
     disk: int = 0  # bytes on the disks of its machine: NVMe offload
+    after: dict[str, int] = field(default_factory=dict)  # bytes in the host's memory of one process: save, merge
     notes: tuple[str, ...] = ()  # what is not known
 
     @property
@@ -63,13 +67,25 @@ def estimate_memory(
 
     micro_batches: of a step on each process. No weights are read; raises UserError where no such model can be made.
     """
-    found = []
+    found, after = [], host_after(recipe, config)
     for rank in _ranks(place.launch):
         arguments = (place.launch, rank, place.device, place.capability, batch, micro_batches)
         phases, state = phases_of(recipe, config, *arguments)
         host, disk = state.host * place.per_host, state.disk * place.per_host
-        found.append(Memory(rank, phases, state.persistent, host, disk))
+        found.append(Memory(rank, phases, state.persistent, host, disk, after))
     return max(found, key=lambda memory: memory.tensors)
+
+
+def host_after(recipe: Recipe, config: PretrainedConfig) -> dict[str, int]:
+    """Returns the bytes of tensors in the host's memory when a run has ended: rank 0's while it writes the result
+    (`export/result.py`), and those of `merge`, which adds up tensor by tensor, but then compares base with adapter and
+    the merged model, one after the other, in fp32 (`export/verify_models.py`)."""
+    weights = shapes_of(recipe, config).weights
+    if recipe.mode == "full":
+        saved = sum(weight.numel for weight in weights) * dtypes(recipe).frozen.itemsize
+        return {"save": min(SHARD_BYTES, saved)}
+    save = sum(weight.bytes for weight in weights if weight.trains)
+    return {"save": save, "merge": 4 * sum(weight.packed or weight.numel for weight in weights)}
 
 
 def _ranks(launch: Launch) -> Sequence[int]:

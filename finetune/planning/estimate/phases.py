@@ -279,6 +279,11 @@ def _of_fsdp2(recipe: Recipe, shapes: Shapes, launch: Launch, device: str) -> Mo
     moving.layer = gathered * (2 if kept_buffer else 1)
     moving.embedding = _gathered(embedding, cast, outer) * (2 if outer > 1 else 1)
     moving.tail = _gathered(tail, cast, outer) * (2 if outer > 1 else 1)
+    root, tower = _around_layers(shapes)
+    moving.always = _gathered(root, cast, inner)
+    moving.embedding = max(
+        moving.embedding, *(_gathered(unit, cast, inner) * (2 if kept_buffer else 1) for unit in tower)
+    )
     reduction = _reduced(layer, reduced, inner)
     moving.freed_of_layer, moving.freed_of_tail = _gradients(layer, cast), _gradients(tail, cast)
     fsdp = launch.config.get("fsdp_config") or {}
@@ -291,6 +296,15 @@ def _of_fsdp2(recipe: Recipe, shapes: Shapes, launch: Launch, device: str) -> Mo
     if launch.offloads_optimizer and device != "cpu":
         moving.sharded = moving.sharded_tail = 0
     return moving
+
+
+def _around_layers(shapes: Shapes) -> tuple[list[Weight], list[list[Weight]]]:
+    """Returns what the root gathers, which stays until the backward has ended, and the units of a tower."""
+    units: dict[str, list[Weight]] = {}
+    for weight in shapes.weights:
+        units.setdefault(weight.unit, []).append(weight)
+    known = [units.pop(name, []) for name in ("rest", "layer", "embedding", "tail")]
+    return known[0], [*units.values(), []]
 
 
 def _gathered(unit: Sequence[Weight], cast: int | None, ranks: int) -> int:

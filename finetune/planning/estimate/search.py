@@ -104,7 +104,7 @@ def config_folder() -> Path:
 
 
 def launches(machines: Machines) -> Iterator[Launch]:
-    """Yields every config, with the smallest and the largest size of its dimension that the devices allow."""
+    """Yields every config, with every size of its dimension that the devices allow."""
     for path in sorted(config_folder().glob("*.yaml")):
         processes = 1 if path.stem == "single" else machines.count
         if machines.count == 1 and path.stem not in _ALONE:
@@ -132,7 +132,7 @@ def _sizes(stem: str, machines: Machines) -> list[int]:
         return [size for size in sizes if size == machines.count]
     if stem in ("pp_dp", "fsdp2_tp", "fsdp2_cp"):
         sizes = [size for size in sizes if size < machines.count]
-    return sorted({*sizes[:1], *sizes[-1:]})
+    return sorted(sizes)
 
 
 def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, widely: bool = True) -> Found:
@@ -259,7 +259,8 @@ def heaviest(recipe: Recipe, rows: RowFacts) -> HeaviestBatch:
         times = max(1, most // sum(rows.heaviest))
     else:
         times = 1 if recipe.batch.rows_per_device == "auto" else recipe.batch.rows_per_device
-    return HeaviestBatch(rows.heaviest * times, max(1, rows.most_targets * times))
+    images = (rows.images,) * times if rows.images else ()
+    return HeaviestBatch(rows.heaviest * times, max(1, rows.most_targets * times), images)
 
 
 def cheapest(prices: Prices, machines: Machines, spot: bool) -> tuple[Price, Amount] | None:

@@ -22,6 +22,7 @@ from finetune.engine.tensor_parallel import TensorGroup, parallelize
 from finetune.models.attention import AttentionChoice
 from finetune.models.quantized import linear_weights, state_tensors
 from finetune.models.text_part import name_body
+from finetune.models.vision import image_modules
 from finetune.models.weights import Placement, load_model
 from finetune.models.wrapped import output_head
 from finetune.objectives import score_labels
@@ -40,7 +41,8 @@ class Weight:
     size: int  # bytes of an element
     trains: bool
     layer: int | None  # the decoder layer it is in
-    unit: str  # what is gathered with it: layer, embedding, tail (final norm and head, tied embedding), rest
+    unit: str  # what is gathered with it: layer, embedding, tail (final norm and head, tied embedding), rest, or a
+    # module of the tower that must not be split, by its path
     packed: int = 0  # weights in few bits that its elements hold; 0: it is as it is
     scales: int = 0  # bytes of what unpacks them
     expert: bool = False  # dimension 0 counts experts
@@ -97,14 +99,14 @@ def _shapes(key: _ShapesKey) -> Shapes:
         for module in model.modules()
         if isinstance(module, torch.nn.Linear)
     }
-    units = _units(model)
+    units, of_images = _units(model), _of_images(model)
     short_weights = [
         Weight(
             name=name,
             shape=tuple(parameter.shape),
             size=parameter.element_size(),
             trains=parameter.requires_grad,
-            layer=int(found[1]) if (found := _LAYER.search(name)) else None,
+            layer=int(found[1]) if (found := _layer(name, parameter, of_images)) else None,
             unit=units.get(id(parameter), "layer" if found else "rest"),
             packed=packed.get(id(parameter), 0),
             scales=scales.get(id(parameter), 0),
@@ -112,10 +114,15 @@ def _shapes(key: _ShapesKey) -> Shapes:
         )
         for name, parameter in model.named_parameters()
     ]
-    buffers = {name: buffer.nbytes for name, buffer in model.named_buffers()}
-    of_layers = sum(size for name, size in buffers.items() if _LAYER.search(name))
-    weights = tuple(_repeated(short_weights, kinds))
-    return Shapes(weights, sum(buffers.values()) - of_layers, of_layers // len(set(kinds)), len(kinds))
+    buffers = dict(model.named_buffers())
+    of_layers = sum(tensor.nbytes for name, tensor in buffers.items() if _layer(name, tensor, of_images))
+    others = sum(tensor.nbytes for tensor in buffers.values()) - of_layers
+    return Shapes(tuple(_repeated(short_weights, kinds)), others, of_layers // len(set(kinds)), len(kinds))
+
+
+def _layer(name: str, tensor: torch.Tensor, of_images: dict[int, str]) -> re.Match[str] | None:
+    """Returns the match of a decoder layer's number; a tower's layers are none."""
+    return None if id(tensor) in of_images else _LAYER.search(name)
 
 
 def shortened(config: PretrainedConfig) -> tuple[PretrainedConfig, list[int]]:
@@ -170,11 +177,25 @@ def skeleton(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
 
 
 def _units(model: Any) -> dict[int, str]:
-    """Returns what is gathered together, by identity of parameters outside of layers; see `engine/sharding.py`."""
+    """Returns what is gathered together, by identity of parameters outside of decoder layers; see
+    `engine/sharding.py`."""
     embedding, head = model.get_input_embeddings(), output_head(model)
     tail = {id(p) for module in (final_norm(model), head) if module is not None for p in module.parameters()}
     table = {id(p) for p in embedding.parameters()}
-    return {**dict.fromkeys(table, "tail" if table & tail else "embedding"), **dict.fromkeys(tail, "tail")}
+    ends = {**dict.fromkeys(table, "tail" if table & tail else "embedding"), **dict.fromkeys(tail, "tail")}
+    return {**_of_images(model), **ends}
+
+
+def _of_images(model: Any) -> dict[int, str]:
+    """Returns the units of a tower's and a projector's tensors, by their identity; {} of a text model."""
+    whole = unwrap_peft(model)
+    inner = {id(module) for images in image_modules(model) for module in images.modules()}
+    modules = [(path, module) for path, module in whole.named_modules() if id(module) in inner]
+    units = {id(t): "rest" for _, module in modules for t in (*module.parameters(), *module.buffers())}
+    for path, module in modules:  # inner ones after outer ones, which they are taken from
+        if type(module).__name__ in (whole._no_split_modules or ()):
+            units |= dict.fromkeys(map(id, module.parameters()), path)
+    return units
 
 
 def _repeated(short: list[Weight], kinds: list[int]) -> Iterator[Weight]:

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from finetune.engine.launch import Launch
 from finetune.models.attention import DOCUMENTS
 from finetune.models.config import dtypes
+from finetune.models.vision import patches_of
 from finetune.planning.estimate.lengths import RowFacts
 from finetune.planning.estimate.operators import Work, together
 from finetune.planning.estimate.phases import Stage, how_of, of_rank
@@ -280,7 +281,15 @@ class Job:
         every = [flops.of(row, row, 0)[1 if flops.hardware_known else 0] - in_layers * sum(row) for row in rows.sample]
         times = self.recipe.batch.rows / sizes.data / (sizes.tokens * sizes.tensor)
         attention = max(0.0, sum(every) / len(every))
-        return times * (share * in_layers * rows.tokens_per_row + of_head), times * share * attention
+        return times * (share * in_layers * rows.tokens_per_row + of_head + self._tower), times * share * attention
+
+    @property
+    def _tower(self) -> float:
+        """Returns the executed FLOPs of tower and projector for a row."""
+        tower, images = self.shape.flops.tower, self.rows.sample_images
+        if tower is None or not images:
+            return 0.0
+        return sum(tower.of(patches_of(self.config, row)).hardware for row in images) / len(images)
 
     def time(self) -> StepTime:
         """Returns the time of one step on the rank that waits least."""

@@ -300,17 +300,18 @@ def this_machine() -> Device:
 # --- models
 
 
-def _shipped_models() -> dict[str, dict[str, Any]]:
-    models = _read(_FOLDER / "models.yaml")["models"]
+def _shipped_models(kind: str) -> dict[str, dict[str, Any]]:
+    models = _read(_FOLDER / "models.yaml")[kind]
     return {name: facts for key, facts in models.items() for name in (key, *facts.get("also", ()))}
 
 
-def shipped_config(name: str) -> PretrainedConfig | None:
-    """Returns the config of a model of the table, None where it has none of this name."""
-    if (facts := _shipped_models().get(name)) is None:
+def shipped_config(name: str, sees_images: bool = False) -> PretrainedConfig | None:
+    """Returns the config of a model of the table, None where it has none of this name. sees_images: with its tower;
+    else the text part."""
+    if (facts := _shipped_models("seeing" if sees_images else "models").get(name)) is None:
         return None
     from finetune.models.text_part import text_config
 
     config = AutoConfig.for_model(**facts["config"])
     config.name_or_path = name
-    return text_config(config, has_head=not config.tie_word_embeddings)
+    return config if sees_images else text_config(config, has_head=not config.tie_word_embeddings)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.integrations import moe
 
 from finetune.data.batch import collate
@@ -30,19 +30,20 @@ from finetune.data.samples import Sequence as TokenSequence
 from finetune.engine import tensor_parallel
 from finetune.errors import UserError
 from finetune.models.activations import ActivationOffload
-from finetune.models.attention import AttentionChoice, kernels, per_document
-from finetune.models.attention.choice import Kernels, choose_attention
+from finetune.models.attention import AttentionChoice, Kernels, attention_for, kernels, per_document
 from finetune.models.config import dtypes
 from finetune.models.head.chunked import rows_at_once
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import compute_experts_in
 from finetune.models.quantized import linear_weights
 from finetune.models.score_model import ScoreModel
+from finetune.models.vision import ImagePart, decoder_layers
 from finetune.models.weights import fuse_adapters, keep_input_types
 from finetune.objectives import make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective, Term
 from finetune.objectives.table import OF_TOKENS, OF_TOKENS_ALONE
+from finetune.planning.estimate.images import KnownIntegers, with_pictures
 from finetune.planning.estimate.operators import NO_WORK, OperatorCounter, Work
 from finetune.planning.estimate.shapes import shortened, skeleton, with_layers
 from finetune.planning.fake_devices import Meter
@@ -77,6 +78,7 @@ class HeaviestBatch:
 
     documents: tuple[int, ...]  # tokens of each
     targets: int  # supervised tokens
+    images: tuple[tuple[int, ...], ...] = ()  # of each document, tokens of its images; (): none has any
 
     @classmethod
     def of_rows(cls, rows: int, length: int, share: float = 1.0) -> HeaviestBatch:
@@ -130,9 +132,10 @@ def _timeline(key: _TimelineKey) -> Timeline:
     attention = attention_at(recipe, key.config, how)
     model, forward = _model(recipe, short, attention, how)
     marks = Marks()
-    examples = examples_of(recipe, key.batch)
-    batch = collate(examples)
+    token = getattr(key.config, "image_token_id", 0)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    batch = with_pictures(collate(examples_of(recipe, key.batch, token)), short, key.batch.images, fakes)
+    known = recipe.model.train is not None  # the forward reads masks of images, also where a row has none
     fake = fakes, marks.meter, marks.operators, _linear(how), _grouped_products(dtypes(recipe).compute)
     with contextlib.ExitStack() as stack:
         for each in (*fake, _no_communication()):
@@ -141,12 +144,14 @@ def _timeline(key: _TimelineKey) -> Timeline:
         if how.gradients_there:
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        on_device = batch.map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         for parameter in model.parameters() if how.drops_gradients else ():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop)
         marks.watch(_layers(model))
+        marks.begin("before" if known else "ids")  # which are few bytes; pixels are many
+        on_device = batch.map_tensors(partial(_moved, known))
         marks.begin("before")
+        stack.enter_context(KnownIntegers() if known else contextlib.nullcontext())
         try:
             outputs = forward(model, on_device)
         except DynamicOutputShapeException as error:
@@ -182,6 +187,11 @@ def _parts(marks: Marks, kinds: int, layers: int) -> Timeline:
 
 def _drop(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+def _moved(known: bool, tensor: Tensor) -> Tensor:
+    """Returns a tensor on the device. known: integers keep their values."""
+    return tensor if known and not tensor.is_floating_point() else torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 class Marks:
@@ -236,15 +246,11 @@ class Marks:
 
 def attention_at(recipe: Recipe, config: PretrainedConfig, how: How) -> AttentionChoice:
     """Returns the attention of a run on such a device, which this machine need not have, for fake tensors."""
-    try:
-        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError:
-        raise UserError(f"{type(config).__name__} is not a causal language model that transformers knows") from None
-    half = dtypes(recipe).compute != torch.float32
     there = (
         Kernels(how.capability, flash_kernels=True, triton=True, no_flash_3=None) if how.device == "cuda" else Kernels()
     )
-    choice = choose_attention(recipe.model.attention, model_class, config, how.device, half, there)
+    eager = recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": False})})
+    choice = attention_for(eager, config, how.device, there)
     if choice.implementation == kernels.VARLEN:
         return replace(choice, prepare=partial(kernels.prepare_varlen, device="cpu"))
     if choice.implementation == kernels.FLEX:  # it keeps the same tensors as a kernel for each document
@@ -274,6 +280,8 @@ def _model(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice,
     labels = score_labels(settings)
     if labels:
         return ScoreModel(model, **surroundings), ForwardPass(attention, make_objective(settings))
+    if recipe.model.train is not None:
+        surroundings["images"] = ImagePart(model, always=False)
     objective = make_objective(settings) if settings.name in OF_TOKENS_ALONE else _any_tokens()
     wrapped = CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=objective.only_sums, **surroundings)
     if wrapped.choice.implementation != "plain":
@@ -311,15 +319,20 @@ def _any_tokens() -> Objective:
     return Objective(lambda outputs, _batch: {"loss": Term(outputs.token_losses.sum(), None, 1.0)}, differentiable=True)
 
 
-def examples_of(recipe: Recipe, batch: HeaviestBatch) -> list[Example]:
+def examples_of(recipe: Recipe, batch: HeaviestBatch, image_token: int = 0) -> list[Example]:
     """Returns documents with targets at their ends; for a reward, each is a pair of answers of half its length."""
     left, made = batch.targets, []
     columns = {"label": 0.0} if recipe.objective.name not in OF_TOKENS else {}
-    for length in batch.documents:
+    for length, images in zip(batch.documents, batch.images or ((),) * len(batch.documents), strict=True):
         targets = min(length - 1, left)
         left -= targets
         lengths = (length // 2, length - length // 2) if recipe.objective.name == "reward" else (length,)
-        made.append(Example("", 1, 0, tuple(_document(one, min(one - 1, targets)) for one in lengths), columns))
+        sequences = [_document(one, min(one - 1, targets)) for one in lengths]
+        begin = 1
+        for count in images:  # a token between two
+            sequences[0].input_ids[begin : begin + count] = image_token
+            begin += count + 1
+        made.append(Example("", 1, 0, tuple(sequences), columns))
     return made
 
 
@@ -328,7 +341,7 @@ def _document(length: int, targets: int) -> TokenSequence:
 
 
 def _layers(model: Any) -> list[Any]:
-    return list(unwrap_peft(model.causal_lm).base_model.layers)
+    return list(decoder_layers(unwrap_peft(model.causal_lm)))
 
 
 def fill(model: Any, dtype: torch.dtype | None = None) -> None:

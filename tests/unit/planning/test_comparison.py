@@ -111,7 +111,8 @@ def test_on_a_gpu_memory_and_time_are_predicted_or_a_note_says_why_not(
     recipe: dict[str, Any], write_recipe: Any
 ) -> None:
     loaded = load_recipe(write_recipe(recipe), ["train.precision=bf16"])
-    run = Launched(loaded, training_config(loaded), ALONE, 2, widest(loaded, "a test"), "NVIDIA H100 80GB HBM3", 1)
+    config = training_config(loaded)
+    run = Launched(loaded, config, ALONE, 2, widest(loaded, "a test", config), "NVIDIA H100 80GB HBM3", 1)
     found = run.predict(with_time=True)
     assert found["notes"] == []
     assert found["memory_bytes"]["peak"] == max(found["phases_bytes"].values())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoModelForImageTextToText
 
 from finetune.errors import UserError
 from finetune.models.weights import without_weights
@@ -20,7 +21,17 @@ from finetune.planning.estimate.tables import (
 from finetune.recipe import load_recipe
 
 RECIPES = sorted(path for path in Path("recipes").rglob("*.yaml") if "base" not in path.parts)
-MODELS = yaml.safe_load((Path(tables.__file__).parent / "models.yaml").read_text())["models"]
+TABLE = yaml.safe_load((Path(tables.__file__).parent / "models.yaml").read_text())
+MODELS, SEEING = TABLE["models"], TABLE["seeing"]
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_models_with_a_tower_have_the_published_number_of_parameters(name: str) -> None:
+    config = shipped_config(name, sees_images=True)
+    assert config is not None
+    model = without_weights(config, AutoModelForImageTextToText)
+    model.tie_weights()
+    assert sum(parameter.numel() for parameter in model.parameters()) == SEEING[name]["parameters"]
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "B" not in name or "70B" in name or "-8B" in name])
@@ -43,9 +54,13 @@ def _check_parameters(name: str) -> None:
 
 
 def test_every_recipe_of_a_hub_model_can_be_planned_offline() -> None:
-    known = {other for name, facts in MODELS.items() for other in (name, *facts.get("also", ()))}
+    known, seeing = (
+        {*table, *(also for facts in table.values() for also in facts.get("also", ()))} for table in (MODELS, SEEING)
+    )
     models = [load_recipe(path).model for path in RECIPES]
-    named = {one.name for one in models if one.name and not one.name.startswith("runs/") and one.train is None}
+    hub = [one for one in models if one.name and not one.name.startswith("runs/")]
+    assert {one.name for one in hub if one.train is not None} <= seeing
+    named = {one.name for one in hub if one.train is None}
     assert len(named) > 20
     assert named - known == set()
 

@@ -1,0 +1,98 @@
+"""Images of the heaviest micro-batch: how many there can be, and their forward on fake tensors.
+
+A tower's forward asks for sizes of images and for places of their tokens, so integers keep their values here, while
+pixels and all that is computed of them have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
+
+from finetune.data.batch import Batch, ImagePlace
+from finetune.models.vision import family_of, image_tokens, patches_per_token, row_positions
+from finetune.recipe import Recipe
+
+_MARKS = 2  # tokens around an image
+
+
+def most_images(recipe: Recipe, config: PretrainedConfig) -> tuple[int, ...]:
+    """Returns the tokens of each image of a row that has as many as fit into it; () where the recipe sees none."""
+    if recipe.model.train is None or recipe.data.image is None:
+        return ()
+    whole: Any = config
+    room = recipe.data.max_length - 1
+    if family_of(config).fixed:
+        each = image_tokens(config, [1])[0]
+    else:
+        side = whole.vision_config.patch_size * int(patches_per_token(config) ** 0.5)
+        pixels = recipe.data.image.max_pixels
+        each = min(room - _MARKS, max(2, pixels // side**2) if pixels else room)
+    return (each,) * (room // (each + _MARKS)) if each > 1 else ()
+
+
+def with_pictures(
+    batch: Batch, config: PretrainedConfig, images: Sequence[Sequence[int]], fakes: FakeTensorMode
+) -> Batch:
+    """Returns a batch with the pixels of its images, fake, and their sizes, real. images: of each document, the tokens
+    of each."""
+    cells = [count for of_document in images for count in of_document]
+    if not cells:
+        return batch
+    with fakes, KnownIntegers():
+        pictures = family_of(config).pictures(config, cells)
+    places = tuple(ImagePlace(i, 0, 0) for i, of_document in enumerate(images) for _ in of_document)
+    batch = replace(batch, inputs={**batch.inputs, **pictures}, images=places)
+    positions = row_positions(config)
+    return positions(batch) if positions else batch
+
+
+class KnownIntegers(TorchDispatchMode):
+    """On top of fake tensors: integers that do not depend on fake ones are computed, and floats that count.
+
+    Then a mask can be read; and no pixel is the number of a comparison, so that no image is taken for padding.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return _with_values(func, args, named)
+        if not tensors:
+            out = func(*args, **named)
+            counts = func.overloadpacket in (torch.ops.aten.arange, torch.ops.aten.linspace)
+            known = isinstance(out, Tensor) and (counts or not out.is_floating_point()) and out.numel() < _LARGE
+            return _with_values(func, args, named) if known else out
+        if func is torch.ops.aten.eq.Scalar:
+            with _disable_current_modes():
+                return torch.zeros((), dtype=torch.bool).expand(args[0].shape)
+        if func.overloadpacket in _BY_INDEX:
+            args = (args[0], _as_numbers(args[1]), *args[2:])
+        return func(*args, **named)
+
+
+_LARGE = 2**24  # elements
+_BY_INDEX = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_", "_index_put_impl_"))
+
+
+def _with_values(func: Any, args: Any, named: Any) -> Any:
+    with _disable_current_modes():
+        return func(*args, **named)
+
+
+def _as_numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns places in the stead of masks, whose number of places is not in their shape."""
+    made: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
+        with _disable_current_modes():
+            made += index.nonzero(as_tuple=True) if index is not None and is_mask else [index]
+    return made
