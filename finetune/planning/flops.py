@@ -147,9 +147,9 @@ class TowerFlops:
 
 def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
     """Counts in the order in which modules are made; what comes before the first trained weight has no backward."""
-    config, vision = model.config, getattr(model.config, "vision_config", None)
     if not image_modules(model):
         return None
+    config, vision = model.config, model.config.vision_config
     family = family_of(config)
     products: list[_Product] = []  # `after_trained`: something before it is trained
     after_trained = False

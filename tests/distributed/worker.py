@@ -105,6 +105,7 @@ class BrokenGradient:
         self.hook = register_module_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, module: Any, _inputs: Any) -> None:
+        from torch._subclasses.fake_tensor import FakeTensor
         from torch.nn.parallel import DistributedDataParallel
 
         from finetune.models.loss_model import CausalLMWithLoss
@@ -112,6 +113,8 @@ class BrokenGradient:
         if isinstance(module, DistributedDataParallel) and self.model is None and self.accumulates:
             self.forwards = -2  # warm-ups come before the first step
         if not isinstance(module, CausalLMWithLoss) or not module.training:
+            return
+        if isinstance(next(module.parameters()), FakeTensor):  # the prediction of the run, for plan.json
             return
         if self.model is None:
             self.model = module.causal_lm

@@ -190,8 +190,8 @@ def _of_images(model: Any) -> dict[int, str]:
     """Returns the units of a tower's and a projector's tensors, by their identity; {} of a text model."""
     whole = unwrap_peft(model)
     inner = {id(module) for images in image_modules(model) for module in images.modules()}
-    modules = [(path, module) for path, module in whole.named_modules() if id(module) in inner]
-    units = {id(t): "rest" for _, module in modules for t in (*module.parameters(), *module.buffers())}
+    modules: list[tuple[str, Any]] = [one for one in whole.named_modules() if id(one[1]) in inner]
+    units: dict[int, str] = {id(t): "rest" for _, module in modules for t in (*module.parameters(), *module.buffers())}
     for path, module in modules:  # inner ones after outer ones, which they are taken from
         if type(module).__name__ in (whole._no_split_modules or ()):
             units |= dict.fromkeys(map(id, module.parameters()), path)
