@@ -29,7 +29,7 @@ DIVISIONS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_attention_is_that_of_one_rank(tmp_path: Path, processes: int) -> None:
     """Values, gradients, isolation of documents and generation."""
     arguments = (processes, str(tmp_path / "meeting"), context_worker.everything, DIVISIONS[processes])

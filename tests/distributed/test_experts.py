@@ -19,7 +19,7 @@ from forks import start_forkserver
         (2, "mixtral", "eager", "uneven", False),
         (2, "qwen3_moe", "grouped_mm", "one rank", False),
         (4, "qwen3_moe", "grouped_mm", "uneven", True),
-        (4, "mixtral", "eager", "one rank", True),
+        pytest.param(4, "mixtral", "eager", "one rank", True, marks=pytest.mark.long),
     ],
 )
 def test_same_as_the_full_layer(
