@@ -190,8 +190,11 @@ class Comparison:
 
 
 def compare_runs(folders: Iterable[Path]) -> list[Comparison]:
-    """Returns what is known of each run. Raises UserError where a folder is none of a run with steps."""
-    return [comparison for folder in folders for comparison in compare_run(folder)]
+    """Returns what is known of each run; among several, what has no plan.json is passed over (`runs/*`). Raises
+    UserError where a folder is none of a run with steps."""
+    wanted = list(folders)
+    runs = [folder for folder in wanted if (folder / "plan.json").exists()] or wanted
+    return [comparison for folder in runs for comparison in compare_run(folder)]
 
 
 def compare_run(folder: Path) -> list[Comparison]:

@@ -12,6 +12,7 @@ import pytest
 from conftest import train_here
 
 from finetune.engine.launch import Launch
+from finetune.errors import UserError
 from finetune.models.config import training_config
 from finetune.planning.estimate.command import PlanOptions, ask, machines_of, speeds_for
 from finetune.planning.estimate.comparison import Launched, as_json, compare_run, compare_runs, table
@@ -65,13 +66,15 @@ def test_a_run_has_what_was_predicted_and_what_it_measured(runs: Path) -> None:
     assert "not of this machine" in predicted["speeds"]
 
 
-def test_the_report_compares_memory_and_times(runs: Path) -> None:
+def test_the_report_compares_memory_and_times(runs: Path, tmp_path: Path) -> None:
     found = {one["what"]: one for one in json.loads(as_json(compare_run(runs / "first")))}
     assert {"weights", "optimizer state", "step", "speed", "compute", "optimizer"} <= set(found)
     step, compute = found["step"], found["compute"]
     assert step["error"] == pytest.approx(step["predicted"] / step["measured"] - 1)
     assert compute["error"] == pytest.approx((compute["predicted"] - compute["measured"]) / step["measured"])
-    assert "of the step" in table(compare_runs([runs / "first"]))
+    assert "of the step" in table(compare_runs([tmp_path, runs / "first"]))  # `runs/*` finds folders of data, too
+    with pytest.raises(UserError, match="not the folder of a run"):
+        compare_runs([tmp_path])
 
 
 def test_a_run_of_an_older_version_is_predicted_from_its_files(runs: Path, tmp_path: Path) -> None:
