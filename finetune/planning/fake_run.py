@@ -67,7 +67,9 @@ def with_heaviest(loader: Loader, recipe: Recipe, batch: HeaviestBatch) -> Loade
     """Returns a loader of the heaviest micro-batches, where the objective reads nothing else; or the same."""
     if recipe.objective.name not in OF_TOKENS_ALONE or loader.image_inputs:
         return loader
-    return replace(loader, rows=HeaviestRows(recipe, batch, loader.rows_per_device))
+    # Of `rows_per_device: auto`, plan reckons with one row; the run has found how many.
+    rows = loader.rows_per_device if len(batch.documents) >= loader.rows_per_device else 1
+    return replace(loader, rows=HeaviestRows(recipe, batch, rows), rows_per_device=rows)
 
 
 class Steps(Protocol):
