@@ -33,7 +33,7 @@ _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for gloo (torch/distributed/constants
 _VISIBLE_AFTER_S = 5.0  # a file that another machine has created
 _SHARDED: tuple[tuple[str, Kind], ...] = (("ACCELERATE_USE_FSDP", "fsdp2"), ("ACCELERATE_USE_DEEPSPEED", "zero"))
 _KINDS: dict[str, Kind] = {"DEEPSPEED": "zero", "FSDP": "fsdp2"}
-_CONFIG_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")  # prefixes of those that describe a config
+CONFIG_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")  # prefixes of those that describe a config
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _torchrun_launch(config_file: str, arguments: list[str] | None) -> Launch:
             f"{config_file} is for one process, and torchrun started {world_size}: use accelerate_configs/ddp.yaml"
         )
     variables = _variables_of_config(config_file, world_size)
-    os.environ.update({name: value for name, value in variables.items() if name.startswith(_CONFIG_VARIABLES)})
+    os.environ.update({name: value for name, value in variables.items() if name.startswith(CONFIG_VARIABLES)})
     return Launch(_kind(config), int(world_size), config_file, config, launched=True)
 
 

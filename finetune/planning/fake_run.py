@@ -26,7 +26,7 @@ from finetune.checkpoints.shards import part_tensors
 from finetune.data.loader import Loader, StepBatches
 from finetune.data.samples import Example, ExampleSizes
 from finetune.engine.base import Engine
-from finetune.engine.launch import Launch, read_config_file, read_launch
+from finetune.engine.launch import CONFIG_VARIABLES, Launch, read_config_file, read_launch
 from finetune.engine.start import start_engine
 from finetune.engine.zero import Zero
 from finetune.models import quantized
@@ -85,6 +85,8 @@ def join(config_file: str, processes: int, rank: int = 0) -> Launch:
     """Make this process a rank of a launch whose collectives do nothing. Returns the launch."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    for name in [name for name in os.environ if name.startswith((*CONFIG_VARIABLES, "DS_"))]:
+        del os.environ[name]  # of the launch in which a person planned, such as a rehearsal's
     if processes == 1 and read_config_file(config_file, 1).kind == "replicated":
         return read_config_file(config_file, 1)
     size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
