@@ -40,11 +40,14 @@ BY_SCRIPT = {
         "lora chunked head",
         "lora tied tokens",
         "lora tokens whole",
+        "lora tokens",
+        "full focal",
+        "full text part",
+        "full checkpointing",
     ),
 }
 ON_DDP = {
     "full",
-    "lora",
     "full accumulate 1",
     "full auto rows",
     "full token budget",
@@ -72,17 +75,17 @@ BY_SCRIPT_ALONE = (
 SELECTED = {
     ("ddp", 2): {*ON_DDP, "full unpacked", "lora tied", "lora bf16"},
     ("fsdp2", 2): ON_FSDP2
-    - {"full from scratch", "full checkpointing", "lora dora", "lora mistral window", "lora dropout offloaded"}
+    - {"full from scratch", "lora dora", "lora mistral window", "lora dropout offloaded"}
     - {"lora qwen3", "full auto rows", "full token budget", "full mistral window", "lora unpacked"}
     - {"lora tied chunked head", "lora and whole head", "lora", "qlora"},
     ("fsdp2_offload", 2): {"full"},
     ("zero2", 2): {"full accumulate 1", "qlora"},
-    ("zero3", 2): {"full", "full tied", "full from scratch", "lora dora", "qlora", "lora dropout offloaded"}
+    ("zero3", 2): {"full", "full from scratch", "lora dora", "qlora", "lora dropout offloaded"}
     | {"lora images", "full qwen3_5"},  # what is in its mixers runs as often as a rank has documents
     ("zero3_offload", 2): {"full"},
     ("pp", 2): {
-        *("full", "lora", "full token budget", "full tied", "full checkpointing", "full bf16"),
-        *("lora and whole head", "lora tied chunked head", "full orpo", "full kto"),
+        *("full", "lora", "full token budget", "full tied", "full bf16"),
+        *("lora and whole head", "lora tied chunked head", "full orpo"),
     },
     ("pp_dp", 4): {"full"},
     ("pp_interleaved", 2): set(),  # in test_pipeline.py
@@ -101,7 +104,7 @@ SELECTED = {
     ("zero2_offload", 4): set(),
     ("zero3_offload", 4): set(),
     # More of them is in test_context_parallel.py; the script runs them all.
-    ("ulysses", 2): {"full unpacked", "lora tied", "full auto rows", "full mistral window", "full dpo ipo unpacked"},
+    ("ulysses", 2): {"full unpacked", "full auto rows", "full mistral window", "full dpo ipo unpacked"},
     **{launch: set() for launch in BY_SCRIPT_ALONE},
     ("hsdp", 4): {"full"},
     ("tp", 2): {"full tied", "lora dropout rslora", "lora qwen3"},
