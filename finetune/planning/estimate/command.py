@@ -321,10 +321,10 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
         lines.append("pipelines: each stage takes its share of the layers' time, and keeps what its schedule says")
     if machines.key != CPU and machines.device.memory_gib is None:
         lines.append(f"{machines.key} has the memory of its data sheet; what torch reports differs by a little")
+    if machines.key != CPU and (machines.device.capability or (0, 0)) < (8, 0):
+        lines.append(f"attention keeps on {machines.key} what FlashAttention's kernels keep, which it may not have")
     if one.step is None or machines.key == CPU:
         return lines
-    if machines.device.bf16 is None:
-        lines.append(f"attention keeps on {machines.key} what kernels of newer devices keep: less than it does")
     if one.launch.processes > 1:
         names = [machines.device.link, *([machines.device.network] if machines.machines > 1 else [])]
         links = ((name, hardware.links[name]) for name in names)
