@@ -319,13 +319,13 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
         lines.append("ep: all experts get equally many tokens; a rank gathers all of a layer's, which is too many")
     if sizes.pipeline > 1:
         lines.append("pipelines: each stage takes its share of the layers' time, and keeps what its schedule says")
-    if machines.key != CPU and machines.device.memory_gib is None:
-        lines.append(f"{machines.key} has the memory of its data sheet; what torch reports differs by a little")
-    if machines.key != CPU and (machines.device.capability or (0, 0)) < (8, 0):
-        lines.append(f"attention keeps on {machines.key} what FlashAttention's kernels keep, which it may not have")
-    if one.step is None or machines.key == CPU:
+    if machines.key == CPU:
         return lines
-    if one.launch.processes > 1:
+    if machines.device.memory_gib is None:
+        lines.append(f"{machines.key} has the memory of its data sheet; what torch reports differs by a little")
+    if (machines.device.capability or (0, 0)) < (8, 0):
+        lines.append(f"attention keeps on {machines.key} what FlashAttention's kernels keep, which it may not have")
+    if one.step is not None and one.launch.processes > 1:
         names = [machines.device.link, *([machines.device.network] if machines.machines > 1 else [])]
         links = ((name, hardware.links[name]) for name in names)
         lines += [f"collectives reach {x.share:.0%} of {name}'s {x.gb_s:g} GB/s ({x.source})" for name, x in links]
