@@ -11,7 +11,7 @@ from finetune.planning.web_page import head, page, text
 from finetune.utils import write_atomically
 
 SHOWN = 6  # pictures
-_WIDTH, _ROW, _LEFT = 480, 24, 92  # SVG units
+_WIDTH, _ROW, _LEFT = 480, 24, 104  # SVG units
 _STYLE = """
 rect.kept { fill: var(--edge); }
 svg rect.reserve { fill: var(--chip-line); }
