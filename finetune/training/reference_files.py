@@ -45,7 +45,11 @@ def model_dependencies(recipe: Recipe, config: PretrainedConfig) -> Dependencies
     return {
         "code": [CODE_VERSION, transformers.__version__],
         "model": _weights(recipe, config),
-        "types": [str(types.trained if recipe.mode == "full" else types.frozen), str(types.compute)],
+        "types": [
+            str(types.trained if recipe.mode == "full" else types.frozen),
+            str(types.compute),
+            *(["fp8"] if recipe.train.precision == "fp8" else []),
+        ],
         "quantization": recipe.quantization.model_dump() if recipe.quantization else None,
     }
 

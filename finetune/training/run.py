@@ -227,7 +227,7 @@ def build_trainer(
     loader = _loader(recipe, engine, rows, attention, images, training.in_order(recipe), plan.total_rows)
     ends = end_ids(recipe, tokenizer, [training, held_out])
     evaluator = _evaluator(recipe, engine, rows, held_out, attention, images, tokenizer, ends) if held_out else None
-    state, tracker_ids = _resume(recipe, engine, training, plan, say)
+    state, evaluation, tracker_ids = _resume(recipe, engine, training, plan, say)
     return Trainer(
         recipe=recipe,
         engine=engine,
@@ -239,6 +239,7 @@ def build_trainer(
         end_ids=ends,
         plan=plan,
         state=state,
+        evaluation=evaluation,
         meters=Meters(engine, flops, _peak(recipe, engine, plan, say)),
         profiler=Profiler(recipe.profile, engine, run_folder(recipe), plan.steps) if recipe.profile else None,
         stop=stop,
@@ -438,16 +439,17 @@ def _evaluator(
 
 def _resume(
     recipe: Recipe, engine: Engine, training: Data, plan: Plan, say: Callable[[str], None]
-) -> tuple[TrainingState, dict[str, str]]:
-    """Returns the state of the newest valid checkpoint, or of step 0; and the trackers' run ids in it."""
+) -> tuple[TrainingState, dict[str, float], dict[str, str]]:
+    """Returns the state of the newest valid checkpoint, or of step 0, the evaluation in it, and the trackers' run
+    ids."""
     checkpoints, wanted = run_folder(recipe) / "checkpoints", recipe.checkpoint.resume
     if wanted == "never":
         for folder in set_newer_aside(checkpoints) if engine.is_main else []:
             say(f"note: the checkpoint of an earlier run is now {folder}")
-        return TrainingState(), {}
+        return TrainingState(), {}, {}
     checkpoint = newest_good(engine, checkpoints) if wanted == "auto" else chosen(engine, checkpoints, wanted)
     if checkpoint is None:
-        return TrainingState(), {}
+        return TrainingState(), {}, {}
     resumed = resume(engine, recipe, checkpoint, training.summary())
     state = TrainingState(**resumed.progress)
     check_finished(checkpoint, resumed.changes, state.step, plan.steps)
@@ -456,4 +458,4 @@ def _resume(
     say(f"resuming from {checkpoint}: step {state.step} of {plan.steps}")
     for change in resumed.changes:
         say(f"changed since then: {escape(change)}")
-    return state, resumed.trackers
+    return state, resumed.metrics, resumed.trackers

@@ -101,6 +101,11 @@ def test_key_of_four_bits(pairs: Values, write_recipe: Write) -> None:
     assert len({key(path), *keys}) == 3
 
 
+def test_key_of_products_in_eight_bits(pairs: Values, write_recipe: Write) -> None:
+    path = write_recipe(pairs)
+    assert key(path, "train.precision=fp8") != key(path, "train.precision=bf16")
+
+
 def test_key_of_random_weights(pairs: Values, write_recipe: Write) -> None:
     shape = json.dumps(tiny.MODELS["llama"])
     path = write_recipe({**pairs, "model": {"config": json.loads(shape), "tokenizer": pairs["model"]["name"]}})
