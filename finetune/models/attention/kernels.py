@@ -222,7 +222,7 @@ def varlen_attention(
 
 
 def varlen_missing(grouped: bool) -> str | None:
-    """Returns why this torch cannot, whatever the device; None where it can. grouped: several query heads share
+    """Returns why this torch cannot, on any device; None where it can. grouped: several query heads share
     keys."""
     if varlen_attn is None:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen"
