@@ -69,7 +69,7 @@ def list_set_aside(root: Path) -> list[Path]:
 
 
 def start_partial(partial: Path) -> None:
-    """Make an empty folder to write to, whatever an interrupted save of this step left there."""
+    """Make an empty folder to write to; deletes what an interrupted save of this step left there."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 

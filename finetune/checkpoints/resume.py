@@ -102,7 +102,7 @@ def resume(engine: Engine, recipe: Recipe, folder: Path, data: dict[str, Any]) -
     return Resumed(progress, state["metrics"], changes, state["trackers"])
 
 
-# Where checkpoints lie and how they are kept: a finished run is the same run whatever these are.
+# Where checkpoints lie and how they are kept: these may differ from those of a finished run.
 _NOT_TRAINED = ("checkpoint.", "run.dir:")
 
 

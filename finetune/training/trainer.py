@@ -468,7 +468,7 @@ class Trainer:
             write_status(self.folder, status, self.state.step, self.plan.steps)
 
     def _write_measured(self) -> None:
-        """Adds what the steps of this launch took to plan.json, beside what was predicted."""
+        """Adds what the steps of this launch took to plan.json, next to what was predicted."""
         first = self.first_step
         if self.engine.is_main and first is not None:
             lines = read_steps(self.folder / "metrics.jsonl")

@@ -224,7 +224,7 @@ def varlen_attention(
 
 
 def varlen_missing() -> str | None:
-    """Returns why this torch cannot, whatever the device; None where it can.
+    """Returns why this torch cannot, on any device; None where it can.
 
     Query heads may share keys in every version: without `enable_gqa` (torch 2.11) nothing compares their numbers, and
     the kernel groups them itself; with it torch refuses other numbers unless it is said, and calls the same kernel.
