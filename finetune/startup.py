@@ -96,7 +96,7 @@ def quiet_libraries() -> None:
 
 @contextlib.contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Quiets libraries and imports transformers; the block imports what a command needs besides."""
+    """Quiets libraries and imports transformers; the block imports what else a command needs."""
     quiet_libraries()
     with few_collections():
         import_transformers()

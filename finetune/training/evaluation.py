@@ -147,14 +147,14 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class PromptImages:
-    """What a forward takes of the images of left-padded prompts."""
+    """Inputs of a forward for the images of left-padded prompts."""
 
     inputs: dict[str, Tensor]
     positions: Tensor | None = None  # (3, B, P) in time, height and width; None: places are all
     beyond: Tensor | None = None  # (B,) of what follows a prompt, from its place to its position
 
     def positions_at(self, places: Tensor) -> Tensor:
-        """Returns those of the tokens of a forward, from their places (B, tokens): after a prompt, all count on."""
+        """Returns positions of the tokens of a forward, from their places (B, tokens): after a prompt all count up."""
         if self.positions is None or self.beyond is None:
             return places
         if places.shape[1] == self.positions.shape[2]:

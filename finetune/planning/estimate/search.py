@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
-from finetune.engine.compatibility import check_launch
+from finetune.engine.compatibility import check_launch, check_products
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
 from finetune.models.config import active_dropouts
@@ -213,6 +213,8 @@ def evaluate(
     """Returns memory, time and price of one place. Raises UserError where recipe and launch do not go together."""
     recipe = changed(request.recipe, changes)
     micro_batches = check_launch(recipe, request.path, launch, request.config)
+    if (capability := machines.device.capability) is not None:
+        check_products(recipe, machines.device.name, capability)
     device = "cpu" if machines.key == CPU else "cuda"
     place = Place(launch, min(launch.processes, machines.per_machine), device)
     batch = heaviest(recipe, request.rows)

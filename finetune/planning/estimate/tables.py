@@ -36,6 +36,7 @@ class Device(Section):
     name: Text
     also: Names | tuple[()] = ()  # other names in `--on`
     cuda_name: str | None = None  # regular expression for torch.cuda.get_device_name()
+    capability: Annotated[tuple[int, int], Field(strict=False)] | None = None  # CUDA's; None: not known, or not CUDA
     fp32: Positive
     tf32: Positive | None = None
     fp16: Positive | None = None

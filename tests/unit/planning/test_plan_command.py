@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+from finetune.engine.compatibility import check_products
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
 from finetune.planning.check import check_recipe
@@ -28,6 +32,7 @@ from finetune.planning.estimate.memory_page import write_page
 from finetune.planning.estimate.search import Choice, launches, spot_loss, verdict
 from finetune.planning.estimate.tables import GIB, parse_machines, read_prices, shipped_hardware
 from finetune.planning.estimate.what_if import values_of
+from finetune.recipe import load_recipe
 
 KEYS = {"config", "processes", "verdict", "peak_gib", "tensors_gib", "step_s", "tokens_per_s", "price", "why"}
 SHORT = ("train.max_steps=60", "schedule.warmup_steps=6", "train.precision=bf16", "data.max_length=64", "batch.rows=4")
@@ -141,6 +146,31 @@ def test_the_page_draws_every_phase_and_asks_for_nothing(
     assert "a &lt;line&gt;" in page
     assert "<script" not in page
     assert "https:" not in page
+
+
+SCALED = ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: fp8, compute: scaled}")
+EIGHT_BITS = [(("train.precision=fp8",), "bf16"), (SCALED, "dequantised")]
+
+
+@pytest.mark.parametrize(("words", "other"), EIGHT_BITS)
+def test_products_of_8_bits_are_refused_where_a_device_has_none(
+    recipe: dict[str, Any], write_recipe: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], other: str
+) -> None:
+    path, refused = write_recipe(recipe), f"has no products of 8 bits with a scale for each row.*: use {other}"
+    with pytest.raises(UserError, match=f"RTX 4090 {refused}"):
+        plan(path, (*SHORT, *words), PlanOptions(("4090",)))
+    asked, devices = load_recipe(path, (*SHORT, *words)), shipped_hardware().devices
+    known = {key: device.capability for key, device in devices.items() if device.capability}
+    for key, capability in known.items():
+        refuses = pytest.raises(UserError) if key[:4] not in ("H100", "H200", "B200", "5090") else nullcontext()
+        with refuses:
+            check_products(asked, key, capability)
+    assert set(devices) - set(known) == {"MI300X-192", "MI250X-64"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    error = (check_recipe(path, (*SHORT, *words)).error or "").replace("\n", " ")
+    assert re.search(f"NVIDIA L4 {refused}", error)
 
 
 def test_check_prints_the_estimate_for_its_config(recipe: dict[str, Any], write_recipe: Any) -> None:
