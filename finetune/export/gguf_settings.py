@@ -39,6 +39,14 @@ def package() -> Any:
     return gguf
 
 
+def open_gguf(file: Path) -> Any:
+    """Returns the `gguf` package's reader of a file. Raises UserError for one that is not whole, or is no GGUF."""
+    try:
+        return package().GGUFReader(file)
+    except (ValueError, IndexError, KeyError) as error:
+        raise UserError(f"{file}: not a GGUF file, or only a part of one: {error}") from None
+
+
 def check_architecture(config: Any, is_scoring: bool) -> None:
     """Raises UserError for a model that is not written here."""
     if is_scoring or config.model_type not in ARCHITECTURES:
@@ -211,7 +219,7 @@ _AS = {
 
 def other_settings(config: Any, whole: Any, file: Path) -> list[str]:
     """Returns how a file computes otherwise than a model by its config. whole: see `settings_of`."""
-    fields = package().GGUFReader(file).fields
+    fields = open_gguf(file).fields
     name = fields["general.architecture"].contents() if "general.architecture" in fields else None
     if name != (expected := ARCHITECTURES[config.model_type]):
         return [f"{file}: general.architecture is {name}, and {expected} in the run"]

@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig
 
 from finetune.errors import UserError
-from finetune.export.gguf_settings import UNKNOWN, WAY_OUT, package
+from finetune.export.gguf_settings import UNKNOWN, WAY_OUT, open_gguf, package
 
 
 def add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
@@ -183,7 +183,7 @@ def gguf_tokenizer(file: Path) -> Any:
     """Returns the tokenizer of a GGUF file, which splits text as llama.cpp does by the name in the file."""
     with described(file) as readable:
         tokenizer: Any = AutoTokenizer.from_pretrained(readable.parent, gguf_file=readable.name)
-    name = package().GGUFReader(file).fields.get("tokenizer.ggml.pre")
+    name = open_gguf(file).fields.get("tokenizer.ggml.pre")
     if name is not None and name.contents() == "smollm":
         digits, of_gpt2 = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, of_gpt2])
@@ -194,7 +194,7 @@ def other_tokens(settings: Path, file: Path) -> list[str]:
     """Returns what of a file's vocabulary is not the run's: a token, or a special one that llama.cpp would not find in
     text, as a template writes it. settings: the run's tokenizer."""
     tokenizer: Any = AutoTokenizer.from_pretrained(settings)
-    fields = package().GGUFReader(file).fields
+    fields = open_gguf(file).fields
     texts, kinds = (fields[key].contents() if (key := f"tokenizer.ggml.{name}") in fields else [] for name in _LISTS)
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     found = package().TokenType

@@ -105,12 +105,17 @@ def whole_or_absent(out: Path, about: dict[str, Any], how: dict[str, Any], card:
     how: what else has to be the same for an export that was stopped to continue.
     """
     partial = partial_path(out)
+    was_there = partial.exists()
     try:
         _start(partial, {**about, **how})
         yield partial
         (partial / METADATA).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         (partial / "README.md").write_text(card, encoding="utf-8")
         finish(partial, out)
+    except UserError:  # refused again the next time: there is nothing to go on from
+        if not was_there:
+            shutil.rmtree(partial)
+        raise
     except OSError as error:
         raise not_written(out, error) from error
 

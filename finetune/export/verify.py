@@ -32,14 +32,14 @@ from finetune.data.samples import Sequence as Document
 from finetune.errors import UserError
 from finetune.export.figures import SECTION, THRESHOLDS, Figures, card_section
 from finetune.export.gguf_file import gguf_of
-from finetune.export.gguf_settings import context_length, package
+from finetune.export.gguf_settings import context_length, open_gguf
 from finetune.export.gguf_tokenizer import gguf_tokenizer
 from finetune.export.quantised import other_layers, round_layers
 from finetune.export.trained import Trained, find_trained
 from finetune.export.verify_answers import AnswerReference, Pictures, end_tokens
 from finetune.export.verify_models import load_export, load_reference, quiet_loading, recipe_of
 from finetune.export.verify_scores import ScoreReference
-from finetune.export.verify_settings import compare_settings, other_class, rounded_here
+from finetune.export.verify_settings import compare_settings, other_class, read_settings, rounded_here
 from finetune.models.config import first_line, load_tokenizer
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut
@@ -95,25 +95,30 @@ def find_against(run_dir: Path, export: Path, step: str | None) -> Trained:
     about = export / "export.json"
     if step is not None or not about.is_file():
         return find_trained(run_dir, step)
-    known = json.loads(about.read_text(encoding="utf-8"))
+    known = read_settings(about)
     if "runs" in known:
         raise UserError(
             f"{export}: merged from several runs, so no run answers like it; `evaluate` says how good it is"
         )
-    return find_trained(run_dir, None if known["step"] is None else str(known["step"]), known.get("averaged"))
+    asked = known.get("step")
+    return find_trained(run_dir, None if asked is None else str(asked), known.get("averaged"))
 
 
 def export_format(export: Path) -> str:
     """Returns the type of the weights. Raises UserError for a folder that is no export."""
     if (file := gguf_of(export)) is not None:
-        kind = next(t.tensor_type.name for t in package().GGUFReader(file).tensors if "attn_q.weight" in t.name)
+        kind = next((t.tensor_type.name for t in open_gguf(file).tensors if "attn_q.weight" in t.name), None)
+        if kind is None:
+            raise UserError(
+                f"{file}: no language model's weights here (no attn_q.weight): compare the file that has them"
+            )
         found = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(kind, kind.lower())
         if found not in THRESHOLDS:
             raise UserError(f"{file}: weights of type {kind} have no threshold here: compare f32, bf16, f16 or q8_0")
         return found
     if not (export / "config.json").is_file():
         raise UserError(f"{export}: no model here (no config.json and no .gguf file)")
-    config = json.loads((export / "config.json").read_text(encoding="utf-8"))
+    config = read_settings(export / "config.json")
     text = config.get("text_config") or {}
     if (quantised := config.get("quantization_config")) is not None:
         return _quantised_format(export, quantised)
@@ -141,7 +146,7 @@ def _settings_of(export: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         gguf_tokenizer(file).save_pretrained(folder)
-        fields = package().GGUFReader(file).fields
+        fields = open_gguf(file).fields
         keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
         GenerationConfig(eos_token_id=[int(fields[key].contents()) for key in keys if key in fields]).save_pretrained(
             folder

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,7 +24,7 @@ from finetune.errors import UserError
 from finetune.export.commands import class_of_result, load_trained
 from finetune.export.figures import Figures
 from finetune.export.gguf_file import gguf_of, other_tensors, read_back
-from finetune.export.gguf_settings import UNREAD, is_written, package
+from finetune.export.gguf_settings import UNREAD, is_written, open_gguf
 from finetune.export.streamed import StreamedModel
 from finetune.export.trained import Trained
 from finetune.models.added_tokens import add_tokens, start_rows, train_rows
@@ -101,7 +102,7 @@ def load_export(export: Path, figures: Figures, config: Any, trained: Trained, b
     file, more = gguf_of(export), dict[str, Any]()
     if file is not None:
         config = copy.deepcopy(config)
-        config.tie_word_embeddings = not any(one.name == "output.weight" for one in package().GGUFReader(file).tensors)
+        config.tie_word_embeddings = not any(one.name == "output.weight" for one in open_gguf(file).tensors)
         if is_written(config):
             written = StreamedModel(trained, None, base)
             figures.problems += (others := other_tensors(written, file))
@@ -120,7 +121,7 @@ def load_export(export: Path, figures: Figures, config: Any, trained: Trained, b
     try:
         auto: Any = AutoModelForCausalLM if file is not None else class_of_result(export)
         model, report = auto.from_pretrained(export, dtype=torch.float32, output_loading_info=True, **more)
-    except (ImportError, OSError, ValueError, RuntimeError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         figures.problems.append(f"transformers cannot load it: {first_line(error)}")
         return None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):

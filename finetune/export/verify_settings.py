@@ -52,6 +52,17 @@ def compare_settings(figures: Figures, recipe: Recipe, trained: Trained, base: s
     return config
 
 
+def read_settings(file: Path) -> dict[str, Any]:
+    """Returns a JSON file of settings. Raises UserError for another one."""
+    try:
+        settings = json.loads(file.read_bytes())
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise UserError(f"{file}: not a JSON object: was it copied whole?")
+    return settings
+
+
 def _run_config(recipe: Recipe, base: str | None, text_alone: bool) -> Any:
     model = model_of(recipe, base)
     if labels := score_labels(recipe.objective):  # its result is a text model also of a multimodal base
@@ -105,7 +116,7 @@ def _generating(folder: Path) -> dict[str, Any]:
     """Returns what servers take for a request that says nothing, without the tokens that end an answer: an export may
     have more of them."""
     has = (folder / "generation_config.json").is_file()
-    settings = GenerationConfig.from_pretrained(folder) if has else GenerationConfig()
+    settings = GenerationConfig(**(read_settings(folder / "generation_config.json") if has else {}))
     return {key: value for key, value in settings.to_dict().items() if key not in _FREE}
 
 
@@ -113,7 +124,7 @@ def _compare_quantisation(figures: Figures, export: Path) -> None:
     """Compare what config.json says of eight bits with what `--quantize` writes, but for the layers that it leaves."""
     if rounded_here(export) is None:
         return
-    stated = json.loads((export / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    stated = read_settings(export / "config.json")["quantization_config"]
     ours = settings_of(figures.format, stated.get("ignore", []))
     _compare_values(figures, "config.json, quantization_config", ours, stated)
 
@@ -121,7 +132,7 @@ def _compare_quantisation(figures: Figures, export: Path) -> None:
 def rounded_here(export: Path) -> torch.dtype | None:
     """Returns the type that weights had before `--quantize` rounded them; None of other exports."""
     about = export / METADATA
-    known = json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}
+    known = read_settings(about) if about.is_file() else {}
     return getattr(torch, known["dtype"]) if known.get("quantised") else None
 
 
@@ -132,7 +143,7 @@ def _compare_processors(figures: Figures, recipe: Recipe, base: str | None, expo
         if not (export / name).is_file():
             figures.problems.append(f"{name} is missing: images would be seen by other settings")
             continue
-        _compare_values(figures, name, json.loads(content), json.loads((export / name).read_bytes()))
+        _compare_values(figures, name, json.loads(content), read_settings(export / name))
 
 
 def compare_modelfile(figures: Figures, trained: Trained, export: Path, file: Path) -> None:
@@ -150,7 +161,7 @@ def compare_modelfile(figures: Figures, trained: Trained, export: Path, file: Pa
 def other_class(config: Any, export: Path, model: Any) -> str | None:
     """Returns what is wrong with the class that config.json names, by which servers choose how to compute. config: the
     run's; model: the export's."""
-    named = json.loads((export / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+    named = read_settings(export / "config.json").get("architectures") or []
     if type(model).__name__ in named or named == config.architectures:
         return None
     return f"config.json: architectures is {named}, and transformers loads it as {type(model).__name__}"

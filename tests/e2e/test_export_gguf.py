@@ -527,6 +527,7 @@ def test_what_is_not_written_is_refused_by_name(
         written(saved(tmp_path, name, changes), tmp_path / "out", "f32")
     assert fragment in str(error.value)
     assert "convert_hf_to_gguf.py" in str(error.value)
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_tokenizer_that_splits_text_otherwise_is_refused() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 import yaml
 from transformers import AutoConfig
 
@@ -18,6 +19,7 @@ from finetune.export.figures import Figures
 from finetune.export.hf_folder import modelfile
 from finetune.export.quantised import settings_of
 from finetune.export.trained import Trained
+from finetune.export.verify import export_format
 from finetune.export.verify_settings import compare_modelfile, compare_settings
 from finetune.recipe import load_recipe
 
@@ -57,7 +59,7 @@ def of_run(folder: Path, config: dict[str, Any]) -> tuple[Any, Trained]:
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return load_recipe(folder / "recipe.yaml"), Trained(
-        folder, None, folder / "settings", None, {}, lambda name: {}[name]
+        folder, None, folder / "settings", None, {}, lambda name: torch.zeros(0)
     )
 
 
@@ -133,3 +135,18 @@ def test_what_ollama_is_told_beside_the_file_is_seen(tmp_path: Path) -> None:
         figures.problems = []
         compare_modelfile(figures, run[1], tmp_path / "out", Path("a.gguf"))
         assert figures.problems == found
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "export.json"])
+def test_a_file_that_is_half_there_is_said_by_name(tmp_path: Path, name: str) -> None:
+    run, out = of_run(tmp_path, tiny.MODELS["llama"]), tmp_path / "out"
+    (out / name).write_text('{"eos_token_id": [2, 0')
+    assert problems(run, out)[0].startswith(f"{out / name}: ")
+
+
+def test_a_gguf_file_that_is_half_there_is_said_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    for content in (b"", b"GGUF", b"GGUF\x03\0\0\0\x05\0\0\0\0\0\0\0", b"<html>not here</html>"):
+        (tmp_path / "a.gguf").write_bytes(content)
+        with pytest.raises(UserError, match=r"a\.gguf: not a GGUF file, or only a part of one: "):
+            export_format(tmp_path)
