@@ -40,7 +40,7 @@ class Case:
     name: str
     overrides: tuple[str, ...]
     model: str = "llama"
-    teacher: str | None = None  # a file of predictions
+    teacher: str | None = None  # a file of predictions, or a model, which each launch lets predict before it trains
     loss: float = LOSS_RELATIVE
     parameter: float = PARAMETER
     from_scratch: bool = False  # random weights of the model's shape instead of its folder's
@@ -145,6 +145,14 @@ CASES = (
         (*IMAGES, *PAIRS, "data.max_length=192", "objective.name=kto", "model.train=[language, projector, vision]"),
         model="smolvlm_sees",
         rows="picture_pairs",
+        on=SEES_IMAGES,
+    ),
+    Case(
+        "full images distill",
+        (*IMAGES, *DISTILL, "objective.top_k=8", "model.train=[language, projector, vision]"),
+        model="qwen2_5_vl_sees",
+        teacher="qwen2_5_vl_teacher",
+        rows="pictures",
         on=SEES_IMAGES,
     ),
     Case(
@@ -457,6 +465,18 @@ def prepare(folder: Path) -> None:
 
     (folder / "recipe.yaml").write_text(yaml.safe_dump(base_recipe(folder)), encoding="utf-8")
     write_teachers(folder)
+    write_seeing_teacher(folder)
+
+
+def write_seeing_teacher(folder: Path) -> None:
+    """qwen2_5_vl_sees with logits 20 times as large: sure of itself, so that divergences are not all rounding."""
+    from transformers import AutoModelForImageTextToText
+
+    student, teacher = folder / "qwen2_5_vl_sees", folder / "qwen2_5_vl_teacher"
+    shutil.copytree(student, teacher, dirs_exist_ok=True)
+    model = AutoModelForImageTextToText.from_pretrained(student)
+    model.model.language_model.norm.weight.data.mul_(20)
+    model.save_pretrained(teacher)
 
 
 def write_teachers(folder: Path) -> None:
@@ -483,17 +503,25 @@ def work(folder: Path, jobs: Path) -> None:
     quiet_libraries()
     from rich.console import Console
 
+    from finetune.data.teacher_file import is_teacher_file
     from finetune.engine.start import leave_group
     from finetune.models.head import chunked
     from finetune.recipe import load_recipe
-    from finetune.training.run import train
+    from finetune.training.run import compute_reference, train
     from finetune.training.signals import StopRequest
 
     # Models so small would have all their logits in one chunk; like this every forward has several.
     chunked.FEWEST_ROWS, chunked.CHUNK_BYTES["cpu"] = 4, 0
     quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115 (lives as long as the process)
+    shared_cache = os.environ["FINETUNE_CACHE"]
     for overrides in json.loads(jobs.read_text(encoding="utf-8")):
-        train(load_recipe(folder / "recipe.yaml", overrides), "recipe.yaml", StopRequest(), quiet)
+        recipe = load_recipe(folder / "recipe.yaml", overrides)
+        os.environ["FINETUNE_CACHE"] = shared_cache
+        if (teacher := recipe.objective.teacher) is not None and not is_teacher_file(teacher):
+            # A cache of its own: else it would find what the launch on one process has computed.
+            os.environ["FINETUNE_CACHE"] = str(folder / f"cache-{recipe.run.name}")
+            compute_reference(recipe, "recipe.yaml", StopRequest(), quiet)
+        train(recipe, "recipe.yaml", StopRequest(), quiet)
         print(f"done {overrides}", flush=True)
     leave_group()
 

@@ -69,7 +69,7 @@ def list_set_aside(root: Path) -> list[Path]:
 
 
 def start_partial(partial: Path) -> None:
-    """Make an empty folder to write to, whatever an interrupted save of this step left there."""
+    """Make an empty folder to write to; deletes what an interrupted save of this step left there."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
@@ -84,10 +84,11 @@ def seal(partial: Path, final: Path, written: list[FileEntry]) -> None:
     manifest.write_text(json.dumps({"version": VERSION, "files": files}, indent=1), encoding="utf-8")
     for path in (*others, manifest, partial):
         fsync(path)
-    if final.exists():
-        remove(final)
+    replaced = _renamed_for_removal(final) if final.exists() else None
     partial.rename(final)
     fsync(final.parent)
+    if replaced is not None:
+        _delete(replaced)
 
 
 def find_problem(folder: Path, read: bool = True) -> str | None:
@@ -124,11 +125,15 @@ def find_problem(folder: Path, read: bool = True) -> str | None:
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint; a kill in between leaves nothing that looks like one."""
+    _delete(_renamed_for_removal(folder))
+
+
+def _renamed_for_removal(folder: Path) -> Path:
+    """Renames a checkpoint to a name that `list_checkpoints` does not take for one."""
     doomed = folder.with_name(_REMOVED + folder.name)
     if os.path.lexists(doomed):
         _delete(doomed)
-    folder.rename(doomed)
-    _delete(doomed)
+    return folder.rename(doomed)
 
 
 def _delete(folder: Path) -> None:

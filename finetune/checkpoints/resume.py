@@ -26,6 +26,7 @@ class Resumed:
     """State of a checkpoint other than tensors."""
 
     progress: dict[str, Any]  # the fields of `training.trainer.TrainingState`
+    metrics: dict[str, float]  # of the evaluation at its step; empty where there was none
     changes: list[str]  # of the recipe since
     trackers: dict[str, str]  # run ids by tracker
 
@@ -98,10 +99,10 @@ def resume(engine: Engine, recipe: Recipe, folder: Path, data: dict[str, Any]) -
     # Older checkpoints lack these.
     absent = {"padding_tokens": 0, "best": None, "evaluations_since_best": 0}
     progress |= {name: state.get(name, value) for name, value in absent.items()}
-    return Resumed(progress, changes, state["trackers"])
+    return Resumed(progress, state["metrics"], changes, state["trackers"])
 
 
-# Where checkpoints lie and how they are kept: a finished run is the same run whatever these are.
+# Where checkpoints lie and how they are kept: these may differ from those of a finished run.
 _NOT_TRAINED = ("checkpoint.", "run.dir:")
 
 

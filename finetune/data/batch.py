@@ -53,7 +53,7 @@ class ImagePlace(NamedTuple):
     source: str | bytes = b""  # path of its file, or the file itself
 
 
-# What a model's forward takes for these images, in their order, besides ids and positions: see `images/pixels.py`.
+# Tensors that a model's forward takes for these images, in their order; see `images/pixels.py`.
 ImageInputs = Callable[[ListLike[Image], Tensor], dict[str, Tensor]]
 
 
@@ -166,36 +166,21 @@ def collate(
         if any(sequence.loss_mask[0] for sequence in example.sequences):
             raise ValueError(f"{example.path}:{example.row}: the first token of a sequence cannot be trained")
     sequences = [sequence for example in examples for sequence in example.sequences]
-    lengths = tuple(len(sequence.input_ids) for sequence in sequences)
-    num_targets = tuple(sequence.num_targets for sequence in sequences)
-    per_example = [len(example.sequences) for example in examples]
-    shared = np.array([example.shared_tokens for example in examples], np.int64)
-    prefixes = _prefix_lengths(per_example, shared * shares_prompts)
-    own_lengths = tuple(length - prefix for length, prefix in zip(lengths, prefixes, strict=True))
-    padding = _padding(sum(own_lengths), padded_to)
-    places = row_places(own_lengths, prefixes)
     input_ids = np.concatenate([sequence.input_ids for sequence in sequences])
-    loss_mask = np.concatenate([sequence.loss_mask for sequence in sequences])
-    row = np.zeros((2, sum(own_lengths) + sum(padding)), np.int64)  # ids and positions
-    row[:, places] = input_ids, np.concatenate([np.arange(length) for length in lengths])
-    row[1, sum(own_lengths) :] = np.concatenate([np.arange(length) for length in (*padding, 0)])
-    predicting = np.flatnonzero(loss_mask[1:])
-    offsets = np.concatenate(([0], np.cumsum(per_example)))
-    input_row, position_row = torch.from_numpy(row)[:, None]  # (1, T) each
-    targets = Targets(
-        torch.from_numpy(places[predicting]),
-        torch.from_numpy(input_ids[predicting + 1].astype(np.int64)),
-        torch.from_numpy(np.repeat(np.arange(len(lengths)), num_targets)),
-    )
-    images, image_places = _images(sequences, own_lengths)
-    with_images = image_inputs(images, input_row) if images and image_inputs else {}
+    sizes = _sizes(examples)
+    layout = _layout(sizes, padded_to, shares_prompts)
+    targets = _targets(input_ids, np.concatenate([sequence.loss_mask for sequence in sequences]), sizes, layout)
+    inputs = _ids_and_positions(input_ids, sizes, layout)
+    images, image_places = _images(sequences, layout.own_lengths)
+    if images and image_inputs:
+        inputs |= image_inputs(images, inputs["input_ids"])
     return Batch(
-        inputs={"input_ids": input_row, "position_ids": position_row, **with_images},
-        sequence_lengths=(*own_lengths, *padding),
-        prefix_lengths=(*prefixes, *(0 for _ in padding)),
+        inputs=inputs,
+        sequence_lengths=(*layout.own_lengths, *layout.padding),
+        prefix_lengths=(*layout.prefixes, *(0 for _ in layout.padding)),
         targets=targets,
-        distinct_targets=_distinct(targets) if any(prefixes) else None,
-        ends=Ends(torch.from_numpy(np.cumsum(own_lengths) - 1), torch.arange(len(lengths))),
+        distinct_targets=_distinct(targets) if any(layout.prefixes) else None,
+        ends=Ends(torch.from_numpy(np.cumsum(layout.own_lengths) - 1), torch.arange(len(sequences))),
         columns={
             name: torch.from_numpy(np.hstack([example.columns[name] for example in examples]).astype(np.float64))
             for name in examples[0].columns
@@ -204,14 +189,64 @@ def collate(
             name: torch.from_numpy(np.concatenate([example.target_columns[name] for example in examples]))
             for name in examples[0].target_columns
         },
-        example_of_sequence=torch.from_numpy(np.repeat(np.arange(len(examples)), per_example)),
-        counts=ExampleSizes(offsets, np.array(lengths), np.array(num_targets), shared).counts(),
+        example_of_sequence=torch.from_numpy(np.repeat(np.arange(len(examples)), np.diff(sizes.offsets))),
+        counts=sizes.counts(),
         origins=tuple(Origin(example.path, example.row, example.source) for example in examples),
         sequence_sources=tuple(example.source for example in examples for _ in example.sequences),
-        sequence_tokens=lengths,
-        sequence_targets=num_targets,
+        sequence_tokens=tuple(sizes.lengths.tolist()),
+        sequence_targets=tuple(sizes.targets.tolist()),
         index=index,
         images=image_places,
+    )
+
+
+def _sizes(examples: ListLike[Example]) -> ExampleSizes:
+    sequences = [sequence for example in examples for sequence in example.sequences]
+    return ExampleSizes(
+        offsets=np.cumsum([0, *(len(example.sequences) for example in examples)]),
+        lengths=np.array([len(sequence.input_ids) for sequence in sequences]),
+        targets=np.array([sequence.num_targets for sequence in sequences]),
+        shared=np.array([example.shared_tokens for example in examples]),
+    )
+
+
+class _Layout(NamedTuple):
+    """How sequences lie in a row: their own tokens end to end, then padding."""
+
+    own_lengths: tuple[int, ...]  # (D,) tokens of each, without those of its prefix
+    prefixes: tuple[int, ...]  # (D,) see `Batch.prefix_lengths`
+    padding: tuple[int, ...]  # tokens of each sequence of padding
+    places: NDArray[np.int64]  # see `row_places`
+
+
+def _layout(sizes: ExampleSizes, padded_to: int | None, shares_prompts: bool) -> _Layout:
+    prefixes = np.zeros_like(sizes.lengths)
+    if shares_prompts:
+        has_two = np.diff(sizes.offsets) == 2  # others share nothing
+        prefixes[sizes.offsets[:-1][has_two] + 1] = sizes.shared[has_two]
+    own_lengths = tuple((sizes.lengths - prefixes).tolist())
+    padding = _padding(sum(own_lengths), padded_to)
+    return _Layout(own_lengths, tuple(prefixes.tolist()), padding, row_places(own_lengths, prefixes.tolist()))
+
+
+def _ids_and_positions(input_ids: NDArray[np.int32], sizes: ExampleSizes, layout: _Layout) -> dict[str, Tensor]:
+    """Returns input_ids and position_ids (1, T). input_ids: of the sequences, one after the other."""
+    tokens = sum(layout.own_lengths)
+    row = np.zeros((2, tokens + sum(layout.padding)), np.int64)
+    row[:, layout.places] = input_ids, np.concatenate([np.arange(length) for length in sizes.lengths])
+    row[1, tokens:] = np.concatenate([np.arange(length) for length in (*layout.padding, 0)])
+    return dict(zip(("input_ids", "position_ids"), torch.from_numpy(row)[:, None], strict=True))
+
+
+def _targets(
+    input_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_], sizes: ExampleSizes, layout: _Layout
+) -> Targets:
+    """input_ids, loss_mask: of the sequences, one after the other."""
+    trained = np.flatnonzero(loss_mask)  # never the first token of a sequence
+    return Targets(
+        torch.from_numpy(layout.places[trained - 1]),
+        torch.from_numpy(input_ids[trained].astype(np.int64)),
+        torch.from_numpy(np.repeat(np.arange(len(sizes.lengths)), sizes.targets)),
     )
 
 
@@ -238,12 +273,6 @@ def row_places(sequence_lengths: ListLike[int], prefix_lengths: ListLike[int]) -
             places.append(np.arange(begins[i - 1], begins[i - 1] + prefix))
         places.append(np.arange(begins[i], begins[i + 1]))
     return np.concatenate(places)
-
-
-def _prefix_lengths(per_example: ListLike[int], shared: NDArray[np.int64]) -> tuple[int, ...]:
-    """Returns for each sequence what it shares with the one before it: of a pair, the second."""
-    pairs = zip(per_example, shared.tolist(), strict=True)
-    return tuple(prefix * (i == 1) for count, prefix in pairs for i in range(count))
 
 
 def _distinct(targets: Targets) -> DistinctTargets | None:

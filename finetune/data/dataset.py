@@ -227,7 +227,7 @@ def template_notes(
     if problems:
         opened = opened or OpenedSources(recipe)
         formats = {opened.open(source).source.format for source in (*recipe.data.train, *recipe.data.eval_sources)}
-        if formats - {"text", "tokens"}:  # the others go through the chat template
+        if formats - {"text", "tokens"}:  # the others are rendered by the chat template
             raise UserError("model.chat_template: " + "; ".join(problems))
     return [text.removeprefix("note: ") for text in findings if text.startswith("note: ")]
 
@@ -267,7 +267,7 @@ def data_notes(
 
 
 # The one format whose prompt may be a single token. Elsewhere a second token that is trained means that there is no
-# prompt: plain text, rows of ids that are trained whole, the rest of an answer that `overlong: split` cut.
+# prompt: plain text, rows of ids that are all trained, the rest of an answer that `overlong: split` cut.
 _SHORT_PROMPTS = "prompt_completion"
 
 

@@ -256,7 +256,7 @@ def _choose_from(
 def rows_held_out(entry: CacheEntry, share: float, seed: int, source_index: int) -> NDArray[np.bool_]:
     """(N,) whether an example is of a row that is held out; rows of the same tokens are on the same side.
 
-    A fixed choice of round(share * rows) different rows, whatever else the recipe says.
+    round(share * rows) different rows: a function of the rows, the share and the seed.
     """
     _, first, row = np.unique(np.stack([entry.files, entry.rows]), axis=1, return_index=True, return_inverse=True)
     _, content = np.unique(entry.hashes[first], return_inverse=True)  # (rows,), of each row's first example

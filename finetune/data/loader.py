@@ -112,7 +112,7 @@ class Loader:
     tokens_per_device: int | None = None  # no less than the longest row has
     padded_to: int | None = None  # tokens of every forward, where they have to be equally many
     share: TokenShare = UNSHARDED  # of every row, where several ranks with the same `rank` have its tokens
-    # Forwards are padded to the longest of their step, and to a multiple of so many tokens; 0: they are not.
+    # Forwards of a step are padded to its longest, rounded up to a multiple of so many tokens; 0: no padding.
     alike: int = 0
     shares_prompts: bool = False  # the beginning that two sequences share is computed once, see `collate`
     image_inputs: ImageInputs | None = None  # see `collate`

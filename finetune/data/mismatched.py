@@ -43,7 +43,8 @@ def write_with_mismatched(writer: EntryWriter, write: Callable[[EntryWriter], T]
         raise RunFailure(f"{folder}: was written a moment ago and cannot be read; is the disk in order?")
     begins = answer_begins(entry)
     ends = np.diff(entry.sequence_offsets)
-    partner = partners(begins, ends - begins, _row_ids(entry), max_length, per_row)
+    row_ids = (entry.files.astype(np.int64) << 40) + entry.rows
+    partner = partners(begins, ends - begins, row_ids, max_length, per_row)
     paired = np.flatnonzero(partner >= 0)
     alone = {"examples": 0, "tokens": 0, "supervised_tokens": 0, "no_other_answer": len(partner) - len(paired)}
     writer.report, writer.columns = replace(answers.report, **alone), answers.columns
@@ -78,10 +79,6 @@ def partners(
         partner[left[fits]] = other[fits]
         left = left[~fits]
     return partner
-
-
-def _row_ids(entry: CacheEntry) -> NDArray[np.int64]:
-    return (entry.files.astype(np.int64) << 40) + entry.rows
 
 
 def _groups(

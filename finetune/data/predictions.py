@@ -133,7 +133,7 @@ class PredictionsWriter:
 
 
 def load_predictions(key: str) -> Predictions | None:
-    """Returns the entry of this key; None where there is none, or its files are not whole."""
+    """Returns the entry of this key; None where there is none, or its files are incomplete."""
     folder = entries_folder() / key
     try:
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
@@ -171,7 +171,7 @@ def write_entry(folder: Path, per_target: int, of: dict[str, Any], fill: Callabl
         with contextlib.closing(writer):
             fill(writer)
             writer.finish(of)
-        shutil.rmtree(folder, ignore_errors=True)  # one that is not whole
+        shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -225,7 +225,7 @@ def find_or_build(
     """Returns the entry, and the seconds that building it took; None where it was there already.
 
     build: fills an EntryWriter. metadata: for people, see `cache list`. Raises UserError where the cache cannot be
-    written, and whatever `build` raises.
+    written, and what `build` raises.
     """
     what = f"tokenises {metadata.get('source', folder.name)}"
     return load_or_write(folder, lambda: load(folder), lambda: _build(folder, metadata, build), what)
@@ -237,7 +237,7 @@ def load_or_write(
     """Returns what `load` finds in a folder of the cache, and the seconds of `write` where it had to be written first.
 
     Any number of processes may ask at once: one writes, the others wait for it and log that it `what`. Raises UserError
-    where the cache cannot be written, and whatever `write` raises.
+    where the cache cannot be written, and what `write` raises.
     """
     if (entry := load()) is not None:
         return entry, None

@@ -305,7 +305,7 @@ def _arrays_of(examples: list[TokenizedExample]) -> ExampleArrays:
 
 
 def _content(sequence: Sequence) -> bytes:
-    """Returns what makes a sequence the same as another: its tokens, and which images they stand for."""
+    """Returns bytes that are equal for equal sequences: of the tokens, and of the images they stand for."""
     sources = [one.source if isinstance(one.source, bytes) else os.fsencode(one.source) for one in sequence.images]
     return sequence.input_ids.tobytes() + b"".join(hashlib.blake2b(source).digest() for source in sources)
 

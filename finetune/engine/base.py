@@ -66,7 +66,7 @@ class Engine(abc.ABC):
         self.stopwatch = Stopwatch(self.device, self.world_size == 1 or self.knows_waits(recipe))
         self.ranks = Ranks(accelerator, self.parallelism, self.stopwatch)
         self.optimizers: list[Optimizer] = []
-        self.model: Any = None  # what a forward goes through: `WrappedModel` in the backend's wrapper
+        self.model: Any = None  # what a forward calls: `WrappedModel` in the backend's wrapper
         self.unwrapped: Any = None  # the transformers or peft model inside
 
     # --- set-up

@@ -32,6 +32,20 @@ def check_launch(recipe: Recipe, recipe_file: str, launch: Launch, config: Any |
     return micro_batches
 
 
+def check_products(recipe: Recipe, device: str, capability: tuple[int, int]) -> None:
+    """Raises UserError where the recipe asks for products of 8 bits that a GPU does not have. capability: CUDA's."""
+    scaled = recipe.quantization is not None and recipe.quantization.compute == "scaled"
+    for key, asked, other in (
+        ("train.precision", recipe.train.precision == "fp8", "bf16"),
+        ("quantization.compute", scaled, "dequantised"),
+    ):
+        if asked and capability < (9, 0):
+            raise UserError(
+                f"{key}: {device} has no products of 8 bits with a scale for each row (Hopper and later do): use "
+                f"{other}"
+            )
+
+
 def check_agreement(recipe: Recipe, recipe_file: str, launch: Launch, micro_batches: int | None) -> None:
     """Raises UserError naming both files where the accelerate config contradicts the recipe.
 

@@ -88,7 +88,7 @@ def _arguments(
 
 
 def _obstacle(choice: AttentionChoice, parallelism: Parallelism) -> str | None:
-    """What the parallelism rules cannot know before the model's class and the installed packages are known."""
+    """Returns why this attention cannot be sharded: it follows from the model's class and the installed packages."""
     if not choice.isolates_documents:
         return f"{choice.reason}, so its tokens cannot be sharded: use data parallel only"
     if choice.mixers:

@@ -118,8 +118,8 @@ class Fsdp2(Engine):
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
-        """Keeps layers gathered from one token to the next, where all ranks have the memory: twice that of the weights,
-        of which the cache of keys and values needs some. Else every token gathers the model.
+        """Keeps layers gathered between tokens, where all ranks have twice the memory of the weights free: the cache of
+        keys and values needs some of it. Else every token gathers the model.
         """
         needed = sum(p.numel() * p.element_size() for module in self._freed for p in module.parameters())
         kept = self._freed if self.all_have_room(2 * needed) else []

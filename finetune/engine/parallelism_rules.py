@@ -376,7 +376,7 @@ def router_balance_of_rows(combination: Combination) -> Iterator[str]:
 
 
 def images(combination: Combination) -> Iterator[str]:
-    """A tower and its images are whole on every rank."""
+    """A tower and its images are on every rank in full."""
     if combination.recipe.model.train is None:
         return
     why = {

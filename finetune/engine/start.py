@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.torch_version import TorchVersion
 
 from finetune.engine.base import Engine
+from finetune.engine.compatibility import check_products
 from finetune.engine.ddp import Ddp
 from finetune.engine.fsdp2 import Fsdp2
 from finetune.engine.launch import Launch, check_started, collective_timeout, user_set_threads
@@ -99,19 +100,7 @@ def check_cuda(recipe: Recipe, launch: Launch) -> None:
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if recipe.train.precision in ("bf16", "bf16_true", "fp8") and not has_bf16:
         raise UserError(f"train.precision: {torch.cuda.get_device_name()} has no bf16: use fp16 or fp32")
-    multiplies = {
-        "train.precision": ("bf16", recipe.train.precision == "fp8"),
-        "quantization.compute": (
-            "dequantised",
-            recipe.quantization is not None and recipe.quantization.compute == "scaled",
-        ),
-    }
-    for key, (other, in_8_bits) in multiplies.items():
-        if in_8_bits and torch.cuda.get_device_capability() < (9, 0):
-            raise UserError(
-                f"{key}: {torch.cuda.get_device_name()} has no products of 8 bits with a scale for each row (Hopper "
-                f"and later do): use {other}"
-            )
+    check_products(recipe, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     check_in_backward(recipe, launch, torch.__version__)
 
 

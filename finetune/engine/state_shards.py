@@ -108,7 +108,7 @@ class _Rectangle:
 
 
 def overlaps(first: Range, second: Range) -> Iterator[Overlap]:
-    """Yields the elements that two ranges share, in as few overlaps as possible, whatever the number of runs."""
+    """Yields the elements that two ranges share, in as few overlaps as possible, for any number of runs."""
     width = _common_width(first, second)
     if width is None:  # sharded along other dimensions: run by run
         for i in range(first.count):
@@ -308,7 +308,7 @@ class Blocks:
 class StoredPiece:
     """Elements of a stored range, and where they belong in a stepped tensor, flattened."""
 
-    source: Any  # Blocks, or whatever gives a tensor when sliced
+    source: Any  # Blocks, or anything that gives a tensor when sliced
     overlap: Overlap  # of the stored range with the stepped tensor
 
     @property

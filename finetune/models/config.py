@@ -20,7 +20,7 @@ from finetune.recipe.schema import Model, Recipe, Tokens
 
 
 def model_config(model: Model) -> PretrainedConfig:
-    """Returns the Hugging Face config of what is trained: of a multimodal model, its text part, or all of it where
+    """Returns the Hugging Face config of the trained model: of a multimodal one the text part, or all of it where
     `model.train` is given. Raises UserError."""
     config = base_config(model)
     if model.train is not None:

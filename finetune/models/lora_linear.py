@@ -1,4 +1,4 @@
-"""Adapted linear layers in as few passes over their inputs and outputs as there can be. Importing this imports peft.
+"""Linear layers with LoRA, in fewer passes over their inputs and outputs than peft's. Importing this imports peft.
 
     y = x W' + s (x A') B'        x (T, I), W (O, I), A (r, I), B (O, r), s the scaling
 
@@ -82,9 +82,9 @@ class FusedLinear(Linear):
         return self.siblings.output(self, x)
 
     def fuses(self) -> bool:
-        """Returns whether what this layer computes is the formula, with weights that are there: not with dropout, DoRA,
-        several adapters or none, nor with packed weights; and ZeRO-3 gathers a layer's weight in a hook around its
-        call, tensor parallel communicates in one."""
+        """Returns whether this layer computes the formula above, with weights that are on this rank. It does not with
+        dropout, DoRA, packed weights, and several adapters or none; nor where hooks gather its weight (ZeRO-3) or
+        communicate (tensor parallel)."""
         name = self.active_adapters[0] if len(self.active_adapters) == 1 else ""
         if self.disable_adapters or self.merged or name not in self.lora_A or name in self.lora_variant:
             return False

@@ -67,8 +67,8 @@ class CausalLMWithLoss(WrappedModel):
     """`forward(targets=TargetTokens(...), **inputs)` returns `Outputs` with losses.
 
     The base model runs, the hidden states of the targets go to the head, and the head, inside its own forward, returns
-    losses. So whatever a backend does around forwards to have the weights there (FSDP2 around this module and the head,
-    ZeRO-3 around every module, DDP around this one) is done once for all chunks.
+    losses. So what a backend does around forwards to gather weights (FSDP2 around this module and the head, ZeRO-3
+    around every module, DDP around this one) happens once for all chunks.
     """
 
     def __init__(

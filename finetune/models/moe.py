@@ -89,8 +89,8 @@ def _is_stacked(module: nn.Module) -> bool:
 
 
 def reach_experts(model: nn.Module) -> None:
-    """Let the experts of a layer take part in every forward where tokens may choose others, without weights, alone
-    (LongCat-Flash's zero experts, https://arxiv.org/abs/2509.01322).
+    """Let experts with weights take part in every forward of a layer whose tokens may all choose experts without
+    weights (LongCat-Flash's zero experts, https://arxiv.org/abs/2509.01322).
 
     Weights that no token of a rank chose would have no gradient there: FSDP2 would reduce less than on other ranks, and
     an optimizer would not decay them on one process where it does on several.

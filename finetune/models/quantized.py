@@ -1,4 +1,4 @@
-"""Frozen weights in few bits: linear layers whose packed matrices have scales beside them.
+"""Frozen weights in few bits: linear layers whose matrices are packed, with scales.
 
     nf4, fp4    bitsandbytes' Linear4bit, a scale for 64 weights (Dettmers et al. 2023,
                 https://arxiv.org/abs/2305.14314)

@@ -170,7 +170,7 @@ def _shrunk_number(name: str, value: int, settings: dict[str, Any], layers: _Lay
         return min(settings["mamba_n_heads"], 2 * HEADS) * min(size, HEAD_SIZE)
     if (
         name == "attention_hidden_size" and value == 2 * settings["hidden_size"]
-    ):  # Zamba: beside the first layer's input
+    ):  # Zamba: next to the first layer's input
         return 2 * HIDDEN_SIZE
     if name == "head_dim" and value == settings.get("qk_rope_head_dim"):  # multi-head latent attention: RoPE's part
         return HEAD_SIZE // 2

@@ -92,7 +92,7 @@ def _of_squares(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
 
 
 def _values(*shape: int) -> Tensor:
-    """Returns numbers between -1 and 1 that are alike in no two places nearby."""
+    """Returns numbers between -1 and 1, different in neighbouring places."""
     return torch.sin(torch.arange(math.prod(shape), dtype=torch.float32) * 0.7311).reshape(shape)
 
 
@@ -302,10 +302,10 @@ def _sized(file: str, content: bytes, size: dict[str, int]) -> bytes:
 
 
 class ImagePart:
-    """The tower within a forward: which parts stay in evaluation mode, and a dummy image where a micro-batch has none.
+    """The tower in a forward: frozen parts stay in evaluation mode, a micro-batch without images gets a dummy one.
 
     Backends gather weights or add up gradients at the same place of every rank's forward. A rank without images would
-    leave the tower's out, and all wait for ever (DeepSpeed issue 7170). So it sends the smallest image there is through
+    skip the tower, and all would wait for ever (DeepSpeed issue 7170). So it sends the smallest image there is through
     the tower and adds the result times 0 to its embeddings: the gradients are zero, and those who wait meet.
     """
 
@@ -323,7 +323,7 @@ class ImagePart:
         ]
 
     def evaluate_frozen(self) -> None:
-        """Put what is frozen of tower and projector into evaluation mode: it drops nothing."""
+        """Put the frozen modules of tower and projector into evaluation mode: without dropout."""
         for module in self._frozen:
             module.training = False
 
@@ -359,7 +359,7 @@ def _is_continued(inputs: dict[str, Any]) -> bool:
 
 
 def _gradients_to(features: Any) -> Iterator[Tensor]:
-    """Yields what a language model is given of the tower, where it has a graph."""
+    """Yields the features that the language model gets from the tower, where they have a graph."""
     for value in (features.pooler_output, getattr(features, "deepstack_features", None)):
         yield from (tensor for tensor in _tensors(value) if tensor.requires_grad)
 

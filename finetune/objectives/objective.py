@@ -137,8 +137,7 @@ class Objective:
         return {name: term._replace(total=torch.zeros_like(term.total)) for name, term in like.items()}
 
     def completed(self, batch: Batch) -> Batch:
-        """Returns the batch with zeros in the columns that are computed during the run, where the values do not
-        matter."""
+        """Returns the batch with zeros in the columns that only the run itself computes: for shapes, not values."""
         size, device = len(batch.sequence_tokens), batch.targets.ids.device
         missing = {name: torch.zeros(size, dtype=torch.float64, device=device) for name in self.columns}
         return replace(batch, columns={**missing, **batch.columns})
@@ -167,7 +166,7 @@ class Objective:
         return sum(others, first)
 
     def trial_loss(self, outputs: Outputs, batch: Batch) -> Tensor:  # ()
-        """Returns a loss for a backward that nothing is stepped by; its size does not matter."""
+        """Returns a loss for a backward that no optimizer step follows; its value does not matter."""
         batch = self.completed(batch)
         if self.statistics is not None:
             unknown = torch.zeros((), dtype=torch.float64, device=batch.targets.ids.device)

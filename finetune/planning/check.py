@@ -70,6 +70,8 @@ def check_recipe(
             if config_file or num_processes:
                 processes = _check_launch(recipe, path, config_file, num_processes, recipe_only, report)
         if not recipe_only:
+            with problems:
+                _check_device(recipe)
             _check_data(recipe, processes, report, problems)
             if config_file and not problems.messages:
                 _report_memory(recipe, path, config_file, num_processes, report)
@@ -119,6 +121,16 @@ def _check_launch(
     report.facts["launch"] = f"{launch.where}, {launch.processes} processes{sizes}, {steps}"
     _note_balance(recipe, launch.parallelism.data, report)
     return launch.parallelism.data
+
+
+def _check_device(recipe: Recipe) -> None:
+    """Checks what a run on this machine's GPU would refuse, where there is one."""
+    import torch
+
+    from finetune.engine.compatibility import check_products
+
+    if torch.cuda.is_available():
+        check_products(recipe, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
 
 
 def _report_memory(recipe: Recipe, path: Path, config_file: Path, processes: int | None, report: CheckReport) -> None:

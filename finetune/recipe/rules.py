@@ -224,7 +224,7 @@ def objective_reads_its_keys(recipe: Recipe) -> Iterator[Finding]:
 
 
 def reference_at_hand(recipe: Recipe) -> Iterator[Finding]:
-    """Where the reference's log-probabilities can be from."""
+    """Whether `objective.reference` can be computed under this mode, these adapters and this data."""
     objective, key = recipe.objective, "objective.reference"
     if not objective.reads_reference:
         return
@@ -435,7 +435,7 @@ def offloaded_activations(recipe: Recipe) -> Iterator[Finding]:
 
 
 def images(recipe: Recipe) -> Iterator[Finding]:
-    """What a model that is trained with its tower does not do."""
+    """Settings that a model with its tower (`model.train`) does not support."""
     if recipe.model.train is None:
         return
     if len(set(recipe.model.train)) < len(recipe.model.train):

@@ -365,7 +365,7 @@ class ObjectiveSettings(Section):
     # focal: a factor of (1 - probability)^gamma (Lin et al. 2017, https://arxiv.org/abs/1708.02002); null: 2
     gamma: NonNegative | None = None
     # Supervised tokens. assistant: every assistant turn with its end-of-turn; last_assistant: the last one; all: all.
-    # Of a preference only the answers count, whatever is set.
+    # Pairs, marked answers and labels take `assistant` alone.
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     # sft: added to each token's loss, z_loss * log(sum(exp(logits)))^2 (Chowdhery et al. 2022,
     # https://arxiv.org/abs/2204.02311, section 5).

@@ -52,7 +52,7 @@ class StepLog:
 def keep_before(path: Path, first_step: int) -> None:
     """Drop the lines from `first_step` on, and an incomplete last one of a killed run; creates the file if absent.
 
-    A file with lines that are damaged is kept as `*.damaged`: a run starts whatever its log holds.
+    A file with lines that are damaged is kept as `*.damaged`: damage to a log stops no run.
     """
     if first_step > 1 and (damaged := num_damaged(path)):
         kept_as = path.with_name(f"{path.name}.damaged")
@@ -68,7 +68,7 @@ def read_steps(path: Path) -> list[Entry]:
 
 
 def add_to_step(path: Path, step: int, values: Entry) -> None:
-    """Add values to the last line of a step, whole or not at all; others stay as they are. No run may be writing."""
+    """Add values to the last line of a step, atomically; other lines stay as they are. No run may be writing."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for i, line in reversed([*enumerate(lines)]):
         if (entry := _parsed(line.encode())) is not None and entry["step"] == step:

@@ -67,9 +67,10 @@ class Evaluator:
         """Returns metrics by name (`eval_loss` in nats per supervised token) and generations to show. Collective."""
         with self.engine.evaluating():
             metrics = self._losses()
-        num_generations = max(self.recipe.exact_match, self.recipe.generate)
-        with self.engine.evaluating(), self.engine.generating(), uncompiled():
-            generations = self._generations(num_generations) if num_generations else []
+        generations: list[Generation] = []
+        if num_generations := max(self.recipe.exact_match, self.recipe.generate):
+            with self.engine.evaluating(), self.engine.generating(), uncompiled():
+                generations = self._generations(num_generations)
         if self.recipe.exact_match and generations:
             scored = generations[: self.recipe.exact_match]
             metrics["exact_match"] = sum(g.matches for g in scored) / len(scored)
@@ -147,14 +148,14 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class PromptImages:
-    """What a forward takes of the images of left-padded prompts."""
+    """Inputs of a forward for the images of left-padded prompts."""
 
     inputs: dict[str, Tensor]
     positions: Tensor | None = None  # (3, B, P) in time, height and width; None: places are all
     beyond: Tensor | None = None  # (B,) of what follows a prompt, from its place to its position
 
     def positions_at(self, places: Tensor) -> Tensor:
-        """Returns those of the tokens of a forward, from their places (B, tokens): after a prompt, all count on."""
+        """Returns positions of the tokens of a forward, from their places (B, tokens): after a prompt all count up."""
         if self.positions is None or self.beyond is None:
             return places
         if places.shape[1] == self.positions.shape[2]:

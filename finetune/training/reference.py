@@ -90,8 +90,9 @@ class ReferenceColumns:
         reference = recipe_of_reference(self._recipe)
         now = model_dependencies(reference, training_config(reference))
         before = read_report(self._folder / "train").get("dependencies", now)
-        checkpoints = list_checkpoints(run_folder(self._recipe) / "checkpoints")
-        if self._recipe.checkpoint.resume == "auto" and checkpoints and before["model"] != now["model"]:
+        wanted, checkpoints = self._recipe.checkpoint.resume, run_folder(self._recipe) / "checkpoints"
+        resumes = wanted != "never" and (wanted != "auto" or list_checkpoints(checkpoints))
+        if resumes and before["model"] != now["model"]:
             raise UserError(
                 f"the weights of {reference.model.name!r} are not those that this run began with and is compared with: "
                 "restore them, or start over with another `run.name` or `checkpoint.resume=never`; to continue with "

@@ -45,7 +45,11 @@ def model_dependencies(recipe: Recipe, config: PretrainedConfig) -> Dependencies
     return {
         "code": [CODE_VERSION, transformers.__version__],
         "model": _weights(recipe, config),
-        "types": [str(types.trained if recipe.mode == "full" else types.frozen), str(types.compute)],
+        "types": [
+            str(types.trained if recipe.mode == "full" else types.frozen),
+            str(types.compute),
+            *(["fp8"] if recipe.train.precision == "fp8" else []),
+        ],
         "quantization": recipe.quantization.model_dump() if recipe.quantization else None,
     }
 
@@ -85,7 +89,7 @@ def _state(image: str) -> list[int]:
 
 
 def load(folder: Path, key: str, count: int) -> NDArray[np.float64] | None:
-    """Returns the (count,) log-probabilities of this key; None where there are none, or they are not whole."""
+    """Returns the (count,) log-probabilities of this key; None where there are none, or some are missing."""
     try:
         if read_report(folder).get("key") != key:
             return None
@@ -93,8 +97,8 @@ def load(folder: Path, key: str, count: int) -> NDArray[np.float64] | None:
         os.utime(folder / "report.json")  # last used
     except (OSError, ValueError, EOFError):
         return None
-    whole = values.dtype == np.float64 and values.shape == (count,) and bool(np.isfinite(values).all())
-    return values if whole else None
+    complete = values.dtype == np.float64 and values.shape == (count,) and bool(np.isfinite(values).all())
+    return values if complete else None
 
 
 def read_report(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -20,7 +20,7 @@ from rich.markup import escape
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.checkpoints.resume import check_finished, chosen, newest_good, resume, set_newer_aside
-from finetune.data.batch import ImageInputs
+from finetune.data.batch import Batch, ImageInputs
 from finetune.data.building import OpenedSources
 from finetune.data.dataset import (
     Dataset,
@@ -61,7 +61,7 @@ from finetune.objectives import Objective, make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.shared_prompts import sharing_summary, with_shared_prompts
 from finetune.planning.estimate.comparison import predict_run
-from finetune.planning.flops import model_flops, peak_tflops
+from finetune.planning.flops import ModelFlops, model_flops, peak_tflops
 from finetune.planning.plan import Plan, git_commit, length_notes, processor, run_length, versions
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Quantization
@@ -186,48 +186,35 @@ def build_trainer(
         if engine.is_main:
             console.print(text)
 
-    training, held_out = datasets
     within = attention_for(recipe, config, engine.device.type)
     attention = apply_context_parallel(within, engine.context_shard, engine.parallelism, engine.rank)
-    if not attention.isolates_documents:
-        check_rows_per_forward(recipe, attention)
-        if recipe.data.packing:
-            say(f"[yellow]{escape(attention.reason)}; packing is off[/yellow]")
-        training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
+    training, held_out = _laid_out(recipe, attention, datasets, say)
     for note in length_notes(recipe, training, engine.parallelism.data):
         say(f"note: {escape(note)}")
     precomputed = None
     if recipe.objective.reads_reference and recipe.objective.value("reference") == "precomputed":
         precomputed = ReferenceColumns(recipe, engine, training, held_out, console)
     attention = with_shared_prompts(recipe.objective, attention)
-    model, objective = _load(recipe, engine, config, attention, training)
-    if recipe.train.activation_offload and engine.device.type == "cpu":
-        say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
-    if adapts_experts(model.causal_lm):
-        say(
-            "note: experts have adapters, which servers have loaded without effect (vLLM issue 41754): serve the "
-            "merged model, by `finetune merge`"
-        )
-    forward = ForwardPass(attention, objective)
-    counts, parts = parameter_counts(model.causal_lm), part_sizes(model.causal_lm)
-    flops = model_flops(model.causal_lm, within.implementation, recipe.train.activation_checkpointing)
+    model, objective = _load(recipe, engine, config, attention, training, say)
+    forward, facts = ForwardPass(attention, objective), _model_facts(recipe, model, within)
     engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
     set_group_timeouts(collective_timeout())
     rows = _rows_per_device(recipe, engine, config, forward, training, say)
     images, reference, with_reference = image_reader(recipe, tokenizer), None, None
+    all_rows_of = partial(_evaluation_loader, recipe, engine, rows, attention, images)
     if precomputed is not None:
-        training, held_out, reference = precomputed.columns(
-            forward, partial(_evaluation_loader, recipe, engine, rows, attention, images)
-        )
+        training, held_out, reference = precomputed.columns(forward, all_rows_of)
     elif recipe.objective.reads_reference:
         reference = "the model without its adapters, in each step"
         with_reference = AdaptersOff(engine, forward).with_column
-    plan = _plan(recipe, engine, training, counts, rows, micro_batches, (attention, model.choice), reference)
-    plan = replace(plan, parts=parts)
+    plan = _plan(recipe, engine, training, facts, rows, micro_batches, attention, reference)
     loader = _loader(recipe, engine, rows, attention, images, training.in_order(recipe), plan.total_rows)
-    ends = end_ids(recipe, tokenizer, [training, held_out])
-    evaluator = _evaluator(recipe, engine, rows, held_out, attention, images, tokenizer, ends) if held_out else None
-    state, tracker_ids = _resume(recipe, engine, training, plan, say)
+    ends, evaluator = end_ids(recipe, tokenizer, [training, held_out]), None
+    if held_out:
+        evaluator = _evaluator(
+            recipe, engine, held_out, all_rows_of(held_out), attention, tokenizer, ends, with_reference
+        )
+    state, evaluation, tracker_ids = _resume(recipe, engine, training, plan, say)
     return Trainer(
         recipe=recipe,
         engine=engine,
@@ -235,11 +222,12 @@ def build_trainer(
         data=training,
         forward=forward,
         loader=replace(loader, alike=_alike(recipe, rows) if engine.forwards_alike else 0),
-        evaluator=evaluator and replace(evaluator, with_reference=with_reference),
+        evaluator=evaluator,
         end_ids=ends,
         plan=plan,
         state=state,
-        meters=Meters(engine, flops, _peak(recipe, engine, plan, say)),
+        evaluation=evaluation,
+        meters=Meters(engine, facts.flops, _peak(recipe, engine, plan, say)),
         profiler=Profiler(recipe.profile, engine, run_folder(recipe), plan.steps) if recipe.profile else None,
         stop=stop,
         console=console,
@@ -249,13 +237,39 @@ def build_trainer(
     )
 
 
+def _laid_out(
+    recipe: Recipe, attention: AttentionChoice, datasets: tuple[Data, Dataset | None], say: Callable[[str], None]
+) -> tuple[Data, Dataset | None]:
+    """Returns training and held-out data, unpacked where the attention would let documents see each other. Raises
+    UserError where a forward has to have one document, and the recipe asks for more."""
+    training, held_out = datasets
+    if attention.isolates_documents:
+        return training, held_out
+    check_rows_per_forward(recipe, attention)
+    if recipe.data.packing:
+        say(f"[yellow]{escape(attention.reason)}; packing is off[/yellow]")
+    return training.unpacked(), held_out.unpacked() if held_out else None
+
+
 def _load(
-    recipe: Recipe, engine: Engine, config: PretrainedConfig, attention: AttentionChoice, training: Data
+    recipe: Recipe,
+    engine: Engine,
+    config: PretrainedConfig,
+    attention: AttentionChoice,
+    training: Data,
+    say: Callable[[str], None],
 ) -> tuple[WrappedModel, Objective]:
-    """Returns the module that the engine wraps, and the objective."""
+    """Returns the module that the engine wraps, and the objective; notes what a user may not expect of it."""
     labels = score_labels(recipe.objective)
     with engine.loading(recipe):
         model = load_model(recipe, config, attention, engine.placement(recipe), labels)
+    if recipe.train.activation_offload and engine.device.type == "cpu":
+        say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
+    if adapts_experts(model):
+        say(
+            "note: experts have adapters, which servers have loaded without effect (vLLM issue 41754): serve the "
+            "merged model, by `finetune merge`"
+        )
     types, parallelism = dtypes(recipe), engine.parallelism
     divided = parallelism.summary() if parallelism.tokens * parallelism.pipeline > 1 else None
     routers = find_routers(model)
@@ -283,6 +297,22 @@ def _load(
     return CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=objective.only_sums, **surroundings), objective
 
 
+class _ModelFacts(NamedTuple):
+    """What the plan and the meters say of a model, known before an engine shards it."""
+
+    parameters: tuple[int, int]  # all, and the trained ones
+    parts: dict[str, tuple[int, int]]  # the same of a multimodal model's parts
+    flops: ModelFlops
+    cross_entropy: CrossEntropyChoice
+
+
+def _model_facts(recipe: Recipe, model: WrappedModel, attention: AttentionChoice) -> _ModelFacts:
+    """attention: as if a rank had full rows."""
+    causal_lm = model.causal_lm
+    flops = model_flops(causal_lm, attention.implementation, recipe.train.activation_checkpointing)
+    return _ModelFacts(parameter_counts(causal_lm), part_sizes(causal_lm), flops, model.choice)
+
+
 def _rows_per_device(
     recipe: Recipe,
     engine: Engine,
@@ -304,14 +334,14 @@ def _plan(
     recipe: Recipe,
     engine: Engine,
     training: Data,
-    parameters: tuple[int, int],
+    model: _ModelFacts,
     rows: RowsPerDevice,
     micro_batches: int,
-    choices: tuple[AttentionChoice, CrossEntropyChoice],
+    attention: AttentionChoice,
     reference: str | None,
 ) -> Plan:
-    """parameters: all, and the trained ones; reference: where its log-probabilities are from."""
-    size, (attention, cross_entropy) = training.size(recipe.data.max_length), choices
+    """reference: where its log-probabilities are from."""
+    size = training.size(recipe.data.max_length)
     shared_share = size.shared_tokens / size.tokens if size else None
     steps, total_rows = run_length(recipe, size.rows if size else None)
     budget, precision = recipe.batch.tokens_per_device, recipe.train.precision
@@ -331,10 +361,11 @@ def _plan(
         tokens_per_epoch=size.tokens if size else None,
         supervised_tokens_per_epoch=size.supervised_tokens if size else None,
         packing_efficiency=size.packing_efficiency if size else None,
-        parameters=parameters[0],
-        trainable_parameters=parameters[1],
+        parameters=model.parameters[0],
+        trainable_parameters=model.parameters[1],
+        parts=model.parts,
         attention=f"{attention.implementation} ({attention.reason})",
-        cross_entropy=f"{cross_entropy.implementation} ({cross_entropy.reason})",
+        cross_entropy=f"{model.cross_entropy.implementation} ({model.cross_entropy.reason})",
         shared_prompts=sharing_summary(recipe.objective, attention, shared_share),
         shared_token_share=shared_share if attention.shares_prompts else None,
         reference=reference,
@@ -352,7 +383,7 @@ def _plan(
 
 
 def _precision_there(precision: str, device_type: str, quantization: Quantization | None = None) -> str:
-    """Returns `train.precision` with what a device makes of it, and of products of packed layers."""
+    """Returns `train.precision`, and how this device computes it and the products of packed layers."""
     if quantization is not None and quantization.compute == "scaled":
         return f"{precision}, packed layers in fp8" + (", emulated" if device_type != "cuda" else "")
     if device_type == "cuda" and precision == "fp32" and torch.get_float32_matmul_precision() == "highest":
@@ -399,8 +430,8 @@ def _loader(
 
 
 def _alike(recipe: Recipe, rows_per_device: RowsPerDevice) -> int:
-    """Returns the multiple that forwards of a pipeline are padded to: 3 % of the longest, so that packed steps have one
-    length nearly always, and stages need not agree anew on what they exchange."""
+    """Returns the multiple that forwards of a pipeline are padded to: 3 % of the longest, so that packed steps nearly
+    always have one length, and stages need not exchange shapes again."""
     longest = recipe.batch.tokens_per_device or rows_per_device.rows * recipe.data.max_length
     return max(1, int(longest) // 32)
 
@@ -421,33 +452,33 @@ def _evaluation_loader(
 def _evaluator(
     recipe: Recipe,
     engine: Engine,
-    rows_per_device: RowsPerDevice,
     held_out: Dataset,
+    loader: Loader,
     attention: AttentionChoice,
-    images: ImageInputs | None,
     tokenizer: PreTrainedTokenizerFast,
     ends: set[int],
+    with_reference: Callable[[list[Batch]], list[Batch]] | None,
 ) -> Evaluator:
-    loader = _evaluation_loader(recipe, engine, rows_per_device, attention, images, held_out)
+    """loader: of all held-out rows; ends: tokens that end a generation; with_reference: see `Evaluator`."""
     names, shares = held_out.source_names, attention.shares_prompts
     objective = make_objective(recipe.objective, names, True, token_ranks=engine.token_ranks, shares_prompts=shares)
-    return Evaluator(
-        engine, loader, held_out.examples, ForwardPass(attention, objective), tokenizer, ends, recipe.evaluate
-    )
+    forward = ForwardPass(attention, objective)
+    return Evaluator(engine, loader, held_out.examples, forward, tokenizer, ends, recipe.evaluate, with_reference)
 
 
 def _resume(
     recipe: Recipe, engine: Engine, training: Data, plan: Plan, say: Callable[[str], None]
-) -> tuple[TrainingState, dict[str, str]]:
-    """Returns the state of the newest valid checkpoint, or of step 0; and the trackers' run ids in it."""
+) -> tuple[TrainingState, dict[str, float], dict[str, str]]:
+    """Returns the state of the newest valid checkpoint, or of step 0, the evaluation in it, and the trackers' run
+    ids."""
     checkpoints, wanted = run_folder(recipe) / "checkpoints", recipe.checkpoint.resume
     if wanted == "never":
         for folder in set_newer_aside(checkpoints) if engine.is_main else []:
             say(f"note: the checkpoint of an earlier run is now {folder}")
-        return TrainingState(), {}
+        return TrainingState(), {}, {}
     checkpoint = newest_good(engine, checkpoints) if wanted == "auto" else chosen(engine, checkpoints, wanted)
     if checkpoint is None:
-        return TrainingState(), {}
+        return TrainingState(), {}, {}
     resumed = resume(engine, recipe, checkpoint, training.summary())
     state = TrainingState(**resumed.progress)
     check_finished(checkpoint, resumed.changes, state.step, plan.steps)
@@ -456,4 +487,4 @@ def _resume(
     say(f"resuming from {checkpoint}: step {state.step} of {plan.steps}")
     for change in resumed.changes:
         say(f"changed since then: {escape(change)}")
-    return state, resumed.trackers
+    return state, resumed.metrics, resumed.trackers

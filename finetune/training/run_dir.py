@@ -158,7 +158,7 @@ class RunLog:
         step: int,
         images: Sequence[tuple[Image, ...]] = (),
     ) -> None:
-        """images: of each row, which the table has small and side by side."""
+        """images: of each row; the table has them small, side by side."""
         if self._trackers:
             self._thread.do(self._write_table, name, columns, rows, step, images if any(images) else ())
 

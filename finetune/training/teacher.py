@@ -46,7 +46,7 @@ from finetune.models.loss_model import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Evaluate
+from finetune.recipe.schema import Evaluate, HeldOut
 from finetune.training.display import PassProgress
 from finetune.training.reference_files import image_states, model_dependencies
 from finetune.training.trainer import Trainer
@@ -105,6 +105,7 @@ def recipe_of_teacher(recipe: Recipe) -> Recipe:
     if teacher is None or is_teacher_file(teacher):
         raise UserError(f"objective.teacher: {teacher} is a file: there is nothing to compute, train at once")
     tokenizer = own.tokenizer or own.name
+    held_out = recipe.data.eval if isinstance(recipe.data.eval, HeldOut) else ()  # rows that a student does not learn
     changes = {"name": teacher, "config": None, "revision": None, "tokenizer": tokenizer, "cross_entropy": "auto"}
     return recipe.model_copy(
         update={
@@ -113,7 +114,7 @@ def recipe_of_teacher(recipe: Recipe) -> Recipe:
             "mode": "full",
             "lora": None,
             "quantization": None,
-            "data": recipe.data.model_copy(update={"eval": ()}),
+            "data": recipe.data.model_copy(update={"eval": held_out}),
             "objective": type(recipe.objective)(train_on=recipe.objective.train_on),
             "evaluate": Evaluate(),
             "profile": None,
@@ -123,7 +124,7 @@ def recipe_of_teacher(recipe: Recipe) -> Recipe:
 
 @dataclass(frozen=True)
 class TeacherPass:
-    """What a model predicts of a student's data."""
+    """A teacher's predictions for a student's data, in the cache or still to compute."""
 
     recipe: Recipe  # of the student
     data: Dataset
@@ -185,7 +186,7 @@ Row = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int32], NDArray[np.
 
 
 def _rows(engine: Engine, forward: ForwardPass, loader: Loader, console: Console) -> Iterator[Row]:
-    """Yields, on every rank, what all ranks predict, step by step. Collective."""
+    """Yields the predictions of all ranks, on every rank, step by step. Collective."""
     steps = -(-loader.total_rows // loader.rows_per_step)
     with (
         fed_steps(loader, range(steps), engine.device) as feed,
@@ -206,7 +207,7 @@ def _rows(engine: Engine, forward: ForwardPass, loader: Loader, console: Console
 
 
 class RankPredictions(NamedTuple):
-    """What one rank predicts of a micro-batch of T tokens: of all of them, or of its own t."""
+    """One rank's predictions for a micro-batch of T tokens: for all of them, or for its own t."""
 
     index: int  # of the micro-batch in its step
     sequence_lengths: tuple[int, ...]  # of examples; their sum is T, without padding

@@ -94,6 +94,7 @@ class Trainer:
     end_ids: set[int]  # tokens that end a generation
     plan: Plan
     state: TrainingState
+    evaluation: dict[str, float]  # the last one, as far as it is finite; empty before the first
     meters: Meters
     profiler: Profiler | None
     stop: StopRequest
@@ -104,7 +105,6 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.totals, self.expert_load, self.compilations = Totals(), ExpertLoad(), CompilationWatch()
-        self.evaluation: dict[str, float] = {}
         self.last_loss: float | None = None
         self.status: Status | None = None
         self.first_step: int | None = None  # of this launch; None before it logs
@@ -172,9 +172,10 @@ class Trainer:
 
     def train(self) -> None:
         """Runs all steps from `state.step` to the end, with what is due between them."""
-        self.evaluation = self._recorded_evaluation()
         if not self.evaluation and self._evaluation_due():
-            self.evaluate()
+            measured = self.evaluate()
+            if self.state.step:  # a stop came before it: from now on the checkpoint of this step has it
+                self._save_checkpoint(measured)
         self._write_status("running")  # a signal before this leaves nothing to save: 75 at once
         self.stop.steps_begun = True
         self._profile({})
@@ -349,9 +350,11 @@ class Trainer:
         return self.evaluation
 
     def _note_improvement(self, value: float, direction: str) -> None:
-        """Counts the evaluations since the best one, for `train.stop_when`; one that is not a number is no better."""
+        """Counts the evaluations since the best one, for `train.stop_when`; one that is not finite is never the
+        best."""
         state = self.state
-        if state.best is None or (value < state.best if direction == "lower" else value > state.best):
+        improves = state.best is None or (value < state.best if direction == "lower" else value > state.best)
+        if improves and math.isfinite(value):
             state.best, state.evaluations_since_best = value, 0
         else:
             state.evaluations_since_best += 1
@@ -370,14 +373,6 @@ class Trainer:
         if step == 0:
             return self.recipe.evaluate.at_start
         return step == self.plan.steps or bool(every and step % every == 0)
-
-    def _recorded_evaluation(self) -> dict[str, float]:
-        """Returns this step's evaluation if an earlier launch of this run logged it, else {}. Collective."""
-        lines = read_steps(self.folder / "metrics.jsonl") if self.engine.is_main else []
-        recorded = [line for line in lines if line["step"] == self.state.step and "eval_loss" in line]
-        last = recorded[-1] if recorded else {}
-        metrics = {key: value for key, value in last.items() if key != "step" and value is not None}
-        return self.engine.ranks.gather(metrics)[0]
 
     def _save_due(self, measured: dict[str, float], flags: StepFlags) -> bool:
         settings, step = self.recipe.checkpoint, self.state.step
@@ -462,10 +457,10 @@ class Trainer:
         best = self.engine.ranks.gather(best_checkpoint(root, metric) if self.engine.is_main else None)[0]
         if best is None:
             raise RunFailure(f"train.result: best: no checkpoint in {root} was measured by {metric}; use `last`")
-        state = TrainingState(**resume(self.engine, self.recipe, best, self.data.summary()).progress)
-        evaluation = json.loads((best / "state.json").read_text(encoding="utf-8"))["metrics"]
-        self.say(f"the result is that of step {state.step}, the best by {metric} ({evaluation[str(metric)]:.4g})")
-        return state, evaluation
+        resumed = resume(self.engine, self.recipe, best, self.data.summary())
+        step, value = resumed.progress["step"], resumed.metrics[str(metric)]
+        self.say(f"the result is that of step {step}, the best by {metric} ({value:.4g})")
+        return TrainingState(**resumed.progress), resumed.metrics
 
     def _write_status(self, status: Status) -> None:
         self.status = status
@@ -473,7 +468,7 @@ class Trainer:
             write_status(self.folder, status, self.state.step, self.plan.steps)
 
     def _write_measured(self) -> None:
-        """Adds what the steps of this launch took to plan.json, beside what was predicted."""
+        """Adds what the steps of this launch took to plan.json, next to what was predicted."""
         first = self.first_step
         if self.engine.is_main and first is not None:
             lines = read_steps(self.folder / "metrics.jsonl")

@@ -99,6 +99,14 @@ def test_a_model_has_nothing_to_learn_from_itself(distilling: Path, made: Path, 
     assert first["nll"] > 5
 
 
+def test_held_out_rows_are_not_the_teachers_either(distilling: Path, made: Path) -> None:
+    """Of `data.eval: {share}` no prediction is computed, and the student finds those of the others."""
+    source = f"{{path: {made / 'rows.jsonl'}, format: messages, limit: 20}}"
+    share = (f"data.train=[{source}]", "data.eval={share: 0.2}", "train.max_steps=1")
+    assert "computed for 16 examples" in predict_here(distilling, *share)
+    assert len(predictions_of(distilling, *share).examples) == 16
+
+
 def test_draws_follow_from_the_example(distilling: Path, teacher: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """The same ones in another order and in other micro-batches; their mean is the teacher's."""
     draws = ("objective.top_k=null", "objective.samples=400", "objective.temperature=1")

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import metrics, train_here
+from rich.console import Console
+from safetensors.torch import load_file
 
-from finetune.errors import UserError
+from finetune.errors import Stopped, UserError
+from finetune.recipe import load_recipe
 from finetune.tracking import read_status
+from finetune.training.run import train
+from finetune.training.signals import StopRequest
 
 STEPS = 12
 RUINOUS = 0.3  # a rate with which the loss gets worse after a step or two
@@ -66,6 +74,27 @@ def test_patience_is_counted_across_a_resume(stopping: dict[str, Any], write_rec
     train_here(path, "run.name=parts", "train.max_steps=2")
     train_here(path, "run.name=parts")
     assert [line["step"] for line in metrics(run.parent / "parts")] == [line["step"] for line in at_once]
+
+
+def test_a_stop_before_an_evaluation_loses_nothing_of_it(stopping: dict[str, Any], write_recipe: Any) -> None:
+    """Evaluated by the next launch: it counts for patience, best checkpoint and result as in a run without a stop."""
+    stopping["train"] |= {"result": "best"}
+    stopping["train"]["stop_when"]["patience"] = 2
+    stopping["checkpoint"] = {"best": "eval_loss", "keep": 1}
+    path, runs = write_recipe(stopping), Path(stopping["run"]["dir"])
+    train_here(path)
+    expected = evaluations(runs / "run")
+    while read_status(runs / "parts") != "finished":
+        stop = StopRequest()
+        stop.steps_begun = True
+        stop.receive(signal.SIGTERM)  # after the first step of each launch
+        try:
+            train(load_recipe(path, ["run.name=parts"]), str(path), stop, Console(file=io.StringIO()))
+        except Stopped:
+            assert read_status(runs / "parts") == "stopped"
+    assert evaluations(runs / "parts") == expected
+    result, at_once = (load_file(runs / name / "model" / "model.safetensors") for name in ("parts", "run"))
+    assert all(torch.equal(result[name], at_once[name]) for name in at_once)
 
 
 def test_a_metric_that_no_evaluation_measures(stopping: dict[str, Any], write_recipe: Any) -> None:

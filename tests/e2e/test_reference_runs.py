@@ -101,6 +101,11 @@ def test_key_of_four_bits(pairs: Values, write_recipe: Write) -> None:
     assert len({key(path), *keys}) == 3
 
 
+def test_key_of_products_in_eight_bits(pairs: Values, write_recipe: Write) -> None:
+    path = write_recipe(pairs)
+    assert key(path, "train.precision=fp8") != key(path, "train.precision=bf16")
+
+
 def test_key_of_random_weights(pairs: Values, write_recipe: Write) -> None:
     shape = json.dumps(tiny.MODELS["llama"])
     path = write_recipe({**pairs, "model": {"config": json.loads(shape), "tokenizer": pairs["model"]["name"]}})
@@ -230,8 +235,9 @@ def test_does_not_go_on_with_other_weights(pairs: Values, write_recipe: Write, t
     path = write_recipe(pairs)
     stopped(path, tmp_path / "runs")
     change(tmp_path / "llama" / "model.safetensors", "model.norm.weight", lambda weight: weight * 2)
-    with pytest.raises(UserError, match=r"not those that this run began with .*restore them, or start over"):
-        train_here(path, "checkpoint.every_steps=3")
+    for resume in ("auto", "step-00000003"):
+        with pytest.raises(UserError, match=r"not those that this run began with .*restore them, or start over"):
+            train_here(path, "checkpoint.every_steps=3", f"checkpoint.resume={resume}")
 
 
 def test_column_is_no_part_of_what_identifies_the_data(pairs: Values, write_recipe: Write) -> None:

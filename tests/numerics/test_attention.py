@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -215,11 +217,20 @@ def by_the_documentation(
     return torch.cat(pieces)
 
 
+def of_torch_2_11(*tensors: Any, scale: float, window_size: tuple[int, int]) -> torch.Tensor:
+    """Its varlen_attn: no `enable_gqa`, and nothing that compares the numbers of heads."""
+    grouped = tensors[0].shape[1] != tensors[1].shape[1]
+    return by_the_documentation(*tensors, scale=scale, window_size=window_size, enable_gqa=grouped)
+
+
+@pytest.mark.parametrize("of_torch", [by_the_documentation, of_torch_2_11])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_varlen_says_to_the_kernel_what_it_means(
-    folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], name: str, of_torch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "varlen_attn", by_the_documentation)
+    monkeypatch.setattr(kernels, "varlen_attn", of_torch)
+    monkeypatch.setattr(kernels, "_TAKES", frozenset(signature(of_torch).parameters))
+    assert choose("varlen", LLAMA, "cuda", True).implementation == VARLEN
     ours, theirs = load(folders[name], VARLEN), load(folders[name], DOCUMENTS)
     ids, positions = row()
     made = kernels.prepare_varlen(LENGTHS, device="cpu")

@@ -87,7 +87,7 @@ def _trained(renderer: Renderer, conversation: Conversation) -> list[list[str]]:
 
 
 def _text_problems(renderer: Renderer, chat: Chat) -> list[str]:
-    """Returns what is wrong with the template's text, whatever is trained of it."""
+    """Returns what is wrong with the template's text, for any choice of trained tokens."""
     name, tokenizer, end = chat.name, renderer.tokenizer, chat.traits.end_of_turn
     bos, text = tokenizer.bos_token_id, chat.jinja.text(chat.traits.as_dicts(_plain(1)))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]

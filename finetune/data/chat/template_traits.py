@@ -168,7 +168,7 @@ def _empty_thought(jinja: Jinja, question: str, prompted: str, text: str) -> Emp
 
     Where the template leaves reasoning out, and its prompt ends with an opening tag: with the closing one, and with
     the white space that follows the opening one before it, and twice after it. So, too, where an answer without
-    reasoning is rendered behind the opening tag, as if it were a thought.
+    reasoning is rendered after the opening tag, as if it were a thought.
     """
     if not prompted.startswith(question) or prompted == question:
         return None

@@ -107,7 +107,7 @@ def nearest_format(row: Row, columns: Columns | None = None) -> tuple[str, str]:
     if known:  # by rank those that fit, then those that do not
         format, _, problem = min(known, key=lambda tried: (tried[2] is not None, FIELDS[tried[0]].rank))
         return format, str(problem or "")
-    # A format of one required field that a single column fits, whatever its name; not text, which many would fit.
+    # A format of one required field that a single column of any name fits; not text, which many would fit.
     one_field = [
         f for f, fields in FIELDS.items() if len(fields.required) == 1 and f != "text" and not fields.is_labelled
     ]

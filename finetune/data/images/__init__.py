@@ -1,1 +1,1 @@
-"""Images: from what a row says of one to its size and tokens, and, when it is trained on, to its pixels."""
+"""Images of rows: first their sizes and tokens; their pixels when they are trained on."""

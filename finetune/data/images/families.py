@@ -1,4 +1,4 @@
-"""How each family of models writes an image into its text, and what of it its forward takes.
+"""How each family of models writes an image into its text, and which tensors its forward takes for it.
 
     model_type              the chat template writes     an image becomes
     qwen2_5_vl, qwen3_vl    <|image_pad|>                <|image_pad|> for every 2 x 2 patches
@@ -41,7 +41,7 @@ Pixels = dict[str, NDArray[Any]]  # what a processor makes of one image, by its 
 
 @dataclass(frozen=True)
 class ImageFamily:
-    """One model's way with images. Build it with `image_family`."""
+    """How one model takes images. Build it with `image_family`."""
 
     model_type: str
     processor: Any  # transformers' image processor for Pillow, with the recipe's sizes
@@ -49,7 +49,7 @@ class ImageFamily:
     token: str  # whose places the model fills
     token_id: int
     marks: frozenset[int]  # ids of an image's tokens, of lines and borders too: never trained
-    write: Callable[[int, int], Written]  # of (height, width) in pixels; ValueError for a shape that cannot be
+    write: Callable[[int, int], Written]  # (height, width) in pixels -> text; ValueError for a shape it cannot take
     call: Callable[[Any], Pixels]  # of an image in RGB
     join: Callable[[Sequence[Pixels], Tensor], dict[str, Tensor]]  # of a row's images and ids (1, T)
     settings: str  # all that an image's tokens depend on
@@ -85,7 +85,7 @@ def _qwen(load: _FamilyLoader) -> ImageFamily:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     processor: Any = load.processor(Qwen2VLImageProcessorPil)
-    size = {name: processor.size[name] for name in ("shortest_edge", "longest_edge")}  # areas, whatever they are called
+    size = {name: processor.size[name] for name in ("shortest_edge", "longest_edge")}  # areas
     size["longest_edge"] = load.images.max_pixels or size["longest_edge"]
     size["shortest_edge"] = load.images.min_pixels or min(size["shortest_edge"], size["longest_edge"])
     processor.size = size

@@ -1,4 +1,4 @@
-"""Files of images: found where a row says, their size by their header alone, and decoded.
+"""Files of images: found by the row's reference, measured by their header alone, and decoded.
 
 What comes from a row is not trusted: a path stays within its folder, only plain files are read, and a file that would
 unpack to more than `MAX_PIXELS` is never unpacked.
@@ -23,7 +23,7 @@ from finetune.recipe.schema import Images
 from finetune.recipe.urls import is_url, scrubbed, without_credentials
 from finetune.utils import write_atomically
 
-# Pixels of a file as it is stored: the bound above which Pillow warns of decompression bombs, once, and goes on. Here
+# Pixels of a file as it is stored: the bound above which Pillow warns of decompression bombs, once, and continues. Here
 # such a file is refused with its place, so Pillow need not look.
 MAX_PIXELS = 89_478_485
 Image.MAX_IMAGE_PIXELS = None
@@ -112,7 +112,7 @@ def _fetched(url: str, rules: Images) -> Path:
 
 
 def _download(url: str) -> bytes:
-    """Returns what is behind an address, little more than `MAX_BYTES` of it. Raises OSError, aiohttp's errors."""
+    """Returns the content of a URL, little more than `MAX_BYTES` of it. Raises OSError, aiohttp's errors."""
     import fsspec
     from aiohttp import ClientTimeout
 

@@ -1,4 +1,4 @@
-"""From the images of a micro-batch to what the model's forward takes for them.
+"""Tensors that the model's forward takes for the images of a micro-batch.
 
 Images are decoded and scaled by a few threads, in which Pillow lets the others run, while the steps before are computed
 (`data/prefetch.py`). Nothing of it is kept: pixels take about a hundred times the room of their file.

@@ -1,6 +1,6 @@
 """The files that a path or URL means: one, those of a pattern, or all below a folder.
 
-Local files are read where they are. Files behind https://, s3://, gs://, hf:// and whatever else fsspec knows are
+Local files are read where they are. Files at https://, s3://, gs://, hf:// and other addresses that fsspec knows are
 fetched once and then read as local ones, or, for a stream, read where they are.
 """
 

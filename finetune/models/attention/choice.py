@@ -301,15 +301,14 @@ def _no_varlen(case: _Case) -> str | None:
         return "it needs a CUDA device and 16-bit precision"
     if not isinstance(getattr(case.config, "num_attention_heads", None), int):
         return "the model's config has no number of attention heads"
-    config, sizes = case.config, _head_sizes(case.config)
+    sizes = _head_sizes(case.config)
     if case.soft_capped:
         return "the kernel has no soft-capping of attention logits"
     if (why := _no_documents(case) or _has_dropout(case)) is not None:
         return why
     if len(set(sizes)) > 1 or max(sizes) > 256 or max(sizes) % 8:
         return f"the kernel takes one head size, a multiple of 8 up to 256, not {' and '.join(map(str, sizes))}"
-    heads = config.num_attention_heads
-    if (why := kernels.varlen_missing(getattr(config, "num_key_value_heads", heads) != heads)) is not None:
+    if (why := kernels.varlen_missing()) is not None:
         return why
     if case.kernels.capability is None or case.kernels.capability < (8, 0) or not case.kernels.flash_kernels:
         return "torch's flash-attention kernels need an NVIDIA GPU of compute capability 8.0 or newer"

@@ -1,7 +1,7 @@
 """Tests whether packed documents with images get the loss and the gradients that plain transformers gives each alone.
 
-As `isolation` does for texts: on a tiny copy of the model's config, on the CPU and in fp32, whatever a family is said
-to do. Documents begin and end with text, one has none but text, one has two images of different size.
+As `isolation` does for texts: on a tiny copy of the model's config, on the CPU and in fp32, and not by the name of the
+family. Documents begin and end with text, one is text alone, one has two images of different size.
 
 Letters: T tokens of a row, N documents.
 """

@@ -1,7 +1,7 @@
 """Tests whether packed documents get the loss and the gradients that plain transformers gives each of them alone.
 
-On a tiny copy of the model's config (`models.tiny_config`), on the CPU and in fp32, whatever an architecture claims to
-support. Verdicts are cached under all that they depend on.
+On a tiny copy of the model's config (`models.tiny_config`), on the CPU and in fp32; what an architecture claims to
+support is not relied on. Verdicts are cached under all that they depend on.
 
 Letters: T tokens of a row, N documents.
 """

@@ -157,6 +157,8 @@ try:
 except ImportError:
     varlen_attn = None
 
+_TAKES = frozenset(inspect.signature(varlen_attn).parameters if varlen_attn is not None else ())  # its arguments
+
 VARLEN = "finetune_varlen"  # in transformers' table of attention functions
 
 
@@ -208,7 +210,7 @@ def varlen_attention(
     if dropout or softcap is not None or varlen_attn is None:
         raise ValueError("varlen attention has neither dropout nor soft-capping: set model.attention: auto")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in in_one_type(query, key, value))  # (T, H or K, D)
-    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _TAKES and q.shape[1] != k.shape[1] else {}
     # (-1, 0) is the kernel's word for causal; (w - 1, 0) for the token itself and w - 1 before it.
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     ends = key_ends = documents.ends
@@ -221,14 +223,15 @@ def varlen_attention(
     return out[None]
 
 
-def varlen_missing(grouped: bool) -> str | None:
-    """Returns why this torch cannot, whatever the device; None where it can. grouped: several query heads share
-    keys."""
+def varlen_missing() -> str | None:
+    """Returns why this torch cannot, on any device; None where it can.
+
+    Query heads may share keys in every version: without `enable_gqa` (torch 2.11) nothing compares their numbers, and
+    the kernel groups them itself; with it torch refuses other numbers unless it is said, and calls the same kernel.
+    """
     if varlen_attn is None:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen"
-    takes = inspect.signature(varlen_attn).parameters
-    wanted = ("scale", "window_size", *(("enable_gqa",) if grouped else ()))
-    lacking = [name for name in wanted if name not in takes]
+    lacking = [name for name in ("scale", "window_size") if name not in _TAKES]
     return f"varlen_attn of torch {torch.__version__} does not take {', '.join(lacking)}" if lacking else None
 
 

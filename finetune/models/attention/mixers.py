@@ -1,10 +1,10 @@
-"""Modules that carry something along the row besides attention, run once for each document of a packed row.
+"""Modules other than attention that mix the tokens of a row, run once for each document of a packed row.
 
-Gated delta nets, Mamba, short convolutions, lightning attention, token shift, attention with masks of its own: which
-they are is seen on a tiny copy of the model, not known by name. A module mixes documents where its results for one move
+Gated delta nets, Mamba, short convolutions, lightning attention, token shift, attention with masks of its own: they are
+found by a trial of a tiny copy of the model, not by name. A module mixes documents where its results for one move
 when another one's inputs are changed. The smallest such modules get each document's slice of their inputs, and their
 results are laid end to end; all else of the model (attention that keeps documents apart, feed-forward, head) takes the
-row as a whole. Where a batch of documents gives what each gives alone, documents of like length are one call: padded at
+full row. Where a batch of documents gives what each gives alone, documents of like length are one call: padded at
 the right, which moves nothing before it in a causal module. `isolation` verifies losses and gradients afterwards.
 
 Letters: T tokens of the row, B documents of a call, L tokens of the longest of them.
@@ -36,8 +36,8 @@ class Mixer(TypedDict):
 
 Mixers = dict[str, Mixer]  # by name of the class
 
-# What a call costs beside its tokens, in tokens: the less, the more calls and the less padding. Of 8, 64 and 256 it was
-# the fastest of benchmarks/hybrids.py.
+# Fixed cost of a call, in tokens: the smaller it is, the more calls are made and the less is padded. Of 8, 64 and 256
+# the fastest in benchmarks/hybrids.py.
 _CALL_TOKENS = 64
 _LEAK = 1e-5  # of the largest result: rounding is below
 # Boundaries of the row's documents, which a document's slice must not be given.
@@ -240,7 +240,7 @@ class _Calls:
 
 
 class _Divided:
-    """An argument of each call: a leaf, whatever it holds."""
+    """An argument of each call, as one leaf of a pytree."""
 
     def __init__(self, calls: list[Any]):
         self.calls = calls

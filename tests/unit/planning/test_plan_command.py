@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+from finetune.data.loader import Loader
+from finetune.engine.compatibility import check_products
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
 from finetune.planning.check import check_recipe
@@ -17,6 +22,7 @@ from finetune.planning.estimate.command import (
     PlanOptions,
     PlanRequest,
     as_dicts,
+    assumptions,
     hours_of,
     memory_of,
     plan,
@@ -27,7 +33,10 @@ from finetune.planning.estimate.command import (
 from finetune.planning.estimate.memory_page import write_page
 from finetune.planning.estimate.search import Choice, launches, spot_loss, verdict
 from finetune.planning.estimate.tables import GIB, parse_machines, read_prices, shipped_hardware
+from finetune.planning.estimate.timeline import HeaviestBatch
 from finetune.planning.estimate.what_if import values_of
+from finetune.planning.fake_run import HeaviestRows, with_heaviest
+from finetune.recipe import load_recipe
 
 KEYS = {"config", "processes", "verdict", "peak_gib", "tensors_gib", "step_s", "tokens_per_s", "price", "why"}
 SHORT = ("train.max_steps=60", "schedule.warmup_steps=6", "train.precision=bf16", "data.max_length=64", "batch.rows=4")
@@ -113,6 +122,36 @@ def test_the_interval_of_checkpoints_loses_least() -> None:
     assert lost == pytest.approx(0.1 * (interval / 2 + 1 / 6) + 1 / 60 / interval)
 
 
+def test_what_is_assumed_has_a_name(found: tuple[PlanRequest, list[Choice]]) -> None:
+    request, choices = found
+    assert request.shapes_from == "its config.json"
+    of_config = {one.config: " ".join(assumptions(request, one)) for one in choices}
+    assert of_config["single"] == ""
+    assert "collectives reach 75% of nvlink4's 450 GB/s" in of_config["fsdp2"]
+    assert "fsdp2: communication is hidden by up to 90% of compute" in of_config["fsdp2"]
+    assert "pipelines" in of_config["pp"]
+    assert "pipelines" not in of_config["ddp"]
+    other = request.recipe.model_copy(
+        update={"batch": request.recipe.batch.model_copy(update={"rows_per_device": "auto"})}
+    )
+    assert "auto is 1" in assumptions(dataclasses.replace(request, recipe=other), choices[0])[0]
+    assert "V100-16 has the memory of its data sheet" in " ".join(
+        assumptions(request, dataclasses.replace(choices[0], machines=parse_machines("V100-16", 1, request.hardware)))
+    )
+
+
+def test_exact_runs_the_documents_of_plan_where_the_run_finds_more_rows(
+    recipe: dict[str, Any], write_recipe: Any
+) -> None:
+    """Of `rows_per_device: auto` plan has one row, whose documents may be fewer than the rows that a trial finds."""
+    loaded = load_recipe(write_recipe(recipe), ["batch.rows=8", "batch.rows_per_device=auto"])
+    for documents, rows in (((64,), 1), ((40, 24, 20, 9), 4)):
+        batch = HeaviestBatch(documents, sum(documents) - len(documents))
+        found = Loader(HeaviestRows(loaded, batch, 1), 8, 4, rank=0, world_size=2, total_rows=16)
+        step = with_heaviest(found, loaded, batch).step(0)
+        assert [one.sequence_lengths for one in step.batches] == [documents] * (4 // rows)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -141,6 +180,31 @@ def test_the_page_draws_every_phase_and_asks_for_nothing(
     assert "a &lt;line&gt;" in page
     assert "<script" not in page
     assert "https:" not in page
+
+
+SCALED = ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: fp8, compute: scaled}")
+EIGHT_BITS = [(("train.precision=fp8",), "bf16"), (SCALED, "dequantised")]
+
+
+@pytest.mark.parametrize(("words", "other"), EIGHT_BITS)
+def test_products_of_8_bits_are_refused_where_a_device_has_none(
+    recipe: dict[str, Any], write_recipe: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], other: str
+) -> None:
+    path, refused = write_recipe(recipe), f"has no products of 8 bits with a scale for each row.*: use {other}"
+    with pytest.raises(UserError, match=f"RTX 4090 {refused}"):
+        plan(path, (*SHORT, *words), PlanOptions(("4090",)))
+    asked, devices = load_recipe(path, (*SHORT, *words)), shipped_hardware().devices
+    known = {key: device.capability for key, device in devices.items() if device.capability}
+    for key, capability in known.items():
+        refuses = pytest.raises(UserError) if key[:4] not in ("H100", "H200", "B200", "5090") else nullcontext()
+        with refuses:
+            check_products(asked, key, capability)
+    assert set(devices) - set(known) == {"MI300X-192", "MI250X-64"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    error = (check_recipe(path, (*SHORT, *words)).error or "").replace("\n", " ")
+    assert re.search(f"NVIDIA L4 {refused}", error)
 
 
 def test_check_prints_the_estimate_for_its_config(recipe: dict[str, Any], write_recipe: Any) -> None:
