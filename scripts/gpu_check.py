@@ -5,12 +5,13 @@
     python scripts/gpu_check.py --out build/gpu_check --report           # of what is there, nothing is run
 
 A piece is cut into cases; each one's result is a line of OUT/results.jsonl as soon as it is there, and stays.
-So a machine that is lent for minutes at a time continues where it was: `--seconds` starts no case after that time. A
-case that fails is a result, too; so is one that a missing package or device leaves out, with what is missing.
-OUT/report.md is written after every case. `--device cpu --tiny` rehearses all of it.
+So a machine that is lent for minutes at a time continues where it was: a command is over after `--seconds`, and starts
+no case that may take longer than what is left. A case that fails is a result, too, and is tried again after those that
+have none; so is one that a missing package or device leaves out, with what is missing. OUT/report.md is written after
+every case. `--device cpu --tiny` rehearses all of it.
 
-Needs torch, transformers, accelerate and what finetune imports; pytest, bitsandbytes, deepspeed, peft, liger-kernel and
-trl only for their own cases.
+finetune itself need not be installed, what it imports must be: the first lines say what is missing. pytest with its
+plugins, torchao, bitsandbytes, deepspeed, liger-kernel and trl only for their own cases. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -39,12 +41,13 @@ import parity
 import tiny
 
 from finetune.errors import UserError
-from finetune.planning.estimate.comparison import compare_run
 
 ROOT = Path(__file__).resolve().parent.parent
 
 Result = dict[str, Any]
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "bitsandbytes", "deepspeed", "liger-kernel")
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "triton", "bitsandbytes", "deepspeed", "torchao")
+PACKAGES += ("liger-kernel", "flash-attn", "trl")
+OPTIONAL = ("bitsandbytes", "deepspeed", "ninja", "wandb")  # of pyproject's dependencies
 LORA = ("mode=lora", "lora={rank: 8, alpha: 16}")
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}")
 BF16 = "train.precision=bf16"
@@ -80,6 +83,7 @@ class Check:
     device: str
     tiny: bool
     devices: int
+    until: float = float("inf")  # by time.monotonic(): the end of this command
     trained: dict[str, Result] = field(default_factory=dict)
 
     def train(self, name: str, *overrides: str, cpu: bool = False, config: str = "", processes: int = 1) -> Result:
@@ -102,10 +106,15 @@ class Check:
         """hidden: the GPU is, for a run on the CPU."""
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environment |= {"CUDA_VISIBLE_DEVICES": ""} if hidden or self.device == "cpu" else {}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         if config:
-            return start_several(ROOT / "accelerate_configs" / f"{config}.yaml", processes, program, environment)
-        return start_one(program, environment)
+            launch = ["-m", "accelerate.commands.launch", "--num_processes", processes]
+            program = [*launch, "--config_file", ROOT / "accelerate_configs" / f"{config}.yaml", *program]
+        return start_one(program, environment, self.left)
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return max(1.0, self.until - time.monotonic())
 
     def read(self, name: str) -> Result:
         text = (self.out / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8")
@@ -127,15 +136,21 @@ class Check:
         return ("model.name=null", f"model.config={json.dumps(MEDIUM)}", tokenizer, *size)
 
 
-def start_one(program: list[Any], environment: dict[str, str]) -> Any:
+def start_one(program: list[Any], environment: dict[str, str], seconds: float) -> Any:
+    """Returns what a program of Python wrote. Raises RuntimeError where it takes longer; what it has started ends."""
     command = [sys.executable, *map(str, program)]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths, **environment}, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=None if seconds == float("inf") else seconds)
+        except subprocess.TimeoutExpired:
+            import psutil
 
-
-def start_several(config: Path, processes: int, program: list[Any], environment: dict[str, str]) -> Any:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-    command += ["--config_file", str(config), *map(str, program)]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+            for one in (*psutil.Process(process.pid).children(recursive=True), process):
+                one.kill()
+            raise RuntimeError(f"not over after {seconds:.0f} s, all that this command had left") from None
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 # --- pieces: each yields (case, what gives its result)
@@ -185,15 +200,14 @@ def tests(check: Check) -> Cases:
 def _pytest(check: Check, file: Path) -> Result:
     _needs("pytest", "pytest_socket", "pytest_timeout")
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if check.device == "cpu" else {}
-    done = start_one(["-m", "pytest", "-q", "-x", "-n", "0", str(file)], hidden)
-    last = done.stdout.strip().splitlines()[-1]
+    # Not -x: how many fail is worth knowing. Warnings of versions that the tests do not know are no failures here.
+    done = start_one(["-m", "pytest", "-q", "-W", "default", str(file)], hidden, check.left)
+    (check.out / f"{file.stem}.log").write_text(done.stdout + (done.stderr or ""), encoding="utf-8")
+    last = [line for line in (done.stdout or done.stderr or "no output").splitlines() if line.strip()][-1]
     if done.returncode:
-        raise RuntimeError(f"{last}: {_first_error(done.stdout)}")
+        first = next((line for line in done.stdout.splitlines() if line.startswith("E ")), "")
+        raise RuntimeError(f"{last}: {first[:300]}")
     return {"pytest": last}
-
-
-def _first_error(text: str) -> str:
-    return next((line for line in text.splitlines() if line.startswith("E ")), "")[:300]
 
 
 def parity_with_cpu(check: Check) -> Cases:
@@ -240,7 +254,8 @@ def resume(check: Check) -> Cases:
 
 
 def _resumed(check: Check, name: str, *settings: str) -> Result:
-    """Steps 5 to 8 from a checkpoint of step 4, in a run that has nothing else."""
+    """Steps 5 to 8 from a checkpoint of step 4, in a run that has nothing else. To the last bit; to rounding where
+    kernels add up in any order, so that two runs without a stop differ as well."""
     ends = ("train.max_steps=8", "checkpoint={every_steps: 4, keep: 2}", *settings)
     whole, runs = check.train(name, *ends), check.out / "runs"
     shutil.rmtree(runs / f"{name}-again", ignore_errors=True)
@@ -250,10 +265,13 @@ def _resumed(check: Check, name: str, *settings: str) -> Result:
     done = check.start("", 1, program)
     if done.returncode:
         raise RuntimeError((done.stdout + (done.stderr or ""))[-300:])
-    again = check.read(f"{name}-again")["losses"]
-    if again != whole["losses"][4:]:
-        raise RuntimeError(f"steps 5 to 8: {again} after the resume, {whole['losses'][4:]} without a stop")
-    return {"steps 5 to 8": "equal to the last bit"}
+    again, expected = check.read(f"{name}-again")["losses"], whole["losses"][4:]
+    if again == expected:
+        return {"steps 5 to 8": "equal to the last bit"}
+    if check.train(f"{name}-repeated", *ends)["losses"] == whole["losses"]:
+        raise RuntimeError(f"steps 5 to 8: {again} after the resume; two runs without a stop both have {expected}")
+    rounding = _alike({**whole, "losses": again}, {**whole, "losses": expected}, FP32_LOSS)
+    return {"steps 5 to 8": "to rounding, as two runs without a stop", "difference": rounding["difference"]}
 
 
 def savers(check: Check) -> Cases:
@@ -331,6 +349,8 @@ def _trained_and_predicted(check: Check, name: str, settings: tuple[str, ...]) -
 
 def _predicted(run: Path) -> Result:
     """Returns GiB of the formulas beside those that were measured, by what."""
+    from finetune.planning.estimate.comparison import compare_run
+
     memory = [one for one in compare_run(run) if one.unit == "GiB"]
     return {one.what: f"{one.measured:.3f} GiB, predicted {one.predicted:.3f} ({one.error:+.1%})" for one in memory}
 
@@ -343,10 +363,11 @@ def benchmark(check: Check) -> Cases:
 
 
 def _benchmark(check: Check, cell: str, who: str) -> Result:
+    _needs(*(["bitsandbytes"] if cell in ("8b-qlora", "8b-full-8bit") else []))
     small = ["--shape", "tiny", "--steps", "2"] if check.tiny else []
     where = ["--device", check.device, "--json", check.out / "benchmark.json", "--folder", check.out / "benchmark"]
     program = [ROOT / "benchmarks" / "gpu.py", "--only", cell, "--contenders", who, *small, *where]
-    done = start_one([*program, "--budget-s", "500"], {})
+    done = start_one([*program, "--budget-s", check.left - 10], {}, check.left)
     file = check.out / "benchmark.json"
     cells = json.loads(file.read_text(encoding="utf-8"))["cells"] if file.exists() else []
     for one in cells:
@@ -367,11 +388,14 @@ PIECES: dict[str, Callable[[Check], Cases]] = {
     "tests": tests,
     "kernels": kernels,
     "several": several,
-    "savers": savers,
     "resume": resume,
+    "savers": savers,
     "memory": memory,
     "benchmark": benchmark,
 }
+# Seconds that a case may take, an estimate: none has run on a GPU. Of the first of an 8B model most is making weights.
+LONGEST = {"tests": 180, "resume": 150, "benchmark": 400}
+USUALLY = 120
 
 
 # --- comparing
@@ -395,6 +419,20 @@ def _falls(mine: Result) -> Result:
     return {"first loss": first, "last loss": last, "step_s": mine["step_s"], "peak GiB": mine["peak_gib"]}
 
 
+def missing_requirements() -> list[str]:
+    """Returns what a run needs and this Python does not have, or in another version, as pyproject.toml asks for it."""
+    from packaging.requirements import Requirement
+
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = text.partition("\ndependencies = [")[2].partition("\n]")[0]
+    wanted = [Requirement(line) for line in re.findall(r'"(.+)",$', listed, re.MULTILINE)]
+    return [
+        f"{one.name}{one.specifier}"
+        for one in wanted
+        if one.name not in OPTIONAL and not one.specifier.contains(_version(one.name) or "0.dev0", prereleases=True)
+    ]
+
+
 def _needs(*modules: str) -> None:
     if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
         raise LeftOut(f"not installed: {', '.join(missing)}")
@@ -411,6 +449,8 @@ def _version(package: str) -> str | None:
 
 
 def main() -> None:
+    if missing := missing_requirements():
+        raise SystemExit(f"not installed, or in another version: {' '.join(missing)} (docs/gpu.md has the commands)")
     arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
     results = read_results(arguments.out)
@@ -423,29 +463,37 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace, results: list[Result]) -> list[Result]:
-    """Runs what has no result yet; what has failed is tried again."""
+    """Runs what has no result yet, then what has failed before."""
     import torch
 
     devices = torch.cuda.device_count() if arguments.device == "cuda" else arguments.processes
-    check = Check(arguments.out, arguments.device, arguments.tiny, devices)
+    check = Check(arguments.out, arguments.device, arguments.tiny, devices, time.monotonic() + arguments.seconds)
     prepare(check)
-    began = time.monotonic()
-    for piece in arguments.pieces:
-        for case, measure in PIECES[piece](check):
-            if any((one["piece"], one["case"]) == (piece, case) and one["status"] != "failed" for one in results):
-                continue
-            if arguments.cases and case not in arguments.cases:
-                continue
-            if time.monotonic() - began > arguments.seconds:
-                print("no time left; the same command continues from here")
-                return results
-            result = attempt(piece, case, measure)
-            with open(arguments.out / "results.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(result) + "\n")
-            results = read_results(arguments.out)
-            write_report(arguments, results)
-            print(f"{piece}, {case}: {result['status']} {result.get('why', '')}", flush=True)
+    statuses = {(one["piece"], one["case"]): one["status"] for one in results}
+    waiting = [
+        (statuses.get((piece, case)) is not None, piece, case, measure)
+        for piece in arguments.pieces
+        for case, measure in PIECES[piece](check)
+        if statuses.get((piece, case)) in (None, "failed") and (not arguments.cases or case in arguments.cases)
+    ]
+    started = 0
+    for _, piece, case, measure in sorted(waiting, key=lambda one: one[0]):
+        if started and check.left < LONGEST.get(piece, USUALLY):
+            continue
+        started += 1
+        result = attempt(piece, case, measure)
+        with open(arguments.out / "results.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+        results = read_results(arguments.out)
+        write_report(arguments, results)
+        print(f"{piece}, {case}: {result['status']} {result.get('why', '')}", flush=True)
+    if started < len(waiting):
+        print(f"no time left for {len(waiting) - started} cases; the same command continues from here")
     return results
+
+
+_PROBLEMS = (RuntimeError, OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, ImportError)
+_PROBLEMS += (subprocess.SubprocessError,)
 
 
 def attempt(piece: str, case: str, measure: Callable[[], Result]) -> Result:
@@ -455,7 +503,7 @@ def attempt(piece: str, case: str, measure: Callable[[], Result]) -> Result:
         values = measure()
     except (LeftOut, UserError) as why:
         status, values = "left out", {"why": str(why)}
-    except (RuntimeError, OSError, ValueError, KeyError, ImportError, subprocess.SubprocessError) as error:
+    except _PROBLEMS as error:
         status, values = "failed", {"why": f"{type(error).__name__}: {error}"[:600]}
     return {"piece": piece, "case": case, "status": status, "seconds": round(time.monotonic() - began, 1), **values}
 
@@ -519,7 +567,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of results, logs and runs")
     parser.add_argument("--pieces", nargs="+", choices=list(PIECES), default=list(PIECES))
     parser.add_argument("--cases", nargs="+", default=[], help="only these, by name")
-    parser.add_argument("--seconds", type=float, default=540.0, help="no case is started after so many")
+    parser.add_argument("--seconds", type=float, default=570.0, help="after which the command is over")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes everywhere: a rehearsal")
     parser.add_argument("--processes", type=int, default=1, help="that a rehearsal on the CPU may start")

@@ -46,6 +46,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2 27B": ("llama", {"model_type": "gemma2", **_GEMMA, "head_dim": 32, "num_hidden_layers": 46}),
     "gemma3": ("llama", {"model_type": "gemma3_text", **_GEMMA, "num_hidden_layers": 7}),
     "ministral3": ("ministral3", {}),  # beyond the positions that YaRN begins with
+    "qwen2.5-vl": ("qwen2_5_vl", {}),
+    "qwen3-vl": ("qwen3_vl", {}),
 }
 TEXTS = ["the river", " stone 1234\n\n  it's", "<|im_start|>user\nquick<|im_end|>"]
 NEW_TOKENS = 24

@@ -228,6 +228,7 @@ class Zero(Engine):
         if self.plugin.zero_stage != 3:
             self.zero.update_lp_params()
             return
+        self.zero.empty_partition_cache()
         for group in range(len(self.zero.fp16_groups)):
             self.zero._reassign_or_swap_out_partitioned_parameters(group)
         if self.zero.persistent_parameters:
@@ -239,6 +240,9 @@ class Zero(Engine):
     ) -> Iterator[tuple[str, Tensor | None]]:
         from deepspeed.runtime.zero import GatheredParameters
 
+        if self.plugin.zero_stage == 3:
+            # Whole or under way since the last forward, which fetched them ahead for a backward that did not come.
+            self.zero.empty_partition_cache()
         for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
             sharded = [tensor] if hasattr(tensor, "ds_id") else []
             with GatheredParameters(sharded):

@@ -154,22 +154,10 @@ _FOLDERS = ("hf", "vllm")  # of transformers' layout
 
 def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[str, Any]:
     """Export a result or a checkpoint; returns where it is. Raises UserError."""
-    from finetune.export.gguf_file import TYPES
     from finetune.export.hf_folder import export_folder, export_gguf
-    from finetune.export.quantised import check_kind
     from finetune.export.trained import find_trained
 
-    if options.to not in FORMATS:
-        raise UserError(f"--to {options.to}: expected one of {', '.join(FORMATS)}")
-    types = _DTYPES if options.to in _FOLDERS else TYPES
-    if options.dtype is not None and options.dtype not in types:
-        raise UserError(f"--dtype {options.dtype}: expected one of {', '.join(types)}")
-    if options.quantised is not None:
-        if options.to not in _FOLDERS:
-            raise UserError(f"--quantize {options.quantised}: goes with --to hf or vllm; other formats have --dtype")
-        check_kind(options.quantised, options.verify)
-    if options.gpus is not None and options.to not in _FOLDERS:
-        raise UserError(f"--gpus is of the command for vLLM and SGLang, which --to {options.to} has not")
+    _check_options(options)
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
     trained = find_trained(run_dir, options.step, options.average)
@@ -196,6 +184,24 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
         console.print(f"{name}: {command}", highlight=False, markup=False, soft_wrap=True)
     more = {"commands": commands} if commands else {}
     return {"out": str(out), "to": options.to, "step": trained.step, **compared, **more}
+
+
+def _check_options(options: ExportOptions) -> None:
+    """Raises UserError for options that do not go together."""
+    from finetune.export.gguf_file import TYPES
+    from finetune.export.quantised import check_kind
+
+    if options.to not in FORMATS:
+        raise UserError(f"--to {options.to}: expected one of {', '.join(FORMATS)}")
+    types = _DTYPES if options.to in _FOLDERS else TYPES
+    if options.dtype is not None and options.dtype not in types:
+        raise UserError(f"--dtype {options.dtype}: expected one of {', '.join(types)}")
+    if options.quantised is not None:
+        if options.to not in _FOLDERS:
+            raise UserError(f"--quantize {options.quantised}: goes with --to hf or vllm; other formats have --dtype")
+        check_kind(options.quantised, options.verify)
+    if options.gpus is not None and options.to not in _FOLDERS:
+        raise UserError(f"--gpus is of the command for vLLM and SGLang, which --to {options.to} has not")
 
 
 def _commands(trained: Any, out: Path, gpus: int | None) -> dict[str, str]:

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from finetune.errors import RunFailure, UserError
-from finetune.export.quantised import QuantisedModel
+from finetune.export.quantised import QuantisedModel, settings_of
 from finetune.export.result import model_card, partial_path, write_config
 from finetune.export.streamed import StreamedModel
 from finetune.export.tensor_files import write_shards
@@ -68,7 +68,7 @@ def export_folder(
         write_settings(model, partial)
         if isinstance(written, QuantisedModel):
             config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
-            config["quantization_config"] = written.settings()
+            config["quantization_config"] = settings_of(written.kind, written.ignored)
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return model
 
@@ -77,7 +77,8 @@ def export_gguf(
     trained: Trained, out: Path, kind: str, base: str | None = None, say: Say = lambda text: None, ollama: bool = False
 ) -> StreamedModel:
     """Write OUT/<run>-<kind>.gguf with its card, and a Modelfile for Ollama; as `export_folder`."""
-    from finetune.export.gguf_file import context_length, text_of, write_gguf
+    from finetune.export.gguf_file import text_of, write_gguf
+    from finetune.export.gguf_settings import context_length
 
     check_absent(out)
     model = StreamedModel(trained, None, base)
@@ -104,12 +105,17 @@ def whole_or_absent(out: Path, about: dict[str, Any], how: dict[str, Any], card:
     how: what else has to be the same for an export that was stopped to continue.
     """
     partial = partial_path(out)
+    was_there = partial.exists()
     try:
         _start(partial, {**about, **how})
         yield partial
         (partial / METADATA).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         (partial / "README.md").write_text(card, encoding="utf-8")
         finish(partial, out)
+    except UserError:  # refused again the next time: there is nothing to go on from
+        if not was_there:
+            shutil.rmtree(partial)
+        raise
     except OSError as error:
         raise not_written(out, error) from error
 

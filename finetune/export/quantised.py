@@ -64,7 +64,7 @@ class QuantisedModel:
     layers are not all plain linear ones."""
 
     def __init__(self, model: StreamedModel, kind: str):
-        self._model, self._kind = model, kind
+        self._model, self.kind = model, kind
         chosen = text_layers(model.model)
         inside = language_path(model.model)
         stacked = [name for name, p in model.model.named_parameters() if p.ndim > 2 and name.startswith(inside)]
@@ -92,7 +92,7 @@ class QuantisedModel:
         """Returns shapes and types of what a weight (out, in) becomes."""
         rows, columns = weight.shape
         scale = torch.empty(rows, 1, dtype=weight.dtype, device="meta")
-        if self._kind == "fp8":
+        if self.kind == "fp8":
             return {"weight": weight.to(torch.float8_e4m3fn), "weight_scale": scale}
         packed = torch.empty(rows, columns // _PER_INT32, dtype=torch.int32, device="meta")
         shape = torch.empty(2, dtype=torch.int64, device="meta")
@@ -105,28 +105,30 @@ class QuantisedModel:
             return self._model.make(name)
         if name not in self._made:
             stem = part.source.removesuffix(".weight")
-            made = quantise(self._model.make(part.source), self._kind)
+            made = quantise(self._model.make(part.source), self.kind)
             self._made.update({f"{stem}.{field}": tensor for field, tensor in made.items()})
         return self._made.pop(name)
 
-    def settings(self) -> dict[str, Any]:
-        """Returns `quantization_config` of config.json, as compressed-tensors and vLLM read it."""
-        layout = "pack-quantized" if self._kind == "int8" else "float-quantized"
-        weights = {
-            "num_bits": 8,
-            "type": "int" if self._kind == "int8" else "float",
-            "symmetric": True,
-            "strategy": "channel",
-            "dynamic": False,
-        }
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": layout,
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": self.ignored,
-        }
+
+def settings_of(kind: str, ignored: list[str]) -> dict[str, Any]:
+    """Returns `quantization_config` of config.json, as compressed-tensors and vLLM read it. ignored: layers that keep
+    their type."""
+    layout = "pack-quantized" if kind == "int8" else "float-quantized"
+    weights = {
+        "num_bits": 8,
+        "type": "int" if kind == "int8" else "float",
+        "symmetric": True,
+        "strategy": "channel",
+        "dynamic": False,
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+    }
 
 
 def language_path(model: Any) -> str:

@@ -24,7 +24,7 @@ import torch
 import uvicorn
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
-from transformers import AutoTokenizer, BatchFeature, GenerationConfig
+from transformers import AutoTokenizer, BatchFeature, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -158,18 +158,62 @@ class _Models(ModelManager):
 
 
 class _Generating(GenerateManager):
-    """Generation whose text ends before a stop."""
+    """Generation whose text ends before a stop, and which ends where nobody waits for it."""
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, *more: Any, **named: Any):
-        queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, *more, **named)
+        queue, streamer = super().generate_streaming(model, processor, _watched(inputs), gen_config, *more, **named)
         return _UpToStop(queue, _STOPS.get()), streamer
 
-    async def generate_non_streaming(self, *arguments: Any, **named: Any):
-        text, *rest = await super().generate_non_streaming(*arguments, **named)
+    async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *more: Any, **named: Any):
+        text, *rest = await super().generate_non_streaming(model, processor, _watched(inputs), *more, **named)
         return StopFilter(_STOPS.get()).feed(text, is_last=True), *rest
 
 
+class _Gone(StoppingCriteria):
+    """Ends a generation at its next token once the client has gone."""
+
+    def __init__(self, gone: threading.Event):
+        self._gone = gone
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:  # (1, T), (1, V) -> (1,)
+        return torch.full((len(input_ids),), self._gone.is_set(), device=input_ids.device)
+
+
+def _watched(inputs: Any) -> dict[str, Any]:
+    return {**inputs, "stopping_criteria": StoppingCriteriaList([_Gone(_GONE.get())])}
+
+
+class _ClientWatch:
+    """Around an application: sets `_GONE` of a request whose client closes the connection. transformers' server notices
+    it of streamed answers alone, and others wait for the model meanwhile."""
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        gone, watches = threading.Event(), list[asyncio.Task[None]]()
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone.set()
+
+        async def heard() -> Any:
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body"):
+                watches.append(asyncio.create_task(watch()))
+            return message
+
+        _GONE.set(gone)
+        try:
+            await self._app(scope, heard, send)
+        finally:
+            for one in watches:
+                one.cancel()
+
+
 # Of the request that a task answers.
+_GONE: ContextVar[threading.Event] = ContextVar("gone")
 _STOPS: ContextVar[tuple[str, ...]] = ContextVar("stops", default=())
 _SEEN: ContextVar[dict[str, torch.Tensor] | None] = ContextVar("seen", default=None)  # inputs of a prompt with pictures
 
@@ -326,6 +370,7 @@ def build_app(entries: dict[str, Answerer]) -> Any:
     async def as_openai_does(_request: Any, error: HTTPException) -> JSONResponse:
         return JSONResponse({"error": {"message": error.detail, "code": error.status_code}}, error.status_code)
 
+    app.add_middleware(_ClientWatch)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in _ROUTES]
     return app
 

@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from tokenizers import pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from finetune.data.building import OpenedSources
 from finetune.data.dataset import build_dataset, build_held_out
@@ -33,23 +31,24 @@ from finetune.data.samples import Example, Image
 from finetune.data.samples import Sequence as Document
 from finetune.errors import UserError
 from finetune.export.figures import SECTION, THRESHOLDS, Figures, card_section
-from finetune.export.gguf_file import context_length, described, gguf_of, rope_of
+from finetune.export.gguf_file import gguf_of
+from finetune.export.gguf_settings import context_length, open_gguf
+from finetune.export.gguf_tokenizer import gguf_tokenizer
 from finetune.export.quantised import other_layers, round_layers
 from finetune.export.trained import Trained, find_trained
 from finetune.export.verify_answers import AnswerReference, Pictures, end_tokens
-from finetune.export.verify_models import load_export, load_reference, model_of, quiet_loading, recipe_of
+from finetune.export.verify_models import load_export, load_reference, quiet_loading, recipe_of
 from finetune.export.verify_scores import ScoreReference
-from finetune.models.config import base_config, first_line, load_tokenizer, model_config
-from finetune.models.score_model import labelled
-from finetune.models.vision import processor_settings
-from finetune.objectives import score_labels
+from finetune.export.verify_settings import compare_settings, other_class, read_settings, rounded_here
+from finetune.models.config import first_line, load_tokenizer
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut
 from finetune.utils import write_atomically
 
 VERIFY = "verify.json"
 ROWS = 32
-_CHAT = [{"role": "user", "content": "How many days has a week?"}]
+# Where tokenizers split text in different ways: digits, runs of spaces, contractions, letters beyond ASCII.
+_CHAT = [{"role": "user", "content": "How many days has a week?  It's 1234567,\n\n\tI'D say: naïve 日本 🙂 x1"}]
 
 
 def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | None = None) -> Figures:
@@ -65,12 +64,9 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
             _compare_texts(figures, trained.settings, settings, examples)
         else:
             _compare_tokens(figures, recipe, trained.settings, settings, examples, rows)
-        config = _base_config(recipe, base, is_gguf)
-        _compare_configs(figures, config, export)
-        if not is_gguf:
-            _compare_processors(figures, recipe, base, export)
+        config = compare_settings(figures, recipe, trained, base, export)
         with quiet_loading():
-            model, dtype = load_reference(trained, base), _rounded_here(export)
+            model, dtype = load_reference(trained, base), rounded_here(export)
             if recipe.objective.scores_sequences:
                 run = ScoreReference.of(model, AutoTokenizer.from_pretrained(settings).pad_token_id, examples, figures)
             else:
@@ -85,6 +81,8 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
                 trim(0)
             if (model := load_export(export, figures, config, trained, base)) is not None:
                 run.compare(model, end_tokens(settings), figures)
+                if not is_gguf and (problem := other_class(config, export, model)):
+                    figures.problems.append(problem)
                 if dtype is not None and (problem := other_layers(export, model)):
                     figures.problems.append(problem)
     figures.judge()
@@ -97,27 +95,30 @@ def find_against(run_dir: Path, export: Path, step: str | None) -> Trained:
     about = export / "export.json"
     if step is not None or not about.is_file():
         return find_trained(run_dir, step)
-    known = json.loads(about.read_text(encoding="utf-8"))
+    known = read_settings(about)
     if "runs" in known:
         raise UserError(
             f"{export}: merged from several runs, so no run answers like it; `evaluate` says how good it is"
         )
-    return find_trained(run_dir, None if known["step"] is None else str(known["step"]), known.get("averaged"))
+    asked = known.get("step")
+    return find_trained(run_dir, None if asked is None else str(asked), known.get("averaged"))
 
 
 def export_format(export: Path) -> str:
     """Returns the type of the weights. Raises UserError for a folder that is no export."""
     if (file := gguf_of(export)) is not None:
-        from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
-
-        kind = next(t.tensor_type.name for t in GGUFReader(file).tensors if "attn_q.weight" in t.name)
+        kind = next((t.tensor_type.name for t in open_gguf(file).tensors if "attn_q.weight" in t.name), None)
+        if kind is None:
+            raise UserError(
+                f"{file}: no language model's weights here (no attn_q.weight): compare the file that has them"
+            )
         found = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(kind, kind.lower())
         if found not in THRESHOLDS:
             raise UserError(f"{file}: weights of type {kind} have no threshold here: compare f32, bf16, f16 or q8_0")
         return found
     if not (export / "config.json").is_file():
         raise UserError(f"{export}: no model here (no config.json and no .gguf file)")
-    config = json.loads((export / "config.json").read_text(encoding="utf-8"))
+    config = read_settings(export / "config.json")
     text = config.get("text_config") or {}
     if (quantised := config.get("quantization_config")) is not None:
         return _quantised_format(export, quantised)
@@ -137,42 +138,20 @@ def _quantised_format(export: Path, settings: dict[str, Any]) -> str:
     return found
 
 
-def _rounded_here(export: Path) -> torch.dtype | None:
-    """Returns the type that weights had before `--quantize` rounded them; None of other exports."""
-    about = export / "export.json"
-    known = json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}
-    return getattr(torch, known["dtype"]) if known.get("quantised") else None
-
-
 @contextlib.contextmanager
 def _settings_of(export: Path) -> Iterator[Path]:
     """Yields the folder with an export's tokenizer and generation config: of a GGUF file, as they are read from it."""
     if (file := gguf_of(export)) is None:
         yield export
         return
-    from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
-
     with tempfile.TemporaryDirectory() as folder:
         gguf_tokenizer(file).save_pretrained(folder)
-        fields = GGUFReader(file).fields
+        fields = open_gguf(file).fields
         keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
         GenerationConfig(eos_token_id=[int(fields[key].contents()) for key in keys if key in fields]).save_pretrained(
             folder
         )
         yield Path(folder)
-
-
-def gguf_tokenizer(file: Path) -> Any:
-    """Returns the tokenizer of a GGUF file, which splits text as llama.cpp does by the name in the file."""
-    from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
-
-    with described(file) as readable:
-        tokenizer: Any = AutoTokenizer.from_pretrained(readable.parent, gguf_file=readable.name)
-    name = GGUFReader(file).fields.get("tokenizer.ggml.pre")
-    if name is not None and name.contents() == "smollm":
-        digits, of_gpt2 = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, of_gpt2])
-    return tokenizer
 
 
 # --- rows
@@ -278,63 +257,6 @@ def _without_images(example: Example) -> Example:
         return Document(one.input_ids[kept], one.loss_mask[kept])
 
     return replace(example, sequences=tuple(map(text, example.sequences)))
-
-
-def _compare_processors(figures: Figures, recipe: Recipe, base: str | None, export: Path) -> None:
-    """Compare the settings of the processors, of a run on images, with those of the run."""
-    if recipe.data.image is None:
-        return
-    for name, content in processor_settings(model_of(recipe, base), recipe.data.image).items():
-        if not (export / name).is_file():
-            figures.problems.append(f"{name} is missing: images would be seen by other settings")
-            continue
-        ours, theirs = (json.loads(one) for one in (content, (export / name).read_bytes()))
-        for key in sorted(ours.keys() | theirs.keys()):
-            if ours.get(key) != theirs.get(key):
-                figures.problems.append(f"{name}: {key} is {theirs.get(key)}, and {ours.get(key)} in the run")
-
-
-# What an export may have otherwise than the base.
-_FREE = {"dtype", "torch_dtype", "tie_word_embeddings", "vocab_size", "use_cache", "architectures", "_name_or_path"}
-_FREE |= {"quantization_config", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "name_or_path"}
-
-
-def _base_config(recipe: Recipe, base: str | None, text_alone: bool) -> Any:
-    model = model_of(recipe, base)
-    if labels := score_labels(recipe.objective):  # its result is a text model also of a multimodal base
-        return labelled(model_config(model), labels)
-    if text_alone:
-        return model_config(model.model_copy(update={"train": None}))
-    return model_config(model) if model.config is not None else base_config(model)
-
-
-# What transformers reads from a GGUF file; the rest it takes from the class, and llama.cpp from the architecture.
-_IN_GGUF = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
-
-
-def _compare_configs(figures: Figures, config: Any, export: Path) -> None:
-    if (file := gguf_of(export)) is not None:
-        with described(file) as readable:
-            theirs = AutoConfig.from_pretrained(readable.parent, gguf_file=readable.name)
-        settings = [{key: getattr(one, key) for key in _IN_GGUF} for one in (config, theirs)]
-        for one, values in zip((config, theirs), settings, strict=True):
-            values["rope_theta"] = rope_of(one)["rope_theta"]
-            values["rms_norm_eps"] = round(values["rms_norm_eps"], 9)  # fp32 in the file
-    else:
-        settings = [_settings(one.to_dict()) for one in (config, AutoConfig.from_pretrained(export))]
-    for key in sorted(settings[0].keys() | settings[1].keys()):
-        ours, theirs = (one.get(key) for one in settings)
-        if ours != theirs:
-            figures.problems.append(f"{file or 'config.json'}: {key} is {theirs}, and {ours} in the run")
-
-
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns what decides how a model computes."""
-    return {
-        key: _settings(value) if key.endswith("_config") and isinstance(value, dict) else value
-        for key, value in config.items()
-        if key not in _FREE
-    }
 
 
 def _same_tokens(ours: Example, theirs: Example) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,7 +23,8 @@ from transformers import (
 from finetune.errors import UserError
 from finetune.export.commands import class_of_result, load_trained
 from finetune.export.figures import Figures
-from finetune.export.gguf_file import UNREAD, gguf_of, read_back
+from finetune.export.gguf_file import gguf_of, other_tensors, read_back
+from finetune.export.gguf_settings import UNREAD, is_written, open_gguf
 from finetune.export.streamed import StreamedModel
 from finetune.export.trained import Trained
 from finetune.models.added_tokens import add_tokens, start_rows, train_rows
@@ -98,16 +100,19 @@ def load_export(export: Path, figures: Figures, config: Any, trained: Trained, b
     """Returns the export in fp32; None where transformers cannot load it. config: of a GGUF file's model, which states
     only some of it."""
     file, more = gguf_of(export), dict[str, Any]()
-    if file is not None and config.model_type in UNREAD:
-        written = StreamedModel(trained, None, base)
-        state = read_back(written, file)
-        config.tie_word_embeddings = "lm_head.weight" not in state
-        kind = type(written.text_part.text if written.text_part else written.model)
-        return kind.from_pretrained(None, config=config, state_dict=state).float().eval()
     if file is not None:
+        config = copy.deepcopy(config)
+        config.tie_word_embeddings = not any(one.name == "output.weight" for one in open_gguf(file).tensors)
+        if is_written(config):
+            written = StreamedModel(trained, None, base)
+            figures.problems += (others := other_tensors(written, file))
+            if config.model_type in UNREAD and others:
+                return None
+            if config.model_type in UNREAD:
+                kind = type(written.text_part.text if written.text_part else written.model)
+                return kind.from_pretrained(None, config=config, state_dict=read_back(written, file)).float().eval()
         # llama.cpp has no Mistral: without a window it is the same as Llama.
-        config = as_llama(config) if config.model_type == "mistral" else copy.deepcopy(config)
-        config.tie_word_embeddings = AutoConfig.from_pretrained(export, gguf_file=file.name).tie_word_embeddings
+        config = as_llama(config) if config.model_type == "mistral" else config
         more = {"gguf_file": file.name, "config": config}
     elif figures.format in ("int8", "fp8"):
         own = AutoConfig.from_pretrained(export)
@@ -116,7 +121,7 @@ def load_export(export: Path, figures: Figures, config: Any, trained: Trained, b
     try:
         auto: Any = AutoModelForCausalLM if file is not None else class_of_result(export)
         model, report = auto.from_pretrained(export, dtype=torch.float32, output_loading_info=True, **more)
-    except (ImportError, OSError, ValueError, RuntimeError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         figures.problems.append(f"transformers cannot load it: {first_line(error)}")
         return None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):

@@ -67,9 +67,10 @@ class Evaluator:
         """Returns metrics by name (`eval_loss` in nats per supervised token) and generations to show. Collective."""
         with self.engine.evaluating():
             metrics = self._losses()
-        num_generations = max(self.recipe.exact_match, self.recipe.generate)
-        with self.engine.evaluating(), self.engine.generating(), uncompiled():
-            generations = self._generations(num_generations) if num_generations else []
+        generations: list[Generation] = []
+        if num_generations := max(self.recipe.exact_match, self.recipe.generate):
+            with self.engine.evaluating(), self.engine.generating(), uncompiled():
+                generations = self._generations(num_generations)
         if self.recipe.exact_match and generations:
             scored = generations[: self.recipe.exact_match]
             metrics["exact_match"] = sum(g.matches for g in scored) / len(scored)

@@ -213,6 +213,7 @@ TAMPERED: dict[str, tuple[str, Callable[[Path], Callable[[Path], object]], str]]
     "no template": ("lora", lambda e: lambda f: (f / "chat_template.jinja").unlink(), "render"),
     "a head tied again": ("tied", lambda e: config("config.json", tie_word_embeddings=True), "ties the head"),
     "added rows lost": ("lora", lambda e: fewer_rows, "has no embedding: the export has 300"),
+    "another class": ("lora", lambda e: config("config.json", architectures=["Qwen3ForCausalLM"]), "architectures is"),
     "another RoPE": ("lora", lambda e: config("config.json", rope_parameters=ROPE), "config.json: rope_parameters is"),
 }  # fmt: skip
 

@@ -29,11 +29,12 @@ from transformers import (
 
 from finetune.errors import RunFailure, UserError
 from finetune.export.commands import ExportOptions, export_run, verify_run
-from finetune.export.gguf_file import check_architecture, read_back, sentencepiece_prefix, split_name
+from finetune.export.gguf_file import other_tensors, read_back
+from finetune.export.gguf_settings import check_architecture, other_settings
+from finetune.export.gguf_tokenizer import gguf_tokenizer, other_tokens, sentencepiece_prefix, split_name
 from finetune.export.hf_folder import export_gguf
 from finetune.export.streamed import StreamedModel
 from finetune.export.trained import find_trained
-from finetune.export.verify import gguf_tokenizer
 from finetune.export.verify_models import as_llama
 from finetune.models.config import model_config
 from finetune.recipe.schema import Model
@@ -135,6 +136,28 @@ def test_a_window_is_the_longest_text(tmp_path: Path) -> None:
     assert float(difference[:, 32:].max()) > 1e-3
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_text_parts_of_qwen_vl_are_read_back(tmp_path: Path, name: str) -> None:
+    """transformers knows neither in GGUF: the file's tensors in the text model, beside the base's own class."""
+    folder = saved(tmp_path, name, {})
+    ids = torch.randint(3, 350, (2, 60), generator=torch.Generator().manual_seed(1))
+    expected = log_probs(AutoModelForMultimodalLM.from_pretrained(folder), ids)
+    file = written(folder, tmp_path / "out", "f32")
+    fields = {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items()}
+    arch = {"qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl"}[name]
+    assert fields["general.architecture"] == arch
+    assert fields[f"{arch}.rope.dimension_sections"] == [4, 2, 2, 0]
+    model = StreamedModel(find_trained(tmp_path / "out-run"))
+    assert model.text_part is not None
+    assert not other_tensors(model, file)
+    config = model_config(Model(name=str(folder)))
+    assert not other_settings(config, AutoConfig.from_pretrained(folder), file)
+    found = type(model.text_part.text).from_pretrained(None, config=config, state_dict=read_back(model, file))
+    assert float((expected - log_probs(found, ids)).abs().max()) < 1e-6
+    theirs, ours = gguf_tokenizer(file), AutoTokenizer.from_pretrained(folder)
+    assert theirs("river 1234 it's")["input_ids"] == ours("river 1234 it's")["input_ids"]
+
+
 SIX_LAYERS = {**tiny.MULTIMODAL["gemma3"]["text_config"], "num_hidden_layers": 6, "query_pre_attn_scalar": 16}
 SIX_LAYERS["layer_types"] = ["sliding_attention"] * 5 + ["full_attention"]
 
@@ -223,8 +246,9 @@ def test_ministral_3_is_written_for_llama_cpp_and_compared(made: Path, tmp_path:
     reader = gguf.GGUFReader(file, "r+")
     q = next(tensor for tensor in reader.tensors if tensor.name == "blk.0.attn_q.weight")
     q.data[:] = q.data.reshape(4, 8, 2, -1).swapaxes(1, 2).reshape(q.data.shape).copy()  # as transformers has them
+    other(reader.fields["mistral3.rope.scaling.factor"])
     reader.data.flush()
-    with pytest.raises(RunFailure, match="KL"):
+    with pytest.raises(RunFailure, match=r"rope.scaling.factor is 8.0, and 4.0 in the run\n.*KL"):
         verify_run(tmp_path / "out", run, None, None, 8, Console(quiet=True))
 
 
@@ -243,6 +267,47 @@ def test_gemma_s_settings_are_those_that_it_computes_by(tmp_path: Path) -> None:
         else:
             assert (fields["gemma3.rope.freq_base"], fields["gemma3.rope.freq_base_swa"]) == (1e6, 1e4)
             assert (fields["gemma3.rope.scaling.type"], fields["gemma3.rope.scaling.factor"]) == ("linear", 8)
+
+
+def other(field: Any) -> None:
+    """Change a field of a file in its place."""
+    part = field.parts[field.data[0]]
+    part[0] = part[0] ^ 1 if field.types[0] == gguf.GGUFValueType.STRING else part[0] * 2
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3", "ministral3", "qwen3_moe"])
+def test_any_setting_of_a_file_is_seen(tmp_path: Path, name: str) -> None:
+    """Also those that transformers does not read, or that act beyond the length of held-out rows."""
+    kinds = {"llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}), "ministral3": ("ministral3", {}), **KINDS}
+    folder = saved(tmp_path, *kinds[name])
+    file = written(folder, tmp_path / "out", "f32")
+    model, config = StreamedModel(find_trained(tmp_path / "out-run")), model_config(Model(name=str(folder)))
+    assert [*other_settings(config, None, file), *other_tensors(model, file), *other_tokens(folder, file)] == []
+    changed, content = tmp_path / "changed.gguf", file.read_bytes()
+    settings = [key for key in gguf.GGUFReader(file).fields if not key.startswith(("GGUF.", "general.", "tokenizer."))]
+    assert len(settings) > 11
+    for key in settings:
+        changed.write_bytes(content)
+        reader = gguf.GGUFReader(changed, "r+")
+        other(reader.fields[key])
+        reader.data.flush()
+        assert key.partition(".")[2] in " ".join(other_settings(config, None, changed)), key
+    changed.write_bytes(content)
+    reader = gguf.GGUFReader(changed, "r+")
+    kinds_of_tokens = reader.fields["tokenizer.ggml.token_type"]
+    kinds_of_tokens.parts[kinds_of_tokens.data[2]][0] = gguf.TokenType.NORMAL
+    if name == "llama3":
+        factors = next(tensor for tensor in reader.tensors if tensor.name == "rope_freqs.weight")
+        factors.data[-1] = 8
+    reader.data.flush()
+    assert "token 2, '<|im_end|>', is no special one" in other_tokens(folder, changed)[0]
+    assert name != "llama3" or "are not the factors of the run's RoPE" in other_tensors(model, changed)[0]
+    with changed.open("rb") as opened:
+        missing = opened.read().replace(b"blk.1.attn_v.weight", b"blk.1.attn_w.weight")
+    changed.write_bytes(missing)
+    assert [problem.partition(": has ")[2] for problem in other_tensors(model, changed)[:2]] == [
+        *("no blk.1.attn_v.weight", "blk.1.attn_w.weight, which the run's model has not"),
+    ]
 
 
 def sentencepiece(prefix: str, folder: Path) -> None:
@@ -462,6 +527,7 @@ def test_what_is_not_written_is_refused_by_name(
         written(saved(tmp_path, name, changes), tmp_path / "out", "f32")
     assert fragment in str(error.value)
     assert "convert_hf_to_gguf.py" in str(error.value)
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_tokenizer_that_splits_text_otherwise_is_refused() -> None:

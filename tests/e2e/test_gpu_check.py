@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import forks
 import gpu_check
+import psutil
 import pytest
 from conftest import run_script
 
@@ -17,12 +20,12 @@ from conftest import run_script
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The program, with runs in forks."""
-    monkeypatch.setattr(gpu_check, "start_one", lambda program, environment: forks.python(*program, **environment))
+    monkeypatch.setattr(gpu_check, "start_one", lambda program, environment, _: forks.python(*program, **environment))
     return gpu_check
 
 
 def run(check: Any, monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    command = ["gpu_check.py", "--device", "cpu", "--tiny", "--out", str(out), *arguments]
+    command = ["gpu_check.py", "--device", "cpu", "--tiny", "--seconds", "3600", "--out", str(out), *arguments]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as ended:
         check.main()
@@ -76,6 +79,32 @@ def test_a_difference_is_a_failure_and_is_tried_again(
     wrong.clear()
     code, results, _ = run(check, monkeypatch, tmp_path, "--pieces", "parity", "--cases", "full fp32")
     assert (code, results["parity: full fp32"]["status"]) == (0, "ok")
+
+
+def test_what_a_run_needs_and_is_not_there_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = metadata.version
+    other = {"datasets": "4.9.0", "pydantic": None, "bitsandbytes": None}
+
+    def installed(name: str) -> str:
+        if (found := other.get(name, version(name))) is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    assert gpu_check.missing_requirements() == []
+    monkeypatch.setattr(metadata, "version", installed)
+    assert gpu_check.missing_requirements() == ["datasets<6,>=5.0", "pydantic<3,>=2.10"]
+    with pytest.raises(SystemExit, match=re.escape("another version: datasets<6,>=5.0 pydantic<3,>=2.10 ")):
+        gpu_check.main()
+
+
+def test_a_program_that_takes_too_long_ends_with_what_it_has_started(tmp_path: Path) -> None:
+    sleeps = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[2], sys.argv[1]])"
+    waits = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+    with pytest.raises(RuntimeError, match="not over after"):
+        gpu_check.start_one(["-c", sleeps, tmp_path / "pid", waits], {}, 3.0)
+    if (started := tmp_path / "pid").exists():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert psutil.Process(int(started.read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -120,6 +121,32 @@ def test_it_streams_and_stops(served: Any) -> None:
         assert short.choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_leaves_the_model_to_others(served: Any, stream: bool) -> None:
+    """An answer of a million tokens, whose client hangs up: the next one on the same base is answered."""
+    url, entries = served
+    settings = entries["stones"].model.generation_config
+    asked = {"model": "stones", "messages": GREEN, "max_tokens": 10**6, "temperature": 0, "stream": stream}
+    body = json.dumps(asked).encode()
+    host, _, port = url.removeprefix("http://").removesuffix("/v1").partition(":")
+    entries["stones"].model.generation_config = GenerationConfig(pad_token_id=0)  # which ends nowhere
+    try:
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            while not entries["stones"].model._lock.locked():  # until it is being answered
+                threading.Event().wait(0.01)
+        with client(url) as asking:
+            said = asking.with_options(timeout=100, max_retries=0).chat.completions.create(
+                model="lights", messages=GREEN, temperature=0, max_tokens=12
+            )
+        assert said.choices[0].message.content == ANSWERS["lights"]
+    finally:
+        entries["stones"].model.generation_config = settings
+
+
 @pytest.mark.parametrize(
     ("changed", "status", "message"),
     [
@@ -154,8 +181,6 @@ def test_what_cannot_be_served(taught: Path, tmp_path: Path) -> None:  # noqa: F
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "/gone/base"}))
     with pytest.raises(UserError, match=r"the adapter's base '/gone/base' cannot be loaded: .*adapter_config.json"):
         load_served([("a", tmp_path)], "cpu")
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot be listened on"):
         serve([("a", runs)], "127.0.0.1", taken.getsockname()[1], "cpu")
 
