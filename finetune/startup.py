@@ -42,6 +42,19 @@ def import_transformers() -> None:
         setattr(import_utils, _LISTING, original)
 
 
+def import_adapters() -> None:
+    """Import peft for a process that only looks at shapes. bitsandbytes, which peft imports, marks functions for
+    torch.compile, and torch imports its compiler for that, most of the time that peft takes: here they stay as they
+    are written."""
+    switch = "TORCHDYNAMO_DISABLE"
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
+    try:
+        importlib.import_module("peft")
+    finally:
+        os.environ.pop(switch) if before is None else os.environ.update({switch: before})
+
+
 def large_pages() -> None:
     """Use large pages for torch's host memory, on Linux; before torch is imported. Fewer page faults, and freed blocks
     are reused: a sixth less memory where activations are recomputed on the CPU (benchmarks/README.md)."""

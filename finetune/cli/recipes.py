@@ -13,7 +13,7 @@ from rich.console import Console
 
 from finetune.cli.options import AsJson, Overrides, RecipePath
 from finetune.errors import UserError
-from finetune.startup import few_collections, heavy_imports, quiet_libraries
+from finetune.startup import few_collections, heavy_imports, import_adapters, quiet_libraries
 
 
 def new(
@@ -130,12 +130,13 @@ def plan(
     """
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
     with heavy_imports():
+        import_adapters()
         from finetune.planning.estimate.command import PlanOptions, run
-        from finetune.planning.estimate.comparison import as_json as comparisons_json
-        from finetune.planning.estimate.comparison import compare_runs, table
-        from finetune.training.exact import show_exact
 
     if report:
+        from finetune.planning.estimate.comparison import as_json as comparisons_json
+        from finetune.planning.estimate.comparison import compare_runs, table
+
         comparisons = compare_runs([recipe, *map(Path, overrides or ())])
         print(comparisons_json(comparisons) if as_json else table(comparisons))
         return
@@ -144,6 +145,8 @@ def plan(
     options = PlanOptions(tuple(on or ()), **ranking, **wanted, hardware=hardware, prices=prices)
     places = run(recipe, overrides or (), options, Console())
     if exact:
+        from finetune.training.exact import show_exact
+
         show_exact(recipe, overrides or (), places, Console(stderr=as_json))
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -326,15 +327,19 @@ def _waits(what: str) -> None:
 
 
 class Meter(TorchDispatchMode):
-    """Weighs the storages that operations give, until they are freed; counts waits, copies, casts and collectives."""
+    """Weighs the storages that operations give, until they are freed; counts waits, copies, casts and collectives.
 
-    def __init__(self, device: str = "cuda", block: int = BLOCK):
+    count: is called with each operator, its arguments and its result.
+    """
+
+    def __init__(self, device: str = "cuda", block: int = BLOCK, count: Callable[[Any, Any, Any], None] | None = None):
         super().__init__()
+        self._count = count
         self.phase, self.phases = "begin", defaultdict[str, PhaseCounts](PhaseCounts)
         self.told: Callable[[str], None] = lambda phase: None  # of each phase that begins
         self.may_read = False  # whether values may be asked for, which are then made up
         self.now = self.peak = 0  # bytes
-        self.at_peak: Counter[str] = Counter()  # bytes by shape, type and phase of what lay there
+        self.at_peak: Counter[str] = Counter()  # bytes by shape, type and phase of what was there
         self._device, self._block, self._listed = device, block, 0
         self._sizes: dict[int, int] = {}
         self._what: dict[int, str] = {}
@@ -353,12 +358,16 @@ class Meter(TorchDispatchMode):
         self.counts.waits[f"{what} in {_caller()}"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":  # questions about a tensor, more than there are operators
+            return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and getattr(args[0], "constant", None) is not None:
             args[0].constant = None  # fake tensors that are made of numbers keep them, and would copy these as well
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._weigh(leaf)
+        if self._count is not None:
+            self._count(func, args, out)
         if func is torch.ops.aten._to_copy.default or func is torch.ops.aten.copy_.default:
             self._copied(func, args, kwargs or {}, out)
         elif func.namespace in ("c10d", "_c10d_functional"):
@@ -387,7 +396,9 @@ class Meter(TorchDispatchMode):
 
     def _weigh(self, tensor: Tensor) -> None:
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if tensor.device.type != self._device:
+        # A fake tensor's `device` would be dispatched, which costs as much as an operator.
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        if device.type != self._device:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -449,7 +460,7 @@ def _caller() -> str:
 
 
 def _number_like(tensor: Tensor) -> Tensor:
-    """Returns values that let a step go on: no flag is set, no number is 0, and of several the first is largest."""
+    """Returns values that let a step continue: no flag is set, no number is 0, and of several the first is largest."""
     if tensor.dtype == torch.bool:
         return torch.zeros(tensor.shape, dtype=torch.bool)
     last = tensor.shape[-1] if tensor.ndim else 1
@@ -462,7 +473,6 @@ def _number_like(tensor: Tensor) -> Tensor:
 def fake_cuda(block: int = BLOCK) -> Iterator[Meter]:
     """Everything within is on fake devices. A value that is read off the device is a wait, and made up where the
     meter says `may_read`; elsewhere torch's error for what depends on data is raised."""
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     meter = Meter(block=block)
 

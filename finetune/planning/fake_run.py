@@ -1,6 +1,6 @@
 """A run's own set-up and steps as one rank of N, on CUDA devices that are not there (`fake_devices`).
 
-What it finds: wrong devices, types and shapes, what lies in a device's memory in each phase, and what a step waits
+What it finds: wrong devices, types and shapes, what is in a device's memory in each phase, and what a step waits
 for, casts, copies and sends. In a process of its own, which ends by `os._exit`.
 """
 

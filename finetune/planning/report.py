@@ -204,7 +204,7 @@ def _sections(runs: Sequence[RunData]) -> Iterator[str]:
 
 
 def _measured(run: RunData) -> list[list[Any]]:
-    """Returns what the plan says beside what the metrics do: totals of the last line, by its epochs."""
+    """Returns what the plan says next to what the metrics do: totals of the last line, by its epochs."""
     plan = run.plan
     rows: list[list[Any]] = []
     if run.lines and "steps" in plan:
@@ -308,7 +308,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> st
 
 
 def _name(value: object) -> Markup:
-    """Returns a name that breaks behind its underscores and dots."""
+    """Returns a name that breaks after its underscores and dots."""
     return text(value).replace("_", Markup("_<wbr>")).replace(".", Markup(".<wbr>"))
 
 

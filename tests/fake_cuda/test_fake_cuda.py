@@ -190,9 +190,10 @@ def test_memory_by_formula_is_that_of_a_run(results: Path, cell: Cell) -> None:
 
 
 @pytest.mark.long
-def test_a_plan_runs_its_best_place(results: Path) -> None:
-    """`plan --exact`, and the same place by formula beside it."""
-    done = finetune("plan", results / "recipe.yaml", "--on", "2xH100-80", "--exact")
+@pytest.mark.parametrize("rows", [(), ("batch.rows_per_device=auto", "data.packing=false")], ids=["one", "auto"])
+def test_a_plan_runs_its_best_place(results: Path, rows: tuple[str, ...]) -> None:
+    """`plan --exact`, and next to it the same place by formula; also where a trial finds how many rows fit."""
+    done = finetune("plan", results / "recipe.yaml", *rows, "--on", "2xH100-80", "--exact")
     assert done.returncode == 0, done.stderr
     table = done.stdout.partition("as it runs, MiB")[2]
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if len(line.split()) == 3}

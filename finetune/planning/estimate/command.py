@@ -18,21 +18,25 @@ from transformers import PretrainedConfig
 from finetune.errors import UserError
 from finetune.models.config import base_config, training_config
 from finetune.planning.estimate.finished_runs import speeds_here
-from finetune.planning.estimate.lengths import Lengths, RowFacts, read_lengths, widest
+from finetune.planning.estimate.lengths import ROWS_KEPT, Lengths, RowFacts, read_lengths, widest
 from finetune.planning.estimate.memory_page import write_page
 from finetune.planning.estimate.probe import probe
 from finetune.planning.estimate.search import (
     ORDER,
+    RESUME_S,
+    SAVE_S,
     Choice,
     Found,
     PlanRequest,
+    as_lines,
     cheapest,
     drops,
     search,
     spot_loss,
+    value_of,
 )
 from finetune.planning.estimate.shapes import shapes_of as weights_of
-from finetune.planning.estimate.speed import Shape, Speeds
+from finetune.planning.estimate.speed import HIDES, Shape, Speeds
 from finetune.planning.estimate.tables import (
     CPU,
     GIB,
@@ -40,6 +44,7 @@ from finetune.planning.estimate.tables import (
     parse_machines,
     read_hardware,
     read_prices,
+    shapes_source,
     shipped_config,
 )
 from finetune.planning.estimate.what_if import sweep, to_fit, values_of
@@ -174,7 +179,7 @@ def machines_of(options: PlanOptions) -> list[Machines]:
 
 def ask(recipe: Recipe, path: str, options: PlanOptions, machines: Sequence[Machines]) -> PlanRequest:
     """Reads all that does not depend on the place: shapes, lengths, tables. Raises UserError."""
-    config = config_of(recipe)
+    config, shapes_from = config_and_source(recipe)
     found = read_lengths(recipe)
 
     def repack(recipe: Recipe) -> RowFacts:
@@ -182,7 +187,7 @@ def ask(recipe: Recipe, path: str, options: PlanOptions, machines: Sequence[Mach
 
     shapes = shapes_of(recipe, config, all(one.key == CPU for one in machines))
     tables = read_hardware(options.hardware), read_prices(options.prices)
-    return PlanRequest(recipe, path, config, shapes, repack(recipe), *tables, options.spot, repack)
+    return PlanRequest(recipe, path, config, shapes, repack(recipe), *tables, shapes_from, options.spot, repack)
 
 
 def shapes_of(recipe: Recipe, config: PretrainedConfig, on_cpu: bool) -> dict[bool, Shape]:
@@ -192,12 +197,17 @@ def shapes_of(recipe: Recipe, config: PretrainedConfig, on_cpu: bool) -> dict[bo
 
 
 def config_of(recipe: Recipe) -> PretrainedConfig:
-    """Returns the config of the recipe's model: of its folder or the hub's cache, else of the shipped table. Raises
-    UserError."""
+    return config_and_source(recipe)[0]
+
+
+def config_and_source(recipe: Recipe) -> tuple[PretrainedConfig, str]:
+    """Returns the config of the recipe's model: of its folder or the hub's cache, else of the shipped table; and which
+    of these it is of. Raises UserError."""
     try:
         base_config(recipe.model)
     except UserError as error:
-        config = shipped_config(recipe.model.name or "", recipe.model.train is not None)
+        name, sees_images = recipe.model.name or "", recipe.model.train is not None
+        config = shipped_config(name, sees_images)
         if config is None:
             raise UserError(
                 f"{error}\nNothing is downloaded for a plan, and the shipped table does not have it: give a folder "
@@ -205,8 +215,9 @@ def config_of(recipe: Recipe) -> PretrainedConfig:
             ) from None
         from finetune.models.config import without_dropout
 
-        return without_dropout(config) if recipe.objective.drops_nothing else config
-    return training_config(recipe)
+        config = without_dropout(config) if recipe.objective.drops_nothing else config
+        return config, shapes_source(name, sees_images)
+    return training_config(recipe), "its config.json"
 
 
 def speeds_for(request: PlanRequest, machines: Machines, options: PlanOptions) -> Speeds | None:
@@ -271,6 +282,7 @@ def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, 
             "currency": one.currency,
             "changes": one.changes,
             "why": why(request, one),
+            "assumed": assumptions(request, one),
         }
         for one in choices
     ]
@@ -292,6 +304,35 @@ def why(request: PlanRequest, one: Choice) -> str:
     return f"{room}; limited by {one.step.limit} ({share:.0%} of a step)"
 
 
+def assumptions(request: PlanRequest, one: Choice) -> list[str]:
+    """Returns what the numbers of a choice take to be so, and nothing has shown; the reserve, the speeds, offload and
+    prices have lines of their own."""
+    sizes, machines, batch, hardware = one.launch.parallelism, one.machines, request.recipe.batch, request.hardware
+    lines = []
+    if batch.rows_per_device == "auto":
+        lines.append("batch.rows_per_device: auto is 1; the run finds how many rows fit")
+    if batch.tokens_per_device is not None:
+        lines.append("a micro-batch is the fullest row, as often as batch.tokens_per_device has room for it")
+    if request.rows.images and request.rows.rows is not None:
+        lines.append(f"the fullest row has as many images as any of {ROWS_KEPT} rows that were looked at")
+    if sizes.expert > 1:
+        lines.append("ep: all experts get equally many tokens; a rank gathers all of a layer's, which is too many")
+    if sizes.pipeline > 1:
+        lines.append("pipelines: each stage takes its share of the layers' time, and keeps what its schedule says")
+    if machines.key == CPU:
+        return lines
+    if machines.device.memory_gib is None:
+        lines.append(f"{machines.key} has the memory of its data sheet; what torch reports differs by a little")
+    if (machines.device.capability or (0, 0)) < (8, 0):
+        lines.append(f"attention keeps on {machines.key} what FlashAttention's kernels keep, which it may not have")
+    if one.step is not None and one.launch.processes > 1:
+        names = [machines.device.link, *([machines.device.network] if machines.machines > 1 else [])]
+        links = ((name, hardware.links[name]) for name in names)
+        lines += [f"collectives reach {x.share:.0%} of {name}'s {x.gb_s:g} GB/s ({x.source})" for name, x in links]
+        lines.append(f"{one.launch.kind}: communication is hidden by up to {HIDES[one.launch.kind]:.0%} of compute")
+    return lines
+
+
 # --- for people
 
 
@@ -301,6 +342,7 @@ def show(
     recipe, rows = request.recipe, request.rows
     shape = request.shapes[False]
     console.print(f"{request.path}: {shape.parameters:,} parameters, {shape.trained:,} trained")
+    console.print(f"shapes: {request.shapes_from}", highlight=False)
     console.print(f"lengths: {rows.source}", highlight=False)
     share = f"{rows.supervised_share:.0%} supervised"
     console.print(
@@ -315,7 +357,7 @@ def show(
     console.print(_table(choices[:SHOWN]))
     if len(choices) > SHOWN:
         console.print(f"{len(choices) - SHOWN} more with --json")
-    console.print(f"[bold]{_name(choices[0])}[/bold]: {why(request, choices[0])}", highlight=False)
+    console.print(f"[bold]{choices[0].name}[/bold]: {why(request, choices[0])}", highlight=False)
     for line in (
         *_against(choices),
         *_steps_of(choices[0]),
@@ -342,21 +384,11 @@ def _run_lines(request: PlanRequest) -> list[str]:
     return lines
 
 
-def _name(one: Choice) -> str:
-    changes = "".join(f", {key}: {_yaml(value)}" for key, value in one.changes.items())
-    sizes = f" ({one.sizes})" if one.sizes else ""
-    return f"{one.config}{sizes} on {one.machines.name}{changes}"
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _shared_by(choices: Sequence[Choice]) -> list[str]:
     """Returns what is said above the table and not in its lines: devices and changed keys that all of them have."""
     devices = {one.machines.name for one in choices}
-    changes = [f"{key}: {_yaml(value)}" for key, value in choices[0].changes.items() if _all_have(choices, key)]
-    return [*(f"on {name}" for name in devices if len(devices) == 1), *(f"all with {change}" for change in changes)]
+    shared = {key: value for key, value in choices[0].changes.items() if _all_have(choices, key)}
+    return [*(f"on {name}" for name in devices if len(devices) == 1), *(f"all with {x}" for x in as_lines(shared))]
 
 
 def _all_have(choices: Sequence[Choice], key: str) -> bool:
@@ -371,7 +403,7 @@ def _table(choices: Sequence[Choice]) -> Table:
     several = len({one.machines.name for one in choices}) > 1
     for one in choices:
         own = {key: value for key, value in one.changes.items() if not _all_have(choices, key)}
-        notes = [*([one.sizes] if one.sizes else []), *(f"{key}: {_yaml(value)}" for key, value in own.items())]
+        notes = [*([one.sizes] if one.sizes else []), *as_lines(own)]
         table.add_row(
             f"{one.config} on {one.machines.name}" if several else one.config,
             one.verdict,
@@ -392,18 +424,18 @@ def _against(choices: Sequence[Choice]) -> list[str]:
         return []
     first, second = choices[:2]
     if first.verdict != second.verdict:
-        return [f"before {_name(second)}, which is `{second.verdict}` ({second.free:+.1f} GiB free)"]
+        return [f"before {second.name}, which is `{second.verdict}` ({second.free:+.1f} GiB free)"]
     if first.step is None or second.step is None:
-        return [f"before {_name(second)}: {(second.peak - first.peak) / GIB:.1f} GiB less on a device"]
+        return [f"before {second.name}: {(second.peak - first.peak) / GIB:.1f} GiB less on a device"]
     gains = {
         name: second.step.parts.get(name, 0) - first.step.parts.get(name, 0)
         for name in {*first.step.parts, *second.step.parts}
     }
     part = max(gains, key=lambda name: gains[name])
     if second.step.seconds < 1.005 * first.step.seconds:
-        return [f"before {_name(second)}: as fast by the formula, {(second.peak - first.peak) / GIB:+.1f} GiB there"]
+        return [f"before {second.name}: as fast by the formula, {(second.peak - first.peak) / GIB:+.1f} GiB there"]
     faster = second.step.seconds / first.step.seconds - 1
-    return [f"before {_name(second)}: {faster:.0%} faster, most of it by {part} ({gains[part]:.3g} s a step)"]
+    return [f"before {second.name}: {faster:.0%} faster, most of it by {part} ({gains[part]:.3g} s a step)"]
 
 
 def _steps_of(one: Choice) -> list[str]:
@@ -434,7 +466,8 @@ def _money(request: PlanRequest, one: Choice) -> list[str]:
         assumed = "" if price.losses_per_hour else ", an assumption"
         lines.append(
             f"spot: {rate} losses an hour and machine{assumed}; least is lost with checkpoint.every_minutes: "
-            f"{interval * 60:.0f}, {lost:.1%} of the time, which the price includes"
+            f"{interval * 60:.0f}, {lost:.1%} of the time, which the price includes, where a checkpoint takes "
+            f"{SAVE_S:.0f} s and a new machine {RESUME_S / 60:.0f} minutes, as assumed"
         )
     return lines
 
@@ -461,8 +494,8 @@ def _unknown(request: PlanRequest, choices: Sequence[Choice]) -> list[str]:
         *([request.rows.unknown] if request.rows.unknown else []),
     ]
     lines.append(f"not known: {'; '.join(unknown)}")
-    lines += [f"memory: {note}" for note in dict.fromkeys(note for one in choices for note in one.memory.notes)]
-    return lines
+    assumed = dict.fromkeys(line for one in choices[:SHOWN] for line in assumptions(request, one))
+    return [*lines, *(f"assumed: {line}" for line in assumed)]
 
 
 # --- --write
@@ -474,18 +507,13 @@ def write_config(request: PlanRequest, one: Choice, folder: Path) -> list[str]:
     text = yaml.safe_dump(accelerate_config(one), sort_keys=False)
     write_atomically(path, f"# Written by `finetune plan {request.path} --on {one.machines.name}`.\n{text}")
     lines = [f"wrote {path}", f"accelerate launch --config_file {path} -m finetune train {request.path}"]
-    lines[1] += "".join(f" {key}={_yaml(value)}" for key, value in one.changes.items())
+    lines[1] += "".join(f" {line.replace(': ', '=')}" for line in as_lines(one.changes))
     free = ["train.activation_checkpointing", "train.activation_offload"]
     if not drops(request.recipe, request.config):
         free.insert(0, "batch.rows_per_device")
-    now = ", ".join(f"{key}: {_yaml(one.changes.get(key, _value(request.recipe, key)))}" for key in free)
-    return [*lines, f"lines of the recipe that may change without changing its result: {now}"]
+    now = as_lines({key: one.changes.get(key, value_of(request.recipe, key)) for key in free})
+    return [*lines, f"lines of the recipe that may change without changing its result: {', '.join(now)}"]
 
 
 def accelerate_config(one: Choice) -> dict[str, Any]:
     return {**one.launch.config, "num_processes": one.launch.processes, "num_machines": one.machines.machines}
-
-
-def _value(recipe: Recipe, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(recipe, section), name)

@@ -1,4 +1,4 @@
-"""What a run is predicted to take, beside what it takes: both are in its plan.json, and `plan --report` compares them.
+"""What a run is predicted to take, next to what it takes: both are in its plan.json, and `plan --report` compares them.
 
     predicted  {"memory_bytes": {"weights": ...}, "phases_bytes": {"forward": ...}, "step_s": 0.4, "tokens_per_s": 9000,
                "parts_s": {"products": ...}, "speeds": "shipped table ...", "level": {"compute": 1.0, ...}, "notes": []}
@@ -33,7 +33,7 @@ from finetune.planning.estimate.memory import Place, estimate_memory
 from finetune.planning.estimate.search import heaviest
 from finetune.planning.estimate.shapes import shapes_of
 from finetune.planning.estimate.speed import Job, Shape, processor_speeds
-from finetune.planning.estimate.state import state_of
+from finetune.planning.estimate.state import different_ranks, state_of
 from finetune.planning.estimate.tables import CPU, Machines, read_hardware, this_machine
 from finetune.planning.plan import FEW_STEPS, processor, run_length
 from finetune.recipe import Recipe, load_recipe
@@ -75,9 +75,8 @@ class Launched:
     def _memory(self) -> dict[str, Any]:
         """Of the fullest rank."""
         if self.device == CPU:
-            sizes = self.launch.parallelism
-            stages = range(0, sizes.processes, sizes.processes // sizes.pipeline)
-            states = [state_of(self.recipe, self.config, self.launch, rank, CPU) for rank in stages]
+            ranks = different_ranks(self.launch.parallelism)
+            states = [state_of(self.recipe, self.config, self.launch, rank, CPU) for rank in ranks]
             kept = max(states, key=lambda state: state.device_bytes).persistent
             return {"memory_bytes": {name: kept[of] for name, of in _STATE.items()}}
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
@@ -116,7 +115,7 @@ class Launched:
 def predict_run(
     recipe: Recipe, config: PretrainedConfig, engine: Engine, micro_batches: int, data: Dataset | Stream
 ) -> dict[str, Any]:
-    """Returns what a run that begins here is predicted to take. Raises nothing: the other ranks go on without this."""
+    """Returns what a run that begins here is predicted to take. Raises nothing: the other ranks would not know."""
     try:
         return _predicted(recipe, config, engine, micro_batches, data)
     except _FAILURES as error:
@@ -265,7 +264,7 @@ def table(comparisons: Sequence[Comparison]) -> str:
 
 
 def as_json(comparisons: Sequence[Comparison]) -> str:
-    """Returns a list of objects, numbers in the unit beside them."""
+    """Returns a list of objects, numbers in the unit that is named."""
     names = ("run", "where", "predicted", "measured", "unit", "error")
     objects = [{"what": one.what.strip(), **{name: getattr(one, name) for name in names}} for one in comparisons]
     return json.dumps(objects, indent=1)

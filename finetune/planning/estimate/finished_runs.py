@@ -1,4 +1,4 @@
-"""What finished runs say of a device's speed: their predictions beside what they measured, both in plan.json."""
+"""What finished runs say of a device's speed: their predictions next to what they measured, both in plan.json."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _FEWEST, _MOST = 5, 20  # measured steps of a run that counts; runs
 _OTHERS = ("optimizer", "communication", "bubble", "data")  # parts of a predicted step that are not compute
 
 
-def speeds_here(recipe: Recipe, machines: Machines, hardware: Hardware, besides: Path | None = None) -> Speeds | None:
+def speeds_here(recipe: Recipe, machines: Machines, hardware: Hardware, without: Path | None = None) -> Speeds | None:
     """Returns the shipped speeds, corrected by the median of the runs in `run.dir` that finished on the same device in
     the same precision. None where there are no shipped ones; for processors where there are no such runs, either.
 
-    besides: a run's folder that does not count.
+    without: a run's folder that does not count.
     """
     base = processor_speeds(hardware) if machines.key == CPU else table_speeds(recipe, machines, hardware)
     folder = Path(recipe.run.dir)
-    if base is None or (level := level_of(folder, machines.key, recipe.train.precision, hardware, besides)) is None:
+    if base is None or (level := level_of(folder, machines.key, recipe.train.precision, hardware, without)) is None:
         return None if machines.key == CPU else base
     runs = f"{level.runs} finished runs" if level.runs > 1 else "a finished run"
     times = f"compute x {level.compute:.2f}, optimizer x {level.optimizer:.2f}"
     return replace(base, level=level, source=f"{runs} in {folder} ({times}) over {base.source}")
 
 
-def level_of(folder: Path, key: str, precision: str, hardware: Hardware, besides: Path | None = None) -> Level | None:
+def level_of(folder: Path, key: str, precision: str, hardware: Hardware, without: Path | None = None) -> Level | None:
     """Returns the medians of the newest runs below a folder; key: of their device."""
     runs = sorted((file.parent for file in folder.glob("*/status.json")), key=lambda run: -run.stat().st_mtime)
-    every = (_level(run, key, precision, hardware) for run in runs if run != besides)
+    every = (_level(run, key, precision, hardware) for run in runs if run != without)
     levels = list(islice((level for level in every if level is not None), _MOST))
     if not levels:
         return None

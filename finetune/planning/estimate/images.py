@@ -89,7 +89,7 @@ def _with_values(func: Any, args: Any, named: Any) -> Any:
 
 
 def _as_numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns places in the stead of masks, whose number of places is not in their shape."""
+    """Returns indices in place of masks, whose shape does not tell how many there are."""
     made: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)

@@ -21,7 +21,7 @@ from finetune.planning.estimate.images import most_images
 from finetune.recipe import Recipe
 
 SAMPLE_ROWS = 500  # of each source, where the cache has no entry
-_ROWS_KEPT = 128  # whose documents are counted one by one
+ROWS_KEPT = 128  # whose documents are counted one by one
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _images(examples: Examples, chosen: NDArray[np.int64], image_token: int | No
 
 
 def _some(rows: int) -> list[int]:
-    return np.unique(np.linspace(0, rows - 1, min(rows, _ROWS_KEPT)).astype(int)).tolist()
+    return np.unique(np.linspace(0, rows - 1, min(rows, ROWS_KEPT)).astype(int)).tolist()
 
 
 def _documents(sizes: Any, examples: NDArray[np.int64]) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ Tensors only: a device's context, communicators and what its allocator leaves un
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
@@ -19,6 +18,7 @@ from finetune.export.weight_files import SHARD_BYTES
 from finetune.models.config import dtypes
 from finetune.planning.estimate.phases import phases_of
 from finetune.planning.estimate.shapes import shapes_of
+from finetune.planning.estimate.state import different_ranks
 from finetune.planning.estimate.timeline import HeaviestBatch
 from finetune.recipe import Recipe
 
@@ -53,7 +53,6 @@ class Memory:
     host: int  # bytes in its machine's memory, of all processes there: what is offloaded
     disk: int = 0  # bytes on the disks of its machine: NVMe offload
     after: dict[str, int] = field(default_factory=dict)  # bytes in the host's memory of one process: save, merge
-    notes: tuple[str, ...] = ()  # what is not known
 
     @property
     def tensors(self) -> int:
@@ -68,7 +67,7 @@ def estimate_memory(
     micro_batches: of a step on each process. No weights are read; raises UserError where no such model can be made.
     """
     found, after = [], host_after(recipe, config)
-    for rank in _ranks(place.launch):
+    for rank in different_ranks(place.launch.parallelism):
         arguments = (place.launch, rank, place.device, place.capability, batch, micro_batches)
         phases, state = phases_of(recipe, config, *arguments)
         host, disk = state.host * place.per_host, state.disk * place.per_host
@@ -86,9 +85,3 @@ def host_after(recipe: Recipe, config: PretrainedConfig) -> dict[str, int]:
         return {"save": min(SHARD_BYTES, saved)}
     save = sum(weight.bytes for weight in weights if weight.trains)
     return {"save": save, "merge": 4 * sum(weight.packed or weight.numel for weight in weights)}
-
-
-def _ranks(launch: Launch) -> Sequence[int]:
-    """Returns the ranks that may differ in memory: of a pipeline one of each stage, else the first."""
-    sizes = launch.parallelism
-    return range(0, sizes.processes, sizes.processes // sizes.pipeline)

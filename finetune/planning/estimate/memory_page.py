@@ -11,7 +11,7 @@ from finetune.planning.web_page import head, page, text
 from finetune.utils import write_atomically
 
 SHOWN = 6  # pictures
-_WIDTH, _ROW, _LEFT = 480, 24, 92  # SVG units
+_WIDTH, _ROW, _LEFT = 480, 24, 104  # SVG units
 _STYLE = """
 rect.kept { fill: var(--edge); }
 svg rect.reserve { fill: var(--chip-line); }
@@ -22,8 +22,9 @@ svg rect.reserve { fill: var(--chip-line); }
 .k3 { background: var(--over); }
 p, figcaption { overflow-wrap: anywhere; }
 figure { min-width: 0; }
+.lines p { margin-top: 0.5rem; max-width: 60rem; }
 @media (max-width: 46rem) {
-  .charts { grid-template-columns: 1fr; } main { padding: 1.5rem 0.8rem 3rem; } svg text { font-size: 14px; }
+  .charts { grid-template-columns: 1fr; } main { padding: 1.5rem 0.8rem 3rem; } svg text { font-size: 16px; }
 }
 """
 _KEY = """<p class="key"><span><i class="k0"></i>kept between steps</span><span><i class="k1"></i>of the phase</span>
@@ -39,15 +40,15 @@ def write_page(path: Path, request: PlanRequest, choices: Sequence[Choice], line
 {figures}
 </div>
 <h2>What the numbers rest on</h2>
-{said}"""
+<div class="lines">
+{said}
+</div>"""
     top = head(f"{request.path}: plan", _STYLE)
     write_atomically(path, page(top, "Plan", str(request.path), _KEY, body))
 
 
 def _figure(request: PlanRequest, one: Choice) -> str:
-    changes = "".join(f", {key}: {str(value).lower()}" for key, value in one.changes.items())
-    sizes = f" ({one.sizes})" if one.sizes else ""
-    title = text(f"{one.config}{sizes} on {one.machines.name}{changes}")
+    title = text(one.name)
     step = f"{one.step.seconds:.3g} s a step" if one.step else "time not known"
     height = _ROW * len(one.memory.phases) + 4
     bars = "\n".join(_bars(request, one))

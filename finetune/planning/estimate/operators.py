@@ -6,13 +6,12 @@ which the host has to start, and the bytes that those without a product read and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
 _PRODUCTS += ("grouped_mm_fallback", "grouped_mm_fallback_backward")  # transformers'
@@ -74,21 +73,32 @@ class OperatorCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # questions about a tensor
-            return out
+        if func.namespace != "prim":  # questions about a tensor
+            self.count(func, args, out)
+        return out
+
+    def count(self, func: Any, args: Any, out: Any) -> None:
+        """func: an operator that was called with these arguments. Another mode may call this, instead of two modes."""
         counts, name = self._parts.setdefault(self.part, _Counts()), func.name().partition("::")[2].partition(".")[0]
         if func.is_view or name in _FREE:
             counts.views += 1
-            return out
+            return
         counts.operators += 1
-        if not any(word in name for word in _ATTENTION):
-            tensors = [leaf for leaf in (*tree_leaves(args), *tree_leaves(out)) if isinstance(leaf, Tensor)]
-            size = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
-            sizes = counts.multiplied if name in _PRODUCTS else counts.moved
-            of_size = sizes.setdefault(int(size).bit_length(), [0.0, 0])
-            of_size[0] += size
-            of_size[1] += 1
-        return out
+        if any(word in name for word in _ATTENTION):
+            return
+        size = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in _tensors((*args, out)))
+        sizes = counts.multiplied if name in _PRODUCTS else counts.moved
+        of_size = sizes.setdefault(int(size).bit_length(), [0.0, 0])
+        of_size[0] += size
+        of_size[1] += 1
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 _FREE = ("detach", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "set_")

@@ -16,15 +16,14 @@ from finetune.engine.stages import schedulable_micro_batches
 from finetune.models.config import dtypes, layer_configs
 from finetune.planning.estimate.shapes import Shapes, Weight, shapes_of, shortened
 from finetune.planning.estimate.state import (
-    BUFFERS,
     GRADIENTS,
-    OPTIMIZER,
     WEIGHTS,
     State,
     bucket_elements,
     decay_groups,
     layout_of,
     state_of,
+    zero_stage,
 )
 from finetune.planning.estimate.timeline import HeaviestBatch, How, Part, Timeline, timeline_of
 from finetune.recipe import Recipe
@@ -84,31 +83,27 @@ def phases_of(
     sizes = launch.parallelism
     state, shapes = state_of(recipe, config, launch, rank, device), shapes_of(recipe, config, sizes.tensor)
     sharded = launch.kind == "fsdp2" or sizes.tensor > 1
-    stage_3 = launch.kind == "zero" and _stage(launch) == 3
+    stage_3 = launch.kind == "zero" and zero_stage(launch) == 3
     in_backward = recipe.optimizer.in_backward
     how = how_of(recipe, launch, device, capability, micro_batches)
     parts = timeline_of(recipe, config, of_rank(batch, sizes), how)
     kinds = shortened(config)[1]
     moving = _moving(recipe, config, shapes, launch, device, batch)
-    rest = state.persistent[WEIGHTS] + state.persistent[OPTIMIZER] + state.persistent[BUFFERS]
-    if stage_3:
-        rest += state.persistent[GRADIENTS]  # one buffer, as long as the engine lives
+    gradients = 0 if stage_3 else state.persistent[GRADIENTS]  # stage 3's are one buffer, as long as the engine lives
+    rest = state.device_bytes - gradients
     walk = Peaks(rest, {"load": _load(shapes, launch, state)})
     stage = Stage.of(shapes, sizes, rank, kinds)
-    several = micro_batches > 1 and not stage_3 and not recipe.optimizer.in_backward
-    accumulated = state.persistent[GRADIENTS] if several or (launch.kind == "replicated" and how.gradients_there) else 0
-    walk.now += accumulated + moving.always
-    walk.now += stage.in_flight(launch, micro_batches, parts, rank)
+    several = micro_batches > 1 and not in_backward
+    walk.now += gradients if several or (launch.kind == "replicated" and how.gradients_there) else 0
+    walk.now += moving.always + stage.in_flight(launch, micro_batches, parts, rank)
     if in_backward:
         moving.freed_of_layer = moving.freed_of_tail = 0
     # HSDP keeps what it sums over replicas until the end of a backward, next to what it adds that to.
     first = sharded and (micro_batches == 1 or sizes.replicate > 1) and not in_backward
     _micro_batch(walk, parts, stage, moving, first)
     walk.reach("reduction", moving.end)
-    walk.now = rest + (0 if stage_3 else state.persistent[GRADIENTS])
-    trained = max((weight.numel for weight in shapes.weights if weight.trains), default=0)
-    norm = 8 * min(_NORM_CHUNK, trained) if device == "cpu" and launch.kind != "zero" else 0
-    walk.reach("optimizer", max(moving.optimizer, norm))
+    walk.now = rest + gradients
+    walk.reach("optimizer", max(moving.optimizer, _norm_buffer(shapes, launch, device)))
     walk.now = rest
     _without_gradients(walk, parts, moving, stage)
     walk.reach("checkpoint", 0)
@@ -116,9 +111,10 @@ def phases_of(
     return walk.phases, state
 
 
-def _stage(launch: Launch) -> int:
-    section = launch.deepspeed
-    return int((section.get("zero_optimization") or {}).get("stage", section.get("zero_stage", 2)))
+def _norm_buffer(shapes: Shapes, launch: Launch, device: str) -> int:
+    """Returns the bytes in which the gradients' norm is summed, in fp64 on a CPU."""
+    trained = max((weight.numel for weight in shapes.weights if weight.trains), default=0)
+    return 8 * min(_NORM_CHUNK, trained) if device == "cpu" and launch.kind != "zero" else 0
 
 
 def how_of(recipe: Recipe, launch: Launch, device: str, capability: tuple[int, int], micro_batches: int) -> How:
@@ -128,7 +124,7 @@ def how_of(recipe: Recipe, launch: Launch, device: str, capability: tuple[int, i
         device=device,
         capability=capability,
         casts_weights=sharded and recipe.train.precision in ("bf16", "fp16", "fp8"),
-        keeps_inputs_alone=launch.kind == "zero" and _stage(launch) == 3,
+        keeps_inputs_alone=launch.kind == "zero" and zero_stage(launch) == 3,
         gradients_there=not sharded and not keeps_gradients and not recipe.optimizer.in_backward,
         drops_gradients=recipe.optimizer.in_backward,
         tensor=launch.parallelism.tensor,
@@ -216,7 +212,7 @@ def _load(shapes: Shapes, launch: Launch, state: State) -> int:
     """Returns the bytes at the peak of loading and wrapping: weights, and a full tensor or a second copy of what
     trains."""
     weights, trained = state.persistent[WEIGHTS], [weight for weight in shapes.weights if weight.trains]
-    if launch.kind == "zero" and _stage(launch) < 3:
+    if launch.kind == "zero" and zero_stage(launch) < 3:
         return weights + sum(weight.bytes for weight in trained)
     if launch.kind == "zero":
         master = sum(4 * -(-weight.numel // launch.processes) for weight in trained)
@@ -230,7 +226,7 @@ def _whole_tensor(recipe: Recipe, shapes: Shapes, launch: Launch) -> int:
     """Returns what the largest tensor of the result takes, which is gathered: FSDP2 gathers it in one piece more."""
     largest = max(weight.bytes for weight in shapes.weights if weight.trains or recipe.mode == "full")
     if launch.kind == "zero":
-        return largest if _stage(launch) == 3 else 0
+        return largest if zero_stage(launch) == 3 else 0
     return 2 * largest if launch.kind == "fsdp2" or launch.parallelism.tensor > 1 else 0
 
 
@@ -241,7 +237,7 @@ def _moving(
     recipe: Recipe, config: PretrainedConfig, shapes: Shapes, launch: Launch, device: str, batch: HeaviestBatch
 ) -> Moving:
     if launch.kind == "zero":
-        return _of_zero(shapes, launch, _stage(launch))
+        return _of_zero(shapes, launch, zero_stage(launch))
     sharded = launch.kind == "fsdp2" or launch.parallelism.tensor > 1
     moving = _of_fsdp2(recipe, shapes, launch, device) if sharded else Moving()
     if launch.parallelism.tokens > 1:

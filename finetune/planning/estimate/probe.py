@@ -3,7 +3,7 @@
     products, attention     at the recipe's sizes
     memory                  operators without products, from kilobytes in a cache to megabytes out of it
     operators               a forward and backward of a short model on a few tokens, where little else takes time
-    factor                  the same on a row of tokens, beside what all of the above says
+    factor                  the same on a row of tokens, against what all of the above says
     optimizer               AdamW and the gradient's norm
     data                    what a thread takes to put examples together to a row; not for images
     exchange                collectives between processes of this machine, on CPUs (`exchange.py`)

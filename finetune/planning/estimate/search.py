@@ -53,6 +53,7 @@ class PlanRequest:
     rows: RowFacts
     hardware: Hardware
     prices: Prices
+    shapes_from: str = "its config.json"
     spot: bool = False
     repack: Callable[[Recipe], RowFacts] | None = None  # the rows of other lengths
 
@@ -82,6 +83,12 @@ class Choice:
     @property
     def sizes(self) -> str:
         return "" if self.launch.parallelism.is_plain else self.launch.parallelism.summary()
+
+    @property
+    def name(self) -> str:
+        sizes = f" ({self.sizes})" if self.sizes else ""
+        changes = "".join(f", {line}" for line in as_lines(self.changes))
+        return f"{self.config}{sizes} on {self.machines.name}{changes}"
 
     @property
     def free(self) -> float:
@@ -189,13 +196,24 @@ def _others(
 
 
 def drops(recipe: Recipe, config: PretrainedConfig) -> bool:
-    """Whether anything is dropped at random, in each forward anew: rows per device would change the result."""
+    """Whether anything is dropped at random, again in each forward: rows per device would change the result."""
     return bool(recipe.lora and recipe.lora.dropout) or any(True for _ in active_dropouts(config))
 
 
 def best(choices: Sequence[Choice]) -> Choice:
     """Returns the fastest of those that fit best; of equals the first."""
     return min(choices, key=lambda one: (ORDER.index(one.verdict), one.step.seconds if one.step else 0.0, one.peak))
+
+
+def as_lines(values: dict[str, Any]) -> list[str]:
+    """Returns `section.key: value` of each, as a recipe has it."""
+    return [f"{key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
+
+
+def value_of(recipe: Recipe, key: str) -> Any:
+    """key: `section.key`."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(recipe, section), name)
 
 
 def changed(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
@@ -283,7 +301,7 @@ def hourly(prices: Prices, machines: Machines, spot: bool) -> tuple[float, str] 
     return amount * machines.count * (1 + lost), currency
 
 
-_SAVE_S, _RESUME_S = 60.0, 600.0  # of a checkpoint that the step waits for; of a new machine until it trains
+SAVE_S, RESUME_S = 60.0, 600.0  # assumed: of a checkpoint that the step waits for; of a new machine until it trains
 
 
 def spot_loss(prices: Prices, price: Price, machines: Machines) -> tuple[float, float]:
@@ -293,5 +311,5 @@ def spot_loss(prices: Prices, price: Price, machines: Machines) -> tuple[float, 
     resumption.
     """
     rate = (price.losses_per_hour or prices.losses_per_hour) * machines.machines
-    interval = (2 * _SAVE_S / 3600 / rate) ** 0.5
-    return interval, rate * (interval / 2 + _RESUME_S / 3600) + _SAVE_S / 3600 / interval
+    interval = (2 * SAVE_S / 3600 / rate) ** 0.5
+    return interval, rate * (interval / 2 + RESUME_S / 3600) + SAVE_S / 3600 / interval

@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -67,10 +68,10 @@ class Shapes:
 def shapes_of(recipe: Recipe, config: PretrainedConfig, tensor: int = 1) -> Shapes:
     """Returns the tensors of one rank of a tensor parallel group, of the full model where `tensor` is 1. Raises
     UserError as loading does."""
-    return _shapes(_ShapesKey(recipe, config, tensor))
+    return _shapes(ShapesKey(recipe, config, tensor))
 
 
-class _ShapesKey:
+class ShapesKey:
     """What shapes depend on, for a cache."""
 
     def __init__(self, recipe: Recipe, config: PretrainedConfig, tensor: int):
@@ -84,11 +85,11 @@ class _ShapesKey:
         return hash(self.text)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ShapesKey) and self.text == other.text
+        return isinstance(other, ShapesKey) and self.text == other.text
 
 
 @functools.lru_cache(maxsize=32)
-def _shapes(key: _ShapesKey) -> Shapes:
+def _shapes(key: ShapesKey) -> Shapes:
     short, kinds = shortened(key.config)
     model = skeleton(key.recipe, short)
     if key.tensor > 1:
@@ -171,7 +172,10 @@ def with_layers(config: PretrainedConfig, layers: list[int]) -> PretrainedConfig
 def skeleton(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice | None = None) -> Any:
     """Returns the model of a run on `meta`: adapters, types and packed weights as they will be."""
     attention = attention or AttentionChoice("eager", "only shapes", True)
-    model = load_model(recipe, config, attention, Placement("meta", None), score_labels(recipe.objective))
+    # Adapters would be made with random numbers. Added tokens are counted, and packed weights have tables.
+    alone = recipe.tokens is None and recipe.quantization is None
+    with torch.device("meta") if alone else contextlib.nullcontext():
+        model = load_model(recipe, config, attention, Placement("meta", None), score_labels(recipe.objective))
     name_body(unwrap_peft(model))
     return model
 

@@ -5,9 +5,9 @@
     launches              operators that the host starts: on a CPU all of them, else where the device waits for the host
     unpacking             4-bit weights, and fp32 weights that are cast for each forward
     optimizer             bytes of weights, gradients and moments; on the host's processors under offload
-    communication         what does not hide behind compute, by link
+    communication         what compute does not hide, by link
     bubble                stages of a pipeline that wait for its first and last micro-batches
-    data                  wait for rows, which a thread prepares beside the step: as finished runs waited, or what a
+    data                  wait for rows, which a thread prepares during the step: as finished runs waited, or what a
                           probe's time to prepare them is longer than the step; absent where neither is known
 
 Not predicted: evaluations, checkpoints, the start.
@@ -16,9 +16,11 @@ Not predicted: evaluations, checkpoints, the start.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -30,7 +32,8 @@ from finetune.models.vision import patches_of
 from finetune.planning.estimate.lengths import RowFacts
 from finetune.planning.estimate.operators import Work, together
 from finetune.planning.estimate.phases import Stage, how_of, of_rank
-from finetune.planning.estimate.shapes import Weight, shapes_of, shortened, skeleton
+from finetune.planning.estimate.shapes import ShapesKey, Weight, shapes_of, shortened, skeleton
+from finetune.planning.estimate.state import different_ranks, zero_stage
 from finetune.planning.estimate.tables import CPU, Hardware, Link, Machines
 from finetune.planning.estimate.timeline import HeaviestBatch, timeline_of
 from finetune.planning.flops import ModelFlops, model_flops
@@ -39,7 +42,7 @@ from finetune.recipe import Recipe
 _BYTES_OF_ADAMW = 28  # of fp32: weight, gradient, two moments read; weight and moments written
 _BYTES_OF_8BIT = 16
 _PACKED = 2.6  # bytes read and written to unpack a weight of 4 bits
-_HIDES = {"fsdp2": 0.9, "zero": 0.5, "replicated": 0.5}  # share of compute that communication hides behind
+HIDES = {"fsdp2": 0.9, "zero": 0.5, "replicated": 0.5}  # share of compute that hides communication; assumed
 _PERSISTENT = 100_000  # elements: weights up to these stay gathered under DeepSpeed's stage 3
 # Work of the host that no operator shows, in operators as `Speeds.operator_s` counts them, for each micro-batch. Fitted
 # to the fitted cells of scripts/plan_times.py; its blind cells say how well that holds elsewhere.
@@ -105,19 +108,30 @@ class Shape:
 
 
 def flops_of(recipe: Recipe, config: PretrainedConfig, implementation: str, recomputes: bool) -> ModelFlops:
-    """Counts on `meta`; where all layers are alike, models of one and two are drawn out to all."""
+    """Counts on `meta`; where all layers are alike, models of one and two are extrapolated to all."""
+    models = _models(ShapesKey(recipe, config, 1), recipe.train.activation_checkpointing)
     layers = config.get_text_config().num_hidden_layers
+    one, *two = (model_flops(model, implementation, recomputes) for model in models)
+    if not two:
+        return one
+    names = ("token_forward", "token_backward", "token_recomputed")
+    drawn = {name: getattr(one, name) + (layers - 1) * (getattr(two[0], name) - getattr(one, name)) for name in names}
+    return replace(one, attention=(*two[0].attention[:1], *two[0].attention[1:] * (layers - 1)), **drawn)
+
+
+@functools.lru_cache(maxsize=2)
+def _models(key: ShapesKey, _checkpointing: bool | str) -> tuple[Any, ...]:
+    """Returns the models that FLOPs are counted of: of one and of two layers, or the full one. They have the recipe's
+    activation checkpointing, which its key leaves out."""
+    recipe, config = key.recipe, key.config
     short, kinds = shortened(config)
-    if len(set(kinds)) > 1 or layers < 3:
-        return model_flops(skeleton(recipe, config), implementation, recomputes)
+    if len(set(kinds)) > 1 or len(kinds) < 3:
+        return (skeleton(recipe, config),)
     longer = copy.deepcopy(short)
     longer.get_text_config().num_hidden_layers = 2
     if types := getattr(short.get_text_config(), "layer_types", None):
         longer.get_text_config().layer_types = list(types) * 2
-    one, two = (model_flops(skeleton(recipe, each), implementation, recomputes) for each in (short, longer))
-    names = ("token_forward", "token_backward", "token_recomputed")
-    drawn = {name: getattr(one, name) + (layers - 1) * (getattr(two, name) - getattr(one, name)) for name in names}
-    return replace(one, attention=(*two.attention[:1], *two.attention[1:] * (layers - 1)), **drawn)
+    return skeleton(recipe, short), skeleton(recipe, longer)
 
 
 @dataclass(frozen=True)
@@ -168,7 +182,7 @@ class Speeds:
         return smaller[1] + share * (larger[1] - smaller[1])
 
     def moving(self, work: Work) -> float:
-        """Returns the seconds in which operators read and write. Those of products hide behind their arithmetic where
+        """Returns the seconds in which operators read and write. Those of products are hidden by their arithmetic where
         a device has many cores; a CPU's core waits for the weights."""
         sizes = work.moved if self.beside_host else (*work.moved, *work.multiplied)
         return sum(size * count / self.bandwidth(size) for size, count in sizes if size)
@@ -206,11 +220,13 @@ def table_speeds(recipe: Recipe, machines: Machines, hardware: Hardware) -> Spee
     if peak is None or machines.key == CPU:
         return None
     efficiency = hardware.efficiency
+    of_device = any(machines.key in keys for keys in efficiency.by_device.values())
+    assumed = "" if of_device else f"; it has no {device.name}, whose shares are assumed"
     return Speeds(
         peak * 1e12 * shares.products,
         peak * 1e12 * shares.attention,
         ((1.0, device.bandwidth_gb_s * 1e9 * shares.memory),),
-        f"shipped table ({efficiency.date}), fitted to {efficiency.source}",
+        f"shipped table ({efficiency.date}), fitted to {efficiency.source}{assumed}",
         efficiency.operator_us * 1e-6,
     )
 
@@ -251,7 +267,7 @@ class Job:
 
     @property
     def stage_3(self) -> bool:
-        return self.launch.kind == "zero" and _stage(self.launch) == 3
+        return self.launch.kind == "zero" and zero_stage(self.launch) == 3
 
     @cached_property
     def work(self) -> tuple[Work, float, bool]:
@@ -264,7 +280,7 @@ class Job:
         shapes, kinds = shapes_of(self.recipe, self.config, sizes.tensor), shortened(self.config)[1]
         larger = self.row_tokens / self.micro_batches / sum(self.batch.documents)
         found = []
-        for rank in range(0, sizes.processes, sizes.processes // sizes.pipeline):
+        for rank in different_ranks(sizes):
             stage = Stage.of(shapes, sizes, rank, kinds)
             mine = [part[kind] for kind in stage.layers for part in (parts.layers, parts.layers_backward)]
             mine += [parts.before, parts.before_backward] if stage.first else []
@@ -308,11 +324,11 @@ class Job:
         compute = {name: seconds / speeds.level.compute for name, seconds in compute.items()}
         busy = sum(compute.values())
         traffic = list(self._traffic())
-        beside = sum(one.seconds for one in traffic if one.beside)
-        alone = sum(one.seconds for one in traffic if not one.beside)
-        hidden = busy * _HIDES[self.launch.kind] if speeds.beside_host else 0.0
+        overlapping = sum(one.seconds for one in traffic if one.overlaps)
+        alone = sum(one.seconds for one in traffic if not one.overlaps)
+        hidden = busy * HIDES[self.launch.kind] if speeds.beside_host else 0.0
         optimizer = self._optimizer() / speeds.level.optimizer
-        parts = {**compute, "optimizer": optimizer, "communication": max(0.0, beside - hidden) + alone}
+        parts = {**compute, "optimizer": optimizer, "communication": max(0.0, overlapping - hidden) + alone}
         if sizes.pipeline > 1:
             waiting = (sizes.pipeline - 1) / (self.micro_batches * sizes.stages_per_rank)
             parts["bubble"] = busy * waiting / (3 if sizes.schedule == "zero_bubble" else 1)
@@ -373,7 +389,7 @@ class Job:
         yield from self._of_rows()
         if self.recipe.train.activation_offload and self.machines.key != CPU:
             moved = 2 * self.row_tokens / self.launch.parallelism.tokens * self.shape.hidden * self._element
-            yield Traffic(moved * self.shape.layers, 0, self.host_link, beside=True)
+            yield Traffic(moved * self.shape.layers, 0, self.host_link, overlaps=True)
 
     @property
     def host_link(self) -> Link:
@@ -399,7 +415,7 @@ class Job:
             copied = self._copied(times * trained * _COPIES_OF_GRADIENTS)
             yield Traffic(times * trained * (n - 1) / n, times * units, reduces, True, copied)
             if kind == "zero" and not self.stage_3:
-                yield Traffic(trained * (n - 1) / n, 1, of_shard, beside=False)
+                yield Traffic(trained * (n - 1) / n, 1, of_shard, overlaps=False)
         if sizes.tensor > 1:  # FSDP2 shards over them what they do not share
             n = sizes.tensor * sizes.shard * sizes.tokens
             whole = 2 * times * self.shape.ends * self._weight_bytes()
@@ -409,12 +425,12 @@ class Job:
             yield Traffic(whole * (n - 1) / n, 2 * times, self._link("scatter", n), True, copied)
         if kind == "fsdp2" and sizes.replicate > 1:
             moved = times * 2 * trained / (sizes.shard * sizes.tokens) * (sizes.replicate - 1) / sizes.replicate
-            yield Traffic(moved, self.shape.layers * times, self._link("reduce", sizes.processes), beside=True)
+            yield Traffic(moved, self.shape.layers * times, self._link("reduce", sizes.processes), overlaps=True)
         if kind == "fsdp2" and self.launch.offloads_optimizer and self.machines.key != CPU:
-            yield Traffic(times * 2 * weights / n, 0, self.host_link, beside=True)
+            yield Traffic(times * 2 * weights / n, 0, self.host_link, overlaps=True)
         if kind == "replicated" and (ranks := sizes.data * sizes.tokens) > 1:
             moved, buckets = 2 * trained * (ranks - 1) / ranks, max(1.0, trained / _BUCKET)
-            yield Traffic(moved, buckets, self._link("reduce", sizes.processes), beside=True)
+            yield Traffic(moved, buckets, self._link("reduce", sizes.processes), overlaps=True)
 
     def _of_rows(self) -> Iterator[Traffic]:
         """Yields what ranks that share rows hand to each other."""
@@ -440,7 +456,7 @@ class Job:
             yield Traffic(2 * wide, 2 * times * sizes.stages_per_rank, self._link("gather", sizes.processes))
 
     def _copied(self, moved: float) -> float:
-        """Returns the seconds of an engine's copies, which a device hides behind the collective."""
+        """Returns the seconds of an engine's copies, which a device hides during the collective."""
         return 0.0 if self.speeds.beside_host else moved / self.speeds.bandwidth(_FRESH)
 
     def _weight_bytes(self) -> float:
@@ -471,7 +487,7 @@ class Traffic:
     moved: float  # bytes
     collectives: float
     link: Link
-    beside: bool = False  # of compute; else compute waits for it
+    overlaps: bool = False  # with compute; else compute waits for it
     copied_s: float = 0.0  # around it
 
     @property
@@ -481,8 +497,3 @@ class Traffic:
             + self.moved / (self.link.gb_s * 1e9 * self.link.share)
             + self.collectives * self.link.latency_us * 1e-6
         )
-
-
-def _stage(launch: Launch) -> int:
-    section = launch.deepspeed
-    return int(section.get("zero_stage") or (section.get("zero_optimization") or {}).get("stage") or 2)

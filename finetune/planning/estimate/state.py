@@ -79,6 +79,11 @@ def state_of(recipe: Recipe, config: PretrainedConfig, launch: Launch, rank: int
 # --- which weights, and how much of each
 
 
+def different_ranks(sizes: Parallelism) -> Sequence[int]:
+    """Returns the ranks that may differ in memory and work: of a pipeline one of each stage, else the first."""
+    return range(0, sizes.processes, sizes.processes // sizes.pipeline)
+
+
 def layout_of(shapes: Shapes, sizes: Parallelism) -> Layout:
     """Returns the stages of a pipeline; of the weights of the model alone, as the engine lays them out."""
     base = [weight for weight in shapes.weights if "lora_" not in weight.name and "modules_to_save" not in weight.name]
@@ -160,9 +165,14 @@ def _is_hidden(weight: Weight) -> bool:
 # --- DeepSpeed
 
 
-def _zero(recipe: Recipe, shapes: Shapes, launch: Launch, rank: int, device: str) -> State:
+def zero_stage(launch: Launch) -> int:
+    """launch: of DeepSpeed; its config of accelerate's keys, or DeepSpeed's own."""
     section = launch.deepspeed
-    stage = int((section.get("zero_optimization") or {}).get("stage", section.get("zero_stage", 2)))
+    return int((section.get("zero_optimization") or {}).get("stage", section.get("zero_stage", 2)))
+
+
+def _zero(recipe: Recipe, shapes: Shapes, launch: Launch, rank: int, device: str) -> State:
+    section, stage = launch.deepspeed, zero_stage(launch)
     away = launch.offloads_optimizer and device != "cpu"
     state = _stage_3(recipe, shapes, launch, away) if stage == 3 else _flat(recipe, shapes, launch, rank, stage, away)
     if "nvme" in (section.get("offload_optimizer_device"), section.get("offload_param_device")):

@@ -1,6 +1,6 @@
 """Facts that `plan` calculates with: devices, links, prices and shapes of models, each with source and date.
 
-They are shipped as YAML beside this file; `hardware.yaml` and `prices.yaml` in the current folder add to them.
+They are shipped as YAML next to this file; `hardware.yaml` and `prices.yaml` in the current folder add to them.
 """
 
 from __future__ import annotations
@@ -301,15 +301,26 @@ def this_machine() -> Device:
 # --- models
 
 
-def _shipped_models(kind: str) -> dict[str, dict[str, Any]]:
-    models = _read(_FOLDER / "models.yaml")[kind]
-    return {name: facts for key, facts in models.items() for name in (key, *facts.get("also", ()))}
+def _shipped_model(name: str, sees_images: bool) -> dict[str, Any] | None:
+    """Returns the facts of a model of the table, with their source; None where it has none of this name."""
+    table = _read(_FOLDER / "models.yaml")
+    for key, facts in table["seeing" if sees_images else "models"].items():
+        if name in (key, *facts.get("also", ())):
+            source = facts.get("source", f"https://huggingface.co/{key}/blob/main/config.json")
+            return {**facts, "source": f"shipped table ({table['date']}), from {source}"}
+    return None
+
+
+def shapes_source(name: str, sees_images: bool = False) -> str:
+    """name: of a model that `shipped_config` knows."""
+    facts = _shipped_model(name, sees_images)
+    return facts["source"] if facts else ""
 
 
 def shipped_config(name: str, sees_images: bool = False) -> PretrainedConfig | None:
     """Returns the config of a model of the table, None where it has none of this name. sees_images: with its tower;
     else the text part."""
-    if (facts := _shipped_models("seeing" if sees_images else "models").get(name)) is None:
+    if (facts := _shipped_model(name, sees_images)) is None:
         return None
     from finetune.models.text_part import text_config
 

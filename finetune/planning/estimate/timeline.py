@@ -136,7 +136,7 @@ def _timeline(key: _TimelineKey) -> Timeline:
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     batch = with_pictures(collate(examples_of(recipe, key.batch, token)), short, key.batch.images, fakes)
     known = recipe.model.train is not None  # the forward reads masks of images, also where a row has none
-    fake = fakes, marks.meter, marks.operators, _linear(how), _grouped_products(dtypes(recipe).compute)
+    fake = fakes, marks.meter, _linear(how), _grouped_products(dtypes(recipe).compute)
     with contextlib.ExitStack() as stack:
         for each in (*fake, _no_communication()):
             stack.enter_context(each)
@@ -198,7 +198,8 @@ class Marks:
     """Cuts what a meter weighs into parts, at the edges of layers."""
 
     def __init__(self) -> None:
-        self.meter, self.operators, self.backward = Meter("cpu"), OperatorCounter(), False
+        self.operators, self.backward = OperatorCounter(), False
+        self.meter = Meter("cpu", count=self.operators.count)
         self._parts: dict[str, Part] = {}
         self._current, self._start = "", 0
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.planning.estimate.search import Choice, PlanRequest, best, changed, search
+from finetune.planning.estimate.search import Choice, PlanRequest, as_lines, best, changed, search, value_of
 from finetune.planning.estimate.speed import Speeds
 from finetune.planning.estimate.tables import Machines
 
@@ -68,7 +68,7 @@ def to_fit(request: PlanRequest, machines: Machines, speeds: Speeds | None) -> l
     for changes, cost in (({}, "as it is"), *_CHANGES):
         recipe = request.recipe
         absolute = {key: _absolute(recipe, key, value) for key, value in changes.items()}
-        if any(_value(recipe, key) == value for key, value in absolute.items()) and len(absolute) == 1:
+        if any(value_of(recipe, key) == value for key, value in absolute.items()) and len(absolute) == 1:
             continue
         if "optimizer.name" in absolute and recipe.optimizer.name != "adamw":
             continue
@@ -77,14 +77,9 @@ def to_fit(request: PlanRequest, machines: Machines, speeds: Speeds | None) -> l
             other = dataclasses.replace(other, rows=other.repack(other.recipe))
         found = [one for one in search(other, machines, speeds, widely=False).choices if one.verdict == "fits"]
         if found:
-            words = ", ".join(f"{key}: {str(value).lower()}" for key, value in absolute.items()) or "no change"
+            words = ", ".join(as_lines(absolute)) or "no change"
             fitting.append((f"{words} ({cost})", best(found)))
     return fitting
-
-
-def _value(recipe: Any, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(recipe, section), name)
 
 
 def _absolute(recipe: Any, key: str, value: Any) -> Any:

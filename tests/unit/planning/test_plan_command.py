@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from finetune.data.loader import Loader
 from finetune.engine.compatibility import check_products
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
@@ -21,6 +22,7 @@ from finetune.planning.estimate.command import (
     PlanOptions,
     PlanRequest,
     as_dicts,
+    assumptions,
     hours_of,
     memory_of,
     plan,
@@ -31,7 +33,9 @@ from finetune.planning.estimate.command import (
 from finetune.planning.estimate.memory_page import write_page
 from finetune.planning.estimate.search import Choice, launches, spot_loss, verdict
 from finetune.planning.estimate.tables import GIB, parse_machines, read_prices, shipped_hardware
+from finetune.planning.estimate.timeline import HeaviestBatch
 from finetune.planning.estimate.what_if import values_of
+from finetune.planning.fake_run import HeaviestRows, with_heaviest
 from finetune.recipe import load_recipe
 
 KEYS = {"config", "processes", "verdict", "peak_gib", "tensors_gib", "step_s", "tokens_per_s", "price", "why"}
@@ -116,6 +120,36 @@ def test_the_interval_of_checkpoints_loses_least() -> None:
     interval, lost = spot_loss(prices, price, machines)
     assert interval == pytest.approx((2 * (1 / 60) / 0.1) ** 0.5)
     assert lost == pytest.approx(0.1 * (interval / 2 + 1 / 6) + 1 / 60 / interval)
+
+
+def test_what_is_assumed_has_a_name(found: tuple[PlanRequest, list[Choice]]) -> None:
+    request, choices = found
+    assert request.shapes_from == "its config.json"
+    of_config = {one.config: " ".join(assumptions(request, one)) for one in choices}
+    assert of_config["single"] == ""
+    assert "collectives reach 75% of nvlink4's 450 GB/s" in of_config["fsdp2"]
+    assert "fsdp2: communication is hidden by up to 90% of compute" in of_config["fsdp2"]
+    assert "pipelines" in of_config["pp"]
+    assert "pipelines" not in of_config["ddp"]
+    other = request.recipe.model_copy(
+        update={"batch": request.recipe.batch.model_copy(update={"rows_per_device": "auto"})}
+    )
+    assert "auto is 1" in assumptions(dataclasses.replace(request, recipe=other), choices[0])[0]
+    assert "V100-16 has the memory of its data sheet" in " ".join(
+        assumptions(request, dataclasses.replace(choices[0], machines=parse_machines("V100-16", 1, request.hardware)))
+    )
+
+
+def test_exact_runs_the_documents_of_plan_where_the_run_finds_more_rows(
+    recipe: dict[str, Any], write_recipe: Any
+) -> None:
+    """Of `rows_per_device: auto` plan has one row, whose documents may be fewer than the rows that a trial finds."""
+    loaded = load_recipe(write_recipe(recipe), ["batch.rows=8", "batch.rows_per_device=auto"])
+    for documents, rows in (((64,), 1), ((40, 24, 20, 9), 4)):
+        batch = HeaviestBatch(documents, sum(documents) - len(documents))
+        found = Loader(HeaviestRows(loaded, batch, 1), 8, 4, rank=0, world_size=2, total_rows=16)
+        step = with_heaviest(found, loaded, batch).step(0)
+        assert [one.sequence_lengths for one in step.batches] == [documents] * (4 // rows)
 
 
 @pytest.mark.parametrize(

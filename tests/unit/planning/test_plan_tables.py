@@ -15,6 +15,7 @@ from finetune.planning.estimate.tables import (
     parse_machines,
     read_hardware,
     read_prices,
+    shapes_source,
     shipped_config,
     shipped_hardware,
 )
@@ -78,6 +79,8 @@ def test_every_line_has_a_source_and_a_date() -> None:
         assert price.source.startswith("https://")
         assert price.device in hardware.devices
         assert price.on_demand or price.spot
+    assert all("https://" in shapes_source(name) for name in MODELS)
+    assert all("https://" in facts["source"] for facts in SEEING.values())
 
 
 def test_machines_are_read_by_any_of_their_names() -> None:
