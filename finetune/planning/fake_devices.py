@@ -326,6 +326,9 @@ def _waits(what: str) -> None:
         meter.wait(what)
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
 class Meter(TorchDispatchMode):
     """Weighs the storages that operations give, until they are freed; counts waits, copies, casts and collectives.
 
@@ -358,8 +361,9 @@ class Meter(TorchDispatchMode):
         self.counts.waits[f"{what} in {_caller()}"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":  # questions about a tensor, more than there are operators
-            return func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # questions about a tensor, most about its device: more than there are operators
+            is_known = isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation
+            return args[0].fake_device if func is _DEVICE and is_known else func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and getattr(args[0], "constant", None) is not None:
             args[0].constant = None  # fake tensors that are made of numbers keep them, and would copy these as well
         out = func(*args, **(kwargs or {}))
@@ -396,9 +400,7 @@ class Meter(TorchDispatchMode):
 
     def _weigh(self, tensor: Tensor) -> None:
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        # A fake tensor's `device` would be dispatched, which costs as much as an operator.
-        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-        if device.type != self._device:
+        if tensor.device.type != self._device:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
