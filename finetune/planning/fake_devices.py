@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -326,9 +325,6 @@ def _waits(what: str) -> None:
         meter.wait(what)
 
 
-_DEVICE = torch.ops.prim.device.default
-
-
 class Meter(TorchDispatchMode):
     """Weighs the storages that operations give, until they are freed; counts waits, copies, casts and collectives.
 
@@ -361,9 +357,8 @@ class Meter(TorchDispatchMode):
         self.counts.waits[f"{what} in {_caller()}"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":  # questions about a tensor, most about its device: more than there are operators
-            is_known = isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation
-            return args[0].fake_device if func is _DEVICE and is_known else func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # questions about a tensor, more than there are operators
+            return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and getattr(args[0], "constant", None) is not None:
             args[0].constant = None  # fake tensors that are made of numbers keep them, and would copy these as well
         out = func(*args, **(kwargs or {}))
@@ -475,6 +470,7 @@ def _number_like(tensor: Tensor) -> Tensor:
 def fake_cuda(block: int = BLOCK) -> Iterator[Meter]:
     """Everything within is on fake devices. A value that is read off the device is a wait, and made up where the
     meter says `may_read`; elsewhere torch's error for what depends on data is raised."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     meter = Meter(block=block)
 
