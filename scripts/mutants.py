@@ -78,8 +78,8 @@ MUTANTS = (
         "objectives",
         "shift by one: a place is trained on its own token",
         "finetune/data/batch.py",
-        "input_ids[predicting + 1].astype",
-        "input_ids[predicting].astype",
+        "input_ids[trained].astype",
+        "input_ids[trained - 1].astype",
         (f"{_FORMULAS}::test_a_pair_equals_its_reference_before_the_first_step",),
     ),
     Mutant(
@@ -191,8 +191,8 @@ MUTANTS = (
         "objectives",
         "the second answer's positions go on behind the first",
         "finetune/data/batch.py",
-        "np.concatenate([np.arange(length) for length in lengths])",
-        "np.arange(sum(lengths))",
+        "np.concatenate([np.arange(length) for length in sizes.lengths])",
+        "np.arange(sum(sizes.lengths))",
         (f"{_SHARED}::test_losses_and_gradients_are_those_of_whole_sequences",),
     ),
     Mutant(
@@ -343,8 +343,8 @@ MUTANTS += (
         "data",
         "documents of a row are one",
         _BATCH,
-        "sequence_lengths=(*own_lengths, *padding),",
-        "sequence_lengths=(sum(own_lengths), *padding),",
+        "sequence_lengths=(*layout.own_lengths, *layout.padding),",
+        "sequence_lengths=(sum(layout.own_lengths), *layout.padding),",
         (_BATCHES,),
     ),
     Mutant(

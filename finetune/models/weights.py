@@ -88,7 +88,8 @@ def load_model(
         model = _scoring_model(recipe, labelled(config, labels), attention, base_dtype, placement)
     else:
         auto = AutoModelForCausalLM if recipe.model.train is None else AutoModelForImageTextToText
-        model, _ = _base_model(recipe, config, attention, base_dtype, placement, auto)
+        model, missing = _base_model(recipe, config, attention, base_dtype, placement, auto)
+        _check_complete(recipe, config, missing or set())
     if not labels and model.get_output_embeddings() is None:
         raise UserError(f"{type(config).__name__} has no LM head to train")
     first_added = 0
@@ -178,6 +179,19 @@ def _base_model(
         kept_on = placement.packed_on or device
         quantise(model, recipe.quantization, dtypes(recipe).compute, device, kept_on, whole)
     return model, missing
+
+
+def _check_complete(recipe: Recipe, config: PretrainedConfig, missing: set[str]) -> None:
+    """Raises UserError where a checkpoint lacks weights, of which transformers only warns and draws them at random."""
+    if is_stored_quantised(config):  # its tensors have other names than the weights
+        return
+    unused = None if recipe.model.train is None else family_of(config).unused
+    absent = sorted(name for name in missing if unused is None or f".{unused}." not in f".{name}")
+    if absent:
+        raise UserError(
+            f"model.name: {recipe.model.name!r} lacks {len(absent):,} weights of its model, such as `{absent[0]}`, "
+            "which would begin at random: is the folder complete, and its config.json that of these weights?"
+        )
 
 
 def _unpacked_model(

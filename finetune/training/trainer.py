@@ -172,10 +172,7 @@ class Trainer:
 
     def train(self) -> None:
         """Runs all steps from `state.step` to the end, with what is due between them."""
-        if not self.evaluation and self._evaluation_due():
-            measured = self.evaluate()
-            if self.state.step:  # a stop came before it: from now on the checkpoint of this step has it
-                self._save_checkpoint(measured)
+        self._catch_up_on_evaluation()
         self._write_status("running")  # a signal before this leaves nothing to save: 75 at once
         self.stop.steps_begun = True
         self._profile({})
@@ -348,6 +345,27 @@ class Trainer:
             images = [g.images for g in generations]
             self.log.table("generations", ["prompt", "output", "reference"], rows, self.state.step, images)
         return self.evaluation
+
+    def _catch_up_on_evaluation(self) -> None:
+        """Makes the evaluation that is due before the first step, or that a stop came before; from then on both the log
+        and the checkpoint of this step have it. Collective."""
+        step, stop_when = self.state.step, self.recipe.train.stop_when
+        lines = read_steps(self.folder / "metrics.jsonl") if self.engine.is_main else []
+        logged = [line for line in lines if line["step"] == step and "eval_loss" in line]
+        of_log: dict[str, float] | None = self.engine.ranks.gather(logged[-1] if logged else None)[0]
+        if self.evaluation and of_log is None:  # of the checkpoint; the log was damaged
+            self.log.write({"step": step, **self.evaluation}, step)
+        if self.evaluation or not self._evaluation_due():
+            return
+        if of_log is None:
+            self.evaluate()
+        else:  # by a launch that was killed before it had saved it
+            self.evaluation = {name: value for name, value in of_log.items() if name != "step" and value is not None}
+            if stop_when is not None:
+                metric = stop_when.metric
+                self._note_improvement(self.evaluation.get(metric, math.nan), metric_direction(metric))
+        if step:
+            self._save_checkpoint(self.evaluation)
 
     def _note_improvement(self, value: float, direction: str) -> None:
         """Counts the evaluations since the best one, for `train.stop_when`; one that is not finite is never the

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from conftest import finetune, metrics, train_here
 from filelock import FileLock
+from safetensors.torch import load_file, save_file
 
 from finetune.checkpoints.folder import find_problem
 from finetune.errors import RunFailure, UserError
@@ -356,6 +357,17 @@ def test_an_evaluation_that_is_not_finite(saving: dict[str, Any], write_recipe: 
     assert metrics(run)[-1] == {"step": 1, "eval_loss": None}
     state = json.loads((run / "checkpoints" / "step-00000001" / "state.json").read_text())
     assert state["metrics"] == {}
+
+
+def test_a_base_that_lacks_a_weight(saving: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path) -> None:
+    """transformers would draw it at random, and warn."""
+    base, name = shutil.copytree(made / "llama", tmp_path / "base"), "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(base / "model.safetensors")
+    tensors.pop(name)
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    saving["model"] = {"name": str(base)}
+    with pytest.raises(UserError, match=rf"model.name: .* lacks 1 weights of its model, such as `{name}`"):
+        train_here(write_recipe(saving))
 
 
 # --- folders and clocks
