@@ -6,14 +6,16 @@ calibration: each row is rounded to nearest after division by its scale.
 
 Activations keep their type. vLLM takes both as they are: W8A16 of its compressed-tensors schemes
 (https://github.com/vllm-project/vllm, .../quantization/compressed_tensors), transformers by the package
-`compressed-tensors`. Heads, embeddings, routers and norms keep the type of the export, and of a model that sees all but
-its language model: names of its layers are those in memory, by which both know them.
+`compressed-tensors`. Experts, which transformers has stacked, are a matrix each in files: so they are written, in int8.
+Heads, embeddings, routers and norms keep the type of the export, and of a model that sees all but its language model:
+names of its layers are those in memory, by which both know them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,23 +62,17 @@ class _Part:
 
 
 class QuantisedModel:
-    """As `StreamedModel`: shapes of all tensors, and the values of one at a time. Raises UserError for a model whose
-    layers are not all plain linear ones."""
+    """As `StreamedModel`: shapes of all tensors, and the values of one at a time. Raises UserError for a model of other
+    layers than linear ones, and experts that are linear ones in its files."""
 
     def __init__(self, model: StreamedModel, kind: str):
         self._model, self.kind = model, kind
-        chosen = text_layers(model.model)
-        inside = language_path(model.model)
-        stacked = [name for name, p in model.model.named_parameters() if p.ndim > 2 and name.startswith(inside)]
-        if model.is_scoring or stacked:
-            what = "a model of scores" if model.is_scoring else f"experts ({stacked[0]})"
-            raise UserError(
-                f"--quantize {kind}: {what} is not quantised here, only models of plain linear layers: use "
-                "llm-compressor on the folder that `export --to hf` writes"
-            )
+        chosen, experts = text_layers(model.model), _expert_weights(model, kind)
         others = {name for name, module in model.model.named_modules() if type(module) is torch.nn.Linear}
-        self.ignored = sorted(others - chosen.keys())
-        in_files = {model.name_in_files(f"{name}.weight") for name in chosen}
+        # Routers, which are linear layers to vLLM.
+        routers = {f"{name.partition('.experts.')[0]}.gate" for name in experts}
+        self.ignored = sorted((others - chosen.keys()) | {one for one in routers if f"{one}.weight" in model.shapes})
+        in_files = {*experts, *(model.name_in_files(f"{name}.weight") for name in chosen)}
         if None in in_files:
             raise UserError(f"--quantize {kind}: the files name layers otherwise than transformers: use llm-compressor")
         self.shapes: dict[str, Tensor] = {}
@@ -110,6 +106,36 @@ class QuantisedModel:
         return self._made.pop(name)
 
 
+_EXPERT = re.compile(r".*\.experts\.\d+\.\w+\.weight")
+
+
+def _expert_weights(model: StreamedModel, kind: str) -> list[str]:
+    """Returns the weights of experts by the files' names, a matrix of each expert and projection, as vLLM's WNA16 reads
+    them. Raises UserError for what no server, or nothing here, would read in eight bits."""
+    stacked = stacked_experts(model.model)
+    names = [name for name in model.shapes if _EXPERT.fullmatch(name)]
+    elsewhere = "use llm-compressor on the folder that `export --to hf` writes"
+    if stacked and kind == "fp8":
+        raise UserError(
+            f"--quantize fp8: vLLM takes experts ({stacked[0]}) in fp8 only with activations in fp8: give int8, or "
+            + elsewhere
+        )
+    what = "a model of scores" if model.is_scoring else ""
+    if stacked and (not names or any(tensor.ndim > 2 for tensor in model.shapes.values())):
+        what = f"what the files have in tensors of three dimensions ({stacked[0]})"
+    if stacked and any(model.shapes[name].shape[-1] % _PER_INT32 for name in names):
+        what = f"experts ({stacked[0]}) whose rows are no multiple of {_PER_INT32}"
+    if what:
+        raise UserError(f"--quantize {kind}: {what} is not quantised here: {elsewhere}")
+    return names
+
+
+def stacked_experts(model: Any) -> list[str]:
+    """Returns the parameters (experts, out, in) of a language model that hold the experts of a layer."""
+    inside = language_path(model)
+    return [name for name, p in model.named_parameters() if p.ndim > 2 and name.startswith(inside)]
+
+
 def settings_of(kind: str, ignored: list[str]) -> dict[str, Any]:
     """Returns `quantization_config` of config.json, as compressed-tensors and vLLM read it. ignored: layers that keep
     their type."""
@@ -121,7 +147,9 @@ def settings_of(kind: str, ignored: list[str]) -> dict[str, Any]:
         "strategy": "channel",
         "dynamic": False,
     }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": weights}
+    group |= {"input_activations": None, "output_activations": None}
+    group["format"] = layout  # vLLM looks for that of experts here
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
@@ -186,6 +214,10 @@ def round_layers(model: Any, kind: str, dtype: torch.dtype) -> Any:
         parameter.copy_(parameter.to(dtype))
     for module in text_layers(merged).values():
         module.weight.copy_(dequantise(quantise(module.weight.to(dtype), kind)))
+    for name in stacked_experts(merged):
+        experts = merged.get_parameter(name)
+        for expert in experts:
+            expert.copy_(dequantise(quantise(expert.to(dtype), kind)))
     return merged
 
 
@@ -198,7 +230,7 @@ def other_layers(folder: Path, model: Any) -> str | None:
     loaded, _ = loaded_names(model, scaled)
     held = {(loaded[name] or name).removesuffix(".weight") for name in scaled}
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    said = linear - set(settings["ignore"])
+    said = (linear - set(settings["ignore"])) | {*stacked_experts(model)}
     if held == said:
         return None
     name = min(held ^ said)

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -396,9 +395,7 @@ class Meter(TorchDispatchMode):
 
     def _weigh(self, tensor: Tensor) -> None:
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        # A fake tensor's `device` would be dispatched, which costs as much as an operator.
-        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-        if device.type != self._device:
+        if tensor.device.type != self._device:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -473,6 +470,7 @@ def _number_like(tensor: Tensor) -> Tensor:
 def fake_cuda(block: int = BLOCK) -> Iterator[Meter]:
     """Everything within is on fake devices. A value that is read off the device is a wait, and made up where the
     meter says `may_read`; elsewhere torch's error for what depends on data is raised."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     meter = Meter(block=block)
 
