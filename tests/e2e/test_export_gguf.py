@@ -275,7 +275,9 @@ def other(field: Any) -> None:
     part[0] = part[0] ^ 1 if field.types[0] == gguf.GGUFValueType.STRING else part[0] * 2
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma3", "ministral3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "ministral3", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama3", "qwen3_moe"))]
+)
 def test_any_setting_of_a_file_is_seen(tmp_path: Path, name: str) -> None:
     """Also those that transformers does not read, or that act beyond the length of held-out rows."""
     kinds = {"llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}), "ministral3": ("ministral3", {}), **KINDS}
