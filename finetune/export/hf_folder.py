@@ -114,7 +114,7 @@ def whole_or_absent(out: Path, about: dict[str, Any], how: dict[str, Any], card:
         finish(partial, out)
     except UserError:  # refused again the next time: there is nothing to go on from
         if not was_there:
-            shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     except OSError as error:
         raise not_written(out, error) from error
