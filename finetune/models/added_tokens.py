@@ -67,7 +67,14 @@ def start_rows(model: Any, first: int, pieces: list[list[int]]) -> None:
             "here: use some of its unused tokens in your rows"
         )
     model.has_added_tokens = True
-    if full_shape(model.get_input_embeddings().weight)[0] < count:
+    sizes = [full_shape(module.weight)[0] for module in _tables(model)]
+    if min(sizes) < count:
+        if min(sizes) < max(sizes):  # Llama 3.2 Vision
+            raise UserError(
+                f"tokens.add: {type(model).__name__} has an embedding of {max(sizes):,} rows and a head of "
+                f"{min(sizes):,}, too few for {count:,} tokens; transformers makes the difference of its own accord, "
+                "and would not load a result whose tables have grown: use some of its unused tokens in your rows"
+            )
         model.resize_token_embeddings(count, mean_resizing=False)
     weights = {id(w): w for module in _tables(model) for w in (module.weight, getattr(module, "bias", None))}
     for weight in weights.values():

@@ -114,11 +114,13 @@ def products(x: Tensor, layers: list[FusedLinear]) -> tuple[Tensor, ...]:
     down = [layer.lora_A[name].weight for layer, name in zip(layers, names, strict=True)]
     up = [layer.lora_B[name].weight for layer, name in zip(layers, names, strict=True)]
     with torch.autocast(device, enabled=False):
-        return _Products.apply(x, compute, scaling, *(w for base in bases for w in base), *down, *up)  # pyright: ignore[reportReturnType]
+        outputs: Any = _Products.apply(x, compute, scaling, *(w for base in bases for w in base), *down, *up)
+    # A model may add to an output in place (Llama 4), which autograd allows of views that are made outside.
+    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)  # -1 would not do for no rows
 
 
 class _Products(torch.autograd.Function):
-    """Of n layers. Weights: n times (W, bias or None), n A, n B."""
+    """Outputs (T, O) of n layers. Weights: n times (W, bias or None), n A, n B."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, compute: torch.dtype, scaling: list[float], *weights: Any) -> tuple[Tensor, ...]:
@@ -132,7 +134,7 @@ class _Products(torch.autograd.Function):
             weight, bias = (None if w is None else w.to(compute) for w in base[2 * i : 2 * i + 2])
             y = F.linear(rows, weight, bias)  # pyright: ignore[reportArgumentType]
             y.addmm_(part, up[i].to(compute).t(), alpha=scaling[i])
-            outputs.append(y.view(*x.shape[:-1], y.shape[-1]))  # -1 would not do for no rows
+            outputs.append(y)
         ctx.save_for_backward(rows, inner, *base[::2], *down, *up)
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -149,7 +151,7 @@ class _Products(torch.autograd.Function):
         for i, part in enumerate(inner.split([a.shape[0] for a in down], 1)):
             if grads[i] is None:  # an output that nothing has used
                 continue
-            of_y = grads[i].reshape(-1, grads[i].shape[-1])  # (T, O)
+            of_y = grads[i]  # (T, O)
             of_inner = of_y @ up[i].to(compute)  # (T, r), without the scaling
             of_up[i] = (of_y.t() @ part).mul_(ctx.scaling[i])
             of_down[i] = (of_inner.t() @ rows).mul_(ctx.scaling[i])

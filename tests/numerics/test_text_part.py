@@ -194,10 +194,11 @@ def test_tokens_are_added(recipe: dict[str, Any], write_recipe: Any, bases: Any,
     """The base's own class, grown, with the adapter as peft reads it; the merged folder; a full result."""
     base, run = bases(name), tmp_path / "runs" / "run"
     add = {"add": ["quick stars", "under table", *(f"<{i}>" for i in range(40))]}
-    lora = {"rank": 4, "targets": ["q_proj", "o_proj"]}
+    lora = {"rank": 4, "targets": ["o_proj"] if name == "mistral4" else ["q_proj", "o_proj"]}
     changes = text_recipe(recipe, base, tokens=add)
-    if name == "gemma4":
-        with pytest.raises(UserError, match="second table of embeddings"):
+    refused = {"gemma4": "second table of embeddings", "mllama": "rows and a head of .* too few"}
+    if name in refused:
+        with pytest.raises(UserError, match=refused[name]):
             train_here(write_recipe(changes))
         return
     train_here(write_recipe({**changes, "mode": "lora", "lora": lora}))
