@@ -72,6 +72,25 @@ def test_under_autocast_it_is_as_near_to_the_truth_as_peft() -> None:
     assert difference(step(fused(theirs), autocast=True), truth) < 1.1 * difference(step(theirs, autocast=True), truth)
 
 
+@pytest.mark.parametrize("shape", [(5, 32), (2, 5, 32)])
+def test_a_model_may_add_to_an_output_in_place(shape: tuple[int, ...]) -> None:
+    """As Llama 4 does with those of its shared expert; alone, and where several layers have one input."""
+    theirs = adapted(1).double()
+    ours = fused(theirs)
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64) * torch.ones(shape, dtype=torch.float64)
+    for path in ("mlp.down_proj", "self_attn.q_proj"):
+        gradients = []
+        for model in (theirs, ours):
+            layer: Any = model.get_submodule(f"base_model.model.model.layers.0.{path}")
+            rows = x.repeat_interleave(2, -1) if path == "mlp.down_proj" else x
+            out = layer(rows)
+            out.add_(rows[..., : out.shape[-1]])
+            model.zero_grad()
+            out.square().sum().backward()
+            gradients.append({n: p.grad for n, p in layer.named_parameters() if p.grad is not None})
+        assert difference(gradients[1], gradients[0]) < 1e-13
+
+
 def test_it_makes_no_pass_over_an_output() -> None:
     """The scaling and the sum are parts of products; q, k and v read their input once for A."""
 
