@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -65,19 +65,20 @@ def lay_out(model: Any, stages: int, ranks: int, scores: bool = False) -> Layout
     layers = [_numel(layer) for layer in base.layers]
     head = 0 if scores else _numel(model.get_output_embeddings())
     first, last = _numel(model.get_input_embeddings()), _numel(base.norm) + head
-    return Layout(stage_bounds(layers, stages, first, last), ranks)
+    return Layout(stage_bounds(tuple(layers), stages, first, last), ranks)
 
 
 def _numel(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def stage_bounds(layers: Sequence[int], stages: int, first: int, last: int) -> tuple[int, ...]:
+@cache
+def stage_bounds(layers: tuple[int, ...], stages: int, first: int, last: int) -> tuple[int, ...]:
     """Returns bounds with the smallest possible maximum cost of a stage, then the smallest sum of squared costs.
 
     layers: the cost of each; first, last: what the first and the last stage have in addition. No stage is empty.
 
-    >>> stage_bounds([1] * 32, 4, 2, 3)
+    >>> stage_bounds((1,) * 32, 4, 2, 3)
     (0, 7, 16, 25, 32)
     """
     sums = [0]

@@ -22,7 +22,6 @@ from finetune.planning.estimate.lengths import ROWS_KEPT, Lengths, RowFacts, rea
 from finetune.planning.estimate.memory_page import write_page
 from finetune.planning.estimate.probe import probe
 from finetune.planning.estimate.search import (
-    ORDER,
     RESUME_S,
     SAVE_S,
     Choice,
@@ -237,7 +236,7 @@ def ranked(choices: Sequence[Choice], options: PlanOptions) -> list[Choice]:
         seconds = one.step.seconds if one.step else 0.0
         cost = one.per_million or 0.0
         order = (cost, seconds) if options.by == "price" else (seconds, cost)
-        return ORDER.index(one.verdict), too_late or too_dear, *order, one.peak
+        return *one.rank, too_late or too_dear, *order, one.peak
 
     return sorted(choices, key=key)
 
@@ -267,6 +266,7 @@ def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, 
             "verdict": one.verdict,
             "peak_gib": round(one.peak / GIB, 3),
             "tensors_gib": round(one.memory.tensors / GIB, 3),
+            "at_least": one.memory.at_least,
             "phases_gib": {name: round(size / GIB, 3) for name, size in one.memory.phases.items()},
             "rank": one.memory.rank,
             "host_gib": round(one.memory.host / GIB, 3),
@@ -292,6 +292,10 @@ def why(request: PlanRequest, one: Choice) -> str:
     """Returns what decides about a choice, in a line."""
     phase = max(one.memory.phases, key=lambda name: one.memory.phases[name])
     device = one.machines.device.gib
+    if one.memory.at_least:
+        return (
+            f"what is kept {phase} alone is {-one.free:.1f} GiB more than the {device:.1f} of a device: no step weighed"
+        )
     if one.verdict == "no":
         room = f"{-one.free:.1f} GiB more than the {device:.1f} of a device, in {phase}"
     else:
@@ -407,7 +411,7 @@ def _table(choices: Sequence[Choice]) -> Table:
         table.add_row(
             f"{one.config} on {one.machines.name}" if several else one.config,
             one.verdict,
-            f"{one.peak / GIB:.1f}",
+            f"{'> ' if one.memory.at_least else ''}{one.peak / GIB:.1f}",
             f"{one.free:+.1f}",
             f"{one.step.seconds:.3g}" if one.step else "?",
             f"{one.tokens_per_s:,.0f}" if one.tokens_per_s else "?",

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from finetune.engine.launch import Launch
 from finetune.export.weight_files import SHARD_BYTES
 from finetune.models.config import dtypes
-from finetune.planning.estimate.phases import phases_of
+from finetune.planning.estimate.phases import KEPT, phases_of
 from finetune.planning.estimate.shapes import shapes_of
 from finetune.planning.estimate.state import different_ranks
 from finetune.planning.estimate.timeline import HeaviestBatch
@@ -53,6 +53,7 @@ class Memory:
     host: int  # bytes in its machine's memory, of all processes there: what is offloaded
     disk: int = 0  # bytes on the disks of its machine: NVMe offload
     after: dict[str, int] = field(default_factory=dict)  # bytes in the host's memory of one process: save, merge
+    at_least: bool = False  # whether a step takes more: what is kept is too much already, and nothing else was weighed
 
     @property
     def tensors(self) -> int:
@@ -60,18 +61,26 @@ class Memory:
 
 
 def estimate_memory(
-    recipe: Recipe, config: PretrainedConfig, place: Place, batch: HeaviestBatch, micro_batches: int = 1
+    recipe: Recipe,
+    config: PretrainedConfig,
+    place: Place,
+    batch: HeaviestBatch,
+    micro_batches: int = 1,
+    most: int | None = None,
 ) -> Memory:
     """Returns the memory of a run of `recipe` at `place`. config: `models.config.training_config(recipe)`'s.
 
-    micro_batches: of a step on each process. No weights are read; raises UserError where no such model can be made.
+    micro_batches: of a step on each process. most: bytes of a device; where what a rank keeps is more, no step is
+    weighed. No weights are read; raises UserError where no such model can be made.
     """
     found, after = [], host_after(recipe, config)
     for rank in different_ranks(place.launch.parallelism):
         arguments = (place.launch, rank, place.device, place.capability, batch, micro_batches)
-        phases, state = phases_of(recipe, config, *arguments)
+        phases, state = phases_of(recipe, config, *arguments, most)
         host, disk = state.host * place.per_host, state.disk * place.per_host
-        found.append(Memory(rank, phases, state.persistent, host, disk, after))
+        found.append(Memory(rank, phases, state.persistent, host, disk, after, at_least=list(phases) == [KEPT]))
+        if found[-1].at_least:
+            return found[-1]
     return max(found, key=lambda memory: memory.tensors)
 
 

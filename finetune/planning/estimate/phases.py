@@ -69,6 +69,9 @@ class Peaks:
         self.reach(phase, moving)
 
 
+KEPT = "between steps"
+
+
 def phases_of(
     recipe: Recipe,
     config: PretrainedConfig,
@@ -78,19 +81,23 @@ def phases_of(
     capability: tuple[int, int],
     batch: HeaviestBatch,
     micro_batches: int,
+    most: int | None = None,
 ) -> tuple[dict[str, int], State]:
-    """Returns the bytes of tensors at the peak of each phase, and what is kept."""
+    """Returns the bytes of tensors at the peak of each phase, and what is kept. Where that is more than `most`, it is
+    the only phase, `KEPT`: to weigh a step takes longer than all the rest."""
     sizes = launch.parallelism
     state, shapes = state_of(recipe, config, launch, rank, device), shapes_of(recipe, config, sizes.tensor)
     sharded = launch.kind == "fsdp2" or sizes.tensor > 1
     stage_3 = launch.kind == "zero" and zero_stage(launch) == 3
+    gradients = 0 if stage_3 else state.persistent[GRADIENTS]  # stage 3's are one buffer, as long as the engine lives
+    rest = state.device_bytes - gradients
+    if most is not None and rest > most:
+        return {KEPT: rest}, state
     in_backward = recipe.optimizer.in_backward
     how = how_of(recipe, launch, device, capability, micro_batches)
     parts = timeline_of(recipe, config, of_rank(batch, sizes), how)
     kinds = shortened(config)[1]
     moving = _moving(recipe, config, shapes, launch, device, batch)
-    gradients = 0 if stage_3 else state.persistent[GRADIENTS]  # stage 3's are one buffer, as long as the engine lives
-    rest = state.device_bytes - gradients
     walk = Peaks(rest, {"load": _load(shapes, launch, state)})
     stage = Stage.of(shapes, sizes, rank, kinds)
     several = micro_batches > 1 and not in_backward

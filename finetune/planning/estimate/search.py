@@ -91,6 +91,11 @@ class Choice:
         return f"{self.config}{sizes} on {self.machines.name}{changes}"
 
     @property
+    def rank(self) -> tuple[int, bool]:
+        """Smaller is better: by verdict, last those of which no step was weighed."""
+        return ORDER.index(self.verdict), self.memory.at_least
+
+    @property
     def free(self) -> float:
         """GiB that stay free on the fullest device; negative: that are missing."""
         return self.machines.device.gib - self.peak / GIB
@@ -180,7 +185,7 @@ def _others(
     recipe, rows = request.recipe, request.recipe.batch.rows_per_device
     fewer, keeps = own.verdict != "fits", recipe.train.activation_checkpointing
     changes: list[dict[str, Any]] = []
-    if not fewer and launch.parallelism.data < launch.processes:
+    if own.memory.at_least or (not fewer and launch.parallelism.data < launch.processes):
         return
     if keeps is not fewer:
         changes.append({"train.activation_checkpointing": fewer})
@@ -202,7 +207,7 @@ def drops(recipe: Recipe, config: PretrainedConfig) -> bool:
 
 def best(choices: Sequence[Choice]) -> Choice:
     """Returns the fastest of those that fit best; of equals the first."""
-    return min(choices, key=lambda one: (ORDER.index(one.verdict), one.step.seconds if one.step else 0.0, one.peak))
+    return min(choices, key=lambda one: (*one.rank, one.step.seconds if one.step else 0.0, one.peak))
 
 
 def as_lines(values: dict[str, Any]) -> list[str]:
@@ -236,10 +241,11 @@ def evaluate(
     device = "cpu" if machines.key == CPU else "cuda"
     place = Place(launch, min(launch.processes, machines.per_machine), device)
     batch = heaviest(recipe, request.rows)
-    memory = estimate_memory(recipe, request.config, place, batch, micro_batches)
+    most = int(machines.device.gib * GIB)
+    memory = estimate_memory(recipe, request.config, place, batch, micro_batches, most)
     peak = memory.tensors + (0 if device == "cpu" else request.hardware.reserve.bytes(memory.tensors, launch.processes))
     step = None
-    if speeds is not None:
+    if speeds is not None and not memory.at_least:
         shape = request.shapes[recipe.train.activation_checkpointing is True]
         where = (launch, machines, request.hardware, request.rows, batch)
         step = Job(recipe, request.config, shape, *where, speeds, micro_batches).time()

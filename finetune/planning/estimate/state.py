@@ -95,7 +95,7 @@ def layout_of(shapes: Shapes, sizes: Parallelism) -> Layout:
             numel[weight.layer] += count
         first += count if "embed_tokens" in weight.name else 0
         last += count if weight.unit == "tail" else 0
-    return Layout(stage_bounds(numel, sizes.pipeline * sizes.stages_per_rank, first, last), sizes.pipeline)
+    return Layout(stage_bounds(tuple(numel), sizes.pipeline * sizes.stages_per_rank, first, last), sizes.pipeline)
 
 
 def _of_stage(shapes: Shapes, sizes: Parallelism, rank: int) -> Sequence[Weight]:

@@ -131,12 +131,12 @@ def _timeline(key: _TimelineKey) -> Timeline:
     short, count = short_model(key.config), len(set(shortened(key.config)[1]))
     attention = attention_at(recipe, key.config, how)
     model, forward = _model(recipe, short, attention, how)
-    marks = Marks()
-    token = getattr(key.config, "image_token_id", 0)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    marks = Marks(fakes)
+    token = getattr(key.config, "image_token_id", 0)
     batch = with_pictures(collate(examples_of(recipe, key.batch, token)), short, key.batch.images, fakes)
     known = recipe.model.train is not None  # the forward reads masks of images, also where a row has none
-    fake = fakes, marks.meter, _linear(how), _grouped_products(dtypes(recipe).compute)
+    fake = marks.meter, _linear(how), _grouped_products(dtypes(recipe).compute)
     with contextlib.ExitStack() as stack:
         for each in (*fake, _no_communication()):
             stack.enter_context(each)
@@ -197,9 +197,9 @@ def _moved(known: bool, tensor: Tensor) -> Tensor:
 class Marks:
     """Cuts what a meter weighs into parts, at the edges of layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, fakes: FakeTensorMode) -> None:
         self.operators, self.backward = OperatorCounter(), False
-        self.meter = Meter("cpu", count=self.operators.count)
+        self.meter = Meter("cpu", count=self.operators.count, fakes=fakes)
         self._parts: dict[str, Part] = {}
         self._current, self._start = "", 0
 

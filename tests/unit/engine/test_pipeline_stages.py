@@ -51,7 +51,7 @@ def test_a_cut_is_the_best_of_all_cuts() -> None:
     for stages in range(2, 8):
         every = [(0, *inner, 7) for inner in combinations(range(1, 7), stages - 1)]
         best = min((max(costs(bounds)), sum(cost**2 for cost in costs(bounds))) for bounds in every)
-        found = costs(stage_bounds(layers, stages, first, last))
+        found = costs(stage_bounds(tuple(layers), stages, first, last))
         assert (max(found), sum(cost**2 for cost in found)) == best
 
 

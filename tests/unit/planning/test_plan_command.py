@@ -30,6 +30,7 @@ from finetune.planning.estimate.command import (
     run,
     write_config,
 )
+from finetune.planning.estimate.memory import Place, estimate_memory
 from finetune.planning.estimate.memory_page import write_page
 from finetune.planning.estimate.search import Choice, launches, spot_loss, verdict
 from finetune.planning.estimate.tables import GIB, parse_machines, read_prices, shipped_hardware
@@ -105,6 +106,20 @@ def test_never_fits_within_the_margin() -> None:
     margin = hardware.reserve.margin * device
     for peak, expected in ((device - margin - 0.01, "fits"), (device - margin + 0.01, "tight"), (device + 0.01, "no")):
         assert verdict(int(peak * GIB), machines, hardware) == expected
+
+
+def test_a_step_is_not_weighed_where_what_is_kept_is_too_much(found: tuple[PlanRequest, list[Choice]]) -> None:
+    request, (one, *_) = found
+    place = Place(one.launch, 2)
+    whole = estimate_memory(request.recipe, request.config, place, one.batch)
+    kept = estimate_memory(request.recipe, request.config, place, one.batch, most=1)
+    assert kept.at_least
+    assert not whole.at_least
+    assert kept.tensors == sum(whole.persistent.values()) - whole.persistent["gradients"] < whole.tensors
+    hopeless = dataclasses.replace(one, memory=kept, verdict="no", step=None)
+    heavy = dataclasses.replace(one, verdict="no")
+    assert ranked([hopeless, heavy], PlanOptions(()))[-1] is hopeless
+    assert "no step weighed" in as_dicts(request, [hopeless])[0]["why"]
 
 
 def test_tensor_parallel_groups_stay_on_a_machine() -> None:
