@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "plan_errors.json"
 MARK = "plan_errors/"
 PHASES = ("forward", "backward", "optimizer")
+LEVELS = ("processes", "several", "devices")
 STEPS = 2  # the second begins with an optimizer that has its state
 TOKENS = 192  # of a row, which is one document
 _COMMON = {
@@ -56,6 +57,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "odd": ("llama", {**_COMMON, "vocab_size": 1031, "intermediate_size": 501, "num_hidden_layers": 5}),
     "qwen3": ("qwen3", {**_COMMON, "head_dim": 24}),
     "mistral": ("mistral", {**_COMMON, "sliding_window": 4096}),
+    "mixtral": ("mixtral", {**_COMMON, "intermediate_size": 256, "num_local_experts": 8}),
 }
 MODES: dict[str, list[str]] = {
     "full": [],
@@ -357,6 +359,7 @@ def errors(compared: dict[str, dict[str, Any]], apart: float = 1.1) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="words that all are in the name of a cell")
+    parser.add_argument("--level", choices=LEVELS, nargs="*", default=LEVELS, help="where cells are measured")
     parser.add_argument("--folder", type=Path, help="keeps what was measured; what is there already is not run again")
     parser.add_argument("--no-runs", action="store_true", help="compare only what was measured in --folder")
     parser.add_argument("--out", type=Path, help=f"JSON, such as {RESULTS.relative_to(ROOT)}")
@@ -367,13 +370,14 @@ def main() -> None:
 
         run_plan(json.loads(arguments.measure.read_text(encoding="utf-8")), measure_case)
         return
-    cells = [cell for cell in CELLS if all(word in cell.name for word in arguments.only)]
+    cells = [cell for cell in CELLS if cell.level in arguments.level]
+    cells = [cell for cell in cells if all(word in cell.name for word in arguments.only)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         if not arguments.no_runs:
             run_all(folder, cells)
         compared = {cell.name: one for cell in cells if (one := compare(folder, cell)) is not None}
-    for level in ("processes", "several", "devices"):
+    for level in LEVELS:
         of_level = {cell.name: compared[cell.name] for cell in cells if cell.level == level and cell.name in compared}
         for name, one in of_level.items():
             error = one["predicted"] / one["measured"] - 1
@@ -406,6 +410,7 @@ _FP32 = "train.precision=fp32"
 _PROCESSES = [
     Cell(model, "single", 1, mode, overrides)
     for model in MODELS
+    if model != "mixtral"  # its experts are stacked by threads of transformers', which no profiler sees
     for mode, overrides in (
         ("full", (RECOMPUTED, "batch.rows=2")),
         ("lora", (RECOMPUTED, "batch.rows=2")),
@@ -467,7 +472,12 @@ def _drawn(seed: int = 2026, of_each: int = 6) -> Iterator[Cell]:
             yield Cell("llama", config, processes, mode, overrides, "several")
 
 
-CELLS = _PROCESSES + _DEVICES + list(_drawn())
+_EXPERTS = [
+    Cell("mixtral", config, processes, mode, (how, f"batch.rows={rows}"), "several")
+    for config, processes in (("fsdp2", 2), ("ep", 2), ("ep", 4))
+    for mode, how, rows in (("full", RECOMPUTED, 4), ("full", KEPT, 8), ("lora", RECOMPUTED, 8), ("lora", KEPT, 4))
+]
+CELLS = _PROCESSES + _DEVICES + list(_drawn()) + _EXPERTS
 
 
 if __name__ == "__main__":

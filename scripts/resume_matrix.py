@@ -2,6 +2,7 @@
 
     python scripts/resume_matrix.py                           # every config with 1, 2 and 4 processes: hours
     python scripts/resume_matrix.py --only ddp:2 zero3:2 tp   # each of these with each; tp at every size it has
+    python scripts/resume_matrix.py --cases "full images tower" "lora images"   # these, on the places that have them
 
 Each config is launched twice: once to run through 30 steps with a checkpoint at step 10, once to go on from
 everybody's checkpoint. The 20 losses after the stop and the final weights must be those of one process that ran
@@ -227,20 +228,30 @@ def selected(only: list[str]) -> list[Place]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="configs, as `ddp` or `ddp:2`; single is always one")
+    parser.add_argument("--cases", nargs="+", default=[], help="of scripts/parity.py, and no others")
     parser.add_argument("--json", type=Path, help="write the matrix there")
     parser.add_argument("--folder", type=Path, help="work there, keep everything, do not repeat what is there")
     arguments = parser.parse_args()
     if unknown := set(arguments.only) - {name for place in PLACES for name in (place[0], "{}:{}".format(*place))}:
         parser.error(f"--only {' '.join(sorted(unknown))}: configs are {' '.join(dict(PLACES))}")
+    places = selected(arguments.only)
+    if unknown := set(arguments.cases) - {case.name for place in places for case in cases(place)}:
+        parser.error(f"--cases {' '.join(sorted(unknown))}: none of these places has them")
+    if arguments.cases:
+        places = [place for place in places if any(case.name in arguments.cases for case in cases(place))]
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="finetune-resume-"))
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(FINETUNE_CACHE=str(folder / "cache"), HF_HUB_OFFLINE="1")
-    places = selected(arguments.only)
-    prepare(folder, places)
+    prepare(folder, places, arguments.cases)
     cells = []
     for place in places:
         print(f"resuming under {place[0]} x{place[1]}", file=sys.stderr, flush=True)
-        pairs = [Pair(saved, place, case) for saved in places for case in cases(saved, place)]
+        pairs = [
+            Pair(saved, place, case)
+            for saved in places
+            for case in cases(saved, place)
+            if not arguments.cases or case.name in arguments.cases
+        ]
         resume(folder, pairs)
         cells += [compare(folder, pair) for pair in pairs]
     show(cells)

@@ -66,11 +66,12 @@ class AllToAll:
             local.register_hook(lambda gradient: gradient / self.size)
         return local
 
-    def counts(self, counts: Tensor) -> Tensor:
-        received = torch.empty_like(counts)
+    def counts(self, leaving: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        arriving = torch.empty_like(leaving)
         with self._stopwatch.waiting():
-            torch.distributed.all_to_all_single(received, counts, group=self._group)
-        return received
+            torch.distributed.all_to_all_single(arriving, leaving, group=self._group)
+        sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()  # waits, once
+        return arriving, sent, received
 
     def rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         # torch's stubs have no type for `apply`.

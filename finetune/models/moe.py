@@ -38,9 +38,9 @@ class Exchange(Protocol):
         """(E, ...) -> (E/P, ...): the rows of a parameter that are here, as a plain tensor."""
         ...
 
-    def counts(self, counts: Tensor) -> Tensor:
+    def counts(self, leaving: Tensor) -> tuple[Tensor, list[int], list[int]]:
         """(P, E/P) rows for every expert of every rank -> (P, E/P) rows from every rank for every expert that is
-        here."""
+        here; rows that leave for each rank; rows that arrive from each."""
         ...
 
     def rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -159,9 +159,7 @@ def _forward(
     local_experts = experts.num_experts // exchange.size
     order = chosen.argsort(stable=True)  # by expert, and with it by rank
     counts = chosen.new_zeros(experts.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-    leaving = counts.view(exchange.size, local_experts)
-    arriving = exchange.counts(leaving)
-    sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()  # waits, once
+    arriving, sent, received = exchange.counts(counts.view(exchange.size, local_experts))
     rows = exchange.rows(hidden_states[order // top_k_index.shape[1]], sent, received)  # (R, D)
     expert = torch.arange(local_experts, device=chosen.device).repeat(exchange.size)
     expert = expert.repeat_interleave(arriving.flatten(), output_size=len(rows))  # (R,)

@@ -320,7 +320,7 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
     if request.rows.images and request.rows.rows is not None:
         lines.append(f"the fullest row has as many images as any of {ROWS_KEPT} rows that were looked at")
     if sizes.expert > 1:
-        lines.append("ep: all experts get equally many tokens; a rank gathers all of a layer's, which is too many")
+        lines.append("ep: all experts get equally many tokens")
     if sizes.pipeline > 1:
         lines.append("pipelines: each stage takes its share of the layers' time, and keeps what its schedule says")
     if machines.key == CPU:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transformers import PretrainedConfig
 
@@ -135,6 +135,7 @@ def how_of(recipe: Recipe, launch: Launch, device: str, capability: tuple[int, i
         gradients_there=not sharded and not keeps_gradients and not recipe.optimizer.in_backward,
         drops_gradients=recipe.optimizer.in_backward,
         tensor=launch.parallelism.tensor,
+        expert=launch.parallelism.expert,
     )
 
 
@@ -273,32 +274,44 @@ def _of_fsdp2(recipe: Recipe, shapes: Shapes, launch: Launch, device: str) -> Mo
     cast = types.compute.itemsize if recipe.train.precision in ("bf16", "fp16", "fp8") else None
     reduced = 4 if cast is not None else types.trained.itemsize
     moving = Moving()
-    layer = [weight for weight in shapes.weights if weight.layer == 0]
+    layer, experts = _units_of_layer(shapes, sizes.expert)
     embedding = [weight for weight in shapes.weights if weight.unit == "embedding"]
     tail = [weight for weight in shapes.weights if weight.unit == "tail"]
     inner = sizes.shard * sizes.tokens
-    outer = inner * sizes.tensor
-    gathered, kept_buffer = _gathered(layer, cast, inner), inner > 1
-    moving.layer = gathered * (2 if kept_buffer else 1)
+    outer, same = inner * sizes.tensor, sizes.shard // sizes.expert  # same: ranks with the same experts
+    gathered = _gathered(layer, cast, inner) + _gathered(experts, cast, same)
+    copied = (_gathered(layer, cast, inner) if inner > 1 else 0) + (_gathered(experts, cast, same) if same > 1 else 0)
+    moving.layer = gathered + copied
     moving.embedding = _gathered(embedding, cast, outer) * (2 if outer > 1 else 1)
     moving.tail = _gathered(tail, cast, outer) * (2 if outer > 1 else 1)
     root, tower = _around_layers(shapes)
     moving.always = _gathered(root, cast, inner)
     moving.embedding = max(
-        moving.embedding, *(_gathered(unit, cast, inner) * (2 if kept_buffer else 1) for unit in tower)
+        moving.embedding, *(_gathered(unit, cast, inner) * (2 if inner > 1 else 1) for unit in tower)
     )
-    reduction = _reduced(layer, reduced, inner)
-    moving.freed_of_layer, moving.freed_of_tail = _gradients(layer, cast), _gradients(tail, cast)
+    of_layer, of_experts = _reduced(layer, reduced, inner), _reduced(experts, reduced, same)
+    reduction = of_layer + of_experts
+    moving.freed_of_layer, moving.freed_of_tail = _gradients([*layer, *experts], cast), _gradients(tail, cast)
     fsdp = launch.config.get("fsdp_config") or {}
     reshards = launch.kind == "fsdp2" and str(fsdp.get("fsdp_reshard_after_forward", True)).lower() != "false"
     moving.stays = 0 if reshards else gathered
-    moving.layer_backward = (gathered * (2 if kept_buffer else 1) if reshards else 0) + reduction
-    moving.sharded, moving.sharded_tail = reduction // inner, _reduced(tail, reduced, outer) // outer
+    moving.layer_backward = (gathered + copied if reshards else 0) + reduction
+    moving.sharded = of_layer // inner + of_experts // same
+    moving.sharded_tail = _reduced(tail, reduced, outer) // outer
     moving.layer_end = (gathered if reshards else 0) + reduction + moving.sharded
     moving.tail_end = _reduced(tail, reduced, outer) + moving.sharded_tail
     if launch.offloads_optimizer and device != "cpu":
         moving.sharded = moving.sharded_tail = 0
     return moving
+
+
+def _units_of_layer(shapes: Shapes, expert: int) -> tuple[list[Weight], list[Weight]]:
+    """Returns what is gathered as one unit, and under expert parallel a rank's experts, which are another."""
+    layer = [weight for weight in shapes.weights if weight.layer == 0]
+    if expert == 1:
+        return layer, []
+    experts = [replace(w, shape=(w.shape[0] // expert, *w.shape[1:])) for w in layer if w.expert]
+    return [weight for weight in layer if not weight.expert], experts
 
 
 def _around_layers(shapes: Shapes) -> tuple[list[Weight], list[list[Weight]]]:

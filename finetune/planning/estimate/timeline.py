@@ -34,7 +34,7 @@ from finetune.models.attention import AttentionChoice, Kernels, attention_for, k
 from finetune.models.config import dtypes
 from finetune.models.head.chunked import rows_at_once
 from finetune.models.loss_model import CausalLMWithLoss
-from finetune.models.moe import compute_experts_in
+from finetune.models.moe import adapters_of, compute_experts_in, dispatch_tokens, experts_of
 from finetune.models.quantized import linear_weights
 from finetune.models.score_model import ScoreModel
 from finetune.models.vision import ImagePart, decoder_layers
@@ -97,6 +97,7 @@ class How:
     gradients_there: bool = False  # those of an earlier micro-batch, that are added to
     drops_gradients: bool = False  # each is stepped by and freed as soon as it is there
     tensor: int = 1  # ranks that share matrices
+    expert: int = 1  # ranks that share experts
 
 
 def timeline_of(recipe: Recipe, config: PretrainedConfig, batch: HeaviestBatch, how: How) -> Timeline:
@@ -273,6 +274,8 @@ def _model(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice,
     if casts:
         compute_experts_in(model, types.compute)
         keep_input_types(model)
+    if how.expert > 1:
+        _divide_experts(model, how.expert)
     fuse_adapters(model, recipe.train.activation_checkpointing)
     surroundings: dict[str, Any] = {"device_type": "cpu", "autocast": types.compute if casts else None}
     if recipe.train.activation_offload and how.device != "cpu":
@@ -288,6 +291,41 @@ def _model(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice,
     if wrapped.choice.implementation != "plain":
         wrapped._rows = rows_at_once(config.get_text_config().vocab_size, how.device)
     return wrapped, ForwardPass(attention, objective)
+
+
+def _divide_experts(model: Any, ranks: int) -> None:
+    """Leaves a rank its experts, and lets tokens travel, as `engine/expert_parallel.py`."""
+    for path, experts in experts_of(model).items():
+        for name, weight in list(experts.named_parameters(recurse=False)):
+            own = torch.empty_like(weight[: len(weight) // ranks])
+            experts.register_parameter(name, torch.nn.Parameter(own, weight.requires_grad))
+        dispatch_tokens(experts, EvenExchange(ranks), adapters_of(model, path), 0)
+
+
+class EvenExchange:
+    """An `Exchange` (models/moe.py) of tokens that choose all experts equally often."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def weight(self, stacked: Tensor) -> Tensor:
+        return stacked
+
+    def counts(self, leaving: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        return leaving.clone(), [], []
+
+    def rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return _Travel.apply(rows)  # pyright: ignore[reportReturnType]: torch's stubs have no type for it
+
+
+class _Travel(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, rows: Tensor) -> Tensor:
+        return torch.empty_like(rows.contiguous())
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> Any:
+        return torch.empty_like(gradients[0].contiguous())
 
 
 def real_micro_batch(recipe: Recipe, config: PretrainedConfig, batch: HeaviestBatch) -> Callable[[], None]:
