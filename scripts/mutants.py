@@ -241,7 +241,7 @@ MUTANTS = (
         "finetune/engine/ranks.py",
         "return numbers.pin_memory().to(device, non_blocking=True)",
         "return numbers.to(device)",
-        (f"{_FAKE_CUDA}::test_a_config_on_devices[single-1-full-0]",),
+        (f"{_FAKE_CUDA}::test_a_config_on_devices[fsdp2-2-full-1]",),
     ),
 )
 
@@ -646,7 +646,7 @@ MUTANTS += (
         "finetune/engine/ddp.py",
         "scaled = loss * (self.world_size * self.loss_scale.value)",
         "scaled = loss * self.loss_scale.value",
-        ("scripts/parity.py", "--only", "ddp", "x2", "full"),
+        ("scripts/parity.py", "--only", "ddp", "x2", "full tied"),
     ),
     Mutant(
         "backends",
@@ -654,7 +654,7 @@ MUTANTS += (
         "finetune/engine/ddp.py",
         "torch._foreach_zero_(gradients)",
         "pass",
-        ("scripts/parity.py", "--only", "ddp", "x2", "full"),
+        ("scripts/parity.py", "--only", "ddp", "x2", "full tied"),
     ),
     Mutant(
         "backends",
@@ -662,7 +662,7 @@ MUTANTS += (
         "finetune/engine/fsdp2.py",
         "scaled = loss * (sharing * self.loss_scale.value)",
         "scaled = loss * self.loss_scale.value",
-        ("scripts/parity.py", "--only", "fsdp2", "x2", "full"),
+        ("scripts/parity.py", "--only", "fsdp2", "x2", "full tied"),
     ),
     Mutant(
         "backends",
@@ -670,7 +670,7 @@ MUTANTS += (
         "finetune/engine/zero.py",
         "self.model.backward(loss * self.world_size, ",
         "self.model.backward(loss, ",
-        ("scripts/parity.py", "--only", "zero2", "x2", "full"),
+        ("scripts/parity.py", "--only", "zero2", "x2", "full tied"),
     ),
     # --- checkpoints and resume
     Mutant(

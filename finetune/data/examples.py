@@ -203,6 +203,23 @@ def row_images(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RowImages 
     return RowImages(image_family(recipe.model, recipe.data.image, tokenizer), recipe.data.image)
 
 
+def check_same_images(key: str, name: str | None, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError where another model, `key: name`, sees images as other tokens than the recipe's.
+
+    name: None where there is no other model.
+    """
+    own = row_images(recipe, tokenizer) if name is not None else None
+    if own is None:
+        return
+    model = recipe.model.model_copy(update={"name": name, "config": None, "revision": None})
+    other = row_images(recipe.model_copy(update={"model": model}), tokenizer)
+    if other is None or own.family.settings != other.family.settings:
+        raise UserError(
+            f"{key}: {name!r} sees images as other tokens, or by other settings of its processor: name a model whose "
+            "processor has the same settings, such as a larger one of the same family"
+        )
+
+
 def image_reader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ImageInputs | None:
     """Returns what makes the inputs of a micro-batch's images; None without `data.image`. Raises UserError."""
     if (images := row_images(recipe, tokenizer)) is None:

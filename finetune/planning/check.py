@@ -184,6 +184,7 @@ def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: P
         data_notes,
         template_notes,
     )
+    from finetune.data.examples import check_same_images
     from finetune.models.config import (
         check_no_dropout,
         check_same_vocabulary,
@@ -207,6 +208,7 @@ def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: P
         check_token_ids(config := training_config(recipe), len(tokenizer), recipe.tokens)
         check_sizes(recipe.model, config)
         check_same_vocabulary("objective.reference_model", recipe.objective.reference_model, tokenizer, recipe.model)
+        check_same_images("objective.reference_model", recipe.objective.reference_model, recipe, tokenizer)
         if recipe.batch.rows_per_device == "auto":
             check_no_dropout(config)
         _check_attention(recipe, config, report)

@@ -448,8 +448,6 @@ def images(recipe: Recipe) -> Iterator[Finding]:
             f"`{recipe.objective.name}` needs a class of transformers with a head of scores, which of the families "
             "that see images Gemma 3 alone has: remove `model.train` and `data.image`, and the text part is trained",
         )
-    if recipe.objective.reference_model is not None:
-        yield "objective.reference_model", "its processor may see images as other tokens: remove it (the base is used)"
     if recipe.tokens is not None:
         yield (
             "tokens.add",

@@ -31,7 +31,7 @@ from finetune.data.dataset import (
     data_notes,
     template_notes,
 )
-from finetune.data.examples import image_reader
+from finetune.data.examples import check_same_images, image_reader
 from finetune.data.loader import Loader, OrderedRows, RunRows
 from finetune.engine.base import Engine
 from finetune.engine.compatibility import check_launch
@@ -74,7 +74,7 @@ from finetune.training.profile import Profiler
 from finetune.training.reference import AdaptersOff, ReferenceColumns, recipe_of_reference
 from finetune.training.run_dir import in_use, make_run_folder, run_folder
 from finetune.training.signals import StopRequest
-from finetune.training.teacher import TeacherPass, check_same_images, recipe_of_teacher, with_teacher
+from finetune.training.teacher import TeacherPass, recipe_of_teacher, with_teacher
 from finetune.training.trainer import Trainer, TrainingState
 
 Data = Dataset | Stream
@@ -109,6 +109,7 @@ def compute_reference(
         raise UserError(f"{recipe_file}: nothing to compute: no reference is read that is `precomputed`")
     tokenizer, name = load_tokenizer(recipe.model, recipe.tokens), recipe.objective.reference_model
     check_same_vocabulary("objective.reference_model", name, tokenizer, recipe.model)
+    check_same_images("objective.reference_model", name, recipe, tokenizer)
     of_reference = recipe_of_reference(recipe)
     run = recipe.run.model_copy(update={"name": f"{recipe.run.name}-reference"})
     of_reference = of_reference.model_copy(update={"run": run})
@@ -123,7 +124,7 @@ def compute_teacher(
     there. Arguments and errors as of `train`."""
     vocabulary = model_config(recipe.model).get_text_config().vocab_size
     of_teacher = recipe_of_teacher(recipe)
-    check_same_images(recipe, load_tokenizer(recipe.model))
+    check_same_images("objective.teacher", recipe.objective.teacher, recipe, load_tokenizer(recipe.model))
     with _started(of_teacher, recipe_file, stop, console, config_file) as trainer:
         assert isinstance(trainer.data, Dataset)  # a rule refuses streams
         done = TeacherPass(recipe, trainer.data, vocabulary).compute(trainer)
@@ -145,6 +146,7 @@ def _started(
     tokenizer = load_tokenizer(recipe.model, recipe.tokens)
     check_token_ids(config, len(tokenizer), recipe.tokens)
     check_same_vocabulary("objective.reference_model", recipe.objective.reference_model, tokenizer, recipe.model)
+    check_same_images("objective.reference_model", recipe.objective.reference_model, recipe, tokenizer)
     if recipe.batch.rows_per_device == "auto":
         check_no_dropout(config)
     opened = OpenedSources(recipe)

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.data.batch import Batch, TokenShare
 from finetune.data.dataset import Dataset, Stream
-from finetune.data.examples import row_images
+from finetune.data.examples import check_same_images
 from finetune.data.loader import Loader, OrderedRows
 from finetune.data.predictions import (
     CODE_VERSION,
@@ -68,23 +68,10 @@ def with_teacher(
         predictions = file_predictions(recipe.objective, tokenizer, vocabulary)
     else:
         check_same_vocabulary("objective.teacher", teacher, tokenizer, recipe.model)
-        check_same_images(recipe, tokenizer)
+        check_same_images("objective.teacher", teacher, recipe, tokenizer)
         predictions = _of_model(recipe, data, vocabulary)
     check_complete(data.examples, predictions, teacher)
     return replace(data, examples=data.examples.with_predictions(predictions))
-
-
-def check_same_images(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raises UserError where a teacher that is a model sees images as other tokens than the model that learns."""
-    own = row_images(recipe, tokenizer)
-    if own is None:
-        return
-    other = row_images(recipe_of_teacher(recipe), tokenizer)
-    if other is None or own.family.settings != other.family.settings:
-        raise UserError(
-            f"objective.teacher: {recipe.objective.teacher!r} sees images as other tokens, or by other settings of its "
-            "processor: name a model whose processor has the same settings, such as a larger one of the same family"
-        )
 
 
 def _of_model(recipe: Recipe, data: Dataset, vocabulary: int) -> Predictions:

@@ -73,11 +73,22 @@ def train_on_pictures(folder: Path, name: str, mode: str = "full", **changes: An
         recipe[section] = {**recipe.get(section, {}), **keys}
     path = folder / f"{recipe['run']['name']}.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    if (teacher := recipe.get("objective", {}).get("teacher")) is not None:
-        assert Path(teacher).is_dir()
+    if {"teacher", "reference_model"} & set(recipe.get("objective", {})):
         compute_reference(load_recipe(path), str(path), StopRequest(), console())
     train_here(path)
     return folder / "runs" / recipe["run"]["name"]
+
+
+OTHER_SETTINGS = '{"size": {"shortest_edge": 784, "longest_edge": 1568}}'  # of a processor of images
+
+
+def surer(base: Path, folder: Path) -> Path:
+    """Returns the folder of a copy that is sure of itself, unlike random weights."""
+    shutil.copytree(base, folder)
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder)
+    model.model.language_model.norm.weight.data.mul_(20)
+    model.save_pretrained(folder)
+    return folder
 
 
 class Plain:
@@ -251,20 +262,35 @@ def test_an_openai_client_gets_the_greedy_answers_to_pictures(
         assert (live.top1, live.prompts, live.gap_max) == (1, 1, 0)
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto", pytest.param("orpo", marks=pytest.mark.long)])
-def test_preferences_of_pictures_are_what_plain_transformers_computes(objective: str, seeing: Path) -> None:
+@pytest.mark.parametrize(
+    ("objective", "another"),
+    [
+        ("dpo", False),
+        ("kto", False),
+        pytest.param("orpo", False, marks=pytest.mark.long),
+        pytest.param("dpo", True, marks=pytest.mark.long),
+    ],
+)
+def test_preferences_of_pictures_are_what_plain_transformers_computes(
+    objective: str, another: bool, seeing: Path
+) -> None:
     """DPO: arXiv:2305.18290, equation 7; KTO: arXiv:2402.01306, equations 7 and 8, with answers of other rows; ORPO:
-    arXiv:2403.07691, equations 6 and 7. Each prompt is computed for each answer, and the plan says so."""
+    arXiv:2403.07691, equations 6 and 7. Each prompt is computed for each answer, and the plan says so.
+
+    another: model is the reference, which must not see pictures by other settings."""
+    base = seeing / "qwen2_5_vl_sees"
+    compared_with = surer(base, seeing / "another") if another else base
+    named: dict[str, Any] = {"reference_model": str(compared_with)} if another else {}
     source = {"path": str(seeing / "pairs.jsonl"), "format": "preference"}
     run = train_on_pictures(
         seeing,
         "qwen2_5_vl",
-        run={"name": objective},
-        objective={"name": objective},
+        run={"name": f"{objective}-{another}"},
+        objective={"name": objective, **named},
         data={"train": [source], "eval": [{**source, "limit": 8}], "max_length": 256},
         evaluate={"generate": 0},
     )
-    folders = (run / "model", seeing / "qwen2_5_vl_sees")
+    folders = (run / "model", compared_with)
     policy, reference = (AutoModelForImageTextToText.from_pretrained(folder).eval() for folder in folders)
     plain, beta = Plain(run), 0.1
     if objective == "orpo":
@@ -286,15 +312,17 @@ def test_preferences_of_pictures_are_what_plain_transformers_computes(objective:
     assert loss.item() == pytest.approx(evaluated(run), rel=1e-5)
     said = json.loads((run / "plan.json").read_text())["shared_prompts"]
     assert said == (None if objective == "kto" else "computed for each answer: documents have images")
+    if another:
+        (compared_with / "preprocessor_config.json").write_text(OTHER_SETTINGS)
+        with pytest.raises(UserError, match=r"objective\.reference_model.*sees images as other tokens"):
+            train_here(seeing / f"{objective}-{another}.yaml")
 
 
 def test_a_teacher_that_sees_is_what_plain_transformers_says(seeing: Path, tmp_path: Path) -> None:
     """Of two rows whose pictures differ by colour alone, which are the same tokens, too. Who is taught by himself has
     nothing to learn: the student sees the same pictures."""
-    teacher = shutil.copytree(seeing / "qwen2_5_vl_sees", tmp_path / "teacher")
+    teacher = surer(seeing / "qwen2_5_vl_sees", tmp_path / "teacher")
     model = AutoModelForImageTextToText.from_pretrained(teacher).eval()
-    model.model.language_model.norm.weight.data.mul_(20)  # sure of itself, unlike random weights
-    model.save_pretrained(teacher)
     rows = [json.loads(line) for line in (seeing / "pictures.jsonl").read_text().splitlines()[:8]]
     for colour in ("red", "blue"):
         Image.new("RGB", (60, 90), colour).save(seeing / f"{colour}.png")
@@ -319,7 +347,7 @@ def test_a_teacher_that_sees_is_what_plain_transformers_says(seeing: Path, tmp_p
     assert (predicted[-1] - predicted[-2]).abs().max() > 1e-2
     first = next(line for line in metrics(run) if "loss" in line)
     assert abs(first["divergence"]) < 1e-6
-    (teacher / "preprocessor_config.json").write_text('{"size": {"shortest_edge": 784, "longest_edge": 1568}}')
+    (teacher / "preprocessor_config.json").write_text(OTHER_SETTINGS)
     with pytest.raises(UserError, match="sees images as other tokens, or by other settings"):
         train_on_pictures(seeing, "qwen2_5_vl", **{**changes, "model": {}, "run": {"name": "distill-other"}})
 

@@ -727,11 +727,6 @@ CASES = [
         {3: "mode: lora", 4: PAIRS, 8: "lora: {rank: 16, dropout: 0.1}\nobjective: {name: dpo}"},
     ),
     Bad(
-        "a reference that may see images otherwise",
-        [":8: objective.reference_model: its processor may see images as other tokens: remove it (the base is used)"],
-        {2: "model: {name: a, train: [language]}", 4: PAIRS, 8: "objective: {name: dpo, reference_model: b}"},
-    ),
-    Bad(
         "a teacher's file and images, which tokens do not tell apart",
         [":8: objective.teacher: a file has its rows by their tokens, which images of one size share: name a model"],
         {4: EVAL.replace("max_length", "image: {}, max_length"), 8: "objective: {name: distill, teacher: m.parquet}"},
