@@ -162,6 +162,21 @@ def test_experts_have_an_estimate_in_every_type(recipe: Any, made: Path, mode: t
     assert 0 < peak("bf16") < peak("fp32") < 3 * peak("bf16")
 
 
+def test_a_rank_of_expert_parallel_gathers_its_own_experts(recipe: Any, made: Path) -> None:
+    """Half of a layer's where two share them: gathered in bf16, reduced in fp32."""
+    loaded = recipe("mode=full", f"model.name={made / 'mixtral'}")
+    config, batch = training_config(loaded), HeaviestBatch.of_rows(1, 64)
+    experts = sum(w.numel for w in shapes_of(loaded, config).weights if w.expert and w.layer == 0)
+    assert experts > 0
+    peaks = {
+        name: estimate_memory(
+            loaded, config, Place(read_config_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"), 4), 4), batch
+        ).phases["backward"]
+        for name in ("fsdp2", "ep")
+    }
+    assert peaks["fsdp2"] - peaks["ep"] > experts // 2 * (2 + 4)
+
+
 def test_every_config_has_an_estimate(recipe: Any) -> None:
     loaded = recipe("mode=full", "batch.rows=64")
     config = training_config(loaded)
