@@ -23,6 +23,7 @@ import gc
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -58,6 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {**_COMMON, "head_dim": 24}),
     "mistral": ("mistral", {**_COMMON, "sliding_window": 4096}),
     "mixtral": ("mixtral", {**_COMMON, "intermediate_size": 256, "num_local_experts": 8}),
+    "mistral3": ("mistral3", {**_COMMON, "head_dim": 24}),  # of its language model; rows have a picture
 }
 MODES: dict[str, list[str]] = {
     "full": [],
@@ -78,7 +80,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        said = "_".join(part.rpartition(".")[2].replace("=", "-") for part in self.overrides)
+        said = "_".join(re.sub(r"\W+", "-", part.rpartition(".")[2]).rstrip("-") for part in self.overrides)
         rank = f"rank-{self.rank}" if self.level == "devices" else ""
         return "_".join(filter(None, (self.model, self.config, str(self.processes), self.mode, said, rank)))
 
@@ -248,13 +250,25 @@ def recipe_file(folder: Path, model: str) -> Path:
     name, changes = MODELS[model]
     home = folder / model
     home.mkdir(exist_ok=True)
-    tiny.save_model(home, name, **changes)
-    rows = [
-        {"messages": [{"role": "user", "content": "stone"}, {"role": "assistant", "content": "light paper " * 200}]}
-    ] * 64
+    question: Any = "stone"
+    answer = "light paper " * 200
+    if name in tiny.SEEING:
+        from PIL import Image
+
+        text = {**tiny.MULTIMODAL[name]["text_config"], **changes}
+        path = tiny.save_seeing(home, name, text_config=text)
+        Image.new("RGB", (112, 84), "red").save(home / "red.png")
+        question = [{"type": "image", "image": "red.png"}, {"type": "text", "text": question}]
+        answer = "light paper " * 12  # rows with images are not cut
+    else:
+        path = tiny.save_model(home, name, **changes)
+    rows = [{"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}] * 64
     tiny.write_rows(home / "rows.jsonl", rows)
     values = parity.base_recipe(home)
-    values["model"]["name"] = str(home / name)
+    values["model"]["name"] = str(path)
+    if name in tiny.SEEING:
+        values["model"]["train"] = ["language", "projector", "vision"]
+        values["data"]["image"] = {}
     del values["data"]["eval"], values["evaluate"]
     values["data"] |= {"max_length": TOKENS, "overlong": "truncate"}
     values["batch"] = {"rows": 8, "rows_per_device": 1}
@@ -308,7 +322,9 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     """Returns what is predicted and measured of a cell, in bytes; None where it was refused or did not run."""
     from finetune.engine.launch import read_config_file
     from finetune.models.config import training_config
+    from finetune.planning.estimate.lengths import Lengths, read_lengths
     from finetune.planning.estimate.phases import phases_of
+    from finetune.planning.estimate.search import heaviest
     from finetune.planning.estimate.timeline import HeaviestBatch
     from finetune.recipe import load_recipe
 
@@ -323,11 +339,15 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     launch = read_config_file(str(ROOT / "accelerate_configs" / f"{cell.config}.yaml"), cell.processes)
     rows = recipe.batch.rows_per_device
     assert isinstance(rows, int)
+    config = training_config(recipe)
     batch = HeaviestBatch.of_rows(rows, recipe.data.max_length)
+    if recipe.data.image is not None:  # with the images of its rows, as `plan` reads them
+        lengths = read_lengths(recipe)
+        assert isinstance(lengths, Lengths), lengths
+        batch = heaviest(recipe, lengths.rows(recipe, config))
     micro_batches = recipe.batch.rows // rows // launch.parallelism.data
     device = "cuda" if cell.level == "devices" else "cpu"
     numbers = range(cell.processes) if cell.level != "devices" else [cell.rank]
-    config = training_config(recipe)
     found: list[dict[str, Any]] = []
     for rank, measured in zip(numbers, ranks, strict=True):
         phases, state = phases_of(recipe, config, launch, rank, device, (9, 0), batch, micro_batches)
@@ -409,8 +429,7 @@ RECOMPUTED, KEPT, SELECTIVE = (f"train.activation_checkpointing={how}" for how i
 _FP32 = "train.precision=fp32"
 _PROCESSES = [
     Cell(model, "single", 1, mode, overrides)
-    for model in MODELS
-    if model != "mixtral"  # its experts are stacked by threads of transformers', which no profiler sees
+    for model in ("llama", "tied", "odd", "qwen3", "mistral")  # experts are stacked by threads, which no profiler sees
     for mode, overrides in (
         ("full", (RECOMPUTED, "batch.rows=2")),
         ("lora", (RECOMPUTED, "batch.rows=2")),
@@ -477,7 +496,17 @@ _EXPERTS = [
     for config, processes in (("fsdp2", 2), ("ep", 2), ("ep", 4))
     for mode, how, rows in (("full", RECOMPUTED, 4), ("full", KEPT, 8), ("lora", RECOMPUTED, 8), ("lora", KEPT, 4))
 ]
-CELLS = _PROCESSES + _DEVICES + list(_drawn()) + _EXPERTS
+_IMAGES = [
+    Cell("mistral3", config, 2, mode, (how, "batch.rows=4", *parts), "several")
+    for config in ("ddp", "fsdp2", "zero2", "zero3")
+    for mode, how, parts in (
+        ("full", RECOMPUTED, ()),
+        ("full", KEPT, ()),
+        ("full", KEPT, ("model.train=[projector]",)),
+        ("lora", RECOMPUTED, ("model.train=[language]",)),
+    )
+]
+CELLS = _PROCESSES + _DEVICES + list(_drawn()) + _EXPERTS + _IMAGES
 
 
 if __name__ == "__main__":
