@@ -40,7 +40,7 @@ lowest_environment() { # .venv/lowest: the oldest versions that pyproject.toml a
     python -c "import sysconfig; print(sysconfig.get_path('purelib'))" >"$(echo "$lowest"/lib/python3*/site-packages)/rest.pth"
     # transformers 5.17 wants a huggingface_hub below 2.
     "$lowest/bin/python" -m pip install --quiet --no-deps \
-      'transformers==5.17.*' 'peft==0.18.*' 'datasets==5.0.*' 'accelerate==1.15.*' 'huggingface_hub>=1.5,<2'
+      'transformers==5.17.*' 'peft==0.20.*' 'datasets==5.0.*' 'accelerate==1.15.*' 'huggingface_hub>=1.5,<2'
     touch "$lowest/.installed"
   fi
 }

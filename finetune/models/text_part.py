@@ -70,7 +70,8 @@ def text_config(config: PretrainedConfig, has_head: bool) -> PretrainedConfig:
         text.cross_attention_layers = []
     text.name_or_path = config.name_or_path
     if type(text) not in AutoModelForCausalLM._model_mapping:
-        AutoModelForCausalLM.register(type(text), _causal_class(text), exist_ok=True)
+        # Not by `register`: in transformers 5.17 it does nothing for configs of its own.
+        AutoModelForCausalLM._model_mapping._extra_content[type(text)] = _causal_class(text)
     return text
 
 

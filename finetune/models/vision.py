@@ -301,6 +301,19 @@ def _sized(file: str, content: bytes, size: dict[str, int]) -> bytes:
 # --- a forward
 
 
+def _merge_in_one_type(base: Any) -> None:
+    """Let an image's features, which autocast has in 16 bits, have the type of the embeddings that they are put among:
+    transformers 5.17 does not cast them for SmolVLM and Idefics 3."""
+    merge = getattr(base, "inputs_merger", None)
+    if merge is None:
+        return
+
+    def merged(input_ids: Tensor, inputs_embeds: Tensor, image_hidden_states: Tensor) -> Tensor:
+        return merge(input_ids, inputs_embeds, image_hidden_states.to(inputs_embeds.dtype))
+
+    base.inputs_merger = merged
+
+
 class ImagePart:
     """The tower in a forward: frozen parts stay in evaluation mode, a micro-batch without images gets a dummy one.
 
@@ -312,6 +325,7 @@ class ImagePart:
     def __init__(self, model: Any, always: bool):
         """model: transformers' or peft's. always: also a tower that is all frozen runs in every forward."""
         whole = unwrap_peft(model)
+        _merge_in_one_type(whole.base_model)
         self.family = family_of(whole.config)
         self._smallest = self.family.pictures(whole.config, [2])  # Mistral 3 fails at an image of one token
         trained = {part_of(self.family, name) for name, p in whole.named_parameters() if p.requires_grad}

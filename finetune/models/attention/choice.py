@@ -104,8 +104,9 @@ class _Case:
 
     @property
     def plain(self) -> str:
-        """Returns the implementation that transformers takes by itself."""
-        return "sdpa" if getattr(self.model_class, "_supports_sdpa", False) else "eager"
+        """Returns the implementation that transformers takes by itself; but not sdpa where scores are capped, which
+        transformers 5.17 takes all the same, and leaves out the cap."""
+        return "sdpa" if getattr(self.model_class, "_supports_sdpa", False) and not self.soft_capped else "eager"
 
     def verdict(self, implementation: str | None) -> Verdict:
         """Returns the verdict of a trial. Raises UserError where the model sees the tokens that it should predict.

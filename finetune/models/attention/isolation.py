@@ -279,8 +279,10 @@ class Trial:
         mixers: Mixers | None = None,
     ):
         torch.manual_seed(0)
-        common = {} if implementation is None else {"attn_implementation": implementation}
         config = copy.deepcopy(tiny)  # transformers writes the attention into it
+        if implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+            implementation = "eager"  # transformers 5.17 takes sdpa, which leaves out the cap
+        common = {} if implementation is None else {"attn_implementation": implementation}
         if getattr(config.get_text_config(), "output_router_logits", False):
             config.get_text_config().output_router_logits = False  # `CausalLMWithLoss` does not ask for it, either
         self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **common)

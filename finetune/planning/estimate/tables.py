@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import psutil
+import transformers
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from finetune.errors import UserError
 from finetune.recipe.schema import Names, Positive, Section, Share
@@ -324,6 +325,9 @@ def shipped_config(name: str, sees_images: bool = False) -> PretrainedConfig | N
         return None
     from finetune.models.text_part import text_config
 
+    kind = facts["config"]["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise UserError(f"{name}: transformers {transformers.__version__} has no `{kind}`: pip install -U transformers")
     config = AutoConfig.for_model(**facts["config"])
     config.name_or_path = name
     return config if sees_images else text_config(config, has_head=not config.tie_word_embeddings)

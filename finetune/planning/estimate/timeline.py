@@ -470,14 +470,30 @@ def _linear(how: How) -> Iterator[None]:
 @contextlib.contextmanager
 def _grouped_products(compute: torch.dtype) -> Iterator[None]:
     """torch knows the shapes of grouped products in bf16 alone, though its kernels compute others; transformers' own
-    operator for these has the same in- and outputs, and always makes the weight's gradient."""
-    original = moe._can_use_grouped_mm
+    operator for these has the same in- and outputs, and always makes the weight's gradient. In transformers 5.17 the
+    backward of that reads values."""
+    can_use, grouped = moe._can_use_grouped_mm, moe._grouped_mm
     if compute != torch.bfloat16:
         moe._can_use_grouped_mm = lambda *_: False
+        if not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
+            moe._grouped_mm = lambda rows, weight, offs: _Grouped.apply(rows.to(weight.dtype), weight)
     try:
         yield
     finally:
-        moe._can_use_grouped_mm = original
+        moe._can_use_grouped_mm, moe._grouped_mm = can_use, grouped
+
+
+class _Grouped(torch.autograd.Function):
+    """Of each row with the matrix of its group: rows (S, I), weight (G, I, O)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows.new_empty(len(rows), weight.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
 
 
 @dataclass

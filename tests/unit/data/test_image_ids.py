@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import random
 import shutil
@@ -17,6 +18,7 @@ import tiny
 import torch
 from PIL import Image
 from transformers import AutoTokenizer, ProcessorMixin
+from transformers.image_transforms import convert_to_rgb
 
 from finetune.data.batch import collate
 from finetune.data.examples import Examples, image_reader, prepare_examples
@@ -113,7 +115,14 @@ def processor_of(name: str, tokenizer: Any, image_processor: Any, monkeypatch: p
 def with_pictures(folder: Path, row: dict[str, Any]) -> tuple[str, list[Any]]:
     """(text by the tokenizer's template, images) of a row, read by nothing of ours."""
     parts = [p for m in row["messages"] if isinstance(m["content"], list) for p in m["content"] if p["type"] == "image"]
-    return row["messages"], [Image.open(folder / part["image"]) for part in parts]
+    return row["messages"], [on_white(Image.open(folder / part["image"])) for part in parts]
+
+
+def on_white(image: Any) -> Any:
+    """transformers 5.17 drops what is transparent, later versions and ours put it on white."""
+    if "return_numpy" in inspect.signature(convert_to_rgb).parameters or "A" not in image.getbands():
+        return image
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
