@@ -101,9 +101,7 @@ def results(request: pytest.FixtureRequest, made: Path, tmp_path_factory: pytest
         "train": {"max_steps": 6, "precision": "bf16", "activation_checkpointing": True},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    wanted = [
-        item.callspec.params["cell"] for item in request.session.items if _is_here(item) and hasattr(item, "callspec")
-    ]
+    wanted = [item.callspec.params["cell"] for item in request.session.items if _is_here(item)]
     cells = {name(cell): [*cell[:2], cell.rank, *MODES[cell.mode], _rows(cell)] for cell in wanted}
     program = [sys.executable, str(ROOT / "tests" / "fake_cuda" / "fake_cells.py"), folder / "recipe.yaml", folder]
     environment = {
@@ -115,8 +113,9 @@ def results(request: pytest.FixtureRequest, made: Path, tmp_path_factory: pytest
 
 
 def _is_here(item: Any) -> bool:
+    """Whether a test is one of these, of a cell, and runs."""
     skipped = item.get_closest_marker("long") and not item.config.getoption("--all")
-    return item.path == Path(__file__) and hasattr(item, "callspec") and not skipped
+    return item.path == Path(__file__) and hasattr(item, "callspec") and "cell" in item.callspec.params and not skipped
 
 
 def _rows(cell: Cell) -> str:

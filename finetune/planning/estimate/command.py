@@ -236,7 +236,7 @@ def ranked(choices: Sequence[Choice], options: PlanOptions) -> list[Choice]:
         seconds = one.step.seconds if one.step else 0.0
         cost = one.per_million or 0.0
         order = (cost, seconds) if options.by == "price" else (seconds, cost)
-        return *one.rank, too_late or too_dear, *order, one.peak
+        return *one.place_in_order, too_late or too_dear, *order, one.peak
 
     return sorted(choices, key=key)
 

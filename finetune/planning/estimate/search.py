@@ -91,7 +91,7 @@ class Choice:
         return f"{self.config}{sizes} on {self.machines.name}{changes}"
 
     @property
-    def rank(self) -> tuple[int, bool]:
+    def place_in_order(self) -> tuple[int, bool]:
         """Smaller is better: by verdict, last those of which no step was weighed."""
         return ORDER.index(self.verdict), self.memory.at_least
 
@@ -207,7 +207,7 @@ def drops(recipe: Recipe, config: PretrainedConfig) -> bool:
 
 def best(choices: Sequence[Choice]) -> Choice:
     """Returns the fastest of those that fit best; of equals the first."""
-    return min(choices, key=lambda one: (*one.rank, one.step.seconds if one.step else 0.0, one.peak))
+    return min(choices, key=lambda one: (*one.place_in_order, one.step.seconds if one.step else 0.0, one.peak))
 
 
 def as_lines(values: dict[str, Any]) -> list[str]:
