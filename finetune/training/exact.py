@@ -42,6 +42,7 @@ _ORDER = ("load", "wrap", *("batch", "forward", "backward", "reduction", "optimi
 class ExactMemory:
     phases: dict[str, int]  # bytes of tensors on the device at the peak of each, of rank 0
     at_peak: list[tuple[str, int]]  # what lay there: shape, type and phase in which it came; bytes
+    micro_batches: int  # of a step
 
     @property
     def tensors(self) -> int:
@@ -83,7 +84,7 @@ def exact_memory(
     if "phases" not in found:
         last = errors.strip().splitlines()[-1:] or ["no message"]
         raise UserError(f"--exact: {config_file} cannot run on devices without values: {last[0]}")
-    return ExactMemory(found["phases"], [(what, size) for what, size in found["at_peak"]])
+    return ExactMemory(found["phases"], [(what, size) for what, size in found["at_peak"]], found["micro_batches"])
 
 
 def show_exact(recipe_file: Path, overrides: Sequence[str], places: Sequence[Choice], console: Console) -> None:
@@ -111,7 +112,8 @@ def show_exact(recipe_file: Path, overrides: Sequence[str], places: Sequence[Cho
         table.add_row(phase, "" if same is None else f"{same / mib:.2f}", f"{size / mib:.2f}")
     console.print(f"\n{place.config}, {place.launch.processes} processes, tensors of rank 0:", highlight=False)
     console.print(table)
-    if place.launch.kind == "replicated" and place.launch.processes > 1:
+    # With several micro-batches, gradients lie there in the run, too.
+    if place.launch.kind == "replicated" and place.launch.processes > 1 and found.micro_batches == 1:
         buckets = place.memory.persistent["gradients"] / mib
         console.print(
             f"the reducer of DDP does not run there: its buckets, {buckets:.2f} MiB, are in the formula alone"
@@ -142,6 +144,7 @@ def main(
     config, tokenizer = training_config(recipe), load_tokenizer(recipe.model)
     micro_batches = check_launch(recipe, recipe_file, read_config_file(config_file, processes), config)
     training = build_training(recipe, tokenizer, OpenedSources(recipe))
+    micro_batches_run: list[int] = []
 
     def start(engine: Engine) -> Any:
         console = Console(file=io.StringIO())
@@ -149,11 +152,13 @@ def main(
         trainer = build_trainer(recipe, engine, tokenizer, config, data, micro_batches, StopRequest(), console)
         trainer.loader = with_heaviest(trainer.loader, recipe, batch)
         trainer.saver = SimpleNamespace(failed=False)  # pyright: ignore[reportAttributeAccessIssue]  (`_run` makes it)
+        micro_batches_run.append(len(trainer.loader.step(0).batches))  # fewer rows each than a trial has found, perhaps
         return trainer
 
     meter = fake_run(recipe, config, config_file, processes, start, told=lambda phase: _say({"phase": phase}))
     peaks = {name: meter.phases[name].peak_bytes for name in PHASES if name in meter.phases}
-    return {"phases": peaks, "at_peak": meter.at_peak.most_common(12)}
+    at_peak = meter.at_peak.most_common(12)
+    return {"phases": peaks, "at_peak": at_peak, "micro_batches": micro_batches_run[0]}
 
 
 def _say(content: dict[str, Any]) -> None:
