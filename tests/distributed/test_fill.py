@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 WORKER = Path(__file__).with_name("fill_worker.py")
@@ -17,10 +16,7 @@ TYPES = ("gemma3_text", "gpt_neo", "deepseek_v3", "nemotron_h", "minimax_m2")
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("fill")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, str(WORKER), str(out), *TYPES], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = forks.torchrun(2, WORKER, out, *TYPES)
     assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads((out / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
