@@ -13,8 +13,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def few_collections() -> Iterator[None]:
-    """Reduces garbage collections during what creates much that stays: a fifth of the time of imports. Later
-    collections skip what is there, too."""
+    """Reduces garbage collections during imports, a fifth of their time: what libraries create there stays. Later
+    collections skip it, too."""
     default = gc.get_threshold()
     gc.set_threshold(1_000_000, *default[1:])
     try:

@@ -143,8 +143,7 @@ def plan(
     ranking = {"nodes": nodes, "by": by, "budget": budget, "deadline": deadline, "spot": spot, "measure": probe}
     wanted = {"write": write, "html": html, "sweep": sweep, "memory": memory, "as_json": as_json}
     options = PlanOptions(tuple(on or ()), **ranking, **wanted, hardware=hardware, prices=prices)
-    with few_collections():
-        places = run(recipe, overrides or (), options, Console())
+    places = run(recipe, overrides or (), options, Console())
     if exact:
         from finetune.training.exact import show_exact
 
