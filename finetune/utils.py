@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import multiprocessing
 import os
 import re
 import sys
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,6 +34,19 @@ def divisors(number: int) -> list[int]:
     """
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def num_cores() -> int:
+    """Cores that this process may use, which a launcher or `taskset` may have limited."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def end_with_parent() -> None:
+    """End this worker of a pool when its parent is gone. One that was killed cannot end its workers, and the pipes that
+    they share among them never close."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def sha256_file(path: Path) -> str:

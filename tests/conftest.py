@@ -34,6 +34,12 @@ for launcher_variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MA
 
 parity.start_ranks = forks.accelerate_launch
 
+with contextlib.suppress(ImportError):  # a machine that runs tests/gpu alone may not have it
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("slow machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("slow machines")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

@@ -33,13 +33,13 @@ from finetune.data.tokenizing import (
     TokenizedExample,
     bad_row_message,
     draw,
-    num_cores,
     tokenize_chunks,
 )
 from finetune.errors import UserError
 from finetune.recipe import Recipe, format_problem
 from finetune.recipe.schema import OBJECTIVE_FORMATS, Source
 from finetune.recipe.urls import without_credentials
+from finetune.utils import num_cores
 
 CHUNK_ROWS = 256
 CHUNK_CHARACTERS = 500_000  # a chunk ends early after as much text, or a few of them would fill the memory

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -32,6 +31,7 @@ from finetune.data.formats.detect import parse_row
 from finetune.data.objective_rows import PLAIN, ObjectiveRows, examples_of
 from finetune.data.samples import BadRow, Sequence, shared_prefix
 from finetune.errors import RunFailure, UserError
+from finetune.utils import end_with_parent
 
 Item = tuple[str, int, "Mapping[str, Any] | str"]  # file or dataset, row number, the row or why it cannot be read
 RowId = tuple[str, int]  # file or dataset, row number
@@ -326,11 +326,6 @@ def image_arrays(sequences: list[Sequence]) -> ImageArrays:
 # --- over all cores
 
 
-def num_cores() -> int:
-    """Cores that this process may use, which a launcher or `taskset` may have limited."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def tokenize_chunks(
     settings: RowSettings, chunks: Iterable[list[Item]], workers: int
 ) -> Generator[ChunkResult, None, None]:
@@ -406,18 +401,10 @@ def _begin(pickled: bytes) -> None:
     global _settings
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us as well; our parent ends us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every core has a process already
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     _settings = settings = pickle.loads(pickled)  # noqa: S301 - from our parent, through a pipe
     remember_words(settings.renderer.tokenizer)
     gc.freeze()  # or each collection walks through all that the libraries made: a tenth of the time
-
-
-def _end_with_parent() -> None:
-    """A parent that was killed cannot end us, and the pipes that we share among us never close."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _tokenize_in_worker(items: list[Item]) -> ChunkResult:

@@ -31,6 +31,7 @@ from finetune.engine.launch import Launch, check_started, collective_timeout, us
 from finetune.engine.zero import Zero, require_deepspeed
 from finetune.errors import RunFailure, Stopped, UserError, unforeseen
 from finetune.recipe import Recipe
+from finetune.utils import num_cores
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ def optimizer_threads(launch: Launch) -> int | None:
     """
     if not launch.offloads_optimizer or user_set_threads(launch):
         return None
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 # --- the process group

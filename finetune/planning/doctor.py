@@ -22,6 +22,7 @@ from finetune.engine.launch import hosts_without_shared_folder
 from finetune.engine.links import LaunchGroup, Links, measure_links
 from finetune.errors import UserError
 from finetune.planning.plan import versions
+from finetune.utils import num_cores
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def inspect_host(rank: int, node: int, device: torch.device) -> Host:
         rank=rank,
         node=node,
         name=socket.gethostname(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=num_cores(),
         memory=psutil.virtual_memory().total,
         shared_memory=psutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
         locked_memory=None if locked == resource.RLIM_INFINITY else locked,

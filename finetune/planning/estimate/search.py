@@ -7,8 +7,10 @@ per device, recomputation.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +20,10 @@ from finetune.engine.compatibility import check_launch, check_products
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
 from finetune.models.config import active_dropouts
+from finetune.planning.estimate.forks import side_by_side
 from finetune.planning.estimate.lengths import RowFacts
 from finetune.planning.estimate.memory import HeaviestBatch, Memory, Place, estimate_memory
+from finetune.planning.estimate.phases import how_of
 from finetune.planning.estimate.speed import Job, Shape, Speeds, StepTime
 from finetune.planning.estimate.tables import CPU, GIB, Amount, Hardware, Machines, Price, Prices
 from finetune.planning.plan import run_length
@@ -152,17 +156,41 @@ def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, wide
 
     widely: other rows per device and recomputation as well, where they could help.
     """
+    places = list(launches(machines))
+    groups = _alike(request.recipe, places, machines)
+
+    def best_of_group(group: int) -> list[tuple[int, Choice | str]]:
+        return [(place, _best_at(request, places[place], machines, speeds, widely)) for place in groups[group]]
+
     found = Found()
-    for launch in launches(machines):
-        name = f"{launch.where}{_size_words(launch)}"
-        try:
-            own = evaluate(request, launch, machines, speeds, {})
-        except UserError as error:
-            found.illegal[name] = _rule(str(error))
-            continue
-        tried = [own, *(_others(request, launch, machines, speeds, own) if widely else ())]
-        found.choices.append(best(tried))
+    evaluated = chain.from_iterable(side_by_side(best_of_group, len(groups)))
+    for place, one in sorted(evaluated, key=itemgetter(0)):
+        if isinstance(one, Choice):
+            found.choices.append(one)
+        else:
+            found.illegal[f"{places[place].where}{_size_words(places[place])}"] = one
     return found
+
+
+def _alike(recipe: Recipe, places: Sequence[Launch], machines: Machines) -> list[list[int]]:
+    """Returns groups of places, by their numbers: within one most forwards are alike, and run once. What takes longest
+    comes first: one process, whose rows per device vary most, then large groups."""
+    groups: dict[Hashable, list[int]] = {}
+    for number, launch in enumerate(places):
+        how = how_of(recipe, launch, _device_type(machines), (0, 0), micro_batches=1)
+        groups.setdefault((how, launch.parallelism.tokens), []).append(number)
+    return sorted(groups.values(), key=lambda group: (places[group[0]].processes, -len(group)))
+
+
+def _best_at(
+    request: PlanRequest, launch: Launch, machines: Machines, speeds: Speeds | None, widely: bool
+) -> Choice | str:
+    """Returns the best that a config and its sizes allow, or the rule that forbids it."""
+    try:
+        own = evaluate(request, launch, machines, speeds, {})
+    except UserError as error:
+        return _rule(str(error))
+    return best([own, *(_others(request, launch, machines, speeds, own) if widely else ())])
 
 
 def _size_words(launch: Launch) -> str:
@@ -238,7 +266,7 @@ def evaluate(
     micro_batches = check_launch(recipe, request.path, launch, request.config)
     if (capability := machines.device.capability) is not None:
         check_products(recipe, machines.device.name, capability)
-    device = "cpu" if machines.key == CPU else "cuda"
+    device = _device_type(machines)
     place = Place(launch, min(launch.processes, machines.per_machine), device)
     batch = heaviest(recipe, request.rows)
     most = int(machines.device.gib * GIB)
@@ -269,6 +297,10 @@ def evaluate(
         rate[0] * step.seconds / 3600 / supervised * 1e6 if rate and step else None,
         rate[1] if rate else None,
     )
+
+
+def _device_type(machines: Machines) -> str:
+    return "cpu" if machines.key == CPU else "cuda"
 
 
 def verdict(peak: int, machines: Machines, hardware: Hardware) -> Verdict:

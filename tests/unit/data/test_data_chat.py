@@ -341,7 +341,7 @@ def owned(*spans: tuple[int, int]) -> Offsets:
     return Offsets(len(spans), spans.__getitem__, owner)
 
 
-@settings(derandomize=True, deadline=None, database=None)
+@settings(derandomize=True, database=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 2)), max_size=8))
 def test_the_first_token_after_a_character_is_the_same_with_its_owner(steps):
     """Gaps, empty tokens, several tokens of one character, and tokens that reach into the next."""

@@ -979,7 +979,7 @@ def exchanges(draw: st.DrawFn) -> list[tuple[str, object, bool]]:
 SPEAKER = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
 
 
-@settings(deadline=None, max_examples=60, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(st.lists(exchanges(), min_size=1, max_size=3), st.none() | WORDS)
 def test_messages_and_sharegpt_give_the_same_conversation(exchanges, system):
     spoken_turns = [turn for exchange in exchanges for turn in exchange]

@@ -24,7 +24,7 @@ from finetune.data.streaming import StreamedRows, open_stream
 from finetune.recipe import Recipe
 
 PAIRS = 40
-quick = settings(derandomize=True, deadline=None, max_examples=25)
+quick = settings(derandomize=True, max_examples=25)
 
 
 def write_pairs(path: Path, count: int = PAIRS, seed: int = 0) -> Path:

@@ -186,9 +186,8 @@ def in_use(maker: Renderer, sample: Conversation, i: int) -> list[int]:
 @settings(
     max_examples=400,
     derandomize=True,
-    deadline=None,
     database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    suppress_health_check=[*settings().suppress_health_check, HealthCheck.filter_too_much],
 )
 @given(st.data(), st.sampled_from(sorted(FAMILIES)))
 def test_trained_is_what_the_assistant_writes(data: st.DataObject, name: str):

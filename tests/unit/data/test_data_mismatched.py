@@ -79,7 +79,7 @@ def test_an_answer_that_no_other_fits_is_counted(tmp_path: Path) -> None:
     assert examples.report.totals()["no_other_answer"] + examples.report.totals()["dropped_overlong"] == 1
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=0, max_size=12), st.integers(1, 2))
 def test_the_partner_is_the_first_that_fits(sizes: list[tuple[int, int]], per_row: int) -> None:
     prompts, answers = np.array(sizes, np.int64).reshape(-1, 2).T

@@ -15,7 +15,7 @@ import mistral_common
 import pytest
 import sentencepiece
 from data_helpers import family_template
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mistral_common.integrations.chat_templates.chat_templates import convert_tokenizer_to_chat_template
 from mistral_common.protocol.instruct.messages import AssistantMessage, SystemMessage, ToolMessage, UserMessage
@@ -249,9 +249,7 @@ def _is_no_json(text: str) -> bool:
 
 @pytest.mark.parametrize("name", VERSIONS)
 def test_random_conversations(name):
-    @settings(
-        max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
-    )
+    @settings(max_examples=60, derandomize=True, database=None)
     @given(st.data())
     def check(data):
         tools = VERSIONS[name].tools and data.draw(st.booleans())

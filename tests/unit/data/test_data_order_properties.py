@@ -16,7 +16,7 @@ from finetune.data.examples import Examples
 from finetune.data.loader import Loader, OrderedRows, assign_micro_batches
 from finetune.data.packing import RowOrder, group_rows, pack, row_work
 
-quick = settings(derandomize=True, deadline=None, max_examples=60)
+quick = settings(derandomize=True, max_examples=60)
 
 
 # --- packing

@@ -45,7 +45,7 @@ def test_a_preference_has_a_line_for_each_answer(tmp_path):
 # --- tokens
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(max_size=60))
 def test_the_texts_of_tokens_add_up_to_the_decoded_text(text: str):
     ids = ids_of(text)
@@ -54,7 +54,7 @@ def test_the_texts_of_tokens_add_up_to_the_decoded_text(text: str):
     assert "".join(token.text for token in tokens) == TOKENIZER.decode(ids, clean_up_tokenization_spaces=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, len(TOKENIZER) - 1), min_size=1, max_size=40))
 def test_so_do_tokens_that_no_text_gives(ids: list[int]):
     """Parts of characters without the rest of them, as after `overlong: truncate`."""

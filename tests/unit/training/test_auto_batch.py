@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 from conftest import metrics, train_here
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.data.dataset import Dataset, build_dataset
@@ -57,7 +57,6 @@ MIB = 2**20
     limit=st.integers(1, 20000),
     rows=st.integers(1, 200),
 )
-@settings(deadline=None)
 def test_nothing_that_does_not_fit_is_tried(constant: int, each: int, square: int, limit: int, rows: int) -> None:
     """Of memory on a straight line; on a parabola whose line is taken to be its square."""
     tried = []
