@@ -13,7 +13,10 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def readable_bytes(count: float) -> str:
@@ -25,6 +28,11 @@ def readable_bytes(count: float) -> str:
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
     return f"{value:.1f} {units[0]}" if units[0] != "B" else f"{count:.0f} B"
+
+
+def print_line(console: Console, text: str, **style: Any) -> None:
+    """Print text that is a line. Only a terminal breaks it: in a file it can be searched, and its paths copied."""
+    console.print(text, soft_wrap=not console.is_terminal, **style)
 
 
 def divisors(number: int) -> list[int]:

@@ -39,7 +39,7 @@ def measure(recipe_file: str, where: str, processes: int, rank: int, *overrides:
     from finetune.engine.launch import read_config_file
     from finetune.errors import UserError
     from finetune.models.config import load_tokenizer, training_config
-    from finetune.planning.estimate.timeline import HeaviestBatch
+    from finetune.planning.estimate.micro_batch import HeaviestBatch
     from finetune.planning.fake_run import fake_run, with_heaviest
     from finetune.recipe import load_recipe
     from finetune.training.run import build_trainer

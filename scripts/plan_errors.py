@@ -207,7 +207,7 @@ class Weighed:
     """Every storage that an operation of this thread gives, until it is freed in whatever thread."""
 
     def __enter__(self) -> Weighed:
-        from finetune.planning.fake_devices import Meter
+        from finetune.planning.meter import Meter
 
         self._meter = Meter("cpu")
         self._meter.__enter__()
@@ -323,9 +323,9 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     from finetune.engine.launch import read_config_file
     from finetune.models.config import training_config
     from finetune.planning.estimate.lengths import Lengths, read_lengths
+    from finetune.planning.estimate.micro_batch import HeaviestBatch
     from finetune.planning.estimate.phases import phases_of
     from finetune.planning.estimate.search import heaviest
-    from finetune.planning.estimate.timeline import HeaviestBatch
     from finetune.recipe import load_recipe
 
     files = [folder / f"{cell.name}-{rank}.json" for rank in range(cell.processes)]

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from finetune.errors import UserError
 from finetune.recipe.schema import Checkpoint, metric_direction
-from finetune.utils import fsync, readable_bytes, sha256_file
+from finetune.utils import fsync, print_line, readable_bytes, sha256_file
 
 VERSION = 1
 Metrics = dict[str, float]
@@ -284,7 +284,7 @@ def _describe(folder: Path, verify: bool, best: bool) -> CheckpointInfo:
 def show_checkpoints(console: Console, run_dir: Path, checkpoints: list[CheckpointInfo]) -> None:
     """Print a table, and below it the problems."""
     if not checkpoints:
-        console.print(f"{run_dir} has no checkpoints")
+        print_line(console, f"{run_dir} has no checkpoints")
         return
     title = f"{run_dir}/checkpoints"
     table = Table("step", "metrics", "size", "written (UTC)", "by", "state", title=title, title_justify="left")

@@ -30,6 +30,7 @@ from finetune.models.config import first_line, model_config
 from finetune.models.score_model import labelled
 from finetune.models.text_part import is_multimodal
 from finetune.recipe.schema import Model
+from finetune.utils import print_line
 
 
 def model_folder(run_dir: Path) -> Path:
@@ -122,7 +123,7 @@ def gate(trained: Any, export: Path, base: str | None, console: Console, rows: i
     from finetune.export.verify import ROWS, verify_export
 
     if trained.recipe is None:
-        console.print("not compared with what was trained: no run is around it", highlight=False)
+        print_line(console, "not compared with what was trained: no run is around it", highlight=False)
         return None
     figures = verify_export(export, trained, rows or ROWS, base)
     show_figures(console, figures)
@@ -171,7 +172,7 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
     suffix += f"-mean-of-{options.average}" if options.average else ""
     out = options.out or run_dir / f"export-{options.to}{suffix}"
     what = f"step {trained.step}" if trained.is_checkpoint else "the result"
-    console.print(f"exporting {what} of {escape(str(run_dir))}", highlight=False)
+    print_line(console, f"exporting {what} of {escape(str(run_dir))}", highlight=False)
     if options.to in _FOLDERS:
         dtype = getattr(torch, options.dtype) if options.dtype else None
         export_folder(trained, out, dtype, options.base, console.print, quantised=options.quantised)

@@ -140,8 +140,8 @@ def _report_memory(recipe: Recipe, path: Path, config_file: Path, processes: int
     from finetune.models.config import training_config
     from finetune.planning.estimate.lengths import widest
     from finetune.planning.estimate.memory import Place, estimate_memory
+    from finetune.planning.estimate.micro_batch import NotEstimated
     from finetune.planning.estimate.search import heaviest
-    from finetune.planning.estimate.timeline import NotEstimated
 
     launch, config = read_config_file(str(config_file), processes), training_config(recipe)
     micro_batches = check_launch(recipe, str(path), launch, config)

@@ -12,7 +12,7 @@ from rich.table import Table
 from finetune.engine.launch import TIMEOUT_VARIABLE, collective_timeout
 from finetune.engine.links import Links
 from finetune.planning.doctor import Diagnosis, Disk, Host
-from finetune.utils import readable_bytes
+from finetune.utils import print_line, readable_bytes
 
 _SHARED_MEMORY = 2**30  # bytes; Docker gives 64 MiB
 _SKEW = 0.5  # seconds
@@ -206,19 +206,21 @@ def show_diagnosis(console: Console, diagnosis: Diagnosis, advice: list[str]) ->
         console.print(_collectives(diagnosis.links))
         console.print(_pairs(diagnosis.links))
         for node, skew in diagnosis.links.skews.items():
-            console.print(f"the clock of node {node} is {1000 * skew:+,.1f} ms from node 0's", highlight=False)
+            print_line(console, f"the clock of node {node} is {1000 * skew:+,.1f} ms from node 0's", highlight=False)
     console.print(_disks(diagnosis.disks))
-    console.print(
-        "versions: " + ", ".join(f"{name} {v}" for name, v in diagnosis.hosts[0].versions.items()), highlight=False
+    print_line(
+        console,
+        "versions: " + ", ".join(f"{name} {v}" for name, v in diagnosis.hosts[0].versions.items()),
+        highlight=False,
     )
     if any(host.tf32 is False for host in diagnosis.hosts):
-        console.print("TF32 is off: train.precision: fp32 runs without tensor cores", highlight=False)
+        print_line(console, "TF32 is off: train.precision: fp32 runs without tensor cores", highlight=False)
     for name, value in diagnosis.hosts[0].variables.items():
-        console.print(f"{name}={escape(value)}", highlight=False)
+        print_line(console, f"{name}={escape(value)}", highlight=False)
     if not advice:
         console.print("[green]nothing to change[/green]")
     for line in advice:
-        console.print(f"[yellow]change:[/yellow] {escape(line)}", highlight=False)
+        print_line(console, f"[yellow]change:[/yellow] {escape(line)}", highlight=False)
 
 
 def _ranks(diagnosis: Diagnosis) -> Table:

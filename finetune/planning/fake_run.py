@@ -33,8 +33,9 @@ from finetune.models import quantized
 from finetune.models.attention import attention_for
 from finetune.models.weights import Placement, without_weights
 from finetune.objectives.table import OF_TOKENS_ALONE
-from finetune.planning.estimate.timeline import HeaviestBatch, examples_of
-from finetune.planning.fake_devices import BLOCK, H100, FakeDevice, Meter, enable, fake_cuda
+from finetune.planning.estimate.micro_batch import HeaviestBatch, examples_of
+from finetune.planning.fake_devices import H100, FakeDevice, enable, fake_cuda
+from finetune.planning.meter import BLOCK, Meter
 from finetune.recipe import Recipe
 
 STEPS = 2  # the second one begins with an optimizer that has its state

@@ -17,6 +17,7 @@ from finetune.recipe import Recipe
 from finetune.startup import is_verbose
 from finetune.tracking import Totals
 from finetune.training.evaluation import Generation
+from finetune.utils import print_line
 
 
 def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
@@ -74,7 +75,7 @@ def _micro_batches(recipe: Recipe, plan: Plan) -> str:
 
 def show_evaluation(console: Console, step: int, metrics: dict[str, float], generations: list[Generation]) -> None:
     numbers = [f"{n} {v:.1%}" if n == "exact_match" else f"{n} {v:.4f}" for n, v in metrics.items()]
-    console.print(f"step {step}: {'  '.join(numbers)}", highlight=False)
+    print_line(console, f"step {step}: {'  '.join(numbers)}", highlight=False)
     if not generations:
         return
     table = Table(expand=True)
@@ -162,7 +163,8 @@ class TrainingProgress:
             return
         self._last_line = now
         remaining = (now - self._started) / max(1, step - self._first) * (self._steps - step)
-        self._console.print(
+        print_line(
+            self._console,
             f"step {step}/{self._steps}  loss {loss:.4f}  {speed}  eta {remaining:.0f} s",
             highlight=False,
         )
@@ -197,5 +199,5 @@ class PassProgress:
         elif self._shown and done > self._first and now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             remaining = (now - self._started) / (done - self._first) * (self._blocks - done)
-            self._console.print(f"{self._name}: {done}/{self._blocks}  eta {remaining:.0f} s", highlight=False)
+            print_line(self._console, f"{self._name}: {done}/{self._blocks}  eta {remaining:.0f} s", highlight=False)
             sys.stdout.flush()

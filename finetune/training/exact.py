@@ -29,9 +29,10 @@ from rich.table import Table
 
 from finetune.errors import UserError
 from finetune.planning.estimate.command import accelerate_config
+from finetune.planning.estimate.micro_batch import HeaviestBatch
 from finetune.planning.estimate.search import Choice
-from finetune.planning.estimate.timeline import HeaviestBatch
 from finetune.training.display import PassProgress
+from finetune.utils import print_line
 
 WITH_VALUES = ("pp", "pp_dp", "ep", "zero2_offload", "zero3_nvme")  # configs whose steps read values: see docs/gpu.md
 PHASES = ("load", "wrap", "forward", "backward", "reduction", "optimizer", "save")
@@ -110,16 +111,16 @@ def show_exact(recipe_file: Path, overrides: Sequence[str], places: Sequence[Cho
     for phase, size in found.phases.items():
         same = formula.get(phase)
         table.add_row(phase, "" if same is None else f"{same / mib:.2f}", f"{size / mib:.2f}")
-    console.print(f"\n{place.config}, {place.launch.processes} processes, tensors of rank 0:", highlight=False)
+    print_line(console, f"\n{place.config}, {place.launch.processes} processes, tensors of rank 0:", highlight=False)
     console.print(table)
     # With several micro-batches, gradients lie there in the run, too.
     if place.launch.kind == "replicated" and place.launch.processes > 1 and found.micro_batches == 1:
         buckets = place.memory.persistent["gradients"] / mib
-        console.print(
-            f"the reducer of DDP does not run there: its buckets, {buckets:.2f} MiB, are in the formula alone"
+        print_line(
+            console, f"the reducer of DDP does not run there: its buckets, {buckets:.2f} MiB, are in the formula alone"
         )
     largest = ", ".join(f"{what} {size / mib:.2f}" for what, size in found.at_peak[:4])
-    console.print(f"at the peak, MiB: {largest}", highlight=False, markup=False)
+    print_line(console, f"at the peak, MiB: {largest}", highlight=False, markup=False)
 
 
 def main(

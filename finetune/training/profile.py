@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from finetune.engine.base import Engine
 from finetune.errors import UserError
 from finetune.recipe.schema import Profile
+from finetune.utils import print_line
 
 TOP = 15  # operators in the summary
 MUCH_DATA, MUCH_COMMUNICATION, MUCH_IDLE, FEW_PRODUCTS = 0.1, 0.2, 0.2, 0.5  # shares; see `advice`
@@ -173,8 +174,8 @@ def show_profile(console: Console, summary: Summary) -> None:
     for operator in summary.operators:
         table.add_row(operator.name, f"{operator.calls:,}", f"{operator.self_s * 1e3:,.2f}", f"{operator.share:.1%}")
     console.print(table)
-    console.print(_shares(summary), highlight=False)
-    console.print(summary.advice, highlight=False)
+    print_line(console, _shares(summary), highlight=False)
+    print_line(console, summary.advice, highlight=False)
 
 
 _MEMORY_EVENTS = 100_000  # of the allocator, the latest

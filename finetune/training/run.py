@@ -76,6 +76,7 @@ from finetune.training.run_dir import in_use, make_run_folder, run_folder
 from finetune.training.signals import StopRequest
 from finetune.training.teacher import TeacherPass, recipe_of_teacher, with_teacher
 from finetune.training.trainer import Trainer, TrainingState
+from finetune.utils import print_line
 
 Data = Dataset | Stream
 
@@ -186,7 +187,7 @@ def build_trainer(
 
     def say(text: str) -> None:
         if engine.is_main:
-            console.print(text)
+            print_line(console, text)
 
     within = attention_for(recipe, config, engine.device.type)
     attention = apply_context_parallel(within, engine.context_shard, engine.parallelism, engine.rank)

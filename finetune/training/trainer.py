@@ -53,7 +53,7 @@ from finetune.training.profile import Profiler, show_profile
 from finetune.training.run_dir import ExpertLoad, RunLog, disk_failure
 from finetune.training.signals import StopRequest
 from finetune.training.statistics import as_columns, sum_terms
-from finetune.utils import write_atomically
+from finetune.utils import print_line, write_atomically
 
 Line = dict[str, Any]  # of metrics.jsonl
 
@@ -112,7 +112,7 @@ class Trainer:
     def say(self, text: str) -> None:
         """Prints a line, on the main rank only."""
         if self.engine.is_main:
-            self.console.print(text)
+            print_line(self.console, text)
 
     # --- the run
 

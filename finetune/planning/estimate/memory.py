@@ -16,10 +16,10 @@ from transformers import PretrainedConfig
 from finetune.engine.launch import Launch
 from finetune.export.weight_files import SHARD_BYTES
 from finetune.models.config import dtypes
+from finetune.planning.estimate.micro_batch import HeaviestBatch
 from finetune.planning.estimate.phases import KEPT, phases_of
 from finetune.planning.estimate.shapes import shapes_of
 from finetune.planning.estimate.state import different_ranks
-from finetune.planning.estimate.timeline import HeaviestBatch
 from finetune.recipe import Recipe
 
 __all__ = ["HeaviestBatch", "Memory", "Place", "estimate_memory"]

@@ -14,6 +14,7 @@ from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.stages import schedulable_micro_batches
 from finetune.models.config import dtypes, layer_configs
+from finetune.planning.estimate.micro_batch import HeaviestBatch, How
 from finetune.planning.estimate.shapes import Shapes, Weight, shapes_of, shortened
 from finetune.planning.estimate.state import (
     GRADIENTS,
@@ -25,7 +26,7 @@ from finetune.planning.estimate.state import (
     state_of,
     zero_stage,
 )
-from finetune.planning.estimate.timeline import HeaviestBatch, How, Part, Timeline, timeline_of
+from finetune.planning.estimate.timeline import Part, Timeline, timeline_of
 from finetune.recipe import Recipe
 
 _NORM_CHUNK = 2**18  # elements of `optimizer_step.squared_norm`'s buffer, fp64, on the CPU

@@ -38,11 +38,12 @@ from finetune.errors import UserError
 from finetune.models.attention import DOCUMENTS
 from finetune.models.config import dtypes
 from finetune.planning.estimate.lengths import RowFacts
+from finetune.planning.estimate.micro_batch import HeaviestBatch, How, real_micro_batch, short_model
 from finetune.planning.estimate.operators import together
 from finetune.planning.estimate.shapes import shapes_of, shortened
 from finetune.planning.estimate.speed import MeasuredLinks, Shape, Speeds, flops_of
 from finetune.planning.estimate.tables import Link
-from finetune.planning.estimate.timeline import HeaviestBatch, How, real_micro_batch, short_model, timeline_of
+from finetune.planning.estimate.timeline import timeline_of
 from finetune.recipe import Recipe
 
 _SIZES = tuple(2**n for n in (13, 16, 19, 22, 25, 27))  # bytes of operators

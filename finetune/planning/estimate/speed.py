@@ -30,12 +30,13 @@ from finetune.models.attention import DOCUMENTS
 from finetune.models.config import dtypes
 from finetune.models.vision import patches_of
 from finetune.planning.estimate.lengths import RowFacts
+from finetune.planning.estimate.micro_batch import HeaviestBatch
 from finetune.planning.estimate.operators import Work, together
 from finetune.planning.estimate.phases import Stage, how_of, of_rank
 from finetune.planning.estimate.shapes import ShapesKey, Weight, shapes_of, shortened, skeleton
 from finetune.planning.estimate.state import different_ranks, zero_stage
 from finetune.planning.estimate.tables import CPU, Hardware, Link, Machines
-from finetune.planning.estimate.timeline import HeaviestBatch, timeline_of
+from finetune.planning.estimate.timeline import timeline_of
 from finetune.planning.flops import ModelFlops, model_flops
 from finetune.recipe import Recipe
 

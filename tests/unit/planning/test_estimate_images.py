@@ -24,10 +24,10 @@ from finetune.models.weights import Placement, fuse_adapters, keep_input_types, 
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.planning.estimate.images import most_images
+from finetune.planning.estimate.micro_batch import HeaviestBatch, examples_of
 from finetune.planning.estimate.phases import phases_of
-from finetune.planning.estimate.timeline import HeaviestBatch, examples_of
-from finetune.planning.fake_devices import Meter
 from finetune.planning.flops import Flops, ModelFlops, model_flops
+from finetune.planning.meter import Meter
 from finetune.recipe import Recipe, load_recipe
 
 LENGTH = 128

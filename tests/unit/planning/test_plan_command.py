@@ -18,11 +18,10 @@ from finetune.engine.compatibility import check_products
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
 from finetune.planning.check import check_recipe
+from finetune.planning.estimate.answer import as_dicts, assumptions
 from finetune.planning.estimate.command import (
     PlanOptions,
     PlanRequest,
-    as_dicts,
-    assumptions,
     hours_of,
     memory_of,
     plan,
@@ -32,9 +31,9 @@ from finetune.planning.estimate.command import (
 )
 from finetune.planning.estimate.memory import Place, estimate_memory
 from finetune.planning.estimate.memory_page import write_page
+from finetune.planning.estimate.micro_batch import HeaviestBatch
 from finetune.planning.estimate.search import Choice, launches, spot_loss, verdict
 from finetune.planning.estimate.tables import GIB, parse_machines, read_prices, shipped_hardware
-from finetune.planning.estimate.timeline import HeaviestBatch
 from finetune.planning.estimate.what_if import values_of
 from finetune.planning.fake_run import HeaviestRows, with_heaviest
 from finetune.recipe import load_recipe

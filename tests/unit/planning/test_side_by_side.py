@@ -17,7 +17,8 @@ from finetune.utils import num_cores
 PLANNED = """
 import json, os, sys
 from pathlib import Path
-from finetune.planning.estimate.command import PlanOptions, as_dicts, plan
+from finetune.planning.estimate.command import PlanOptions, plan
+from finetune.planning.estimate.answer import as_dicts
 from finetune.planning.estimate.timeline import _timeline
 found = []
 for cores in (os.sched_getaffinity(0), {min(os.sched_getaffinity(0))}):

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from finetune.models.config import training_config
+from finetune.planning.estimate.micro_batch import HeaviestBatch, How, real_micro_batch, short_model
 from finetune.planning.estimate.operators import OperatorCounter, together
 from finetune.planning.estimate.speed import Speeds
-from finetune.planning.estimate.timeline import HeaviestBatch, How, real_micro_batch, short_model, timeline_of
+from finetune.planning.estimate.timeline import timeline_of
 from finetune.recipe import load_recipe
 
 

@@ -1,0 +1,157 @@
+"""Stand-ins for what does not run on fake tensors, or not without other ranks: they keep and free the same bytes.
+
+Products of packed weights, of ZeRO-3's linear layers and of experts in groups; tokens that travel between ranks with
+other experts, and sums over a tensor parallel group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations import moe
+
+from finetune.engine import tensor_parallel
+
+
+@contextlib.contextmanager
+def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool) -> Iterator[None]:
+    """Within, libraries' functions are replaced. keeps_inputs_alone: by linear layers, as under ZeRO-3."""
+    with _grouped_products(compute), _no_communication(), _linear() if keeps_inputs_alone else contextlib.nullcontext():
+        yield
+
+
+# --- products
+
+
+class _Unpacked(torch.autograd.Function):
+    """A product with a weight that is unpacked for it, in the forward and again in the backward (`models/quantized.py`,
+    bitsandbytes' MatMul4Bit)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.shape = shape
+        return torch.nn.functional.linear(x, torch.empty(shape, dtype=x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        return gradient @ torch.empty(ctx.shape, dtype=gradient.dtype), None
+
+
+def unpacked_product(shape: tuple[int, int], x: Tensor) -> Tensor:
+    """Returns x times a packed weight's transpose. shape: of the weight."""
+    kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    out: Any = _Unpacked.apply(x.to(kind), shape)
+    return out.to(x.dtype)
+
+
+class _InputAlone(torch.autograd.Function):
+    """As DeepSpeed's linear layer under stage 3: it keeps input and weight, and autocast's copies only as long as a
+    product takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        output = x.matmul(weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        x, weight, bias = ctx.saved_tensors
+        with torch.autocast("cpu", dtype=gradient.dtype, enabled=gradient.dtype != torch.float32, cache_enabled=False):
+            grad_x = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
+            flat = gradient.reshape(-1, gradient.shape[-1])
+            grad_weight = flat.t().matmul(x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+        grad_bias = flat.sum(0) if bias is not None and ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias
+
+
+@contextlib.contextmanager
+def _linear() -> Iterator[None]:
+    original: Callable[..., Tensor] = torch.nn.functional.linear
+    torch.nn.functional.linear = lambda x, weight, bias=None: _InputAlone.apply(x, weight, bias)
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = original
+
+
+@contextlib.contextmanager
+def _grouped_products(compute: torch.dtype) -> Iterator[None]:
+    """torch knows the shapes of grouped products in bf16 alone, though its kernels compute others; transformers' own
+    operator for these has the same in- and outputs, and always makes the weight's gradient. In transformers 5.17 the
+    backward of that reads values."""
+    can_use, grouped = moe._can_use_grouped_mm, moe._grouped_mm
+    if compute != torch.bfloat16:
+        moe._can_use_grouped_mm = lambda *_: False
+        if not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
+            moe._grouped_mm = lambda rows, weight, offs: _Grouped.apply(rows.to(weight.dtype), weight)
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm, moe._grouped_mm = can_use, grouped
+
+
+class _Grouped(torch.autograd.Function):
+    """Of each row with the matrix of its group: rows (S, I), weight (G, I, O)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows.new_empty(len(rows), weight.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+# --- exchanges
+
+
+class EvenExchange:
+    """An `Exchange` (models/moe.py) of tokens that choose all experts equally often."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def weight(self, stacked: Tensor) -> Tensor:
+        return stacked
+
+    def counts(self, leaving: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        return leaving.clone(), [], []
+
+    def rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return _Travel.apply(rows)  # pyright: ignore[reportReturnType]: torch's stubs have no type for it
+
+
+class _Travel(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, rows: Tensor) -> Tensor:
+        return torch.empty_like(rows.contiguous())
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> Any:
+        return torch.empty_like(gradients[0].contiguous())
+
+
+class _Nobody:
+    """Collectives with one rank."""
+
+    def all_reduce(self, _tensor: Tensor, **_: Any) -> None: ...
+
+    def all_gather(self, _parts: list[Tensor], _tensor: Tensor, **_: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def _no_communication() -> Iterator[None]:
+    original: Any = tensor_parallel.dist
+    tensor_parallel.dist = _Nobody()  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        tensor_parallel.dist = original
