@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -128,6 +130,9 @@ def show(console: Console, request: PlanRequest, choices: Sequence[Choice], foun
     for line in (*heading, *_run_lines(request), *_shared_by(choices[:SHOWN])):
         print_line(console, line, highlight=False)
     console.print(_table(choices[:SHOWN]))
+    letters = [f"with {letter}: {line}" for line, letter in _changes(choices[:SHOWN]).items()]
+    for line in (*_size_names(choices[:SHOWN]), *letters):
+        print_line(console, line, highlight=False)
     if len(choices) > SHOWN:
         print_line(console, f"{len(choices) - SHOWN} more with --json", highlight=False)
     first = choices[0]
@@ -163,26 +168,55 @@ def _all_have(choices: Sequence[Choice], key: str) -> bool:
 
 
 def _table(choices: Sequence[Choice]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("config", "verdict", "peak GiB", "free", "step s", "tokens/s", "hours", "price", ""):
-        left = title in ("config", "verdict", "")
-        table.add_column(title, justify="left" if left else "right", no_wrap=title == "config")
+    """Columns without any number are left out."""
     several = len({one.machines.name for one in choices}) > 1
-    for one in choices:
-        own = {key: value for key, value in one.changes.items() if not _all_have(choices, key)}
-        notes = [*([one.sizes] if one.sizes else []), *as_lines(own)]
-        table.add_row(
-            f"{one.config} on {one.machines.name}" if several else one.config,
-            one.verdict,
-            f"{'> ' if one.memory.at_least else ''}{one.peak / GIB:.1f}",
-            f"{one.free:+.1f}",
-            f"{one.step.seconds:.3g}" if one.step else "?",
-            f"{one.tokens_per_s:,.0f}" if one.tokens_per_s else "?",
-            f"{one.hours:.2f}" if one.hours else "?",
-            f"{one.price:,.2f} {one.currency}" if one.price is not None else "?",
-            ", ".join(notes),
-        )
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0 if several else 1))
+    currencies = {one.currency for one in choices if one.price is not None}
+    currency = currencies.pop() if len(currencies) == 1 else None
+    changes = _changes(choices)
+    columns: dict[str, list[str]] = {
+        "config": [_sized(one) for one in choices],
+        "on": [one.machines.name if several else "" for one in choices],
+        "verdict": [one.verdict for one in choices],
+        "peak GiB": [f"{'> ' if one.memory.at_least else ''}{one.peak / GIB:.1f}" for one in choices],
+        "free": [f"{one.free:+.1f}" for one in choices],
+        "step s": [f"{one.step.seconds:.3g}" if one.step else "?" for one in choices],
+        "tok/s": [f"{one.tokens_per_s:,.0f}" if one.tokens_per_s else "?" for one in choices],
+        "hours": [f"{one.hours:.2f}" if one.hours else "?" for one in choices],
+        f"price {currency}" if currency else "price": [
+            "?" if one.price is None else f"{one.price:,.2f}" if currency else f"{one.price:,.2f} {one.currency}"
+            for one in choices
+        ],
+        "with": [" ".join(changes[line] for line in _own_changes(one, choices)) for one in choices],
+    }
+    shown = {title: cells for title, cells in columns.items() if set(cells) - {"?", ""}}
+    for title in shown:
+        is_text = title in ("config", "on", "verdict", "with")
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=is_text)
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*row)
     return table
+
+
+def _sized(one: Choice) -> str:
+    """Returns a config with its sizes as numbers: `fsdp2_tp 4x2`."""
+    return " ".join([one.config, *(["x".join(re.findall(r"\d+", one.sizes))] if one.sizes else [])])
+
+
+def _changes(choices: Sequence[Choice]) -> dict[str, str]:
+    """Returns the letter that stands in the table for each changed key of the recipe."""
+    lines = dict.fromkeys(line for one in choices for line in _own_changes(one, choices))
+    return dict(zip(lines, string.ascii_lowercase, strict=False))
+
+
+def _size_names(choices: Sequence[Choice]) -> list[str]:
+    """Says what the numbers of `_sized` count."""
+    names = {one.config: re.sub(r" \d+", "", one.sizes) for one in choices if one.sizes}
+    return [f"sizes: {', '.join(f'{config} {sizes}' for config, sizes in names.items())}"] if names else []
+
+
+def _own_changes(one: Choice, choices: Sequence[Choice]) -> list[str]:
+    return as_lines({key: value for key, value in one.changes.items() if not _all_have(choices, key)})
 
 
 def _against(choices: Sequence[Choice]) -> list[str]:

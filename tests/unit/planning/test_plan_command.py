@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from finetune.engine.compatibility import check_products
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
 from finetune.planning.check import check_recipe
-from finetune.planning.estimate.answer import as_dicts, assumptions
+from finetune.planning.estimate.answer import SHOWN, as_dicts, assumptions, show
 from finetune.planning.estimate.command import (
     PlanOptions,
     PlanRequest,
@@ -72,6 +73,24 @@ def test_objects_for_machines(found: tuple[PlanRequest, list[Choice]]) -> None:
         assert one["step_s"] == pytest.approx(sum(one["step_parts_s"].values()))
         assert one["price"] == pytest.approx(2 * 3.78 * one["step_s"] * 60 / 3600)
     assert [one["step_s"] for one in made] == sorted(one["step_s"] for one in made)
+
+
+def test_for_people_in_eighty_columns(found: tuple[PlanRequest, list[Choice]]) -> None:
+    request, choices = found
+    changed = dataclasses.replace(choices[0], changes={"batch.rows_per_device": 2})
+    elsewhere = dataclasses.replace(choices[0], machines=parse_machines("1xA100-80", 1, request.hardware))
+    for shown in ([changed, *choices[1:]], [changed, elsewhere, *choices[2:]]):
+        console = Console(file=io.StringIO(), width=80)
+        show(console, request, shown, [])
+        lines = console.file.getvalue().splitlines()
+        heading = next(i for i, line in enumerate(lines) if line.startswith("config"))
+        table = [line.split() for line in lines[heading + 1 : heading + 1 + min(SHOWN, len(shown))]]
+        assert [row[0] for row in table] == [one.config for one in shown[:SHOWN]]  # a line each
+        assert "\N{HORIZONTAL ELLIPSIS}" not in "".join(lines)
+        assert table[0][-1] == "a"
+        assert "with a: batch.rows_per_device: 2" in lines
+        named = {one.config: one.sizes.split()[0] for one in shown[:SHOWN] if one.sizes}
+        assert f"sizes: {', '.join(f'{config} {size}' for config, size in named.items())}" in lines
 
 
 def test_what_changes_no_result_is_all_that_may_differ(found: tuple[PlanRequest, list[Choice]]) -> None:
