@@ -1,4 +1,4 @@
-"""Pictures of the commands on a terminal of 80 columns: docs/terminal-{new,check,train,generate}.svg.
+"""Pictures of the commands on a terminal of 80 columns: docs/terminal-{new,check,train,plan,generate}.svg.
 
     python scripts/terminal_pictures.py [--work FOLDER]
 
@@ -27,6 +27,7 @@ COMMANDS = {
     "new": "python -m finetune new --model runs/quickstart-full/model --data years.csv --mode lora",
     "check": "python -m finetune check years-lora.yaml",
     "train": "python -m finetune launch years-lora.yaml evaluate.every_steps=50",
+    "plan": "python -m finetune plan recipes/llama3.1-8b/lora.yaml --on 8xH100-80 train.max_steps=2000",
     "generate": "python -m finetune generate runs/years-lora '3 March 2021' 'July 4, 1999'",
 }
 

@@ -21,12 +21,14 @@ from finetune.planning.estimate.search import (
     cheapest,
     spot_loss,
 )
-from finetune.planning.estimate.speed import HIDES
+from finetune.planning.estimate.speed import HIDES, StepTime
 from finetune.planning.estimate.tables import CPU, GIB
 from finetune.planning.plan import FEW_STEPS, run_length
 from finetune.utils import print_line
 
 SHOWN = 12  # places in the table for people
+_BAR = 14  # characters of the longest
+_COLOURS = {"fits": "green", "tight": "yellow", "no": "red"}
 
 
 # --- for machines
@@ -130,18 +132,20 @@ def show(console: Console, request: PlanRequest, choices: Sequence[Choice], foun
     for line in (*heading, *_run_lines(request), *_shared_by(choices[:SHOWN])):
         print_line(console, line, highlight=False)
     console.print(_table(choices[:SHOWN]))
+    first, more = choices[0], len(choices) - SHOWN
     letters = [f"with {letter}: {line}" for line, letter in _changes(choices[:SHOWN]).items()]
-    for line in (*_size_names(choices[:SHOWN]), *letters):
+    for line in (*_size_names(choices[:SHOWN]), *letters, *([f"{more} more with --json"] if more > 0 else [])):
+        print_line(console, line, highlight=False, style="dim")
+    print_line(console, f"\n[bold]{first.name}[/bold]: {why(request, first)}", highlight=False)
+    for line in _against(choices):
         print_line(console, line, highlight=False)
-    if len(choices) > SHOWN:
-        print_line(console, f"{len(choices) - SHOWN} more with --json", highlight=False)
-    first = choices[0]
-    print_line(console, f"[bold]{first.name}[/bold]: {why(request, first)}", highlight=False)
-    for line in (*_against(choices), *_steps_of(first), *price_lines(request, first), *rests_on(request, choices)):
-        print_line(console, line, highlight=False)
-    illegal = {name: rule for found in founds for name, rule in found.illegal.items()}
-    for line in ("not possible:", *(f"  {name}: {rule}" for name, rule in illegal.items())) if illegal else ():
-        print_line(console, line, highlight=False, markup=False)
+    console.print()
+    console.print(_pictures(first))
+    console.print()
+    for line in (*_beside_the_device(first), *price_lines(request, first), *rests_on(request, choices)):
+        print_line(console, line, highlight=False, markup=False, style="dim")
+    for line in _not_possible({name: rule for found in founds for name, rule in found.illegal.items()}):
+        print_line(console, line, highlight=False, markup=False, style="dim")
 
 
 def _run_lines(request: PlanRequest) -> list[str]:
@@ -177,7 +181,7 @@ def _table(choices: Sequence[Choice]) -> Table:
     columns: dict[str, list[str]] = {
         "config": [_sized(one) for one in choices],
         "on": [one.machines.name if several else "" for one in choices],
-        "verdict": [one.verdict for one in choices],
+        "verdict": [f"[{_COLOURS[one.verdict]}]{one.verdict}[/]" for one in choices],
         "peak GiB": [f"{'> ' if one.memory.at_least else ''}{one.peak / GIB:.1f}" for one in choices],
         "free": [f"{one.free:+.1f}" for one in choices],
         "step s": [f"{one.step.seconds:.3g}" if one.step else "?" for one in choices],
@@ -239,18 +243,56 @@ def _against(choices: Sequence[Choice]) -> list[str]:
     return [f"before {second.name}: {faster:.0%} faster, most of it by {part} ({gains[part]:.3g} s a step)"]
 
 
-def _steps_of(one: Choice) -> list[str]:
-    phases = ", ".join(f"{name} {size / GIB:.2f}" for name, size in one.memory.phases.items())
-    lines = [f"peak of tensors on rank {one.memory.rank}, GiB: {phases}"]
+def _pictures(one: Choice) -> Table:
+    """Returns memory by phase and, where speeds are known, time by part, with bars."""
+    sizes = {name: size / GIB for name, size in one.memory.phases.items()}
+    both = Table.grid(padding=(0, 3, 0, 0))
+    pictures = [_bars(f"GiB of tensors, rank {one.memory.rank}", {n: (f"{x:.2f}", x) for n, x in sizes.items()})]
     if one.step:
-        lines.append("a step, s: " + ", ".join(f"{name} {seconds:.3g}" for name, seconds in one.step.parts.items()))
+        pictures.append(_bars(f"a step, {one.step.seconds:.3g} s", _times(one.step)))
+    both.add_row(*pictures)
+    return both
+
+
+def _times(step: StepTime) -> dict[str, tuple[str, float]]:
+    scale, unit = (1000, "ms") if step.seconds < 10 else (1, "s")
+    return {
+        name: (f"{scale * seconds:,.1f} {unit} {seconds / step.seconds:4.0%}", seconds)
+        for name, seconds in step.parts.items()
+    }
+
+
+def _bars(title: str, values: dict[str, tuple[str, float]]) -> Table:
+    """Returns a line for each name: its text, and a bar as long as its number."""
+    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column(no_wrap=True, style="cyan")
+    largest = max(number for _, number in values.values()) or 1.0
+    for name, (text, number) in values.items():
+        table.add_row(name, text, "\N{FULL BLOCK}" * round(_BAR * number / largest))
+    return table
+
+
+def _beside_the_device(one: Choice) -> list[str]:
+    lines = []
     if one.memory.host or one.memory.disk:
         lines.append(
             f"of each machine: {one.memory.host / GIB:.1f} GiB of host memory, {one.memory.disk / GIB:.1f} of disk"
         )
     after = ", ".join(f"{name} {size / GIB:.2f}" for name, size in one.memory.after.items())
-    lines.append(f"in host memory after the steps, GiB of tensors of one process: {after}")
-    return lines
+    return [*lines, f"in host memory after the steps, GiB of tensors of one process: {after}"]
+
+
+def _not_possible(illegal: dict[str, str]) -> list[str]:
+    """Returns a line for each rule, with the places that it forbids; they may differ in their sizes."""
+    places: dict[str, list[str]] = {}
+    rules: dict[str, str] = {}
+    for name, rule in illegal.items():
+        alike = name.split()[0] + re.sub(r"\d+", "", rule)
+        places.setdefault(alike, []).append(name)
+        rules.setdefault(alike, rule)
+    return [f"not possible: {', '.join(names)}: {rules[alike]}" for alike, names in places.items()]
 
 
 def price_lines(request: PlanRequest, one: Choice) -> list[str]:
