@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.errors import UserError
@@ -65,7 +66,7 @@ def base_config(model: Model) -> PretrainedConfig:
         )
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
         where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
-        reason = NO_FOLDER if model.name and is_missing_folder(model.name) else _short(error)
+        reason = why_not_found(model.name, error) or _short(error)
         raise UserError(f"{where}: no model config: {reason}") from error
 
 
@@ -217,7 +218,7 @@ def load_tokenizer(model: Model, tokens: Tokens | None = None) -> PreTrainedToke
         )
     except (OSError, ValueError, KeyError) as error:
         key = "model.tokenizer" if model.tokenizer else "model.name"
-        reason = NO_FOLDER if is_missing_folder(source) else first_line(error)
+        reason = why_not_found(source, error) or first_line(error)
         raise UserError(f"{key}: no tokenizer from {source!r}: {reason}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(
@@ -256,6 +257,15 @@ NO_FOLDER = "no such folder; give one, or the id of a model on the hub, as org/n
 def is_missing_folder(name: str) -> bool:
     """Whether the name of a model can only be that of a folder, which is not there."""
     return (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).expanduser().is_dir()
+
+
+def why_not_found(name: str | None, error: BaseException) -> str | None:
+    """Returns why a library found nothing under a model's name; None where it found something, or tried the network."""
+    if name is not None and is_missing_folder(name):
+        return NO_FOLDER
+    if constants.HF_HUB_OFFLINE and isinstance(error.__cause__, LocalEntryNotFoundError):
+        return "it is neither a folder here nor in the hub's cache, and nothing is downloaded offline"
+    return None
 
 
 def _short(error: BaseException) -> str:

@@ -35,7 +35,7 @@ from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint, check_adapted
 from finetune.models.compiled import compile_layers
-from finetune.models.config import dtypes, first_line, load_tokenizer, model_config
+from finetune.models.config import dtypes, first_line, load_tokenizer, model_config, why_not_found
 from finetune.models.moe import reach_experts
 from finetune.models.quantized import MULTIPLE, is_stored_quantised, keep_weights_unpacked, linear_weights, quantise
 from finetune.models.score_model import labelled, score_head, start_score_head
@@ -239,7 +239,8 @@ def _unpacked_model(
             **common,
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"model.name: {recipe.model.name!r} cannot be loaded: {first_line(error)}") from error
+        reason = why_not_found(name, error) or first_line(error)
+        raise UserError(f"model.name: {recipe.model.name!r} cannot be loaded: {reason}") from error
     if load is not auto:
         model.__class__ = load.__mro__[1]
     if layers is not None:

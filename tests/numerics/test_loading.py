@@ -115,6 +115,8 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     for load_part in (load_tokenizer, model_config):  # not what a hub says of such an id
         with pytest.raises(UserError, match=r"no such folder; give one, or the id of a model on the hub"):
             load_part(Model(name=str(tmp_path / "absent")))
+        with pytest.raises(UserError, match="neither a folder here nor in the hub's cache, and nothing is downloaded"):
+            load_part(Model(name="somebody/absent"))
 
 
 def test_a_tokenizer_without_pad_gets_its_end_token(tmp_path: Path) -> None:
