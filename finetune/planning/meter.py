@@ -148,8 +148,8 @@ class Meter(TorchDispatchMode):
             self.peak = self.now
             if self.now > 1.01 * self._listed:  # a list of all storages at each new peak would take most of the time
                 self._listed, self.at_peak = self.now, Counter()
-                for one, held in self._sizes.items():
-                    self.at_peak[self._what[one]] += held
+                for one, held in self._sizes.copy().items():  # a garbage collection may free some meanwhile
+                    self.at_peak[self._what.get(one, "freed meanwhile")] += held
 
     def _freed(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
