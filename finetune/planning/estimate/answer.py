@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from finetune.planning.estimate.lengths import ROWS_KEPT
@@ -130,15 +131,15 @@ def show(console: Console, request: PlanRequest, choices: Sequence[Choice], foun
         f"{rows.supervised_share:.0%} supervised; longest row {sum(rows.heaviest):,} tokens",
     ]
     for line in (*heading, *_run_lines(request), *_shared_by(choices[:SHOWN])):
-        print_line(console, line, highlight=False)
+        print_line(console, line, highlight=False, markup=False)
     console.print(_table(choices[:SHOWN]))
     first, more = choices[0], len(choices) - SHOWN
     letters = [f"with {letter}: {line}" for line, letter in _changes(choices[:SHOWN]).items()]
     for line in (*_size_names(choices[:SHOWN]), *letters, *([f"{more} more with --json"] if more > 0 else [])):
-        print_line(console, line, highlight=False, style="dim")
-    print_line(console, f"\n[bold]{first.name}[/bold]: {why(request, first)}", highlight=False)
+        print_line(console, line, highlight=False, markup=False, style="dim")
+    print_line(console, f"\n[bold]{first.name}[/bold]: {escape(why(request, first))}", highlight=False)
     for line in _against(choices):
-        print_line(console, line, highlight=False)
+        print_line(console, line, highlight=False, markup=False)
     console.print()
     console.print(_pictures(first))
     console.print()
