@@ -33,7 +33,7 @@ from finetune.planning.estimate.command import (
 from finetune.planning.estimate.memory import Place, estimate_memory
 from finetune.planning.estimate.memory_page import write_page
 from finetune.planning.estimate.micro_batch import HeaviestBatch
-from finetune.planning.estimate.search import Choice, launches, spot_loss, verdict
+from finetune.planning.estimate.search import Choice, Found, launches, spot_loss, verdict
 from finetune.planning.estimate.tables import GIB, parse_machines, read_prices, shipped_hardware
 from finetune.planning.estimate.what_if import values_of
 from finetune.planning.fake_run import HeaviestRows, with_heaviest
@@ -81,13 +81,18 @@ def test_for_people_in_eighty_columns(found: tuple[PlanRequest, list[Choice]]) -
     elsewhere = dataclasses.replace(choices[0], machines=parse_machines("1xA100-80", 1, request.hardware))
     for shown in ([changed, *choices[1:]], [changed, elsewhere, *choices[2:]]):
         console = Console(file=io.StringIO(), width=80)
-        show(console, request, shown, [])
+        illegal = {f"ep (ep_size {n})": f"`ep_size: {n}`: no experts" for n in (2, 4)} | {"pp (pp_size 2)": "too few"}
+        show(console, request, shown, [Found([], illegal)])
         lines = console.file.getvalue().splitlines()
         heading = next(i for i, line in enumerate(lines) if line.startswith("config"))
         table = [line.split() for line in lines[heading + 1 : heading + 1 + min(SHOWN, len(shown))]]
         assert [row[0] for row in table] == [one.config for one in shown[:SHOWN]]  # a line each
         assert "\N{HORIZONTAL ELLIPSIS}" not in "".join(lines)
         assert table[0][-1] == "a"
+        assert lines[-2:] == [
+            "not possible: ep (ep_size 2), ep (ep_size 4): `ep_size: 2`: no experts",
+            "not possible: pp (pp_size 2): too few",
+        ]
         assert "with a: batch.rows_per_device: 2" in lines
         named = {one.config: one.sizes.split()[0] for one in shown[:SHOWN] if one.sizes}
         assert f"sizes: {', '.join(f'{config} {size}' for config, size in named.items())}" in lines
