@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 
 from finetune.cli import finished, launched, recipes
 from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError, unforeseen
-from finetune.startup import is_verbose, verbose_libraries
+from finetune.startup import end_process, is_verbose, skips_teardown, verbose_libraries
 
 app = typer.Typer(
     help="Fine-tune language models: the recipe fixes the maths, the accelerate config only decides where it runs.",
@@ -97,21 +97,32 @@ def main() -> None:
     """Exit status: 0 success, 2 an error the user can fix, 1 a failed run or an internal error, 75 stopped by a signal
     and saved."""
     atexit.register(gc.freeze)  # a garbage collection of all of torch takes 0.7 s at exit
+    status = _run()
+    if skips_teardown():
+        end_process(status)
+    raise SystemExit(status)
+
+
+def _run() -> int:
+    """Runs the command; returns the exit status."""
     try:
         app()
+    except SystemExit as ended:  # how typer ends every command
+        return int(ended.code or 0)
     except Stopped as stopped:
         if int(os.environ.get("RANK", "0")) == 0:
             print(stopped, file=sys.stderr, flush=True)
-        raise SystemExit(STOPPED_STATUS) from None
+        return STOPPED_STATUS
     except UserError as error:
         _print_error(str(error))
-        raise SystemExit(2) from None
+        return 2
     except RunFailure as error:
         _print_error(str(error))
-        raise SystemExit(1) from None
+        return 1
     except Exception as error:  # noqa: BLE001 (the one place: one line for people, the traceback in a file)
         _print_error(unforeseen(error))
-        raise SystemExit(1) from None
+        return 1
+    return 0
 
 
 def _print_error(message: str) -> None:

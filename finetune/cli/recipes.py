@@ -13,7 +13,7 @@ from rich.console import Console
 
 from finetune.cli.options import AsJson, Overrides, RecipePath
 from finetune.errors import UserError
-from finetune.startup import few_collections, heavy_imports, import_adapters, quiet_libraries
+from finetune.startup import few_collections, heavy_imports, import_adapters, quiet_libraries, skip_teardown
 
 
 def new(
@@ -67,6 +67,7 @@ def check(
     Example: [bold]python -m finetune check recipes/quickstart/full.yaml
     --config-file accelerate_configs/fsdp2.yaml --num-processes 4[/bold]
     """
+    skip_teardown()
     quiet_libraries()
     from finetune.planning.check import check_folder, check_recipe
 
@@ -128,6 +129,7 @@ def plan(
 
     With --report, what was predicted beside what runs measured: [bold]python -m finetune plan --report runs/*[/bold]
     """
+    skip_teardown()
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
     with heavy_imports():
         import_adapters()
@@ -176,6 +178,7 @@ def inspect(
 
     Example: [bold]python -m finetune inspect recipes/quickstart/full.yaml --rows 2[/bold]
     """
+    skip_teardown()
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())

@@ -64,7 +64,7 @@ def check_recipe(
     with problems:
         recipe = load_recipe(path, overrides)
         if not recipe_only:
-            import_transformers()
+            import_transformers(own_process=True)
         processes = 1
         with problems:
             if config_file or num_processes:

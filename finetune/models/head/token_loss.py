@@ -194,6 +194,9 @@ def logit_map(model: PreTrainedModel) -> LogitMap:
     ratio = (logits.flatten()[-1] / raw.flatten()[-1]).item()
     cap = getattr(config, "final_logit_softcapping", None)
     for candidate in (LogitMap(), LogitMap(scale=ratio), LogitMap(cap=cap)):
-        if logits.shape == raw.shape and torch.allclose(logits, candidate(raw), rtol=1e-6, atol=1e-6):
+        expected = candidate(raw)
+        if torch.equal(logits, expected):
+            return candidate  # as most do
+        if logits.shape == raw.shape and torch.allclose(logits, expected, rtol=1e-6, atol=1e-6):
             return candidate
     raise UnknownHead(f"what {name} does to its logits is neither a scale nor a soft cap")

@@ -48,7 +48,7 @@ class Weight:
     scales: int = 0  # bytes of what unpacks them
     expert: bool = False  # dimension 0 counts experts
 
-    @property
+    @functools.cached_property  # asked for many times
     def numel(self) -> int:
         return math.prod(self.shape)
 

@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 
 from finetune.engine.launch import Launch
 from finetune.models.attention import DOCUMENTS
-from finetune.models.config import dtypes
+from finetune.models.config import dtypes, layer_configs
 from finetune.models.vision import patches_of
 from finetune.planning.estimate.lengths import RowFacts
 from finetune.planning.estimate.micro_batch import HeaviestBatch
@@ -81,8 +81,7 @@ class Shape:
     ) -> Shape:
         """weights: of the full model. recomputes: full activation checkpointing."""
         text = config.get_text_config()
-        heads = getattr(text, "num_attention_heads", 1) or 1
-        size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        widths = [_attention_widths(layer) for layer in layer_configs(text)]  # which may differ: the mean of all
         chosen = getattr(text, "num_experts_per_tok", 0) or 0
         inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         if chosen:
@@ -101,11 +100,18 @@ class Shape:
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             inner=inner,
-            queries=heads * size,
-            keys=(getattr(text, "num_key_value_heads", None) or heads) * size,
+            queries=sum(queries for queries, _ in widths) // len(widths),
+            keys=sum(keys for _, keys in widths) // len(widths),
             experts_per_token=chosen,
             flops=flops_of(recipe, config, implementation, recomputes),
         )
+
+
+def _attention_widths(layer: PretrainedConfig) -> tuple[int, int]:
+    """Returns the widths of a layer's queries and of its keys. Hybrids may have no heads."""
+    heads = getattr(layer, "num_attention_heads", 1) or 1
+    size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return heads * size, (getattr(layer, "num_key_value_heads", None) or heads) * size
 
 
 def flops_of(recipe: Recipe, config: PretrainedConfig, implementation: str, recomputes: bool) -> ModelFlops:

@@ -57,7 +57,8 @@ def state_of(recipe: Recipe, config: PretrainedConfig, launch: Launch, rank: int
         return _zero(recipe, shapes, launch, rank, device)
     kept = _of_stage(shapes, sizes, rank)
     if launch.kind == "fsdp2" or sizes.tensor > 1:
-        shards = [_row_shard(weight, sizes, rank) for weight in kept]
+        place = sizes.coordinates(rank)
+        shards = [_row_shard(weight, sizes, place) for weight in kept]
     else:
         shards = [Shard(weight, weight.numel, weight.numel) for weight in kept]
     trained = [shard for shard in shards if shard.weight.trains]
@@ -114,10 +115,10 @@ def _of_stage(shapes: Shapes, sizes: Parallelism, rank: int) -> Sequence[Weight]
     ]
 
 
-def _row_shard(weight: Weight, sizes: Parallelism, rank: int) -> Shard:
-    """Rows of dimension 0, as `torch.chunk` cuts them; FSDP2's memory is that of the first rank's."""
+def _row_shard(weight: Weight, sizes: Parallelism, place: dict[str, int]) -> Shard:
+    """Rows of dimension 0, as `torch.chunk` cuts them; FSDP2's memory is that of the first rank's. place: a rank's
+    coordinates."""
     rows, width = weight.shape[0], math.prod(weight.shape[1:])
-    place = sizes.coordinates(rank)
     count = sizes.shard * sizes.tokens
     index = place["shard"] * sizes.tokens + place["context"] * sizes.sequence + place["sequence"]
     if weight.expert and sizes.expert > 1:

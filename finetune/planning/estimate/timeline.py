@@ -36,6 +36,7 @@ from finetune.planning.estimate.micro_batch import (
     short_model,
 )
 from finetune.planning.estimate.operators import NO_WORK, OperatorCounter, Work
+from finetune.planning.estimate.shape_mode import ShapeMode
 from finetune.planning.estimate.shapes import shortened
 from finetune.planning.estimate.stand_ins import stand_ins
 from finetune.planning.meter import Meter
@@ -92,7 +93,7 @@ def _timeline(key: _TimelineKey) -> Timeline:
     short, count = short_model(key.config), len(set(shortened(key.config)[1]))
     attention = attention_at(recipe, key.config, how)
     model, forward = model_at(recipe, short, attention, how)
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = ShapeMode(allow_non_fake_inputs=True)
     marks = Marks(fakes)
     token = getattr(key.config, "image_token_id", 0)
     batch = with_pictures(collate(examples_of(recipe, key.batch, token)), short, key.batch.images, fakes)

@@ -98,7 +98,7 @@ def test_rows_are_cut_as_torch_cuts_them(rows: int, ranks: int) -> None:
     weight, sizes = Weight("w", (rows, 3), 4, True, 0, "layer"), Parallelism(shard=ranks)
     chunks = torch.arange(rows * 3).view(rows, 3).chunk(ranks)
     for rank in range(ranks):
-        shard = _row_shard(weight, sizes, rank)
+        shard = _row_shard(weight, sizes, sizes.coordinates(rank))
         assert shard.numel == (chunks[rank].numel() if rank < len(chunks) else 0)
         assert shard.padded == chunks[0].numel()
 

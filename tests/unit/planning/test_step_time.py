@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 
 from finetune.models.config import training_config
+from finetune.planning.estimate.command import shapes_of
 from finetune.planning.estimate.micro_batch import HeaviestBatch, How, real_micro_batch, short_model
 from finetune.planning.estimate.operators import OperatorCounter, together
 from finetune.planning.estimate.speed import Speeds
+from finetune.planning.estimate.tables import shipped_config
 from finetune.planning.estimate.timeline import timeline_of
 from finetune.recipe import load_recipe
 
@@ -33,6 +36,16 @@ def test_counted_operators_are_those_of_a_real_micro_batch(
     real = counter.work("")
     assert counted.operators == pytest.approx(real.operators, rel=0.02)
     assert counted.bytes == pytest.approx(real.bytes, rel=0.05)
+
+
+def test_widths_that_differ_between_layers_are_averaged() -> None:
+    """Gemma 4: five sliding layers of 32 heads and 16 key-value heads of 256, then a full one of 32 and 4 of 512."""
+    loaded = load_recipe(ROOT / "recipes" / "gemma4-31b" / "lora.yaml", [])
+    config = shipped_config(loaded.model.name or "")
+    if config is None or not getattr(config.get_text_config(), "is_heterogeneous", False):
+        pytest.skip("this transformers has one config for all layers of Gemma 4")
+    shape = shapes_of(loaded, config, on_cpu=False)[False]
+    assert (shape.queries, shape.keys) == (32 * (5 * 256 + 512) // 6, (5 * 16 * 256 + 4 * 512) // 6)
 
 
 def test_bandwidth_is_interpolated_between_measured_sizes() -> None:
