@@ -19,7 +19,7 @@ from typing import Any
 
 from finetune.recipe import Recipe
 from finetune.recipe import load_recipe as _load_recipe
-from finetune.startup import few_collections, import_transformers, quiet_libraries
+from finetune.startup import fast_imports, import_transformers, quiet_libraries
 
 
 def load_recipe(path: str | Path, *overrides: str) -> Recipe:
@@ -37,7 +37,7 @@ def train(recipe: Recipe | str | Path, *overrides: str) -> Path:
     Several processes are started by `finetune launch` or `accelerate launch`, of a script that calls this as well.
     """
     quiet_libraries()
-    with few_collections():
+    with fast_imports():
         import_transformers()
         from finetune.engine.start import leave_group
         from finetune.training.run import train as run
@@ -67,7 +67,7 @@ def generate(
     sampling: top_p, top_k, repetition_penalty, seed, stop, as options of the command line.
     """
     quiet_libraries()
-    with few_collections():
+    with fast_imports():
         import_transformers()
         from finetune.export.answering import answers
         from finetune.export.sampling import Sampling

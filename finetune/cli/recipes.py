@@ -13,7 +13,7 @@ from rich.console import Console
 
 from finetune.cli.options import AsJson, Overrides, RecipePath
 from finetune.errors import UserError
-from finetune.startup import few_collections, heavy_imports, import_adapters, quiet_libraries, skip_teardown
+from finetune.startup import fast_imports, heavy_imports, import_adapters, quiet_libraries, skip_teardown
 
 
 def new(
@@ -71,7 +71,7 @@ def check(
     quiet_libraries()
     from finetune.planning.check import check_folder, check_recipe
 
-    with few_collections():
+    with fast_imports():
         if recipe.is_dir():
             reports = check_folder(recipe, overrides or (), config_file, num_processes)
         else:
