@@ -174,12 +174,17 @@ def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, wide
 
 def _alike(recipe: Recipe, places: Sequence[Launch], machines: Machines) -> list[list[int]]:
     """Returns groups of places, by their numbers: within one most forwards are alike, and run once. What takes longest
-    comes first: one process, whose rows per device vary most, then large groups."""
+    comes first: one process, whose rows per device vary most, then large groups and those whose matrices are shared."""
     groups: dict[Hashable, list[int]] = {}
     for number, launch in enumerate(places):
         how = how_of(recipe, launch, _device_type(machines), (0, 0), micro_batches=1)
         groups.setdefault((how, launch.parallelism.tokens), []).append(number)
-    return sorted(groups.values(), key=lambda group: (places[group[0]].processes, -len(group)))
+
+    def order(group: list[int]) -> tuple[int, int]:
+        first = places[group[0]]
+        return first.processes, -len(group) - 2 * (first.parallelism.tensor > 1)  # more operators
+
+    return sorted(groups.values(), key=order)
 
 
 def _best_at(
