@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,10 @@ def _has_spare_core() -> bool:
 def _begin(work: Callable[[], Any]) -> Callable[[], Any]:
     """Begins `work` in a fork; returns what waits for its result, which is of plain types."""
     reads, writes = os.pipe()
-    fork = os.fork()
+    with warnings.catch_warnings():
+        # Threads that wait here, such as those of a BLAS, hold nothing that the fork needs.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        fork = os.fork()
     if not fork:
         try:
             with open(writes, "wb") as pipe:
@@ -110,7 +114,7 @@ def _begin(work: Callable[[], Any]) -> Callable[[], Any]:
             os.waitpid(fork, 0)
         try:
             return marshal.loads(answer)
-        except EOFError:  # the fork was ended
+        except (EOFError, ValueError):  # the fork was ended
             return work()
 
     return result
@@ -159,7 +163,6 @@ def quiet_libraries() -> None:
     """Limit libraries to warnings on the main process and errors on the others; before they are imported. With -v
     their messages are shown instead."""
     import logging
-    import warnings
 
     if is_verbose():
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
