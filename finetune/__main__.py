@@ -1,3 +1,3 @@
-from finetune.cli import main
+from finetune.cli import run_process
 
-main()
+run_process()

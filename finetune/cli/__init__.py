@@ -93,36 +93,35 @@ cache_app.command("clean", cls=Command)(recipes.clean_cache)
 app.add_typer(cache_app, name="cache")
 
 
+def run_process() -> None:
+    """The command line as a process of its own, which ends with it."""
+    try:
+        main()
+    except SystemExit as ended:
+        if skips_teardown() and isinstance(ended.code, int | None):
+            end_process(ended.code or 0)
+        raise
+
+
 def main() -> None:
-    """Exit status: 0 success, 2 an error the user can fix, 1 a failed run or an internal error, 75 stopped by a signal
-    and saved."""
+    """Raises SystemExit: 0 success, 2 an error the user can fix, 1 a failed run or an internal error, 75 stopped by a
+    signal and saved."""
     atexit.register(gc.freeze)  # a garbage collection of all of torch takes 0.7 s at exit
-    status = _run()
-    if skips_teardown():
-        end_process(status)
-    raise SystemExit(status)
-
-
-def _run() -> int:
-    """Runs the command; returns the exit status."""
     try:
         app()
-    except SystemExit as ended:  # how typer ends every command
-        return int(ended.code or 0)
     except Stopped as stopped:
         if int(os.environ.get("RANK", "0")) == 0:
             print(stopped, file=sys.stderr, flush=True)
-        return STOPPED_STATUS
+        raise SystemExit(STOPPED_STATUS) from None
     except UserError as error:
         _print_error(str(error))
-        return 2
+        raise SystemExit(2) from None
     except RunFailure as error:
         _print_error(str(error))
-        return 1
+        raise SystemExit(1) from None
     except Exception as error:  # noqa: BLE001 (the one place: one line for people, the traceback in a file)
         _print_error(unforeseen(error))
-        return 1
-    return 0
+        raise SystemExit(1) from None
 
 
 def _print_error(message: str) -> None:
