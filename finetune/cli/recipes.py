@@ -69,7 +69,7 @@ def check(
     """
     skip_teardown()
     quiet_libraries()
-    from finetune.planning.check import check_folder, check_recipe
+    from finetune.training.check import check_folder, check_recipe
 
     with fast_imports():
         if recipe.is_dir():

@@ -112,12 +112,13 @@ class Launched:
         }
 
 
-def predict_run(
-    recipe: Recipe, config: PretrainedConfig, engine: Engine, micro_batches: int, data: Dataset | Stream
-) -> dict[str, Any]:
-    """Returns what a run that begins here is predicted to take. Raises nothing: the other ranks would not know."""
+def predict_run(prepared: Any, engine: Engine) -> dict[str, Any]:
+    """Returns what a run is predicted to take. Raises nothing: the other ranks would not know.
+
+    prepared: of `training.prepare`.
+    """
     try:
-        return _predicted(recipe, config, engine, micro_batches, data)
+        return _predicted(prepared.recipe, prepared.config, engine, prepared.micro_batches, prepared.training)
     except _FAILURES as error:
         return {"notes": [f"nothing is predicted: {_said(error)}"]}
 

@@ -18,7 +18,6 @@ from finetune.data.loader import Loader
 from finetune.engine.compatibility import check_products
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
-from finetune.planning.check import check_recipe
 from finetune.planning.estimate.answer import SHOWN, as_dicts, assumptions, show
 from finetune.planning.estimate.command import (
     PlanOptions,
@@ -38,6 +37,7 @@ from finetune.planning.estimate.tables import GIB, parse_machines, read_prices, 
 from finetune.planning.estimate.what_if import values_of
 from finetune.planning.fake_run import HeaviestRows, with_heaviest
 from finetune.recipe import load_recipe
+from finetune.training.check import check_recipe
 
 KEYS = {"config", "processes", "verdict", "peak_gib", "tensors_gib", "step_s", "tokens_per_s", "price", "why"}
 SHORT = ("train.max_steps=60", "schedule.warmup_steps=6", "train.precision=bf16", "data.max_length=64", "batch.rows=4")
