@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from finetune.cli.options import AsJson, ConfigFile, Overrides, RecipePath
-from finetune.startup import growing_segments, heavy_imports, large_pages, quiet_libraries
+from finetune.startup import growing_segments, large_pages, quiet_libraries
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
@@ -30,9 +30,9 @@ def _launched(recipe: Path, overrides: list[str] | None) -> Iterator[tuple[Recip
         loaded = load_recipe(recipe, overrides or ())
         large_pages()
         growing_segments()
-        with heavy_imports():
-            import finetune.training.run  # noqa: F401  (what both commands are in)
-            from finetune.engine.start import abort_on_crash, leave_group
+        quiet_libraries()
+        import finetune.training.run  # noqa: F401  (what both commands are in)
+        from finetune.engine.start import abort_on_crash, leave_group
 
         with abort_on_crash():
             yield loaded, stop

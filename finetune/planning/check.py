@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import UserError
 from finetune.recipe import Recipe, load_recipe
-from finetune.startup import import_transformers
 from finetune.utils import readable_bytes
 
 if TYPE_CHECKING:
@@ -63,8 +62,6 @@ def check_recipe(
     report, problems = CheckReport(str(path)), Problems()
     with problems:
         recipe = load_recipe(path, overrides)
-        if not recipe_only:
-            import_transformers(own_process=True)
         processes = 1
         with problems:
             if config_file or num_processes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from conftest import ROOT, finetune
+from conftest import ROOT
 
 from finetune.engine.launch import read_config_file
 from finetune.models.config import training_config
@@ -185,19 +184,3 @@ def test_memory_by_formula_is_that_of_a_run(results: Path, cell: Cell) -> None:
     kept = sum(size for what, size in estimate.persistent.items() if what != "gradients")
     if "zero" not in cell.config and "offload" not in cell.config:  # DeepSpeed keeps buffers as well
         assert kept == peaks["end"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("rows", [(), ("batch.rows_per_device=auto", "data.packing=false")], ids=["one", "auto"])
-def test_a_plan_runs_its_best_place(results: Path, rows: tuple[str, ...]) -> None:
-    """`plan --exact`, and next to it the same place by formula; also where a trial finds how many rows fit."""
-    done = finetune("plan", results / "recipe.yaml", *rows, "--on", "2xH100-80", "--exact")
-    assert done.returncode == 0, done.stderr
-    table = done.stdout.partition("as it runs, MiB")[2]
-    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if len(line.split()) == 3}
-    buckets = re.search(r"its buckets, ([\d.]+) MiB", done.stdout)
-    for phase in ("forward", "backward"):
-        formula, run = map(float, rows[phase])
-        alone = float(buckets[1]) if buckets and phase == "forward" else 0.0
-        assert formula - alone == pytest.approx(run, rel=0.15)
-        assert run > 1

@@ -83,7 +83,7 @@ def why(request: PlanRequest, one: Choice) -> str:
         room = f"{one.free:.1f} of {device:.1f} GiB free, least in {phase}"
         room += f"; fewer than the margin of {margin:.1f}" if one.verdict == "tight" else ""
     if one.step is None:
-        return f"{room}; time not known: --probe measures this machine"
+        return f"{room}; time not known: no finished run on such a device"
     share = one.step.parts[one.step.limit] / one.step.seconds
     return f"{room}; limited by {one.step.limit} ({share:.0%} of a step)"
 

@@ -21,7 +21,6 @@ from finetune.planning.estimate.answer import as_dicts, price_lines, rests_on, s
 from finetune.planning.estimate.finished_runs import speeds_here
 from finetune.planning.estimate.lengths import Lengths, RowFacts, read_lengths, widest
 from finetune.planning.estimate.memory_page import write_page
-from finetune.planning.estimate.probe import probe
 from finetune.planning.estimate.search import (
     Choice,
     Found,
@@ -32,7 +31,7 @@ from finetune.planning.estimate.search import (
     value_of,
 )
 from finetune.planning.estimate.shapes import shapes_of as weights_of
-from finetune.planning.estimate.speed import Shape, Speeds
+from finetune.planning.estimate.speed import Shape
 from finetune.planning.estimate.tables import (
     CPU,
     GIB,
@@ -56,7 +55,6 @@ class PlanOptions:
     deadline: str | None = None
     by: str = "time"
     spot: bool = False
-    measure: bool = False  # --probe
     write: bool = False
     html: Path | None = None
     sweep: str | None = None
@@ -101,7 +99,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions) -> tuple[Pl
     recipe = load_recipe(path, overrides)
     machines = machines_of(options)
     request = ask(recipe, str(path), options, machines)
-    founds = [search(request, one, speeds_for(request, one, options)) for one in machines]
+    founds = [search(request, one, speeds_here(request.recipe, one, request.hardware)) for one in machines]
     choices = ranked([choice for found in founds for choice in found.choices], options)
     if not choices:
         rules = "\n".join(f"  {name}: {rule}" for found in founds for name, rule in found.illegal.items())
@@ -118,7 +116,7 @@ def what_if(path: Path, overrides: Sequence[str], options: PlanOptions, console:
         for value in values:
             other = load_recipe(path, [*overrides, f"{key}={value}"])
             request = ask(other, str(path), options, machines)
-            reached = [speeds_for(request, one, options) for one in machines]
+            reached = [speeds_here(request.recipe, one, request.hardware) for one in machines]
             chosen = sweep(request, machines, reached, key, value)
             made = {"why": chosen} if isinstance(chosen, str) else as_dicts(request, [chosen])[0]
             lines.append({key: value, **made})
@@ -130,7 +128,7 @@ def what_if(path: Path, overrides: Sequence[str], options: PlanOptions, console:
         smaller = [replace(one, device=one.device.model_copy(update={"memory_gib": gib})) for one in machines]
         request = ask(recipe, str(path), options, machines)
         for one in smaller:
-            for change, chosen in to_fit(request, one, speeds_for(request, one, options)):
+            for change, chosen in to_fit(request, one, speeds_here(request.recipe, one, request.hardware)):
                 lines.append({"change": change, **as_dicts(request, [chosen])[0]})
         last = (
             "" if lines else f"nothing known here makes it fit into {options.memory}: fewer parameters, or more devices"
@@ -211,13 +209,6 @@ def config_and_source(recipe: Recipe) -> tuple[PretrainedConfig, str]:
         config = without_dropout(config) if recipe.objective.drops_nothing else config
         return config, shapes_source(name, sees_images)
     return training_config(recipe), "its config.json"
-
-
-def speeds_for(request: PlanRequest, machines: Machines, options: PlanOptions) -> Speeds | None:
-    if options.measure:
-        shape = request.shapes[request.recipe.train.activation_checkpointing is True]
-        return probe(request.recipe, request.config, shape, request.rows, machines.per_machine)
-    return speeds_here(request.recipe, machines, request.hardware)
 
 
 def ranked(choices: Sequence[Choice], options: PlanOptions) -> list[Choice]:

@@ -1,11 +1,10 @@
 """The heaviest micro-batch of a run: rows of its lengths, and the model that reads them, as an engine shows it.
 
-On `meta`, by the functions that a run makes its own with; `timeline.py` weighs it on fake tensors, a probe runs it.
+On `meta`, by the functions that a run makes its own with; `timeline.py` weighs it on fake tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from finetune.data.batch import collate
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as TokenSequence
 from finetune.engine import tensor_parallel
@@ -191,20 +189,3 @@ def fill(model: Any, dtype: torch.dtype | None = None) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-
-
-def real_micro_batch(recipe: Recipe, config: PretrainedConfig, batch: HeaviestBatch) -> Callable[[], None]:
-    """Returns what runs forward and backward of a model with random weights on this machine's processors. config: of
-    all its layers. Gradients are added up."""
-    how = How(device="cpu")
-    model, forward = model_at(recipe, config, attention_at(recipe, config, how), how)
-    fill(model)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            torch.nn.init.normal_(tensor, std=0.02)
-    collated = collate(examples_of(recipe, batch))
-
-    def run() -> None:
-        forward.objective.trial_loss(forward(model, collated), collated).backward()
-
-    return run

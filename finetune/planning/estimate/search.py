@@ -7,23 +7,21 @@ per device, recomputation.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.console import Console
+from rich.progress import track
 from transformers import PretrainedConfig
 
 from finetune.engine.compatibility import check_launch, check_products
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
 from finetune.models.config import active_dropouts
-from finetune.planning.estimate.forks import side_by_side
 from finetune.planning.estimate.lengths import RowFacts
 from finetune.planning.estimate.memory import HeaviestBatch, Memory, Place, estimate_memory
-from finetune.planning.estimate.phases import how_of
 from finetune.planning.estimate.speed import Job, Shape, Speeds, StepTime
 from finetune.planning.estimate.tables import CPU, GIB, Amount, Hardware, Machines, Price, Prices
 from finetune.planning.plan import run_length
@@ -156,35 +154,15 @@ def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, wide
 
     widely: other rows per device and recomputation as well, where they could help.
     """
-    places = list(launches(machines))
-    groups = _alike(request.recipe, places, machines)
-
-    def best_of_group(group: int) -> list[tuple[int, Choice | str]]:
-        return [(place, _best_at(request, places[place], machines, speeds, widely)) for place in groups[group]]
-
-    found = Found()
-    evaluated = chain.from_iterable(side_by_side(best_of_group, len(groups)))
-    for place, one in sorted(evaluated, key=itemgetter(0)):
+    found, places = Found(), list(launches(machines))
+    shows = Console(stderr=True)
+    for launch in track(places, machines.name, console=shows, transient=True, disable=not shows.is_terminal):
+        one = _best_at(request, launch, machines, speeds, widely)
         if isinstance(one, Choice):
             found.choices.append(one)
         else:
-            found.illegal[f"{places[place].where}{_size_words(places[place])}"] = one
+            found.illegal[f"{launch.where}{_size_words(launch)}"] = one
     return found
-
-
-def _alike(recipe: Recipe, places: Sequence[Launch], machines: Machines) -> list[list[int]]:
-    """Returns groups of places, by their numbers: within one most forwards are alike, and run once. What takes longest
-    comes first: one process, whose rows per device vary most, then large groups and those whose matrices are shared."""
-    groups: dict[Hashable, list[int]] = {}
-    for number, launch in enumerate(places):
-        how = how_of(recipe, launch, _device_type(machines), (0, 0), micro_batches=1)
-        groups.setdefault((how, launch.parallelism.tokens), []).append(number)
-
-    def order(group: list[int]) -> tuple[int, int]:
-        first = places[group[0]]
-        return first.processes, -len(group) - 2 * (first.parallelism.tensor > 1)  # more operators
-
-    return sorted(groups.values(), key=order)
 
 
 def _best_at(

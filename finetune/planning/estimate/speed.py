@@ -7,8 +7,8 @@
     optimizer             bytes of weights, gradients and moments; on the host's processors under offload
     communication         what compute does not hide, by link
     bubble                stages of a pipeline that wait for its first and last micro-batches
-    data                  wait for rows, which a thread prepares during the step: as finished runs waited, or what a
-                          probe's time to prepare them is longer than the step; absent where neither is known
+    data                  wait for rows, which a thread prepares during the step: as finished runs waited; absent if
+                          there are none
 
 Not predicted: evaluations, checkpoints, the start.
 """
@@ -142,15 +142,6 @@ def _models(key: ShapesKey, _checkpointing: bool | str) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class MeasuredLinks:
-    """What processes of one machine reach between them, measured; of bytes that a rank sends, copies included."""
-
-    reduce: Link
-    gather: Link
-    scatter: Link  # of a sum
-
-
-@dataclass(frozen=True)
 class Level:
     """How finished runs on a device compare with its shipped speeds."""
 
@@ -171,13 +162,11 @@ class Speeds:
     operator_s: float  # that the host takes to start an operator
     beside_host: bool = True  # a device that computes while the host starts the next operators
     step_elements: float | None = None  # that the optimizer and clipping step in a second; None: by bytes
-    exchange: MeasuredLinks | None = None  # None: the table's links
-    prepare_token_s: float | None = None  # that a thread takes to prepare a token of a row; None: not known
     level: Level = Level()  # corrects all of the above
 
     @property
     def knows_data_wait(self) -> bool:
-        return self.prepare_token_s is not None or self.level.wait_token_s is not None
+        return self.level.wait_token_s is not None
 
     def bandwidth(self, size: float) -> float:
         """size: bytes that one operator reads and writes. Between two measured sizes: in proportion."""
@@ -239,7 +228,7 @@ def table_speeds(recipe: Recipe, machines: Machines, hardware: Hardware) -> Spee
 
 
 def processor_speeds(hardware: Hardware) -> Speeds:
-    """Returns what a probe found on the processors of the table, in fp32: other machines reach more or less."""
+    """Returns what the processors of the table reach in fp32: other machines reach more or less."""
     known = hardware.processors
     return Speeds(
         known.products,
@@ -339,15 +328,9 @@ class Job:
         if sizes.pipeline > 1:
             waiting = (sizes.pipeline - 1) / (self.micro_batches * sizes.stages_per_rank)
             parts["bubble"] = busy * waiting / (3 if sizes.schedule == "zero_bubble" else 1)
-        parts["data"] = self._data_wait(sum(parts.values()))
+        parts["data"] = (speeds.level.wait_token_s or 0.0) * self.row_tokens
         known = {name: seconds for name, seconds in parts.items() if seconds}
         return StepTime(known, speeds.source, speeds.knows_data_wait)
-
-    def _data_wait(self, step: float) -> float:
-        """step: seconds of it while the next rows are prepared."""
-        if (waited := self.speeds.level.wait_token_s) is not None:
-            return waited * self.row_tokens
-        return max(0.0, (self.speeds.prepare_token_s or 0.0) * self.row_tokens - step)
 
     def _launches(self, step: Work, busy: float) -> float:
         """Returns the seconds of the host that no compute hides."""
@@ -414,30 +397,30 @@ class Job:
         n = sizes.processes if kind == "zero" else sizes.shard * sizes.tokens if kind == "fsdp2" else 1
         if n > 1:
             ranks = n if kind == "zero" else sizes.tensor * n
-            of_shard, reduces = self._link("gather", ranks), self._link("scatter", ranks)
+            link = self._link(ranks)
             units = self.shape.gathered if kind == "zero" else self.shape.layers + 2
             if kind == "fsdp2" or self.stage_3:
                 copied = self._copied(2 * times * weights * _COPIES)
-                yield Traffic(2 * times * weights * (n - 1) / n, 2 * times * units, of_shard, True, copied)
+                yield Traffic(2 * times * weights * (n - 1) / n, 2 * times * units, link, True, copied)
             copied = self._copied(times * trained * _COPIES_OF_GRADIENTS)
-            yield Traffic(times * trained * (n - 1) / n, times * units, reduces, True, copied)
+            yield Traffic(times * trained * (n - 1) / n, times * units, link, True, copied)
             if kind == "zero" and not self.stage_3:
-                yield Traffic(trained * (n - 1) / n, 1, of_shard, overlaps=False)
+                yield Traffic(trained * (n - 1) / n, 1, link, overlaps=False)
         if sizes.tensor > 1:  # FSDP2 shards over them what they do not share
             n = sizes.tensor * sizes.shard * sizes.tokens
             whole = 2 * times * self.shape.ends * self._weight_bytes()
-            yield Traffic(whole * (n - 1) / n, 4 * times, self._link("gather", n), True, self._copied(whole * _COPIES))
+            yield Traffic(whole * (n - 1) / n, 4 * times, self._link(n), True, self._copied(whole * _COPIES))
             whole = times * 4 * self.shape.ends if self.recipe.mode == "full" else 0.0
             copied = self._copied(whole * _COPIES_OF_GRADIENTS)
-            yield Traffic(whole * (n - 1) / n, 2 * times, self._link("scatter", n), True, copied)
+            yield Traffic(whole * (n - 1) / n, 2 * times, self._link(n), True, copied)
         if kind == "fsdp2" and sizes.replicate > 1:
             moved = times * 2 * trained / (sizes.shard * sizes.tokens) * (sizes.replicate - 1) / sizes.replicate
-            yield Traffic(moved, self.shape.layers * times, self._link("reduce", sizes.processes), overlaps=True)
+            yield Traffic(moved, self.shape.layers * times, self._link(sizes.processes), overlaps=True)
         if kind == "fsdp2" and self.launch.offloads_optimizer and self.machines.key != CPU:
             yield Traffic(times * 2 * weights / n, 0, self.host_link, overlaps=True)
         if kind == "replicated" and (ranks := sizes.data * sizes.tokens) > 1:
             moved, buckets = 2 * trained * (ranks - 1) / ranks, max(1.0, trained / _BUCKET)
-            yield Traffic(moved, buckets, self._link("reduce", sizes.processes), overlaps=True)
+            yield Traffic(moved, buckets, self._link(sizes.processes), overlaps=True)
 
     def _of_rows(self) -> Iterator[Traffic]:
         """Yields what ranks that share rows hand to each other."""
@@ -447,20 +430,20 @@ class Job:
         wide = tokens * shape.hidden * self._element  # bytes of hidden states
         if (n := sizes.tensor) > 1:
             moved = 2 * through * 2 * (n - 1) / n * wide * layers
-            yield Traffic(moved, 2 * through * layers * times, self._link("reduce", n))
+            yield Traffic(moved, 2 * through * layers * times, self._link(n))
         if (n := sizes.context) > 1:
             moved = through * 2 * (n - 1) / n * self.row_tokens * shape.keys * self._element * layers
-            yield Traffic(moved, through * layers * times, self._link("gather", sizes.tensor * sizes.tokens))
+            yield Traffic(moved, through * layers * times, self._link(sizes.tensor * sizes.tokens))
         if (n := sizes.sequence) > 1:
             heads = 2 * (shape.queries + shape.keys) * tokens * self._element
-            link = self._link("gather", sizes.tensor * sizes.tokens)
+            link = self._link(sizes.tensor * sizes.tokens)
             yield Traffic(through * (n - 1) / n * heads * layers, 4 * through * layers * times, link)
         if (n := sizes.expert) > 1:
             moved = through * 2 * wide * shape.experts_per_token * layers * (n - 1) / n
-            link = self._link("gather", sizes.tensor * sizes.tokens * sizes.shard)
+            link = self._link(sizes.tensor * sizes.tokens * sizes.shard)
             yield Traffic(moved, 2 * through * layers * times, link)
         if sizes.pipeline > 1:
-            yield Traffic(2 * wide, 2 * times * sizes.stages_per_rank, self._link("gather", sizes.processes))
+            yield Traffic(2 * wide, 2 * times * sizes.stages_per_rank, self._link(sizes.processes))
 
     def _copied(self, moved: float) -> float:
         """Returns the seconds of an engine's copies, which a device hides during the collective."""
@@ -475,13 +458,10 @@ class Job:
             return 4 if recipe.train.precision == "fp32" and recipe.model.dtype in ("auto", "float32") else 2
         return 2 if self.launch.kind == "fsdp2" and recipe.train.precision != "fp32" else 4
 
-    def _link(self, kind: str, ranks: int) -> Link:
+    def _link(self, ranks: int) -> Link:
         """ranks: neighbours that talk with each other."""
-        device, links = self.machines.device, self.hardware.links
-        if ranks > self.machines.per_machine:
-            return links[device.network]
-        measured = self.speeds.exchange
-        return getattr(measured, kind) if measured is not None else links[device.link]
+        device = self.machines.device
+        return self.hardware.links[device.network if ranks > self.machines.per_machine else device.link]
 
 
 _BUCKET = 25 * 2**20  # bytes of a bucket of DDP's gradients

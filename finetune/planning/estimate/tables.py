@@ -296,7 +296,7 @@ def parse_machines(text: str, machines: int, hardware: Hardware) -> Machines:
 
 
 def this_machine() -> Device:
-    """Returns this machine's processors and memory as a device; peaks are not known, so only a probe gives times."""
+    """Returns this machine's processors and memory as a device, without peaks: only finished runs give times."""
     memory = psutil.virtual_memory().total / 1e9
     link, unknown = "shared_memory", 1.0
     return Device(name=CPU, fp32=unknown, memory_gb=memory, bandwidth_gb_s=unknown, link=link, source="this machine")

@@ -36,7 +36,6 @@ from finetune.planning.estimate.micro_batch import (
     short_model,
 )
 from finetune.planning.estimate.operators import NO_WORK, OperatorCounter, Work
-from finetune.planning.estimate.shape_mode import ShapeMode
 from finetune.planning.estimate.shapes import shortened
 from finetune.planning.estimate.stand_ins import stand_ins
 from finetune.planning.meter import Meter
@@ -87,13 +86,13 @@ class _TimelineKey:
         return isinstance(other, _TimelineKey) and self.parts == other.parts
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _timeline(key: _TimelineKey) -> Timeline:
     recipe, how = key.recipe, key.how
     short, count = short_model(key.config), len(set(shortened(key.config)[1]))
     attention = attention_at(recipe, key.config, how)
     model, forward = model_at(recipe, short, attention, how)
-    fakes = ShapeMode(allow_non_fake_inputs=True)
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
     marks = Marks(fakes)
     token = getattr(key.config, "image_token_id", 0)
     batch = with_pictures(collate(examples_of(recipe, key.batch, token)), short, key.batch.images, fakes)

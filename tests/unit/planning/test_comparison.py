@@ -14,8 +14,9 @@ from conftest import train_here
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
 from finetune.models.config import training_config
-from finetune.planning.estimate.command import PlanOptions, ask, machines_of, speeds_for
+from finetune.planning.estimate.command import PlanOptions, ask, machines_of
 from finetune.planning.estimate.comparison import Launched, as_json, compare_run, compare_runs, table
+from finetune.planning.estimate.finished_runs import speeds_here
 from finetune.planning.estimate.lengths import widest
 from finetune.planning.estimate.search import evaluate
 from finetune.planning.plan import FEW_STEPS, processor
@@ -97,7 +98,7 @@ def test_finished_runs_on_this_device_correct_the_speeds(runs: Path, tmp_path: P
     recipe, options = load_recipe(runs.parent / "recipe.yaml", [f"run.dir={folder}"]), PlanOptions(("1xcpu",))
     (machines,) = machines_of(options)
     request = ask(recipe, "recipe.yaml", options, [machines])
-    step = evaluate(request, ALONE, machines, speeds_for(request, machines, options), {}).step
+    step = evaluate(request, ALONE, machines, speeds_here(request.recipe, machines, request.hardware), {}).step
     assert step is not None
     assert step.source.startswith(f"3 finished runs in {folder}")
     took = first["measured"]["parts_s"]
@@ -107,7 +108,7 @@ def test_finished_runs_on_this_device_correct_the_speeds(runs: Path, tmp_path: P
     per_token = 2 * took["data"] / (first["measured"]["tokens_per_s"] * first["measured"]["step_s"])
     assert step.parts["data"] == pytest.approx(per_token * request.rows.tokens_per_row * recipe.batch.rows)
     empty = load_recipe(runs.parent / "recipe.yaml", [f"run.dir={tmp_path / 'none'}"])
-    assert speeds_for(ask(empty, "recipe.yaml", options, [machines]), machines, options) is None
+    assert speeds_here(empty, machines, request.hardware) is None
 
 
 def test_on_a_gpu_memory_and_time_are_predicted_or_a_note_says_why_not(

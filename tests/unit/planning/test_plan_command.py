@@ -14,7 +14,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from finetune.data.loader import Loader
 from finetune.engine.compatibility import check_products
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
@@ -32,11 +31,9 @@ from finetune.planning.estimate.command import (
 )
 from finetune.planning.estimate.memory import Place, estimate_memory
 from finetune.planning.estimate.memory_page import write_page
-from finetune.planning.estimate.micro_batch import HeaviestBatch
 from finetune.planning.estimate.search import Choice, Found, launches, spot_loss, verdict
 from finetune.planning.estimate.tables import GIB, parse_machines, read_prices, shipped_hardware
 from finetune.planning.estimate.what_if import values_of
-from finetune.planning.fake_run import HeaviestRows, with_heaviest
 from finetune.recipe import load_recipe
 
 KEYS = {"config", "processes", "verdict", "peak_gib", "tensors_gib", "step_s", "tokens_per_s", "price", "why"}
@@ -176,18 +173,6 @@ def test_what_is_assumed_has_a_name(found: tuple[PlanRequest, list[Choice]]) -> 
     assert "V100-16 has the memory of its data sheet" in " ".join(
         assumptions(request, dataclasses.replace(choices[0], machines=parse_machines("V100-16", 1, request.hardware)))
     )
-
-
-def test_exact_runs_the_documents_of_plan_where_the_run_finds_more_rows(
-    recipe: dict[str, Any], write_recipe: Any
-) -> None:
-    """Of `rows_per_device: auto` plan has one row, whose documents may be fewer than the rows that a trial finds."""
-    loaded = load_recipe(write_recipe(recipe), ["batch.rows=8", "batch.rows_per_device=auto"])
-    for documents, rows in (((64,), 1), ((40, 24, 20, 9), 4)):
-        batch = HeaviestBatch(documents, sum(documents) - len(documents))
-        found = Loader(HeaviestRows(loaded, batch, 1), 8, 4, rank=0, world_size=2, total_rows=16)
-        step = with_heaviest(found, loaded, batch).step(0)
-        assert [one.sequence_lengths for one in step.batches] == [documents] * (4 // rows)
 
 
 @pytest.mark.parametrize(

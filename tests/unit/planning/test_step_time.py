@@ -6,11 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
 
+from finetune.data.batch import collate
 from finetune.models.config import training_config
 from finetune.planning.estimate.command import shapes_of
-from finetune.planning.estimate.micro_batch import HeaviestBatch, How, real_micro_batch, short_model
+from finetune.planning.estimate.micro_batch import (
+    HeaviestBatch,
+    How,
+    attention_at,
+    examples_of,
+    fill,
+    model_at,
+    short_model,
+)
 from finetune.planning.estimate.operators import OperatorCounter, together
 from finetune.planning.estimate.speed import Speeds
 from finetune.planning.estimate.tables import shipped_config
@@ -29,7 +39,17 @@ def test_counted_operators_are_those_of_a_real_micro_batch(
     layers = [part for _ in range(2) for part in (*parts.layers, *parts.layers_backward)]
     ends = (parts.before, parts.head, parts.head_backward, parts.before_backward)
     counted = together([part.work for part in (*layers, *ends)])
-    run = real_micro_batch(loaded, config, batch)
+    how = How(device="cpu")
+    model, forward = model_at(loaded, config, attention_at(loaded, config, how), how)
+    fill(model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            torch.nn.init.normal_(tensor, std=0.02)
+    collated = collate(examples_of(loaded, batch))
+
+    def run() -> None:
+        forward.objective.trial_loss(forward(model, collated), collated).backward()
+
     run()
     with OperatorCounter() as counter:
         run()
