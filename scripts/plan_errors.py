@@ -218,11 +218,11 @@ class Weighed:
 
     def mark(self, name: str) -> None:
         if name == f"step {STEPS - 1}":
-            self._meter.phases.clear()
+            self._meter.peaks.clear()
         self._meter.begin(name)
 
     def peaks(self) -> dict[str, int]:
-        return {name: counts.peak_bytes for name, counts in self._meter.phases.items()}
+        return dict(self._meter.peaks)
 
 
 def _peaks(events: list[Any]) -> dict[str, int]:
@@ -313,7 +313,7 @@ def run_devices(folder: Path, cells: list[Cell]) -> None:
         return
     program = [sys.executable, str(ROOT / "tests" / "fake_cuda" / "fake_cells.py")]
     program += [str(folder / "llama" / "recipe.yaml"), str(folder)]
-    paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)]
+    paths = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests"), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run(program, input=json.dumps(wanted), text=True, env=environment, check=True)
 

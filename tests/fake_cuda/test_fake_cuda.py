@@ -1,5 +1,5 @@
 """Every accelerate config on CUDA devices that are not there: set-up, load, wrap, steps, the parts of a checkpoint and
-the result, as one rank of N, on a torch without CUDA (`finetune/planning/fake_devices.py`).
+the result, as one rank of N, on a torch without CUDA (`tests/support/fake_devices.py`).
 
 What it finds: tensors on a wrong device, of a wrong type or shape, on the branches that only a GPU takes; waits for the
 device; collectives of tensors in host memory. What it cannot find: races of streams, kernels, what NCCL does.
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from conftest import ROOT
+from support.fake_devices import why_not
 
 from finetune.engine.launch import read_config_file
 from finetune.models.config import training_config
 from finetune.planning.estimate.memory import HeaviestBatch, Place, estimate_memory
-from finetune.planning.fake_devices import why_not
 from finetune.recipe import load_recipe
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOTHING CHECKED ON FAKE CUDA: {why_not()}")
@@ -105,7 +105,7 @@ def results(request: pytest.FixtureRequest, made: Path, tmp_path_factory: pytest
     program = [sys.executable, str(ROOT / "tests" / "fake_cuda" / "fake_cells.py"), folder / "recipe.yaml", folder]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests"), *filter(None, sys.path)]),
     }
     subprocess.run(program, input=json.dumps(cells), text=True, env=environment, check=True)
     return folder

@@ -93,11 +93,12 @@ def _timeline(key: _TimelineKey) -> Timeline:
     attention = attention_at(recipe, key.config, how)
     model, forward = model_at(recipe, short, attention, how)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    marks = Marks(fakes)
+    marks = Marks()
     token = getattr(key.config, "image_token_id", 0)
     batch = with_pictures(collate(examples_of(recipe, key.batch, token)), short, key.batch.images, fakes)
     known = recipe.model.train is not None  # the forward reads masks of images, also where a row has none
     with contextlib.ExitStack() as stack:
+        stack.enter_context(fakes)
         stack.enter_context(marks.meter)
         stack.enter_context(stand_ins(dtypes(recipe).compute, how.keeps_inputs_alone))
         fill(model, dtypes(recipe).compute if how.casts_weights else None)
@@ -161,9 +162,9 @@ def _layers(model: Any) -> list[Any]:
 class Marks:
     """Cuts what a meter weighs into parts, at the edges of layers."""
 
-    def __init__(self, fakes: FakeTensorMode) -> None:
+    def __init__(self) -> None:
         self.operators, self.backward = OperatorCounter(), False
-        self.meter = Meter("cpu", count=self.operators.count, fakes=fakes)
+        self.meter = Meter("cpu", count=self.operators.count)
         self._parts: dict[str, Part] = {}
         self._current, self._start = "", 0
 
@@ -175,7 +176,7 @@ class Marks:
 
     def end(self) -> None:
         if self._current:
-            part = Part(self.meter.counts.peak_bytes - self._start, self.meter.now - self._start)
+            part = Part(self.meter.peaks[self.meter.phase] - self._start, self.meter.now - self._start)
             before = self._parts.get(self._current, Part(0, 0))
             self._parts[self._current] = Part(max(before.peak, before.kept + part.peak), before.kept + part.kept)
 

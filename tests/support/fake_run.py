@@ -19,6 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from support.device_meter import DeviceMeter
+from support.fake_devices import H100, FakeDevice, enable, fake_cuda
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -34,8 +36,7 @@ from finetune.models.attention import attention_for
 from finetune.models.weights import Placement, without_weights
 from finetune.objectives.table import OF_TOKENS_ALONE
 from finetune.planning.estimate.micro_batch import HeaviestBatch, examples_of
-from finetune.planning.fake_devices import H100, FakeDevice, enable, fake_cuda
-from finetune.planning.meter import BLOCK, Meter
+from finetune.planning.meter import BLOCK
 from finetune.recipe import Recipe
 
 STEPS = 2  # the second one begins with an optimizer that has its state
@@ -45,9 +46,8 @@ class HeaviestRows:
     """Rows of a run (`loader.RunRows`) whose every micro-batch is the largest that `plan` reckons with. Documents of no
     content; for objectives that read more than the tokens of a batch there are none."""
 
-    def __init__(self, recipe: Recipe, batch: HeaviestBatch, rows_per_batch: int):
-        examples = examples_of(recipe, batch)
-        self._rows = [examples[i::rows_per_batch] for i in range(rows_per_batch)]
+    def __init__(self, recipe: Recipe, batch: HeaviestBatch):
+        self._rows = [[example] for example in examples_of(recipe, batch)]
 
     def lengths(self, position: int) -> NDArray[np.int64]:
         return np.array([len(example.sequences[0].input_ids) for example in self.examples(position)])
@@ -64,13 +64,13 @@ class HeaviestRows:
         return 0.0
 
 
-def with_heaviest(loader: Loader, recipe: Recipe, batch: HeaviestBatch) -> Loader:
-    """Returns a loader of the heaviest micro-batches, where the objective reads nothing else; or the same."""
+def with_heaviest(loader: Loader, recipe: Recipe) -> Loader:
+    """Returns a loader of rows of one document, as long as they can be, if the objective reads tokens alone; or the
+    same."""
     if recipe.objective.name not in OF_TOKENS_ALONE or loader.image_inputs:
         return loader
-    # Of `rows_per_device: auto`, plan reckons with one row; the run has found how many.
-    rows = loader.rows_per_device if len(batch.documents) >= loader.rows_per_device else 1
-    return replace(loader, rows=HeaviestRows(recipe, batch, rows), rows_per_device=rows)
+    batch = HeaviestBatch.of_rows(loader.rows_per_device, recipe.data.max_length)
+    return replace(loader, rows=HeaviestRows(recipe, batch))
 
 
 class Steps(Protocol):
@@ -113,13 +113,12 @@ def fake_run(
     start: Callable[[Engine], Steps],
     rank: int = 0,
     device: FakeDevice = H100,
-    told: Callable[[str], None] = lambda phase: None,
     block: int = BLOCK,
-) -> Meter:
+) -> DeviceMeter:
     """Runs set-up, two steps, the parts of a checkpoint and the tensors of the result; returns what was measured.
 
-    start: loads and wraps, as `build_trainer` does. rank: of the one that runs. told: of each phase that begins.
-    block: bytes that a tensor takes a multiple of.
+    start: loads and wraps, as `build_trainer` does. rank: of the one that runs. block: bytes that a
+    tensor takes a multiple of.
     """
     with contextlib.suppress(ImportError):
         import bitsandbytes  # noqa: F401  (once there seem to be devices, it looks for functions of CUDA builds)
@@ -132,7 +131,6 @@ def fake_run(
     engine.accelerator.prepare_model = lambda model, **_: model.to(engine.device)
     attention_for(recipe, config, "cuda")  # a trial on real tensors, which is remembered
     with fake_cuda(block) as meter, _weights_without_values(), _without_agreement(launch):
-        meter.told = told
         meter.begin("load")
         wrap = engine.wrap
         engine.wrap = lambda *arguments: (meter.begin("wrap"), wrap(*arguments))[1]
@@ -145,7 +143,7 @@ def fake_run(
     return meter
 
 
-def _step(steps: Steps, meter: Meter, number: int) -> None:
+def _step(steps: Steps, meter: DeviceMeter, number: int) -> None:
     """One `train_step`, in phases of its own names; those of an earlier step are forgotten."""
     with _disable_current_modes():
         made = steps.loader.step(number)
@@ -154,6 +152,7 @@ def _step(steps: Steps, meter: Meter, number: int) -> None:
     engine, phase = steps.engine, steps.engine.stopwatch.phase
     for name in ("forward", "backward", "reduction", "optimizer", "end of the step"):
         meter.phases.pop(name, None)
+        meter.peaks.pop(name, None)
 
     @contextlib.contextmanager
     def named(name: str) -> Iterator[None]:

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.device_meter import DeviceMeter, waits
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from finetune.planning.meter import BLOCK, Meter, waits
+from finetune.planning.meter import BLOCK
 
 GIB = 2**30
 KNOWN_TORCH = "2.13"  # whose tables `_change_tables` knows
@@ -310,12 +311,12 @@ def _number_like(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def fake_cuda(block: int = BLOCK) -> Iterator[Meter]:
+def fake_cuda(block: int = BLOCK) -> Iterator[DeviceMeter]:
     """Everything within is on fake devices. A value that is read off the device is a wait, and made up where the
     meter says `may_read`; elsewhere torch's error for what depends on data is raised."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    meter = Meter(block=block)
+    meter = DeviceMeter(block)
 
     def reading(name: str) -> Callable[[Any], Any]:
         before = getattr(FakeTensor, name)
