@@ -38,6 +38,7 @@ def train(recipe: Recipe | str | Path, *overrides: str) -> Path:
     """
     quiet_libraries()
     from finetune.engine.start import leave_group
+    from finetune.plan.comparison import predict_run
     from finetune.training.run import train as run
     from finetune.training.signals import StopRequest, listening
 
@@ -45,7 +46,7 @@ def train(recipe: Recipe | str | Path, *overrides: str) -> Path:
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, *overrides)
     on_main = threading.current_thread() is threading.main_thread()  # the only one that may handle signals
     with listening() if on_main else contextlib.nullcontext(StopRequest()) as stop:
-        folder = run(loaded, name, stop)
+        folder = run(loaded, name, stop, predict=predict_run)
         leave_group()
     return folder
 

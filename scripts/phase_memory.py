@@ -45,7 +45,7 @@ PLACES = (
 
 
 def write_recipe(folder: Path, model: str, processes: int) -> Path:
-    from finetune.planning.estimate.tables import shipped_config
+    from finetune.plan.tables import shipped_config
 
     config = shipped_config(model)
     assert config is not None

@@ -1,4 +1,4 @@
-"""Predicted memory (`finetune/planning/estimate`) against what runs take; an hour on two cores.
+"""Predicted memory (`finetune/plan`) against what runs take; an hour on two cores.
 
     python scripts/plan_errors.py --out benchmarks/results/plan_errors.json
     python scripts/plan_errors.py --only zero3 --folder measured
@@ -207,7 +207,7 @@ class Weighed:
     """Every storage that an operation of this thread gives, until it is freed in whatever thread."""
 
     def __enter__(self) -> Weighed:
-        from finetune.planning.meter import Meter
+        from finetune.plan.meter import Meter
 
         self._meter = Meter("cpu")
         self._meter.__enter__()
@@ -322,10 +322,10 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     """Returns what is predicted and measured of a cell, in bytes; None where it was refused or did not run."""
     from finetune.engine.launch import read_config_file
     from finetune.models.config import training_config
-    from finetune.planning.estimate.lengths import Lengths, read_lengths
-    from finetune.planning.estimate.micro_batch import HeaviestBatch
-    from finetune.planning.estimate.phases import phases_of
-    from finetune.planning.estimate.search import heaviest
+    from finetune.plan.lengths import Lengths, read_lengths
+    from finetune.plan.micro_batch import HeaviestBatch
+    from finetune.plan.phases import phases_of
+    from finetune.plan.search import heaviest
     from finetune.recipe import load_recipe
 
     files = [folder / f"{cell.name}-{rank}.json" for rank in range(cell.processes)]

@@ -163,7 +163,7 @@ def predicted(folder: Path, cell: Cell) -> list[dict[str, int]] | str:
     from finetune.engine.launch import read_config_file
     from finetune.errors import UserError
     from finetune.models.config import training_config
-    from finetune.planning.estimate.state import GRADIENTS, OPTIMIZER, WEIGHTS, state_of
+    from finetune.plan.state import GRADIENTS, OPTIMIZER, WEIGHTS, state_of
     from finetune.recipe import load_recipe
 
     file = make_recipe(folder, cell.model)

@@ -215,8 +215,8 @@ def measured(folder: Path, cell: Cell) -> float | None:
 
 def speeds_by(folder: Path, reference: Cell) -> Any:
     """Returns the speeds of the table, corrected by one cell that was measured."""
-    from finetune.planning.estimate.speed import Level, processor_speeds
-    from finetune.planning.estimate.tables import shipped_hardware
+    from finetune.engine.hardware import shipped_hardware
+    from finetune.plan.speed import Level, processor_speeds
 
     speeds, took = processor_speeds(shipped_hardware()), measured(folder, reference)
     if took is None:
@@ -239,12 +239,13 @@ def loaded(folder: Path, cell: Cell) -> tuple[Any, Any]:
 def predicted(folder: Path, cell: Cell, speeds: Any) -> Any:
     """Returns the time of a step by formula, with its parts."""
     from finetune.engine.compatibility import check_launch
+    from finetune.engine.hardware import shipped_hardware
     from finetune.engine.launch import read_config_file
-    from finetune.planning.estimate.lengths import widest
-    from finetune.planning.estimate.search import heaviest
-    from finetune.planning.estimate.shapes import shapes_of
-    from finetune.planning.estimate.speed import Job, Shape
-    from finetune.planning.estimate.tables import parse_machines, shipped_hardware
+    from finetune.plan.lengths import widest
+    from finetune.plan.search import heaviest
+    from finetune.plan.shapes import shapes_of
+    from finetune.plan.speed import Job, Shape
+    from finetune.plan.tables import parse_machines
 
     recipe, config = loaded(folder, cell)
     launch = read_config_file(str(ROOT / "accelerate_configs" / f"{cell.config}.yaml"), cell.processes)

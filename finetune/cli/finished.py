@@ -327,8 +327,8 @@ def report(
 
     Example: [bold]python -m finetune report runs/a runs/b -o page.html[/bold]
     """
-    from finetune.planning.report import watch as serve
-    from finetune.planning.report import write_report
+    from finetune.view.report import watch as serve
+    from finetune.view.report import write_report
 
     if watch and out is not None:
         raise UserError("report: --watch serves the page and writes none: leave out -o, or --watch")

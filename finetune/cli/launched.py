@@ -46,9 +46,10 @@ def train(recipe: RecipePath, overrides: Overrides = None, config_file: ConfigFi
     recipes/quickstart/full.yaml optimizer.lr=1e-3[/bold]
     """
     with _launched(recipe, overrides) as (loaded, stop):
+        from finetune.plan.comparison import predict_run
         from finetune.training.run import train as run
 
-        run(loaded, str(recipe), stop, Console(), str(config_file) if config_file else None)
+        run(loaded, str(recipe), stop, Console(), str(config_file) if config_file else None, predict_run)
 
 
 def reference(recipe: RecipePath, overrides: Overrides = None, config_file: ConfigFile = None) -> None:
@@ -103,10 +104,10 @@ def doctor(
     -m finetune doctor[/bold]
     """
     quiet_libraries()
+    from finetune.doctor.advice import advice, show_diagnosis
+    from finetune.doctor.diagnosis import diagnose
     from finetune.engine.links import join_group
     from finetune.engine.start import leave_group
-    from finetune.planning.doctor import diagnose
-    from finetune.planning.doctor_advice import advice, show_diagnosis
 
     group = join_group()
     diagnosis = diagnose(group, folder or [Path("runs")])

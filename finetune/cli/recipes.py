@@ -38,7 +38,7 @@ def new(
     data = data or _answer("--data", "Data (file, folder, URL or dataset of the hub)")
     mode = mode or _answer("--mode", f"Mode ({', '.join(MODES)})", "lora")
     quiet_libraries()
-    from finetune.planning.new import Wanted, write_new
+    from finetune.setup.new import Wanted, write_new
 
     write_new(Wanted(model, data, mode, name, output), Console())
 
@@ -125,11 +125,11 @@ def plan(
     """
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
     quiet_libraries()
-    from finetune.planning.estimate.command import PlanOptions, run
+    from finetune.plan.command import PlanOptions, run
 
     if report:
-        from finetune.planning.estimate.comparison import as_json as comparisons_json
-        from finetune.planning.estimate.comparison import compare_runs, table
+        from finetune.plan.comparison import as_json as comparisons_json
+        from finetune.plan.comparison import compare_runs, table
 
         comparisons = compare_runs([recipe, *map(Path, overrides or ())])
         print(comparisons_json(comparisons) if as_json else table(comparisons))
@@ -170,7 +170,7 @@ def inspect(
 
     loaded = load_recipe(recipe, overrides or ())
     quiet_libraries()
-    from finetune.planning.inspect import InspectOptions, inspect
+    from finetune.view.inspect import InspectOptions, inspect
 
     options = InspectOptions(rows, tuple(row or ()), packed, on_eval, totals, tokens, full, html, as_json)
     inspect(loaded, recipe, options, Console())
@@ -187,8 +187,8 @@ def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = F
 
     loaded = load_recipe(recipe, overrides or ())
     quiet_libraries()
-    from finetune.planning.prepare import prepare as run
-    from finetune.planning.prepare import show_prepared
+    from finetune.setup.prepare import prepare as run
+    from finetune.setup.prepare import show_prepared
 
     prepared, notes = run(loaded)
     if as_json:
@@ -205,7 +205,7 @@ def list_cache(as_json: AsJson = False) -> None:
     quiet_libraries()
     from finetune.data.cache_entries import list_entries
     from finetune.data.token_cache import entries_folder
-    from finetune.planning.prepare import show_entries
+    from finetune.setup.prepare import show_entries
 
     entries = list_entries()
     if as_json:
@@ -228,7 +228,7 @@ def clean_cache(
     quiet_libraries()
     from finetune.data.cache_entries import age_in_seconds, list_entries, not_used_for, remove
     from finetune.data.token_cache import entries_folder
-    from finetune.planning.prepare import show_entries
+    from finetune.setup.prepare import show_entries
     from finetune.utils import readable_bytes
 
     age = age_in_seconds(older_than)

@@ -135,10 +135,10 @@ def _report_memory(recipe: Recipe, path: Path, config_file: Path, processes: int
     from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_config_file
     from finetune.models.config import training_config
-    from finetune.planning.estimate.lengths import widest
-    from finetune.planning.estimate.memory import Place, estimate_memory
-    from finetune.planning.estimate.micro_batch import NotEstimated
-    from finetune.planning.estimate.search import heaviest
+    from finetune.plan.lengths import widest
+    from finetune.plan.memory import Place, estimate_memory
+    from finetune.plan.micro_batch import NotEstimated
+    from finetune.plan.search import heaviest
 
     launch, config = read_config_file(str(config_file), processes), training_config(recipe)
     micro_batches = check_launch(recipe, str(path), launch, config)
@@ -190,8 +190,8 @@ def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: P
         load_tokenizer,
         training_config,
     )
-    from finetune.planning.plan import length_notes
     from finetune.tracking import check_trackers
+    from finetune.training.run_plan import length_notes
 
     with problems:
         check_trackers(recipe.tracking)
@@ -242,7 +242,7 @@ def _check_teacher(recipe: Recipe, training: Dataset, tokenizer: Any, config: An
 def _report_data(recipe: Recipe, name: str, data: Dataset | Stream, report: CheckReport) -> None:
     """Adds sizes, and what became of the rows. name: train or eval."""
     from finetune.data.dataset import Stream
-    from finetune.planning.plan import run_length
+    from finetune.training.run_plan import run_length
 
     if isinstance(data, Stream):
         window = data.rows.window(0)

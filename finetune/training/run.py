@@ -36,6 +36,7 @@ from finetune.data.loader import Loader, OrderedRows, RunRows
 from finetune.engine.base import Engine
 from finetune.engine.compatibility import check_launch
 from finetune.engine.context_parallel import apply_context_parallel
+from finetune.engine.hardware import peak_tflops
 from finetune.engine.launch import collective_timeout, read_launch
 from finetune.engine.start import set_group_timeouts, start_engine
 from finetune.errors import Stopped, UserError
@@ -51,6 +52,7 @@ from finetune.models.config import (
     model_config,
     training_config,
 )
+from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import adapts_experts, compute_experts_in, find_routers
 from finetune.models.score_model import ScoreModel
@@ -60,9 +62,6 @@ from finetune.models.wrapped import CrossEntropyChoice, WrappedModel
 from finetune.objectives import Objective, make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.shared_prompts import sharing_summary, with_shared_prompts
-from finetune.planning.estimate.comparison import predict_run
-from finetune.planning.flops import ModelFlops, model_flops, peak_tflops
-from finetune.planning.plan import Plan, git_commit, length_notes, processor, run_length, versions
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Quantization
 from finetune.tracking import check_trackers
@@ -73,23 +72,31 @@ from finetune.training.optim import build_optimizers
 from finetune.training.profile import Profiler
 from finetune.training.reference import AdaptersOff, ReferenceColumns, recipe_of_reference
 from finetune.training.run_dir import in_use, make_run_folder, run_folder
+from finetune.training.run_plan import Plan, git_commit, length_notes, processor, run_length, versions
 from finetune.training.signals import StopRequest
 from finetune.training.teacher import TeacherPass, recipe_of_teacher, with_teacher
 from finetune.training.trainer import Trainer, TrainingState
 from finetune.utils import print_line
 
 Data = Dataset | Stream
+Predict = Callable[[Recipe, PretrainedConfig, Engine, int, Data], dict[str, Any]]  # int: micro-batches of a step
 
 
 def train(
-    recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console | None = None, config_file: str | None = None
+    recipe: Recipe,
+    recipe_file: str,
+    stop: StopRequest,
+    console: Console | None = None,
+    config_file: str | None = None,
+    predict: Predict | None = None,
 ) -> Path:
     """Runs a recipe on this launch; returns the run directory.
 
-    config_file: an accelerate config, if torchrun launched. Raises UserError for what the user can fix, RunFailure if
-    the run cannot continue, Stopped if a signal requested a stop and all is saved.
+    config_file: an accelerate config, if torchrun launched. predict: returns `predicted` of plan.json. Raises UserError
+    for what the user can fix, RunFailure if the run cannot continue, Stopped if a signal requested a stop and all is
+    saved.
     """
-    with _started(recipe, recipe_file, stop, console or Console(), config_file) as trainer:
+    with _started(recipe, recipe_file, stop, console or Console(), config_file, predict) as trainer:
         try:
             trainer.run()
         except Stopped:
@@ -134,7 +141,12 @@ def compute_teacher(
 
 @contextlib.contextmanager
 def _started(
-    recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console, config_file: str | None
+    recipe: Recipe,
+    recipe_file: str,
+    stop: StopRequest,
+    console: Console,
+    config_file: str | None,
+    predict: Predict | None = None,
 ) -> Iterator[Trainer]:
     """Yields a trainer for this launch, ready to run. Raises UserError."""
     launch = read_launch(config_file)
@@ -159,7 +171,7 @@ def _started(
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
     with in_use(engine, run_folder(recipe)):
-        predicted = predict_run(recipe, config, engine, micro_batches, training) if engine.is_main else {}
+        predicted = predict(recipe, config, engine, micro_batches, training) if predict and engine.is_main else {}
         trainer = build_trainer(recipe, engine, tokenizer, config, (training, held_out), micro_batches, stop, console)
         trainer.plan = replace(trainer.plan, predicted=predicted)
         for note in notes:
@@ -400,7 +412,7 @@ def _peak(recipe: Recipe, engine: Engine, plan: Plan, say: Callable[[str], None]
         return None
     peak = peak_tflops(plan.device, dtypes(recipe).compute)
     if peak is None:
-        say(f"note: no MFU: planning/flops.py has no peak for {plan.device}")
+        say(f"note: no MFU: engine/hardware.yaml has no peak for {plan.device}")
     return peak
 
 

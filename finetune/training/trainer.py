@@ -39,8 +39,6 @@ from finetune.models.config import dtypes
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, TermSums
-from finetune.planning.estimate.comparison import measure_run
-from finetune.planning.plan import Plan
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.schema import metric_direction
 from finetune.tracking import Status, Totals, read_status, read_steps, write_status
@@ -51,6 +49,7 @@ from finetune.training.evaluation import Evaluator
 from finetune.training.optim import lr_factor
 from finetune.training.profile import Profiler, show_profile
 from finetune.training.run_dir import ExpertLoad, RunLog, disk_failure
+from finetune.training.run_plan import Plan, measure_run
 from finetune.training.signals import StopRequest
 from finetune.training.statistics import as_columns, sum_terms
 from finetune.utils import print_line, write_atomically

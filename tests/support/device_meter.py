@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from finetune.planning import meter
-from finetune.planning.meter import BLOCK, Meter, device_type
+from finetune.plan import meter
+from finetune.plan.meter import BLOCK, Meter, device_type
 
 
 @dataclass

@@ -29,7 +29,7 @@ from support.device_meter import DeviceMeter, waits
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from finetune.planning.meter import BLOCK
+from finetune.plan.meter import BLOCK
 
 GIB = 2**30
 KNOWN_TORCH = "2.13"  # whose tables `_change_tables` knows

@@ -35,8 +35,8 @@ from finetune.models import quantized
 from finetune.models.attention import attention_for
 from finetune.models.weights import Placement, without_weights
 from finetune.objectives.table import OF_TOKENS_ALONE
-from finetune.planning.estimate.micro_batch import HeaviestBatch, examples_of
-from finetune.planning.meter import BLOCK
+from finetune.plan.meter import BLOCK
+from finetune.plan.micro_batch import HeaviestBatch, examples_of
 from finetune.recipe import Recipe
 
 STEPS = 2  # the second one begins with an optimizer that has its state
