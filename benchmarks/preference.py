@@ -7,7 +7,7 @@ the answer, and the same with one of its numbers changed, from which on it is an
 log-probabilities of the reference computed before the first step (not measured); `trl_default` keeps a second model for
 them and recomputes activations, as it comes. Batches of TRL have as many pairs as a step of ours has on average.
 
-What sharing should gain is the ratio of the FLOPs that ours counts for both layouts (planning/flops.py). In turns by
+What sharing should gain is the ratio of the FLOPs that ours counts for both layouts (models/flops.py). In turns by
 benchmarks/rounds.py, by processor time as well, which other work on the machine moves less. Exit status 1
 where a first loss is not ln 2.
 """

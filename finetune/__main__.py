@@ -1,3 +1,3 @@
-from finetune.cli import run_process
+from finetune.cli import main
 
-run_process()
+main()

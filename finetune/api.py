@@ -19,7 +19,7 @@ from typing import Any
 
 from finetune.recipe import Recipe
 from finetune.recipe import load_recipe as _load_recipe
-from finetune.startup import fast_imports, import_transformers, quiet_libraries
+from finetune.startup import quiet_libraries
 
 
 def load_recipe(path: str | Path, *overrides: str) -> Recipe:
@@ -37,12 +37,10 @@ def train(recipe: Recipe | str | Path, *overrides: str) -> Path:
     Several processes are started by `finetune launch` or `accelerate launch`, of a script that calls this as well.
     """
     quiet_libraries()
-    with fast_imports():
-        import_transformers()
-        from finetune.engine.start import leave_group
-        from finetune.planning.estimate.comparison import predict_run
-        from finetune.training.run import train as run
-        from finetune.training.signals import StopRequest, listening
+    from finetune.engine.start import leave_group
+    from finetune.plan.comparison import predict_run
+    from finetune.training.run import train as run
+    from finetune.training.signals import StopRequest, listening
 
     name = "the recipe" if isinstance(recipe, Recipe) else str(recipe)
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, *overrides)
@@ -68,10 +66,8 @@ def generate(
     sampling: top_p, top_k, repetition_penalty, seed, stop, as options of the command line.
     """
     quiet_libraries()
-    with fast_imports():
-        import_transformers()
-        from finetune.export.answering import answers
-        from finetune.export.sampling import Sampling
+    from finetune.export.answering import answers
+    from finetune.export.sampling import Sampling
 
     chosen = Sampling(max_new_tokens, temperature, **sampling)
     return answers(Path(run_dir), prompts, chosen, system, [Path(image) for image in images])

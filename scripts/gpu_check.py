@@ -349,7 +349,7 @@ def _trained_and_predicted(check: Check, name: str, settings: tuple[str, ...]) -
 
 def _predicted(run: Path) -> Result:
     """Returns GiB of the formulas beside those that were measured, by what."""
-    from finetune.planning.estimate.comparison import compare_run
+    from finetune.plan.comparison import compare_run
 
     memory = [one for one in compare_run(run) if one.unit == "GiB"]
     return {one.what: f"{one.measured:.3f} GiB, predicted {one.predicted:.3f} ({one.error:+.1%})" for one in memory}

@@ -1,4 +1,4 @@
-"""Memory of recipes by phase, weighed on CUDA devices that are not there (`finetune/planning/fake_run.py`).
+"""Memory of recipes by phase, weighed on CUDA devices that are not there (`tests/support/fake_run.py`).
 
     python scripts/phase_memory.py --json benchmarks/results/phase_memory.json
     python scripts/phase_memory.py --only 1B
@@ -45,7 +45,7 @@ PLACES = (
 
 
 def write_recipe(folder: Path, model: str, processes: int) -> Path:
-    from finetune.planning.estimate.tables import shipped_config
+    from finetune.plan.tables import shipped_config
 
     config = shipped_config(model)
     assert config is not None

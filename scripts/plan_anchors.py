@@ -76,7 +76,7 @@ def predicted(folder: Path, changes: dict[str, Any], tokens: int) -> int:
 
     from finetune.engine.launch import Launch
     from finetune.models.config import training_config
-    from finetune.planning.estimate.memory import HeaviestBatch, Place, estimate_memory
+    from finetune.plan.memory import HeaviestBatch, Place, estimate_memory
     from finetune.recipe import load_recipe
 
     values = {

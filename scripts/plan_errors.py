@@ -1,4 +1,4 @@
-"""Predicted memory (`finetune/planning/estimate`) against what runs take; an hour on two cores.
+"""Predicted memory (`finetune/plan`) against what runs take; an hour on two cores.
 
     python scripts/plan_errors.py --out benchmarks/results/plan_errors.json
     python scripts/plan_errors.py --only zero3 --folder measured
@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,29 +95,19 @@ def measure_case(
     recipe_file: str, out: Path, name: str, overrides: list[str], config_file: str | None
 ) -> dict[str, Any]:
     """Trains two steps in this process group; returns bytes of state and peaks of phases, of this rank."""
-    from rich.console import Console
+    from support.trainers import prepared_run, ready_trainer, started_engine
 
-    from finetune.data.dataset import build_training
     from finetune.engine.base import StorageCounter, measure_state_bytes
-    from finetune.engine.compatibility import check_launch
-    from finetune.engine.launch import read_launch
-    from finetune.engine.start import start_engine
     from finetune.errors import UserError
-    from finetune.models.config import load_tokenizer, training_config
-    from finetune.recipe import load_recipe
-    from finetune.training import run
-    from finetune.training.run_dir import make_run_folder
-    from finetune.training.signals import StopRequest
+    from finetune.training import parts
 
-    recipe = load_recipe(recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}"])
-    launch, config, tokenizer = read_launch(config_file), training_config(recipe), load_tokenizer(recipe.model)
+    named = [f"run.name={name}", f"run.dir={out / 'runs'}"]
     try:
-        micro_batches = check_launch(recipe, recipe_file, launch, config)
+        prepared = prepared_run(recipe_file, [*overrides, *named], config_file)
     except UserError as refusal:
         return {"refused": str(refusal)}
-    training, engine = build_training(recipe, tokenizer), start_engine(recipe, launch)
-    make_run_folder(recipe)
-    load, state = run._load, dict[str, int]()
+    engine = started_engine(prepared)
+    load, state = parts.load, dict[str, int]()
 
     def load_copied(*arguments: Any) -> Any:
         model, objective = load(*arguments)
@@ -127,20 +116,10 @@ def measure_case(
                 parameter.data = parameter.data.clone()
         return model, objective
 
-    run._load = load_copied
+    parts.load = load_copied
     try:
         with Profiled() if engine.world_size == 1 else Weighed() as meter:
-            trainer = run.build_trainer(
-                recipe,
-                engine,
-                tokenizer,
-                config,
-                (training, None),
-                micro_batches,
-                StopRequest(),
-                Console(quiet=True),
-            )
-            trainer.saver = SimpleNamespace(failed=False)  # pyright: ignore[reportAttributeAccessIssue]
+            trainer = ready_trainer(prepared, engine)
             _mark_phases(trainer, meter.mark)
 
             def gradients() -> None:
@@ -153,7 +132,7 @@ def measure_case(
                 trainer.train_step(trainer.loader.step(number))
             state["weights"], state["optimizer state"] = measure_state_bytes(engine)
     finally:
-        run._load = load
+        parts.load = load
     engine.close()
     return {"state": state, "peaks": meter.peaks(), "micro_batches": trainer.plan.micro_batches}
 
@@ -207,7 +186,7 @@ class Weighed:
     """Every storage that an operation of this thread gives, until it is freed in whatever thread."""
 
     def __enter__(self) -> Weighed:
-        from finetune.planning.meter import Meter
+        from finetune.plan.meter import Meter
 
         self._meter = Meter("cpu")
         self._meter.__enter__()
@@ -218,11 +197,11 @@ class Weighed:
 
     def mark(self, name: str) -> None:
         if name == f"step {STEPS - 1}":
-            self._meter.phases.clear()
+            self._meter.peaks.clear()
         self._meter.begin(name)
 
     def peaks(self) -> dict[str, int]:
-        return {name: counts.peak_bytes for name, counts in self._meter.phases.items()}
+        return dict(self._meter.peaks)
 
 
 def _peaks(events: list[Any]) -> dict[str, int]:
@@ -313,7 +292,7 @@ def run_devices(folder: Path, cells: list[Cell]) -> None:
         return
     program = [sys.executable, str(ROOT / "tests" / "fake_cuda" / "fake_cells.py")]
     program += [str(folder / "llama" / "recipe.yaml"), str(folder)]
-    paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, sys.path)]
+    paths = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests"), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run(program, input=json.dumps(wanted), text=True, env=environment, check=True)
 
@@ -322,10 +301,10 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     """Returns what is predicted and measured of a cell, in bytes; None where it was refused or did not run."""
     from finetune.engine.launch import read_config_file
     from finetune.models.config import training_config
-    from finetune.planning.estimate.lengths import Lengths, read_lengths
-    from finetune.planning.estimate.micro_batch import HeaviestBatch
-    from finetune.planning.estimate.phases import phases_of
-    from finetune.planning.estimate.search import heaviest
+    from finetune.plan.lengths import Lengths, read_lengths
+    from finetune.plan.micro_batch import HeaviestBatch
+    from finetune.plan.phases import phases_of
+    from finetune.plan.search import heaviest
     from finetune.recipe import load_recipe
 
     files = [folder / f"{cell.name}-{rank}.json" for rank in range(cell.processes)]

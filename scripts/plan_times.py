@@ -1,4 +1,4 @@
-"""Predicted time of steps (`plan --probe`) against what CPU processes take; about forty minutes on two cores.
+"""Predicted time of steps against what CPU processes take; about forty minutes on two cores.
 
     python scripts/plan_times.py --out benchmarks/results/plan_times.json
     python scripts/plan_times.py --only fsdp2 lora --folder measured
@@ -9,9 +9,9 @@ moves it little, and ranks that wait for each other do not count as busy. Of sev
 pipeline's bubble, which is waiting, is left out of both numbers. Every launch runs its cells in turn, several rounds;
 the median of all steps but the first of each round counts.
 
-The probe is that of `plan`, for one cell of each precision: its constants predict all others. The shares of the host's
-work in engines (`speed.py`) were fitted to some of the cells; those that are named blind were drawn before and run
-after that.
+One cell of each precision corrects the speeds of the table, as a finished run does in `plan`, and they predict all
+others. The shares of the host's work in engines (`speed.py`) were fitted to some of the cells, after a measurement of
+single operators; those that are named blind were drawn before and run after that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import plan_errors
@@ -76,7 +75,7 @@ class Cell:
         return [*of_mode, checkpointing, f"data.max_length={self.length}", f"train.precision={self.precision}"]
 
 
-PROBED = Cell("small", "single", "full", False, 128)
+REFERENCE = Cell("small", "single", "full", False, 128)
 
 
 def _chosen(seed: int, each: int, modes: Iterable[str] = MODES, precision: str = "fp32") -> list[Cell]:
@@ -89,7 +88,7 @@ def _chosen(seed: int, each: int, modes: Iterable[str] = MODES, precision: str =
     return found
 
 
-FITTED = list(dict.fromkeys([PROBED, *_chosen(21, 6)]))  # constants of the host's work in `speed.py` are from these
+FITTED = list(dict.fromkeys([REFERENCE, *_chosen(21, 6)]))  # constants of the host's work in `speed.py` are from these
 BLIND = [cell for cell in dict.fromkeys(_chosen(22, 6)) if cell not in FITTED]  # drawn before, run after
 CELLS = [*FITTED, *BLIND]
 OTHERS = [*_chosen(23, 3, [*MODES, *QLORA], "bf16"), *_chosen(24, 2, QLORA)]
@@ -102,28 +101,11 @@ def measure_case(
     recipe_file: str, out: Path, name: str, overrides: list[str], config_file: str | None
 ) -> dict[str, Any]:
     """Returns the processor seconds of steps in this process group, of this rank."""
-    from rich.console import Console
+    from support.trainers import prepared_run, ready_trainer, started_engine
 
-    from finetune.data.dataset import build_training
-    from finetune.engine.compatibility import check_launch
-    from finetune.engine.launch import read_launch
-    from finetune.engine.start import start_engine
-    from finetune.models.config import load_tokenizer, training_config
-    from finetune.recipe import load_recipe
-    from finetune.training import run
-    from finetune.training.run_dir import make_run_folder
-    from finetune.training.signals import StopRequest
-
-    recipe = load_recipe(recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}"])
-    launch, config, tokenizer = read_launch(config_file), training_config(recipe), load_tokenizer(recipe.model)
-    micro_batches = check_launch(recipe, recipe_file, launch, config)
-    training, engine = build_training(recipe, tokenizer), start_engine(recipe, launch)
-    make_run_folder(recipe)
-    console = Console(quiet=True)
-    trainer = run.build_trainer(
-        recipe, engine, tokenizer, config, (training, None), micro_batches, StopRequest(), console
-    )
-    trainer.saver = SimpleNamespace(failed=False)  # pyright: ignore[reportAttributeAccessIssue]
+    prepared = prepared_run(recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}"], config_file)
+    engine = started_engine(prepared)
+    trainer = ready_trainer(prepared, engine)
     seconds: list[float] = []
     for number in range(STEPS):
         began = time.process_time()
@@ -213,16 +195,16 @@ def measured(folder: Path, cell: Cell) -> float | None:
     return max(ranks)
 
 
-def probe_here(folder: Path, precision: str) -> Any:
-    """Returns the speeds of `plan --probe` for the probed cell in a precision."""
-    from finetune.planning.estimate.lengths import widest
-    from finetune.planning.estimate.probe import probe
-    from finetune.planning.estimate.shapes import shapes_of
-    from finetune.planning.estimate.speed import Shape
+def speeds_by(folder: Path, reference: Cell) -> Any:
+    """Returns the speeds of the table, corrected by one cell that was measured."""
+    from finetune.engine.hardware import shipped_hardware
+    from finetune.plan.speed import Level, processor_speeds
 
-    recipe, config = loaded(folder, replace(PROBED, precision=precision))
-    shape = Shape.of(shapes_of(recipe, config).weights, recipe, config, True, False)
-    return probe(recipe, config, shape, widest(recipe, "all rows are alike", config), 2)
+    speeds, took = processor_speeds(shipped_hardware()), measured(folder, reference)
+    if took is None:
+        raise SystemExit(f"{reference.name} was not measured: all predictions rest on it")
+    times = predicted(folder, reference, speeds).busy / took
+    return replace(speeds, level=Level(1, times, times), source=f"{reference.name} over {speeds.source}")
 
 
 def loaded(folder: Path, cell: Cell) -> tuple[Any, Any]:
@@ -239,12 +221,13 @@ def loaded(folder: Path, cell: Cell) -> tuple[Any, Any]:
 def predicted(folder: Path, cell: Cell, speeds: Any) -> Any:
     """Returns the time of a step by formula, with its parts."""
     from finetune.engine.compatibility import check_launch
+    from finetune.engine.hardware import shipped_hardware
     from finetune.engine.launch import read_config_file
-    from finetune.planning.estimate.lengths import widest
-    from finetune.planning.estimate.search import heaviest
-    from finetune.planning.estimate.shapes import shapes_of
-    from finetune.planning.estimate.speed import Job, Shape
-    from finetune.planning.estimate.tables import parse_machines, shipped_hardware
+    from finetune.plan.lengths import widest
+    from finetune.plan.search import heaviest
+    from finetune.plan.shapes import shapes_of
+    from finetune.plan.speed import Job, Shape
+    from finetune.plan.tables import parse_machines
 
     recipe, config = loaded(folder, cell)
     launch = read_config_file(str(ROOT / "accelerate_configs" / f"{cell.config}.yaml"), cell.processes)
@@ -281,9 +264,10 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
+        references = {cell.precision: replace(REFERENCE, precision=cell.precision) for cell in cells}
         if not arguments.no_runs:
-            run_all(folder, cells)
-        speeds = {precision: probe_here(folder, precision) for precision in {cell.precision for cell in cells}}
+            run_all(folder, list(dict.fromkeys([*references.values(), *cells])))
+        speeds = {precision: speeds_by(folder, reference) for precision, reference in references.items()}
         compared: dict[str, dict[str, Any]] = {}
         for cell in cells:
             if (took := measured(folder, cell)) is not None:
@@ -306,7 +290,7 @@ def report(compared: dict[str, dict[str, Any]], speeds: dict[str, Any], out: Pat
     groups = {
         group: errors(chosen)
         for group in ("fitted", "blind", "others")
-        if (chosen := {name: one for name, one in compared.items() if one["group"] == group and name != PROBED.name})
+        if (chosen := {name: one for name, one in compared.items() if one["group"] == group and name != REFERENCE.name})
     }
     of_config = {
         config: errors(chosen)

@@ -1,6 +1,6 @@
 """Writes "Where:" and "Memory:" of recipes' headers: what `plan` calculates for the launch that each header has.
 
-    python scripts/recipe_headers.py                 # after a change of a recipe or of finetune/planning/estimate
+    python scripts/recipe_headers.py                 # after a change of a recipe or of finetune/plan
     python scripts/recipe_headers.py llama3.1-8b
 
 Each row counts as one document of `data.max_length` tokens, all supervised, and full of images where the recipe sees
@@ -19,15 +19,15 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from finetune.engine.compatibility import check_launch
+from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
-from finetune.planning.estimate.command import config_of
-from finetune.planning.estimate.images import most_images
-from finetune.planning.estimate.lengths import widest
-from finetune.planning.estimate.memory import Memory, Place, estimate_memory
-from finetune.planning.estimate.search import heaviest
-from finetune.planning.estimate.state import PARTS, State, state_of
-from finetune.planning.estimate.tables import GIB, shipped_hardware
+from finetune.plan.command import config_of
+from finetune.plan.images import most_images
+from finetune.plan.lengths import widest
+from finetune.plan.memory import Memory, Place, estimate_memory
+from finetune.plan.search import heaviest
+from finetune.plan.state import PARTS, State, state_of
 from finetune.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -378,7 +378,7 @@ def play(
 
 
 def report(outcomes: list[Outcome], ranks: int) -> dict[str, object]:
-    from finetune.planning.plan import versions
+    from finetune.training.run_plan import versions
 
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {ranks} ranks on each of two hosts",

@@ -131,12 +131,13 @@ def finetune(*arguments: object) -> forks.Done:
 
 def train_here(path: Path, *overrides: str) -> str:
     """Train on one process, this one, which is much quicker; returns what a person would see. Errors are raised."""
+    from finetune.plan.comparison import predict_run
     from finetune.recipe import load_recipe
     from finetune.training.run import train
     from finetune.training.signals import StopRequest
 
     console = Console(file=io.StringIO(), width=400)
-    train(load_recipe(path, overrides), str(path), StopRequest(), console)
+    train(load_recipe(path, overrides), str(path), StopRequest(), console, predict=predict_run)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -192,7 +192,7 @@ def _import_everything() -> None:
     import peft  # noqa: F401 (for the forks)
     import psutil
 
-    import finetune.training.check
+    import finetune.setup.check
     import finetune.training.run  # noqa: F401 (for the forks)
 
     if psutil.Process().num_threads() != 1:

@@ -6,12 +6,9 @@ Heavy modules are imported by the command that needs them, so that `--help` is i
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import re
 import sys
-import time
 import traceback
 from importlib import metadata
 from typing import Annotated, Any
@@ -21,7 +18,7 @@ from typer.core import TyperCommand
 
 from finetune.cli import finished, launched, recipes
 from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError, unforeseen
-from finetune.startup import end_process, is_verbose, skips_teardown, verbose_libraries
+from finetune.startup import is_verbose, verbose_libraries
 
 app = typer.Typer(
     help="Fine-tune language models: the recipe fixes the maths, the accelerate config only decides where it runs.",
@@ -32,7 +29,6 @@ app = typer.Typer(
 )
 
 _VERBOSE = ("-v", "--verbose")
-_RANK_0_DELAY_S = 30.0  # by which its imports may take longer than another rank's
 
 
 class Command(TyperCommand):
@@ -93,20 +89,9 @@ cache_app.command("clean", cls=Command)(recipes.clean_cache)
 app.add_typer(cache_app, name="cache")
 
 
-def run_process() -> None:
-    """The command line as a process of its own, which ends with it."""
-    try:
-        main()
-    except SystemExit as ended:
-        if skips_teardown() and isinstance(ended.code, int | None):
-            end_process(ended.code or 0)
-        raise
-
-
 def main() -> None:
     """Raises SystemExit: 0 success, 2 an error the user can fix, 1 a failed run or an internal error, 75 stopped by a
     signal and saved."""
-    atexit.register(gc.freeze)  # a garbage collection of all of torch takes 0.7 s at exit
     try:
         app()
     except Stopped as stopped:
@@ -125,13 +110,9 @@ def main() -> None:
 
 
 def _print_error(message: str) -> None:
-    """Print an error once: before there is a process group all ranks have the same one, so the others wait until rank 0
-    has printed it and the launcher ends them. If one exited first, the launcher would end rank 0 before it prints."""
+    """Every rank prints its error, with its number: a launcher ends all others as soon as one has exited, so none can
+    rely on another to have said it."""
     rank = int(os.environ.get("RANK", "0"))
-    torch = sys.modules.get("torch")
-    in_group = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
-    if rank and not in_group:
-        time.sleep(_RANK_0_DELAY_S)
     prefix = f"[rank {rank}] " if rank else ""
     if is_verbose():
         traceback.print_exc()

@@ -14,7 +14,7 @@ from rich.console import Console
 from finetune.cli.options import AsJson, BaseModel, RunDir, ServedModel, ServerUrl, System, with_sampling
 from finetune.errors import UserError
 from finetune.export.sampling import Sampling
-from finetune.startup import heavy_imports, quiet_libraries
+from finetune.startup import quiet_libraries
 
 _ANSWER, _IN_CHAT = Sampling(), Sampling(max_new_tokens=1024)
 
@@ -51,8 +51,8 @@ def generate(
         raise UserError("generate: give prompts, or --input with a file of them")
     if rows is not None and images:
         raise UserError("generate: --image is for prompts; rows of --input name their pictures, as rows of data do")
-    with heavy_imports():
-        from finetune.export.answering import answer_file, answer_prompts
+    quiet_libraries()
+    from finetune.export.answering import answer_file, answer_prompts
 
     if rows is None or output is None:
         answer_prompts(run_dir, prompt or [], sampling, system, images or [], as_json)
@@ -88,8 +88,8 @@ def chat(
         chat_with_server(url, model, sampling, system)
     else:
         assert run_dir is not None
-        with heavy_imports():
-            from finetune.export.answering import chat_with
+        quiet_libraries()
+        from finetune.export.answering import chat_with
 
         chat_with(run_dir, sampling, system)
 
@@ -107,12 +107,12 @@ def serve(
     Example: [bold]python -m finetune serve runs/quickstart-lora other=runs/quickstart-full --port 8000[/bold]
     """
     named = [(name or Path(path).resolve().name, Path(path)) for name, _, path in (_name_and_path(run) for run in runs)]
-    with heavy_imports():
-        from transformers.utils.import_utils import is_serve_available
+    quiet_libraries()
+    from transformers.utils.import_utils import is_serve_available
 
-        if not is_serve_available():
-            raise UserError("serve: pip install 'finetune[serve]' (fastapi, uvicorn and openai), then again")
-        from finetune.export.serving import serve as run_server
+    if not is_serve_available():
+        raise UserError("serve: pip install 'finetune[serve]' (fastapi, uvicorn and openai), then again")
+    from finetune.export.serving import serve as run_server
 
     with contextlib.suppress(KeyboardInterrupt):
         run_server(named, host, port, device)
@@ -136,8 +136,8 @@ def score(
 
     Example: [bold]python -m finetune score runs/reward --data pairs.jsonl --output scores.jsonl[/bold]
     """
-    with heavy_imports():
-        from finetune.export.score import score_file, show_metrics, source_of
+    quiet_libraries()
+    from finetune.export.score import score_file, show_metrics, source_of
 
     metrics = score_file(run_dir, source_of(data, format, limit), output, Console(stderr=True))
     if as_json:
@@ -166,9 +166,9 @@ def merge(
 
     Example: [bold]python -m finetune merge runs/quickstart-lora[/bold]
     """
-    with heavy_imports():
-        from finetune.export.combine import combination
-        from finetune.export.commands import merge_adapter, merge_several
+    quiet_libraries()
+    from finetune.export.combine import combination
+    from finetune.export.commands import merge_adapter, merge_several
 
     if len(run_dirs) == 1:
         for name, value in {"method": method, "weights": weights, "density": density, "seed": seed}.items():
@@ -214,8 +214,8 @@ def export(
 
     Example: [bold]python -m finetune export runs/quickstart-lora --to hf --step best -o my-model[/bold]
     """
-    with heavy_imports():
-        from finetune.export.commands import ExportOptions, export_run
+    quiet_libraries()
+    from finetune.export.commands import ExportOptions, export_run
 
     exported = export_run(
         run_dir,
@@ -247,10 +247,10 @@ def verify(
         raise UserError("verify: give a folder that was exported, or --url of a server")
     if model is not None and url is None:
         raise UserError("verify: --model is of a server: give --url")
-    with heavy_imports():
-        from finetune.export.commands import verify_run
-        from finetune.export.live import verify_url
-        from finetune.export.trained import find_trained
+    quiet_libraries()
+    from finetune.export.commands import verify_run
+    from finetune.export.live import verify_url
+    from finetune.export.trained import find_trained
 
     console = Console(stderr=as_json)
     if url is not None:
@@ -306,8 +306,8 @@ def evaluate(
 
     Example: [bold]python -m finetune evaluate runs/gsm8k-full --tasks gsm8k_local --task-folder tasks[/bold]
     """
-    with heavy_imports():
-        from finetune.export.evaluate import EvaluateOptions, evaluate_runs
+    quiet_libraries()
+    from finetune.export.evaluate import EvaluateOptions, evaluate_runs
 
     options = EvaluateOptions(tuple(tasks.split(",")), task_folder, limit, fewshot, batch_size, base, step)
     every = evaluate_runs(run_dirs, options, Console(stderr=as_json))
@@ -327,8 +327,8 @@ def report(
 
     Example: [bold]python -m finetune report runs/a runs/b -o page.html[/bold]
     """
-    from finetune.planning.report import watch as serve
-    from finetune.planning.report import write_report
+    from finetune.view.report import watch as serve
+    from finetune.view.report import write_report
 
     if watch and out is not None:
         raise UserError("report: --watch serves the page and writes none: leave out -o, or --watch")

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from finetune.cli.options import AsJson, ConfigFile, Overrides, RecipePath
-from finetune.startup import growing_segments, heavy_imports, large_pages, quiet_libraries
+from finetune.startup import growing_segments, large_pages, quiet_libraries
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
@@ -30,9 +30,9 @@ def _launched(recipe: Path, overrides: list[str] | None) -> Iterator[tuple[Recip
         loaded = load_recipe(recipe, overrides or ())
         large_pages()
         growing_segments()
-        with heavy_imports():
-            import finetune.training.run  # noqa: F401  (what both commands are in)
-            from finetune.engine.start import abort_on_crash, leave_group
+        quiet_libraries()
+        import finetune.training.run  # noqa: F401  (what both commands are in)
+        from finetune.engine.start import abort_on_crash, leave_group
 
         with abort_on_crash():
             yield loaded, stop
@@ -46,7 +46,7 @@ def train(recipe: RecipePath, overrides: Overrides = None, config_file: ConfigFi
     recipes/quickstart/full.yaml optimizer.lr=1e-3[/bold]
     """
     with _launched(recipe, overrides) as (loaded, stop):
-        from finetune.planning.estimate.comparison import predict_run
+        from finetune.plan.comparison import predict_run
         from finetune.training.run import train as run
 
         run(loaded, str(recipe), stop, Console(), str(config_file) if config_file else None, predict_run)
@@ -104,10 +104,10 @@ def doctor(
     -m finetune doctor[/bold]
     """
     quiet_libraries()
+    from finetune.doctor.advice import advice, show_diagnosis
+    from finetune.doctor.diagnosis import diagnose
     from finetune.engine.links import join_group
     from finetune.engine.start import leave_group
-    from finetune.planning.doctor import diagnose
-    from finetune.planning.doctor_advice import advice, show_diagnosis
 
     group = join_group()
     diagnosis = diagnose(group, folder or [Path("runs")])

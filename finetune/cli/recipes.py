@@ -13,7 +13,7 @@ from rich.console import Console
 
 from finetune.cli.options import AsJson, Overrides, RecipePath
 from finetune.errors import UserError
-from finetune.startup import fast_imports, heavy_imports, import_adapters, quiet_libraries, skip_teardown
+from finetune.startup import quiet_libraries
 
 
 def new(
@@ -37,8 +37,8 @@ def new(
     model = model or _answer("--model", "Model (hub id or folder)")
     data = data or _answer("--data", "Data (file, folder, URL or dataset of the hub)")
     mode = mode or _answer("--mode", f"Mode ({', '.join(MODES)})", "lora")
-    with heavy_imports():
-        from finetune.planning.new import Wanted, write_new
+    quiet_libraries()
+    from finetune.setup.new import Wanted, write_new
 
     write_new(Wanted(model, data, mode, name, output), Console())
 
@@ -67,15 +67,13 @@ def check(
     Example: [bold]python -m finetune check recipes/quickstart/full.yaml
     --config-file accelerate_configs/fsdp2.yaml --num-processes 4[/bold]
     """
-    skip_teardown()
     quiet_libraries()
-    from finetune.training.check import check_folder, check_recipe
+    from finetune.setup.check import check_folder, check_recipe
 
-    with fast_imports():
-        if recipe.is_dir():
-            reports = check_folder(recipe, overrides or (), config_file, num_processes)
-        else:
-            reports = [check_recipe(recipe, overrides or (), config_file, num_processes, recipe_only)]
+    if recipe.is_dir():
+        reports = check_folder(recipe, overrides or (), config_file, num_processes)
+    else:
+        reports = [check_recipe(recipe, overrides or (), config_file, num_processes, recipe_only)]
     failed = [report for report in reports if report.error]
     if as_json:
         print(json.dumps([report.as_dict() for report in reports], indent=1))
@@ -101,7 +99,6 @@ def plan(
     ] = None,
     deadline: Annotated[str | None, typer.Option(help="Longest that the run may take: 90m, 12h, 2d.")] = None,
     spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken away.")] = False,
-    probe: Annotated[bool, typer.Option("--probe", help="Measure this machine's speed, half a minute.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the accelerate config of the best place.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a picture of memory.")] = None,
     sweep: Annotated[
@@ -112,9 +109,6 @@ def plan(
     ] = None,
     hardware: Annotated[Path | None, typer.Option(help="Own devices. Default: hardware.yaml, if it is here.")] = None,
     prices: Annotated[Path | None, typer.Option(help="Own prices. Default: prices.yaml, if it is here.")] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Run steps of the best place on devices that are not there; minutes.")
-    ] = False,
     report: Annotated[
         bool, typer.Option("--report", help="RECIPE ... are run directories: predicted beside measured.")
     ] = False,
@@ -129,27 +123,21 @@ def plan(
 
     With --report, what was predicted beside what runs measured: [bold]python -m finetune plan --report runs/*[/bold]
     """
-    skip_teardown()
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
-    with heavy_imports():
-        import_adapters()
-        from finetune.planning.estimate.command import PlanOptions, run
+    quiet_libraries()
+    from finetune.plan.command import PlanOptions, run
 
     if report:
-        from finetune.planning.estimate.comparison import as_json as comparisons_json
-        from finetune.planning.estimate.comparison import compare_runs, table
+        from finetune.plan.comparison import as_json as comparisons_json
+        from finetune.plan.comparison import compare_runs, table
 
         comparisons = compare_runs([recipe, *map(Path, overrides or ())])
         print(comparisons_json(comparisons) if as_json else table(comparisons))
         return
-    ranking = {"nodes": nodes, "by": by, "budget": budget, "deadline": deadline, "spot": spot, "measure": probe}
+    ranking = {"nodes": nodes, "by": by, "budget": budget, "deadline": deadline, "spot": spot}
     wanted = {"write": write, "html": html, "sweep": sweep, "memory": memory, "as_json": as_json}
     options = PlanOptions(tuple(on or ()), **ranking, **wanted, hardware=hardware, prices=prices)
-    places = run(recipe, overrides or (), options, Console())
-    if exact:
-        from finetune.training.exact import show_exact
-
-        show_exact(recipe, overrides or (), places, Console(stderr=as_json))
+    run(recipe, overrides or (), options, Console())
 
 
 def inspect(
@@ -178,12 +166,11 @@ def inspect(
 
     Example: [bold]python -m finetune inspect recipes/quickstart/full.yaml --rows 2[/bold]
     """
-    skip_teardown()
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    with heavy_imports():
-        from finetune.planning.inspect import InspectOptions, inspect
+    quiet_libraries()
+    from finetune.view.inspect import InspectOptions, inspect
 
     options = InspectOptions(rows, tuple(row or ()), packed, on_eval, totals, tokens, full, html, as_json)
     inspect(loaded, recipe, options, Console())
@@ -199,9 +186,9 @@ def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = F
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    with heavy_imports():
-        from finetune.planning.prepare import prepare as run
-        from finetune.planning.prepare import show_prepared
+    quiet_libraries()
+    from finetune.setup.prepare import prepare as run
+    from finetune.setup.prepare import show_prepared
 
     prepared, notes = run(loaded)
     if as_json:
@@ -218,7 +205,7 @@ def list_cache(as_json: AsJson = False) -> None:
     quiet_libraries()
     from finetune.data.cache_entries import list_entries
     from finetune.data.token_cache import entries_folder
-    from finetune.planning.prepare import show_entries
+    from finetune.setup.prepare import show_entries
 
     entries = list_entries()
     if as_json:
@@ -241,7 +228,7 @@ def clean_cache(
     quiet_libraries()
     from finetune.data.cache_entries import age_in_seconds, list_entries, not_used_for, remove
     from finetune.data.token_cache import entries_folder
-    from finetune.planning.prepare import show_entries
+    from finetune.setup.prepare import show_entries
     from finetune.utils import readable_bytes
 
     age = age_in_seconds(older_than)

@@ -36,7 +36,7 @@ def is_measured(key: str) -> bool:
 
 
 class FlopsCounter(Protocol):
-    """FLOPs of a model's micro-batches; see `planning.flops`."""
+    """FLOPs of a model's micro-batches; see `models.flops`."""
 
     def of(
         self,

@@ -39,8 +39,8 @@ from finetune.data.sources.files import cache_root
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
 from finetune.objectives.forward import ForwardPass
-from finetune.planning.plan import versions
 from finetune.recipe import Recipe
+from finetune.training.run_plan import versions
 from finetune.utils import divisors, peak_resident_bytes, write_atomically
 
 log = logging.getLogger(__name__)

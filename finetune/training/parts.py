@@ -16,9 +16,11 @@ from finetune.data.batch import Batch, ImageInputs
 from finetune.data.dataset import Dataset
 from finetune.data.loader import Loader, OrderedRows, RunRows
 from finetune.engine.base import Engine
+from finetune.engine.hardware import peak_tflops
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
 from finetune.models.config import dtypes, model_config
+from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.moe import adapts_experts, find_routers
 from finetune.models.vision import part_sizes, row_positions
 from finetune.models.weights import load_model, parameter_counts
@@ -27,14 +29,13 @@ from finetune.objectives import Objective, make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import ONE_RANK, TokenRanks
 from finetune.objectives.shared_prompts import sharing_summary
-from finetune.planning.flops import ModelFlops, model_flops, peak_tflops
-from finetune.planning.plan import Plan, git_commit, processor, run_length, versions
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Quantization
 from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
 from finetune.training.evaluation import Evaluator
 from finetune.training.optim import build_optimizers
 from finetune.training.prepare import Prepared
+from finetune.training.run_plan import Plan, git_commit, processor, run_length, versions
 
 Say = Callable[[str], None]  # prints a line, on the main rank only
 
@@ -183,7 +184,7 @@ def device_peak(recipe: Recipe, engine: Engine, plan: Plan, say: Say) -> float |
         return None
     peak = peak_tflops(plan.device, dtypes(recipe).compute)
     if peak is None:
-        say(f"note: no MFU: planning/flops.py has no peak for {plan.device}")
+        say(f"note: no MFU: engine/hardware.yaml has no peak for {plan.device}")
     return peak
 
 

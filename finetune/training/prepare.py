@@ -39,10 +39,10 @@ from finetune.models.config import (
     training_config,
 )
 from finetune.objectives.shared_prompts import with_shared_prompts
-from finetune.planning.plan import length_notes
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
 from finetune.tracking import check_trackers
+from finetune.training.run_plan import length_notes
 from finetune.training.teacher import with_teacher
 
 Data = Dataset | Stream

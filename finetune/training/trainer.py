@@ -43,7 +43,6 @@ from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, TermSums
 from finetune.objectives.shared_prompts import with_shared_prompts
-from finetune.planning.estimate.comparison import measure_run
 from finetune.recipe import dump_recipe
 from finetune.recipe.schema import metric_direction
 from finetune.tracking import Status, Totals, read_status, read_steps, write_status
@@ -57,6 +56,7 @@ from finetune.training.prepare import Prepared
 from finetune.training.profile import Profiler, show_profile
 from finetune.training.reference import AdaptersOff, ReferenceColumns, reads_columns
 from finetune.training.run_dir import ExpertLoad, RunLog, disk_failure, run_folder
+from finetune.training.run_plan import measure_run
 from finetune.training.signals import StopRequest
 from finetune.training.state import TrainingState, resumed_state
 from finetune.training.statistics import as_columns, sum_terms

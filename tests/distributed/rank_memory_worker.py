@@ -27,22 +27,16 @@ from worker import main
 
 def run_case(recipe_file: str, out: Path, name: str, overrides: list[str], fits: int | None) -> dict[str, Any]:
     from rich.console import Console
+    from support.trainers import prepared_run, started_engine
 
-    from finetune.engine.launch import read_launch
-    from finetune.engine.start import start_engine
-    from finetune.recipe import load_recipe
     from finetune.training import parts
-    from finetune.training.prepare import prepare
-    from finetune.training.run_dir import make_run_folder
     from finetune.training.signals import StopRequest
     from finetune.training.trainer import Trainer
 
-    recipe = load_recipe(recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}", "data.eval=[]"])
-    prepared = prepare(recipe, recipe_file, read_launch())
-    engine = start_engine(recipe, prepared.launch)
-    make_run_folder(recipe)
+    prepared = prepared_run(recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}"])
+    engine = started_engine(prepared)
     if fits is not None:
-        parts.memory_of = lambda _engine: SmallDevice(fits, recipe.data.max_length)
+        parts.memory_of = lambda _engine: SmallDevice(fits, prepared.recipe.data.max_length)
     trainer = Trainer(prepared, engine, StopRequest(), Console(quiet=True))
     waits = group_timeouts()
     trainer.run()

@@ -12,8 +12,8 @@ import tiny
 from conftest import metrics, train_here
 
 from finetune.errors import UserError
+from finetune.setup.check import check_recipe
 from finetune.tracking.meters import is_measured
-from finetune.training.check import check_recipe
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ import yaml
 from rich.console import Console
 
 from finetune.errors import UserError
-from finetune.planning.new import Wanted, write_new
-from finetune.planning.row_fit import GOAL_STEPS, ExampleLengths, RowsFound, fit_rows
 from finetune.recipe import load_recipe
-from finetune.training.check import check_recipe
+from finetune.setup.check import check_recipe
+from finetune.setup.new import Wanted, write_new
+from finetune.setup.row_fit import GOAL_STEPS, ExampleLengths, RowsFound, fit_rows
 
 
 def words(drawn: random.Random, least: int, most: int) -> str:

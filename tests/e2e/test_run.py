@@ -22,9 +22,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from finetune.export.commands import load_result
-from finetune.planning.plan import Plan
 from finetune.recipe import load_recipe
 from finetune.tracking.trackers import grouped
+from finetune.training.run_plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "accelerate_configs"

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import counts
 import peft  # noqa: F401  (for the forks)
+import support.fake_run  # noqa: F401  (for the forks)
 
-import finetune.planning.fake_run
 import finetune.training.run  # noqa: F401  (for the forks)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import train_here
 
+from finetune.engine.hardware import find_device
 from finetune.engine.timing import Stopwatch
-from finetune.planning.flops import find_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

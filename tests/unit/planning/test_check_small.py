@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.training.check import check_recipe
+from finetune.setup.check import check_recipe
 
 QUIET = ("train.max_steps=1", "schedule.warmup_steps=0")
 

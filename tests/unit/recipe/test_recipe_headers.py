@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import recipe_headers
 
-from finetune.planning.estimate.command import config_of
+from finetune.plan.command import config_of
 from finetune.recipe import load_recipe
 
 PLANNED = recipe_headers.planned_recipes()

@@ -12,7 +12,7 @@ import tiny
 from conftest import train_here
 
 from finetune.errors import UserError
-from finetune.training.check import check_recipe
+from finetune.setup.check import check_recipe
 
 LORA = ("mode=lora", "lora={rank: 4, alpha: 8}")
 DPO = ("objective={name: dpo}", "data.eval=[]", "data.train=[{path: {folder}/pairs.jsonl, format: preference}]")

@@ -1,0 +1,223 @@
+"""Devices, their links and the machines around them: peaks, memory, bandwidth, each with source and date.
+
+They are shipped in `hardware.yaml`; a file of that name in the current folder adds to them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+import yaml
+from pydantic import Field, ValidationError
+
+from finetune.errors import UserError
+from finetune.recipe.schema import Names, Positive, Section, Share
+
+_SHIPPED = Path(__file__).with_name("hardware.yaml")
+GIB = 2**30
+CPU = "cpu"  # name of this machine's processors in `--on`
+
+Text = Annotated[str, Field(min_length=1)]
+Day = Annotated[date, Field(strict=False)]
+Table = TypeVar("Table", bound=Section)
+
+
+class Device(Section):
+    """One device as torch counts it. Peaks in TFLOP/s by operand type; None if not supported."""
+
+    name: Text
+    also: Names | tuple[()] = ()  # other names in `--on`
+    cuda_name: str | None = None  # regular expression for torch.cuda.get_device_name()
+    capability: Annotated[tuple[int, int], Field(strict=False)] | None = None  # CUDA's; None: not known, or not CUDA
+    fp32: Positive
+    tf32: Positive | None = None
+    fp16: Positive | None = None
+    bf16: Positive | None = None
+    memory_gb: Positive  # 10^9 bytes
+    memory_gib: Positive | None = None  # that torch reports, which differs
+    seen: str | None = None  # source of memory_gib
+    bandwidth_gb_s: Positive
+    link: Text  # between the devices of a machine; a row of `links`
+    network: Text = "ethernet"  # between machines
+    source: Text
+
+    @property
+    def gib(self) -> float:
+        return self.memory_gib or self.memory_gb * 1e9 / GIB
+
+
+class Link(Section):
+    gb_s: Positive  # that one device sends and, at once, receives
+    latency_us: Positive
+    share: Share  # of it that collectives reach
+    source: Text
+
+
+class Shares(Section):
+    """Shares of a device's peaks that operators reach."""
+
+    products: Share  # of matrices
+    attention: Share
+    memory: Share  # of the bandwidth, by element-wise operators and the optimizer
+
+
+class Efficiency(Section):
+    date: Day
+    source: Text
+    operator_us: Positive  # that the host takes to start an operator
+    ampere: Shares
+    hopper: Shares
+    default: Shares
+    by_device: dict[str, Names]
+
+
+_Pair = Annotated[tuple[Positive, Positive], Field(strict=False)]
+
+
+class Processors(Section):
+    """What one process reaches on some machine's processors, in fp32; see hardware.yaml."""
+
+    date: Day
+    source: Text
+    products: Positive  # FLOP/s
+    attention: Positive
+    memory: tuple[_Pair, ...] = Field(strict=False)  # (bytes of an operator, bytes/s), ascending
+    operator_us: Positive
+    adamw: Positive  # elements a second
+
+
+class HostSpec(Section):
+    """The machine around devices, for what is offloaded."""
+
+    date: Day
+    source: Text
+    links: dict[str, Text]  # of a device's link to others: that to host memory, a row of `links`
+    adamw_per_core: Positive  # parameters a second
+    cores_per_device: Positive
+    disk_gb_s: Positive  # of a machine
+
+    def link_of(self, link: str) -> str:
+        return self.links.get(link, link)
+
+
+class Reserve(Section):
+    """Memory of a device that no tensor has; see hardware.yaml."""
+
+    date: Day
+    source: Text
+    context_gib: Annotated[float, Field(ge=0)]
+    collectives_gib: Annotated[float, Field(ge=0)]
+    gaps: Share
+    margin: Share
+
+    def bytes(self, tensors: int, processes: int) -> int:
+        """Returns what comes on top of the tensors' peak. processes: of the launch."""
+        fixed = self.context_gib + (self.collectives_gib if processes > 1 else 0)
+        return int(fixed * GIB + self.gaps * tensors)
+
+
+class Hardware(Section):
+    date: Day
+    sources: dict[str, str]
+    devices: dict[str, Device]
+    links: dict[str, Link]
+    efficiency: Efficiency
+    processors: Processors
+    host: HostSpec
+    reserve: Reserve
+
+    def key_of(self, name: str) -> str | None:
+        """name: of a device, as torch has it. Returns None for an unknown one, or a slice of one (MIG)."""
+        known = self.devices.items() if not re.search(r"\bMIG\b", name) else ()
+        return next((key for key, one in known if one.cuda_name and re.search(one.cuda_name, name)), None)
+
+    def shares(self, key: str) -> Shares:
+        """key: of a device."""
+        efficiency = self.efficiency
+        kind = next((name for name, keys in efficiency.by_device.items() if key in keys), "default")
+        return getattr(efficiency, kind)
+
+
+# --- reading
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # an eighth of the time, where PyYAML was built with it
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Raises UserError."""
+    try:
+        read = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a safe one
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(read, dict):
+        raise UserError(f"{path}: expected keys and values, as in docs/plan.md")
+    return read
+
+
+def checked(model: type[Table], values: dict[str, Any], path: Path) -> Table:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(map(str, one['loc']))}: {one['msg'].removeprefix('Value error, ')}" for one in error.errors()
+        ]
+        raise UserError(f"{path}: " + "\n  ".join(lines)) from None
+
+
+def merged(shipped: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    both = {**shipped, **own}
+    nested = [key for key in own if isinstance(own[key], dict) and isinstance(shipped.get(key), dict)]
+    return both | {key: merged(shipped[key], own[key]) for key in nested}
+
+
+@functools.cache
+def shipped_hardware() -> Hardware:
+    return checked(Hardware, _with_links(read_table(_SHIPPED)), _SHIPPED)
+
+
+def read_hardware(own: Path | None = None) -> Hardware:
+    """Returns the shipped table and the user's own. own: default hardware.yaml in the current folder, if there is one.
+    Raises UserError."""
+    path = own or Path("hardware.yaml")
+    if own is None and not path.exists():
+        return shipped_hardware()
+    read = merged(read_table(_SHIPPED), read_table(path))
+    hardware = checked(Hardware, _with_links(read), path)
+    for key, device in hardware.devices.items():
+        for link in (device.link, device.network):
+            if link not in hardware.links:
+                raise UserError(f"{path}: devices.{key}: no link {link!r}: use one of {', '.join(hardware.links)}")
+    return hardware
+
+
+def _with_links(read: dict[str, Any]) -> dict[str, Any]:
+    """Puts the address of a source where its short name is."""
+    sources = read.get("sources", {})
+    for one in (*read.get("devices", {}).values(), *read.get("links", {}).values()):
+        if isinstance(one, dict):
+            one["source"] = sources.get(one.get("source"), one.get("source"))
+    return read
+
+
+def find_device(name: str) -> Device | None:
+    """name: as in torch. Returns None for an unknown device, or a slice of one (MIG)."""
+    hardware = shipped_hardware()
+    key = hardware.key_of(name)
+    return None if key is None else hardware.devices[key]
+
+
+def peak_tflops(name: str, compute: torch.dtype) -> float | None:
+    """Returns the dense peak for products of this type; fp32 ones run in TF32 where torch allows it."""
+    if (device := find_device(name)) is None:
+        return None
+    if compute == torch.bfloat16:
+        return device.bf16
+    if compute == torch.float16:
+        return device.fp16
+    fast = device.tf32 is not None and torch.get_float32_matmul_precision() != "highest"
+    return device.tf32 if fast else device.fp32

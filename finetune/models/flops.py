@@ -1,0 +1,367 @@
+"""FLOPs of a step, from the architecture and the lengths of its documents.
+
+A multiply-add counts as two. Only matrix products are counted: every weight that hidden states are multiplied with, and
+the two products of attention; not norms, activations, rotary embeddings or the optimizer
+(https://arxiv.org/abs/2204.02311, appendix B). Of a model that sees images, tower and projector are counted as well.
+
+- `model`: what the maths needs. Forward; backward where needed: two products like the forward's for a trained weight,
+  one for a frozen one whose input needs a gradient, none below the first trained layer. Attention: pairs of tokens that
+  attend to each other. LM head: supervised positions; a head of scores, at one token of a document, is not counted.
+  Experts: those that a token is routed to. A tower: pairs of patches of a picture, or of a window of it.
+- `hardware`: what is executed. In addition: padding, masked pairs that are computed anyway, recomputation by activation
+  checkpointing and fused attention in the backward.
+
+Letters: T tokens, L length of one document, w attention window, H heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+
+from finetune.models.attention import DOCUMENTS
+from finetune.models.config import layer_configs
+from finetune.models.vision import family_of, image_modules, part_of, patches_in, patches_per_token
+from finetune.models.wrapped import has_scores, output_head
+from finetune.utils import full_shape, unwrap_peft
+
+_EMBEDDED = re.compile(r"lora_embedding_A|\boriginal_module\b|_bias\b")  # looked up, unused, added: not multiplied
+_ATTENTION = re.compile(r"attn|attention")
+_OUTPUT = re.compile(r"\b(o_proj|out_proj|c_proj|wo|down_proj|w2|fc2|linear_fc2|dense|dense_4h_to_h)\b")
+_TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
+_MASKED = ("sdpa", "eager")  # compute every pair of the row, and mask
+
+
+class Flops(NamedTuple):
+    model: float
+    hardware: float  # NaN where unknown
+
+
+@dataclass(frozen=True)
+class AttentionFlops:
+    """The two attention products of one layer: queries with keys, weights with values."""
+
+    per_pair: float  # FLOPs for a pair of tokens, forward
+    scores: float  # of these, queries with keys
+    window: int | None
+    backward: bool
+    executed_backward: bool
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of a model, as a function of lengths. Per-token numbers are sums over all layers."""
+
+    token_forward: float
+    token_backward: float
+    token_recomputed: float  # executed in addition in the backward
+    head: float  # forward and backward of a position that reaches the LM head
+    attention: tuple[AttentionFlops, ...]  # by layer
+    implementation: str  # transformers' name
+    recomputes: bool  # full activation checkpointing
+    hardware_known: bool
+    tower: TowerFlops | None = None
+
+    def of(
+        self,
+        counted: Sequence[int],
+        executed: Sequence[int],
+        supervised: int,
+        prefixes: Sequence[int] = (),
+        patches: Sequence[int] = (),
+    ) -> Flops:
+        """Returns the FLOPs of forward and backward of one micro-batch.
+
+        counted: lengths of the documents; executed: lengths including padding; supervised: positions that reach the LM
+        head; prefixes: of the documents, tokens of another that each sees as its beginning, which are computed there;
+        patches: of each picture that the tower sees.
+        """
+        model = hardware = self.head * supervised
+        if self.tower is not None and patches:
+            of_tower = self.tower.of(patches)
+            model, hardware = model + of_tower.model, hardware + of_tower.hardware
+        products = self.token_forward + self.token_backward
+        model += products * sum(counted)
+        hardware += (products + self.token_recomputed) * sum(executed)
+        for layer in dict.fromkeys(self.attention):
+            number = self.attention.count(layer)
+            pairs = causal_pairs(counted, layer.window, prefixes)
+            model += number * layer.per_pair * pairs * (3 if layer.backward else 1)
+            hardware += number * self._executed(layer) * self._executed_pairs(executed, layer.window, prefixes)
+        return Flops(model, hardware if self.hardware_known else math.nan)
+
+    def patches_in(self, inputs: Mapping[str, Tensor]) -> list[int]:
+        """Returns the patches of each picture among the inputs of a forward."""
+        return [] if self.tower is None else patches_in(self.tower.config, inputs)
+
+    def _executed(self, layer: AttentionFlops) -> float:
+        """Returns the executed FLOPs per pair. Fused attention recomputes the scores in the backward."""
+        forwards = 2 if self.recomputes else 1
+        scores_again = 0 if self.implementation == "eager" else layer.scores
+        return layer.per_pair * forwards + (layer.per_pair * 2 + scores_again if layer.executed_backward else 0)
+
+    def _executed_pairs(self, lengths: Sequence[int], window: int | None, prefixes: Sequence[int]) -> float:
+        if self.implementation in _MASKED:
+            return float(sum(lengths) ** 2)
+        if self.implementation != DOCUMENTS:
+            return causal_pairs(lengths, window, prefixes)
+        sizes = itertools.zip_longest(lengths, prefixes, fillvalue=0)
+        # A window is a mask, and so are the keys of another document.
+        return float(sum(n * (n + p) if p or n > (window or n) else n * (n + 1) / 2 for n, p in sizes))
+
+
+@dataclass(frozen=True)
+class TowerFlops:
+    """FLOPs of tower and projector. Backwards are included where there are any."""
+
+    config: Any  # the multimodal model's
+    patch: Flops  # products for one patch
+    token: Flops  # for one token of the projector
+    pair: Flops  # the two attention products for a pair of patches, in a layer
+    layers: int
+    windows: int = 0  # of these layers, those that see a window
+    window: int = 0  # patches
+    together: bool = False  # all pictures are one row, under a mask: every pair is computed
+
+    def of(self, patches: Sequence[int]) -> Flops:
+        total = sum(patches)
+        pairs = (self.layers - self.windows) * sum(n * n for n in patches)
+        executed = (self.layers - self.windows) * total**2 if self.together else pairs
+        in_windows = self.windows * sum(n * min(n, self.window) for n in patches)
+        tokens = total / patches_per_token(self.config)
+        model, hardware = (
+            products * total + merged * tokens + each * (count + in_windows)
+            for products, merged, each, count in zip(self.patch, self.token, self.pair, (pairs, executed), strict=True)
+        )
+        return Flops(model, hardware)
+
+
+def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
+    """Counts in the order in which modules are made; what comes before the first trained weight has no backward."""
+    if not image_modules(model):
+        return None
+    config, vision = model.config, model.config.vision_config
+    family = family_of(config)
+    products: list[_Product] = []  # `after_trained`: something before it is trained
+    after_trained = False
+    for path, module in unwrap_peft(model).named_modules():
+        if part_of(family, path) == "language" or isinstance(module, nn.Embedding):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            shape, full_name = _shape(module, name, parameter), f"{path}.{name}"
+            if len(shape) >= 2:
+                place, weights = _position(full_name), float(np.prod(shape))
+                products.append(_Product(full_name, place, weights, parameter.requires_grad, False, after_trained))
+            after_trained |= parameter.requires_grad
+    of_patches = [product for product in products if part_of(family, product.path) == "vision"]
+    layers_train = any(product.trained for product in of_patches)
+    again = 2 * sum(_recomputed(of_patches)) if recomputes and layers_train else 0.0
+    patch, token = (
+        sum(2 * one.weights * (1 + one.trained + one.after_trained) for one in those)
+        for those in (of_patches, [one for one in products if part_of(family, one.path) == "projector"])
+    )
+    # Queries with keys, and weights with values; fused attention computes the first again in its backward.
+    pair = 4.0 * vision.hidden_size
+    pairs = Flops(pair * 3, pair * (3.5 + recomputes)) if layers_train else Flops(pair, pair)
+    layers = getattr(vision, "num_hidden_layers", None) or vision.depth
+    full = getattr(vision, "fullatt_block_indexes", None)
+    windows = 0 if full is None else layers - len(full)
+    window = (vision.window_size // vision.patch_size) ** 2 if windows else 0
+    together = config.model_type == "mistral3"
+    return TowerFlops(
+        config, Flops(patch, patch + again), Flops(token, token), pairs, layers, windows, window, together
+    )
+
+
+def causal_pairs(lengths: Sequence[int], window: int | None, prefixes: Sequence[int] = ()) -> float:
+    """Counts pairs of a token and one it attends to, itself included: the sum of min(i, w) for i = 1..L per document.
+
+    prefixes: of some documents, tokens before the first that are seen: i = p+1..p+L.
+
+    >>> causal_pairs([3, 2], None), causal_pairs([3, 2], 2), causal_pairs([3, 2], None, [0, 3])
+    (9.0, 8.0, 15.0)
+    """
+    if any(prefixes):
+        whole = [length + prefix for length, prefix in itertools.zip_longest(lengths, prefixes, fillvalue=0)]
+        return causal_pairs(whole, window) - causal_pairs(prefixes, window)
+    length = np.asarray(lengths, np.float64)
+    full = length if window is None else np.minimum(length, window)
+    return float((full * (full + 1) / 2 + (length - full) * full).sum())
+
+
+def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> ModelFlops:
+    """Counts from the modules of a loaded model, before it is wrapped; shards and 4-bit weights are supported.
+
+    implementation: of attention, transformers' name. checkpointing: as `train.activation_checkpointing`.
+    In the first layer that trains anything, module names decide which inputs need a gradient; with unusual names that
+    one layer is counted too high.
+    """
+    products = list(_products(model))
+    of_images = {id(p) for module in image_modules(model) for p in module.parameters()}  # not counted
+    trained = [
+        _Position(-1, -1) if id(parameter) in of_images else _position(name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    first = min(trained, default=None)
+    needed = [_backward(product, first) for product in products]
+    # transformers lets gradients reach the embedding table where a frozen model is checkpointed.
+    hooked = getattr(model, "_require_grads_hooks", None) or getattr(model, "_require_grads_hook", None)
+    reached = _Position(-1, -1) if hooked else first
+    executed = [_backward(product, reached) for product in products]
+    recomputes = checkpointing is True
+    recomputed = sum(executed) - sum(needed) + (sum(_recomputed(products)) if recomputes else 0.0)
+    in_layers = [not product.head for product in products]
+    return ModelFlops(
+        token_forward=2 * sum(p.weights for p in products if not p.head),
+        token_backward=2 * sum(itertools.compress(needed, in_layers)),
+        token_recomputed=2 * recomputed,
+        head=2 * sum(p.weights + _backward(p, first) for p in products if p.head and not has_scores(model)),
+        attention=tuple(_attention(model.config, first, reached)),
+        implementation=implementation,
+        recomputes=recomputes,
+        # Adapters on fused experts, and DoRA's norms, compute full matrices in each forward.
+        hardware_known=not any(
+            type(module).__name__ == "ParamWrapper" or getattr(module, "lora_magnitude_vector", None)
+            for module in model.modules()
+        ),
+        tower=_tower(model, recomputes),
+    )
+
+
+class _Position(NamedTuple):
+    """Coarse order of execution. Stages of a layer: norms -1; attention 0, 1; feed-forward 2, 3."""
+
+    layer: float
+    stage: int
+
+
+@dataclass(frozen=True)
+class _Product:
+    path: str
+    position: _Position
+    weights: float  # that one token is multiplied with
+    trained: bool
+    head: bool
+    after_trained: bool  # LoRA's B: its input comes from A, which is trained
+
+
+def _products(model: Any) -> Iterator[_Product]:
+    output = output_head(model)
+    path = next((path for path, candidate in model.named_modules() if candidate is output), "")
+    head = re.sub(r"\.(base_layer|modules_to_save\..*|original_module)$", "", path)  # or that of its wrapper
+    of_images = {inner for module in image_modules(model) for inner in module.modules()}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) or module in of_images:
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            full_name = f"{path}.{name}"
+            shape = _shape(module, name, parameter)
+            if len(shape) < 2 or _EMBEDDED.search(full_name):
+                continue
+            share = _active_share(model, path, shape)
+            yield _Product(
+                path=full_name,
+                position=_position(full_name, head),
+                weights=float(np.prod(shape)) * share,
+                trained=parameter.requires_grad,
+                head=bool(head) and full_name.startswith(f"{head}."),
+                after_trained="lora_B" in full_name or "lora_embedding_B" in full_name,
+            )
+
+
+def _shape(module: nn.Module, name: str, parameter: Any) -> tuple[int, ...]:
+    if name == "weight" and hasattr(module, "in_features") and hasattr(module, "out_features"):
+        features: Any = module
+        return (features.out_features, features.in_features)  # 4-bit weights are stored flat
+    return tuple(full_shape(parameter))
+
+
+def _active_share(model: Any, path: str, shape: tuple[int, ...]) -> float:
+    """Returns the share of expert weights that a token uses; 1 for others."""
+    if len(shape) < 3 and not re.search(r"\bexperts\b", path):
+        return 1.0
+    config = model.config.get_text_config()
+    chosen = next((getattr(config, name) for name in _TOP_K if getattr(config, name, None)), None)
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    in_config = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    count = shape[0] if len(shape) > 2 else in_config
+    return chosen / count if chosen and count else 1.0
+
+
+def _position(path: str, head: str = "") -> _Position:
+    if head and path.startswith(f"{head}."):
+        return _Position(float("inf"), 0)
+    number = re.search(r"\.(\d+)\.", path)
+    if number is None:
+        return _Position(-1 if "embed" in path or "wte" in path else float("inf"), -1)
+    after = path[number.end() :]
+    if "norm" in after:
+        return _Position(int(number[1]), -1)
+    output = _OUTPUT.search(after) is not None
+    return _Position(int(number[1]), (0 if _ATTENTION.search(after) else 2) + output)
+
+
+def _backward(product: _Product, first_trained: _Position | None) -> float:
+    """Returns multiply-adds for the gradient of the weight, and of the input if something before it is trained."""
+    input_needs = product.after_trained or (first_trained is not None and first_trained < product.position)
+    return product.weights * (product.trained + input_needs)
+
+
+def _recomputed(products: list[_Product]) -> Iterator[float]:
+    """Yields all but the last product of each layer: torch stops when it has the input of the last one."""
+    layers: dict[float, list[_Product]] = {}
+    for product in products:
+        if product.position.layer not in (-1, float("inf")):
+            layers.setdefault(product.position.layer, []).append(product)
+    for members in layers.values():
+        yield sum(p.weights for p in members) - _last_product(members)
+
+
+def _last_product(members: list[_Product]) -> float:
+    """Returns 0 for experts: the router weights their outputs, so the backward needs them."""
+    outputs = [p for p in members if p.position.stage == 3]
+    if not outputs or any("experts" in p.path for p in members):
+        return 0.0
+    adapters = [p for p in outputs if p.after_trained]
+    return (adapters or outputs)[-1].weights
+
+
+def _attention(config: Any, first_trained: _Position | None, reached: _Position | None) -> Iterator[AttentionFlops]:
+    """Yields one for each layer that attends to pairs of tokens; of recurrent layers only the weights count."""
+    config = config.get_text_config()
+    layers = layer_configs(config)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kinds = [str(kind) for kind in kinds] if kinds else ["sliding_attention"] * config.num_hidden_layers
+    for number, kind in enumerate(kinds):
+        layer = layers[number % len(layers)]
+        heads, size = getattr(layer, "num_attention_heads", None), _head_size(layer)
+        if _WITHOUT_PAIRS.search(kind) or not isinstance(heads, int) or size is None:
+            continue
+        scores = 2.0 * heads * size
+        values = 2.0 * heads * (getattr(layer, "v_head_dim", None) or size)
+        window = getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None
+        after = _Position(number, 1)
+        backward, executed = (place is not None and place < after for place in (first_trained, reached))
+        yield AttentionFlops(scores + values, scores, window, backward, executed)
+
+
+# Kinds of layers, in the words of configs, that compute no product for each pair of tokens.
+_WITHOUT_PAIRS = re.compile(r"mamba|conv|linear|recurrent|lightning|^(mlp|moe)$")
+
+
+def _head_size(config: Any) -> int | None:
+    """Of queries and keys; None where the config gives none."""
+    if getattr(config, "qk_nope_head_dim", None):  # DeepSeek's multi-head latent attention
+        return config.qk_nope_head_dim + config.qk_rope_head_dim
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if size := getattr(config, "head_dim", None):
+        return size
+    return hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else None

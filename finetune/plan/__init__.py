@@ -1,0 +1,1 @@
+"""What fits, how fast, at what price: before a run, from shapes alone."""

@@ -1,0 +1,343 @@
+"""What `plan` answers: choices as objects for machines, as a table with its reasons for people."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from finetune.engine.hardware import CPU, GIB
+from finetune.plan.lengths import ROWS_KEPT
+from finetune.plan.search import (
+    RESUME_S,
+    SAVE_S,
+    Choice,
+    Found,
+    PlanRequest,
+    as_lines,
+    cheapest,
+    spot_loss,
+)
+from finetune.plan.speed import HIDES, StepTime
+from finetune.training.run_plan import FEW_STEPS, run_length
+from finetune.utils import print_line
+
+SHOWN = 12  # places in the table for people
+_BAR = 14  # characters of the longest
+_COLOURS = {"fits": "green", "tight": "yellow", "no": "red"}
+
+
+# --- for machines
+
+
+def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    """Returns an object of each choice, as docs/plan.md says; what is not known is None."""
+    return [
+        {
+            "config": one.config,
+            "on": one.machines.name,
+            "sizes": one.sizes,
+            "processes": one.launch.processes,
+            "verdict": one.verdict,
+            "peak_gib": round(one.peak / GIB, 3),
+            "tensors_gib": round(one.memory.tensors / GIB, 3),
+            "at_least": one.memory.at_least,
+            "phases_gib": {name: round(size / GIB, 3) for name, size in one.memory.phases.items()},
+            "rank": one.memory.rank,
+            "host_gib": round(one.memory.host / GIB, 3),
+            "disk_gib": round(one.memory.disk / GIB, 3),
+            "host_after_gib": {name: round(size / GIB, 3) for name, size in one.memory.after.items()},
+            "step_s": one.step and one.step.seconds,
+            "step_parts_s": one.step and one.step.parts,
+            "speeds": one.step and one.step.source,
+            "tokens_per_s": one.tokens_per_s,
+            "hours": one.hours,
+            "price": one.price,
+            "price_per_million_tokens": one.per_million,
+            "currency": one.currency,
+            "changes": one.changes,
+            "why": why(request, one),
+            "assumed": assumptions(request, one),
+        }
+        for one in choices
+    ]
+
+
+def why(request: PlanRequest, one: Choice) -> str:
+    """Returns what decides about a choice, in a line."""
+    phase = max(one.memory.phases, key=lambda name: one.memory.phases[name])
+    device = one.machines.device.gib
+    if one.memory.at_least:
+        return (
+            f"what is kept {phase} alone is {-one.free:.1f} GiB more than the {device:.1f} of a device: no step weighed"
+        )
+    if one.verdict == "no":
+        room = f"{-one.free:.1f} GiB more than the {device:.1f} of a device, in {phase}"
+    else:
+        margin = request.hardware.reserve.margin * device
+        room = f"{one.free:.1f} of {device:.1f} GiB free, least in {phase}"
+        room += f"; fewer than the margin of {margin:.1f}" if one.verdict == "tight" else ""
+    if one.step is None:
+        return f"{room}; time not known: no finished run on such a device"
+    share = one.step.parts[one.step.limit] / one.step.seconds
+    return f"{room}; limited by {one.step.limit} ({share:.0%} of a step)"
+
+
+def assumptions(request: PlanRequest, one: Choice) -> list[str]:
+    """Returns what the numbers of a choice take to be so, and nothing has shown; the reserve, the speeds, offload and
+    prices have lines of their own."""
+    sizes, machines, batch, hardware = one.launch.parallelism, one.machines, request.recipe.batch, request.hardware
+    lines = []
+    if batch.rows_per_device == "auto":
+        lines.append("batch.rows_per_device: auto is 1; the run finds how many rows fit")
+    if batch.tokens_per_device is not None:
+        lines.append("a micro-batch is the fullest row, as often as batch.tokens_per_device has room for it")
+    if request.rows.images and request.rows.rows is not None:
+        lines.append(f"the fullest row has as many images as any of {ROWS_KEPT} rows that were looked at")
+    if sizes.expert > 1:
+        lines.append("ep: all experts get equally many tokens")
+    if sizes.pipeline > 1:
+        lines.append("pipelines: each stage takes its share of the layers' time, and keeps what its schedule says")
+    if machines.key == CPU:
+        return lines
+    if machines.device.memory_gib is None:
+        lines.append(f"{machines.key} has the memory of its data sheet; what torch reports differs by a little")
+    if (machines.device.capability or (0, 0)) < (8, 0):
+        lines.append(f"attention keeps on {machines.key} what FlashAttention's kernels keep, which it may not have")
+    if one.step is not None and one.launch.processes > 1:
+        names = [machines.device.link, *([machines.device.network] if machines.machines > 1 else [])]
+        links = ((name, hardware.links[name]) for name in names)
+        lines += [f"collectives reach {x.share:.0%} of {name}'s {x.gb_s:g} GB/s ({x.source})" for name, x in links]
+        lines.append(f"{one.launch.kind}: communication is hidden by up to {HIDES[one.launch.kind]:.0%} of compute")
+    return lines
+
+
+# --- for people
+
+
+def show(console: Console, request: PlanRequest, choices: Sequence[Choice], founds: Sequence[Found]) -> None:
+    """Prints the table of the best places, what decides about the first, and what the numbers rest on."""
+    recipe, rows, shape = request.recipe, request.rows, request.shapes[False]
+    heading = [
+        f"{request.path}: {shape.parameters:,} parameters, {shape.trained:,} trained",
+        f"shapes: {request.shapes_from}",
+        f"lengths: {rows.source}",
+        f"a step: {recipe.batch.rows} rows, {rows.tokens_per_row * recipe.batch.rows:,.0f} tokens, "
+        f"{rows.supervised_share:.0%} supervised; longest row {sum(rows.heaviest):,} tokens",
+    ]
+    for line in (*heading, *_run_lines(request), *_shared_by(choices[:SHOWN])):
+        print_line(console, line, highlight=False, markup=False)
+    console.print(_table(choices[:SHOWN]))
+    first, more = choices[0], len(choices) - SHOWN
+    letters = [f"with {letter}: {line}" for line, letter in _changes(choices[:SHOWN]).items()]
+    for line in (*_size_names(choices[:SHOWN]), *letters, *([f"{more} more with --json"] if more > 0 else [])):
+        print_line(console, line, highlight=False, markup=False, style="dim")
+    print_line(console, f"\n[bold]{first.name}[/bold]: {escape(why(request, first))}", highlight=False)
+    for line in _against(choices):
+        print_line(console, line, highlight=False, markup=False)
+    console.print()
+    console.print(_pictures(first))
+    console.print()
+    for line in (*_beside_the_device(first), *price_lines(request, first), *rests_on(request, choices)):
+        print_line(console, line, highlight=False, markup=False, style="dim")
+    for line in _not_possible({name: rule for found in founds for name, rule in found.illegal.items()}):
+        print_line(console, line, highlight=False, markup=False, style="dim")
+
+
+def _run_lines(request: PlanRequest) -> list[str]:
+    recipe, rows = request.recipe, request.rows
+    if rows.rows is None and recipe.train.max_steps is None:
+        return ["steps: not known without the data; hours and price of the run neither"]
+    steps = run_length(recipe, rows.rows)[0]
+    warmup = recipe.schedule.warmup(steps)
+    lines = [f"steps: {steps:,}, of which {warmup:,} ({warmup / max(1, steps):.0%}) warm up"]
+    if steps < FEW_STEPS:
+        lines.append(f"note: only {steps} steps, and below about {FEW_STEPS} a run learns little: a smaller batch.rows")
+    return lines
+
+
+def _shared_by(choices: Sequence[Choice]) -> list[str]:
+    """Returns what is said above the table and not in its lines: devices and changed keys that all of them have."""
+    devices = {one.machines.name for one in choices}
+    shared = {key: value for key, value in choices[0].changes.items() if _all_have(choices, key)}
+    return [*(f"on {name}" for name in devices if len(devices) == 1), *(f"all with {x}" for x in as_lines(shared))]
+
+
+def _all_have(choices: Sequence[Choice], key: str) -> bool:
+    return all(one.changes.get(key) == choices[0].changes.get(key) for one in choices)
+
+
+def _table(choices: Sequence[Choice]) -> Table:
+    """Columns without any number are left out."""
+    several = len({one.machines.name for one in choices}) > 1
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0 if several else 1))
+    currencies = {one.currency for one in choices if one.price is not None}
+    currency = currencies.pop() if len(currencies) == 1 else None
+    changes = _changes(choices)
+    columns: dict[str, list[str]] = {
+        "config": [_sized(one) for one in choices],
+        "on": [one.machines.name if several else "" for one in choices],
+        "verdict": [f"[{_COLOURS[one.verdict]}]{one.verdict}[/]" for one in choices],
+        "peak GiB": [f"{'> ' if one.memory.at_least else ''}{one.peak / GIB:.1f}" for one in choices],
+        "free": [f"{one.free:+.1f}" for one in choices],
+        "step s": [f"{one.step.seconds:.3g}" if one.step else "?" for one in choices],
+        "tok/s": [f"{one.tokens_per_s:,.0f}" if one.tokens_per_s else "?" for one in choices],
+        "hours": [f"{one.hours:.2f}" if one.hours else "?" for one in choices],
+        f"price {currency}" if currency else "price": [
+            "?" if one.price is None else f"{one.price:,.2f}" if currency else f"{one.price:,.2f} {one.currency}"
+            for one in choices
+        ],
+        "with": [" ".join(changes[line] for line in _own_changes(one, choices)) for one in choices],
+    }
+    shown = {title: cells for title, cells in columns.items() if set(cells) - {"?", ""}}
+    for title in shown:
+        is_text = title in ("config", "on", "verdict", "with")
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=is_text)
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _sized(one: Choice) -> str:
+    """Returns a config with its sizes as numbers: `fsdp2_tp 4x2`."""
+    return " ".join([one.config, *(["x".join(re.findall(r"\d+", one.sizes))] if one.sizes else [])])
+
+
+def _changes(choices: Sequence[Choice]) -> dict[str, str]:
+    """Returns the letter that stands in the table for each changed key of the recipe."""
+    lines = dict.fromkeys(line for one in choices for line in _own_changes(one, choices))
+    return dict(zip(lines, string.ascii_lowercase, strict=False))
+
+
+def _size_names(choices: Sequence[Choice]) -> list[str]:
+    """Says what the numbers of `_sized` count."""
+    names = {one.config: re.sub(r" \d+", "", one.sizes) for one in choices if one.sizes}
+    return [f"sizes: {', '.join(f'{config} {sizes}' for config, sizes in names.items())}"] if names else []
+
+
+def _own_changes(one: Choice, choices: Sequence[Choice]) -> list[str]:
+    return as_lines({key: value for key, value in one.changes.items() if not _all_have(choices, key)})
+
+
+def _against(choices: Sequence[Choice]) -> list[str]:
+    """Says why the first is not the second."""
+    if len(choices) < 2:
+        return []
+    first, second = choices[:2]
+    if first.verdict != second.verdict:
+        return [f"before {second.name}, which is `{second.verdict}` ({second.free:+.1f} GiB free)"]
+    if first.step is None or second.step is None:
+        return [f"before {second.name}: {(second.peak - first.peak) / GIB:.1f} GiB less on a device"]
+    gains = {
+        name: second.step.parts.get(name, 0) - first.step.parts.get(name, 0)
+        for name in {*first.step.parts, *second.step.parts}
+    }
+    part = max(gains, key=lambda name: gains[name])
+    if second.step.seconds < 1.005 * first.step.seconds:
+        return [f"before {second.name}: as fast by the formula, {(second.peak - first.peak) / GIB:+.1f} GiB there"]
+    faster = second.step.seconds / first.step.seconds - 1
+    return [f"before {second.name}: {faster:.0%} faster, most of it by {part} ({gains[part]:.3g} s a step)"]
+
+
+def _pictures(one: Choice) -> Table:
+    """Returns memory by phase and, where speeds are known, time by part, with bars."""
+    sizes = {name: size / GIB for name, size in one.memory.phases.items()}
+    both = Table.grid(padding=(0, 3, 0, 0))
+    pictures = [_bars(f"GiB of tensors, rank {one.memory.rank}", {n: (f"{x:.2f}", x) for n, x in sizes.items()})]
+    if one.step:
+        pictures.append(_bars(f"a step, {one.step.seconds:.3g} s", _times(one.step)))
+    both.add_row(*pictures)
+    return both
+
+
+def _times(step: StepTime) -> dict[str, tuple[str, float]]:
+    scale, unit = (1000, "ms") if step.seconds < 10 else (1, "s")
+    return {
+        name: (f"{scale * seconds:,.1f} {unit} {seconds / step.seconds:4.0%}", seconds)
+        for name, seconds in step.parts.items()
+    }
+
+
+def _bars(title: str, values: dict[str, tuple[str, float]]) -> Table:
+    """Returns a line for each name: its text, and a bar as long as its number."""
+    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column(no_wrap=True, style="cyan")
+    largest = max(number for _, number in values.values()) or 1.0
+    for name, (text, number) in values.items():
+        table.add_row(name, text, "\N{FULL BLOCK}" * round(_BAR * number / largest))
+    return table
+
+
+def _beside_the_device(one: Choice) -> list[str]:
+    lines = []
+    if one.memory.host or one.memory.disk:
+        lines.append(
+            f"of each machine: {one.memory.host / GIB:.1f} GiB of host memory, {one.memory.disk / GIB:.1f} of disk"
+        )
+    after = ", ".join(f"{name} {size / GIB:.2f}" for name, size in one.memory.after.items())
+    return [*lines, f"in host memory after the steps, GiB of tensors of one process: {after}"]
+
+
+def _not_possible(illegal: dict[str, str]) -> list[str]:
+    """Returns a line for each rule, with the places that it forbids; they may differ in their sizes."""
+    places: dict[str, list[str]] = {}
+    rules: dict[str, str] = {}
+    for name, rule in illegal.items():
+        alike = name.split()[0] + re.sub(r"\d+", "", rule)
+        places.setdefault(alike, []).append(name)
+        rules.setdefault(alike, rule)
+    return [f"not possible: {', '.join(names)}: {rules[alike]}" for alike, names in places.items()]
+
+
+def price_lines(request: PlanRequest, one: Choice) -> list[str]:
+    """Returns who asks how much for a device, per million tokens, and the checkpoints that lose least on spot."""
+    if (found := cheapest(request.prices, one.machines, request.spot)) is None:
+        return [f"price: no line for {one.machines.key}: add one to prices.yaml (docs/plan.md)"]
+    price, (amount, currency) = found
+    each = f"{amount} {currency}/hour and device, {price.provider}, {price.date}: {price.source}"
+    lines = [f"price: {each}"]
+    if one.per_million is not None:
+        lines.append(f"{one.per_million:.2f} {currency} per million supervised tokens")
+    if request.spot:
+        interval, lost = spot_loss(request.prices, price, one.machines)
+        rate = price.losses_per_hour or request.prices.losses_per_hour
+        assumed = "" if price.losses_per_hour else ", an assumption"
+        lines.append(
+            f"spot: {rate} losses an hour and machine{assumed}; least is lost with checkpoint.every_minutes: "
+            f"{interval * 60:.0f}, {lost:.1%} of the time, which the price includes, where a checkpoint takes "
+            f"{SAVE_S:.0f} s and a new machine {RESUME_S / 60:.0f} minutes, as assumed"
+        )
+    return lines
+
+
+def rests_on(request: PlanRequest, choices: Sequence[Choice]) -> list[str]:
+    """Returns what the numbers rest on, and what they leave out."""
+    reserve = request.hardware.reserve
+    lines = []
+    if any(one.machines.key != CPU for one in choices):
+        lines.append(
+            f"on top of tensors: {reserve.context_gib} GiB of context, {reserve.collectives_gib} of communicators, "
+            f"{reserve.gaps:.0%} of gaps ({reserve.source}, {reserve.date})"
+        )
+    lines += [f"speeds: {source}" for source in dict.fromkeys(one.step.source for one in choices if one.step)]
+    if any(one.launch.offloads_optimizer and one.step and one.machines.key != CPU for one in choices[:SHOWN]):
+        host = request.hardware.host
+        lines.append(
+            f"offload: AdamW on {host.cores_per_device:g} cores a device, {host.disk_gb_s:g} GB/s of disk: "
+            f"{host.source} ({host.date})"
+        )
+    waits = all(one.step and one.step.knows_data_wait for one in choices)
+    unknown = [
+        f"{'' if waits else 'data wait, '}evaluations, checkpoints, the start",
+        *([request.rows.unknown] if request.rows.unknown else []),
+    ]
+    lines.append(f"not known: {'; '.join(unknown)}")
+    assumed = dict.fromkeys(line for one in choices[:SHOWN] for line in assumptions(request, one))
+    return [*lines, *(f"assumed: {line}" for line in assumed)]

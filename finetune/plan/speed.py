@@ -1,0 +1,487 @@
+"""Time of a step, by formula: FLOPs by kind of operator over what a device reaches, and communication it waits for.
+
+    products, attention   executed FLOPs (`models/flops.py`) over peak times share
+    element-wise          bytes that all other operators read and write, as `timeline.py` runs them
+    launches              operators that the host starts: on a CPU all of them, else where the device waits for the host
+    unpacking             4-bit weights, and fp32 weights that are cast for each forward
+    optimizer             bytes of weights, gradients and moments; on the host's processors under offload
+    communication         what compute does not hide, by link
+    bubble                stages of a pipeline that wait for its first and last micro-batches
+    data                  wait for rows, which a thread prepares during the step: as finished runs waited; absent if
+                          there are none
+
+Not predicted: evaluations, checkpoints, the start.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from finetune.engine.hardware import CPU, Hardware, Link
+from finetune.engine.launch import Launch
+from finetune.models.attention import DOCUMENTS
+from finetune.models.config import dtypes, layer_configs
+from finetune.models.flops import ModelFlops, model_flops
+from finetune.models.vision import patches_of
+from finetune.plan.lengths import RowFacts
+from finetune.plan.micro_batch import HeaviestBatch
+from finetune.plan.operators import Work, together
+from finetune.plan.phases import Stage, how_of, of_rank
+from finetune.plan.shapes import ShapesKey, Weight, shapes_of, shortened, skeleton
+from finetune.plan.state import different_ranks, zero_stage
+from finetune.plan.tables import Machines
+from finetune.plan.timeline import timeline_of
+from finetune.recipe import Recipe
+
+_BYTES_OF_ADAMW = 28  # of fp32: weight, gradient, two moments read; weight and moments written
+_BYTES_OF_8BIT = 16
+_PACKED = 2.6  # bytes read and written to unpack a weight of 4 bits
+HIDES = {"fsdp2": 0.9, "zero": 0.5, "replicated": 0.5}  # share of compute that hides communication; assumed
+_PERSISTENT = 100_000  # elements: weights up to these stay gathered under DeepSpeed's stage 3
+# Work of the host that no operator shows, in operators as `Speeds.operator_s` counts them, for each micro-batch. Fitted
+# to the fitted cells of scripts/plan_times.py; its blind cells say how well that holds elsewhere.
+_OF_MICRO_BATCH = 80.0  # this project's loop
+_OF_RECOMPUTED_LAYER = 120.0  # torch's hooks on what a checkpoint saves
+_OF_GATHERED = {"fsdp2": 17.0, "replicated": 9.0, "zero": 42.0}  # hooks of an engine, for a weight; replicated: tensor
+_OF_REDUCED = 10.0  # for a trained weight, under DeepSpeed's stages 1 and 2
+_OF_STAGE = 280.0  # a pipeline's schedule, and what it hands on
+_OF_STEPPED = 4.0  # for a trained weight, in clipping and the optimizer, once a step
+# Passes over what is gathered, and over gradients, in new memory: an engine's copies around its collectives, on CPUs.
+_COPIES, _COPIES_OF_GRADIENTS, _FRESH = 2.2, 7.0, 2.0**27
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model that times depend on."""
+
+    parameters: int
+    trained: int
+    ends: int  # parameters outside of layers: embedding and head
+    weights: int  # tensors
+    tensors: int  # that train
+    gathered: int  # that DeepSpeed's stage 3 gathers one by one
+    layers: int
+    hidden: int
+    inner: float  # width of the feed-forward that a token goes through
+    queries: int  # width of all heads
+    keys: int
+    experts_per_token: int  # 0: no experts
+    flops: ModelFlops
+
+    @classmethod
+    def of(
+        cls, weights: Sequence[Weight], recipe: Recipe, config: PretrainedConfig, on_cpu: bool, recomputes: bool
+    ) -> Shape:
+        """weights: of the full model. recomputes: full activation checkpointing."""
+        text = config.get_text_config()
+        widths = [_attention_widths(layer) for layer in layer_configs(text)]  # which may differ: the mean of all
+        chosen = getattr(text, "num_experts_per_tok", 0) or 0
+        inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        if chosen:
+            inner = (getattr(text, "moe_intermediate_size", None) or inner) * chosen
+        implementation = recipe.model.attention
+        if implementation == "auto":
+            implementation = DOCUMENTS if on_cpu else "varlen"
+        trained = [weight.numel for weight in weights if weight.trains]
+        return cls(
+            parameters=sum(weight.packed or weight.numel for weight in weights),
+            trained=sum(trained),
+            ends=sum(weight.packed or weight.numel for weight in weights if weight.layer is None),
+            weights=len(weights),
+            tensors=len(trained),
+            gathered=sum(weight.numel > _PERSISTENT for weight in weights),
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            inner=inner,
+            queries=sum(queries for queries, _ in widths) // len(widths),
+            keys=sum(keys for _, keys in widths) // len(widths),
+            experts_per_token=chosen,
+            flops=flops_of(recipe, config, implementation, recomputes),
+        )
+
+
+def _attention_widths(layer: PretrainedConfig) -> tuple[int, int]:
+    """Returns the widths of a layer's queries and of its keys. Hybrids may have no heads."""
+    heads = getattr(layer, "num_attention_heads", 1) or 1
+    size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return heads * size, (getattr(layer, "num_key_value_heads", None) or heads) * size
+
+
+def flops_of(recipe: Recipe, config: PretrainedConfig, implementation: str, recomputes: bool) -> ModelFlops:
+    """Counts on `meta`; where all layers are alike, models of one and two are extrapolated to all."""
+    models = _models(ShapesKey(recipe, config, 1), recipe.train.activation_checkpointing)
+    layers = config.get_text_config().num_hidden_layers
+    one, *two = (model_flops(model, implementation, recomputes) for model in models)
+    if not two:
+        return one
+    names = ("token_forward", "token_backward", "token_recomputed")
+    drawn = {name: getattr(one, name) + (layers - 1) * (getattr(two[0], name) - getattr(one, name)) for name in names}
+    return replace(one, attention=(*two[0].attention[:1], *two[0].attention[1:] * (layers - 1)), **drawn)
+
+
+@functools.lru_cache(maxsize=2)
+def _models(key: ShapesKey, _checkpointing: bool | str) -> tuple[Any, ...]:
+    """Returns the models that FLOPs are counted of: of one and of two layers, or the full one. They have the recipe's
+    activation checkpointing, which its key leaves out."""
+    recipe, config = key.recipe, key.config
+    short, kinds = shortened(config)
+    if len(set(kinds)) > 1 or len(kinds) < 3:
+        return (skeleton(recipe, config),)
+    longer = copy.deepcopy(short)
+    longer.get_text_config().num_hidden_layers = 2
+    if types := getattr(short.get_text_config(), "layer_types", None):
+        longer.get_text_config().layer_types = list(types) * 2
+    return skeleton(recipe, short), skeleton(recipe, longer)
+
+
+@dataclass(frozen=True)
+class Level:
+    """How finished runs on a device compare with its shipped speeds."""
+
+    runs: int = 0
+    compute: float = 1.0  # times as fast
+    optimizer: float = 1.0
+    wait_token_s: float | None = None  # for rows, for each token of a process; None: not known
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What one device reaches, and where that is from."""
+
+    products: float  # FLOP/s
+    attention: float
+    memory: tuple[tuple[float, float], ...]  # (bytes of an operator, bytes/s), ascending; larger ones as the last
+    source: str
+    operator_s: float  # that the host takes to start an operator
+    beside_host: bool = True  # a device that computes while the host starts the next operators
+    step_elements: float | None = None  # that the optimizer and clipping step in a second; None: by bytes
+    level: Level = Level()  # corrects all of the above
+
+    @property
+    def knows_data_wait(self) -> bool:
+        return self.level.wait_token_s is not None
+
+    def bandwidth(self, size: float) -> float:
+        """size: bytes that one operator reads and writes. Between two measured sizes: in proportion."""
+        smaller = next((pair for pair in reversed(self.memory) if pair[0] <= size), None)
+        larger = next((pair for pair in self.memory if pair[0] > size), None)
+        if smaller is None or larger is None:
+            return (smaller or larger or (0.0, 1.0))[1]
+        share = (size / smaller[0] - 1) / (larger[0] / smaller[0] - 1)
+        return smaller[1] + share * (larger[1] - smaller[1])
+
+    def moving(self, work: Work) -> float:
+        """Returns the seconds in which operators read and write. Those of products are hidden by their arithmetic where
+        a device has many cores; a CPU's core waits for the weights."""
+        sizes = work.moved if self.beside_host else (*work.moved, *work.multiplied)
+        return sum(size * count / self.bandwidth(size) for size, count in sizes if size)
+
+    def starting(self, work: Work) -> float:
+        """Returns the seconds that the host takes; a view is about half an operator."""
+        return (work.operators + work.views / 2) * self.operator_s
+
+
+@dataclass(frozen=True)
+class StepTime:
+    parts: dict[str, float]  # s
+    source: str  # of the speeds
+    knows_data_wait: bool
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def busy(self) -> float:
+        """Returns the seconds without those in which the rank waits for other stages or for rows."""
+        return self.seconds - self.parts.get("bubble", 0.0) - self.parts.get("data", 0.0)
+
+    @property
+    def limit(self) -> str:
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+def table_speeds(recipe: Recipe, machines: Machines, hardware: Hardware) -> Speeds | None:
+    """Returns the shipped shares of the device's peaks; None where it has none in the type of the recipe."""
+    compute = dtypes(recipe).compute
+    device, shares = machines.device, hardware.shares(machines.key)
+    peak = {torch.bfloat16: device.bf16, torch.float16: device.fp16}.get(compute, device.fp32)
+    if peak is None or machines.key == CPU:
+        return None
+    efficiency = hardware.efficiency
+    of_device = any(machines.key in keys for keys in efficiency.by_device.values())
+    assumed = "" if of_device else f"; it has no {device.name}, whose shares are assumed"
+    return Speeds(
+        peak * 1e12 * shares.products,
+        peak * 1e12 * shares.attention,
+        ((1.0, device.bandwidth_gb_s * 1e9 * shares.memory),),
+        f"shipped table ({efficiency.date}), fitted to {efficiency.source}{assumed}",
+        efficiency.operator_us * 1e-6,
+    )
+
+
+def processor_speeds(hardware: Hardware) -> Speeds:
+    """Returns what the processors of the table reach in fp32: other machines reach more or less."""
+    known = hardware.processors
+    return Speeds(
+        known.products,
+        known.attention,
+        known.memory,
+        f"{known.source} ({known.date}), not of this machine",
+        known.operator_us * 1e-6,
+        beside_host=False,
+        step_elements=known.adamw,
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe at a place: all that a step's time depends on."""
+
+    recipe: Recipe
+    config: PretrainedConfig
+    shape: Shape
+    launch: Launch
+    machines: Machines
+    hardware: Hardware
+    rows: RowFacts
+    batch: HeaviestBatch  # the largest micro-batch
+    speeds: Speeds
+    micro_batches: int  # of a step on each process
+
+    @property
+    def row_tokens(self) -> float:
+        """Tokens of a step that one group of ranks has."""
+        return self.rows.tokens_per_row * self.recipe.batch.rows / self.launch.parallelism.data
+
+    @property
+    def stage_3(self) -> bool:
+        return self.launch.kind == "zero" and zero_stage(self.launch) == 3
+
+    @cached_property
+    def work(self) -> tuple[Work, float, bool]:
+        """Returns the work of one micro-batch on the rank with most, its share of the layers, and whether it has the
+        head."""
+        launch, sizes = self.launch, self.launch.parallelism
+        device = "cpu" if self.machines.key == CPU else "cuda"
+        how = how_of(self.recipe, launch, device, (9, 0), self.micro_batches)
+        parts = timeline_of(self.recipe, self.config, of_rank(self.batch, sizes), how)
+        shapes, kinds = shapes_of(self.recipe, self.config, sizes.tensor), shortened(self.config)[1]
+        larger = self.row_tokens / self.micro_batches / sum(self.batch.documents)
+        found = []
+        for rank in different_ranks(sizes):
+            stage = Stage.of(shapes, sizes, rank, kinds)
+            mine = [part[kind] for kind in stage.layers for part in (parts.layers, parts.layers_backward)]
+            mine += [parts.before, parts.before_backward] if stage.first else []
+            mine += [parts.head, parts.head_backward] if stage.last else []
+            work = together([part.work for part in mine]).times(1, larger)
+            found.append((work, len(stage.layers) / len(kinds), stage.last))
+        return max(found, key=lambda one: self._flops(one[1], one[2])[0])
+
+    def _flops(self, share: float, head: bool) -> tuple[float, float]:
+        """Returns the executed FLOPs of a step on a rank: (products, attention). share: of the layers."""
+        flops, sizes, rows = self.shape.flops, self.launch.parallelism, self.rows
+        in_layers = flops.token_forward + flops.token_backward + flops.token_recomputed
+        of_head = flops.head * rows.targets_per_row if head else 0.0
+        every = [flops.of(row, row, 0)[1 if flops.hardware_known else 0] - in_layers * sum(row) for row in rows.sample]
+        times = self.recipe.batch.rows / sizes.data / (sizes.tokens * sizes.tensor)
+        attention = max(0.0, sum(every) / len(every))
+        return times * (share * in_layers * rows.tokens_per_row + of_head + self._tower), times * share * attention
+
+    @property
+    def _tower(self) -> float:
+        """Returns the executed FLOPs of tower and projector for a row."""
+        tower, images = self.shape.flops.tower, self.rows.sample_images
+        if tower is None or not images:
+            return 0.0
+        return sum(tower.of(patches_of(self.config, row)).hardware for row in images) / len(images)
+
+    def time(self) -> StepTime:
+        """Returns the time of one step on the rank that waits least."""
+        speeds, sizes = self.speeds, self.launch.parallelism
+        work, share, head = self.work
+        products, attention = self._flops(share, head)
+        step = work.times(self.micro_batches)
+        compute = {
+            "products": products / speeds.products,
+            "attention": attention / speeds.attention,
+            "element-wise": speeds.moving(step),
+            "unpacking": self.micro_batches * self._unpacked() / speeds.bandwidth(1e9),
+        }
+        busy = sum(compute.values())
+        compute["launches"] = self._launches(step, busy)
+        compute = {name: seconds / speeds.level.compute for name, seconds in compute.items()}
+        busy = sum(compute.values())
+        traffic = list(self._traffic())
+        overlapping = sum(one.seconds for one in traffic if one.overlaps)
+        alone = sum(one.seconds for one in traffic if not one.overlaps)
+        hidden = busy * HIDES[self.launch.kind] if speeds.beside_host else 0.0
+        optimizer = self._optimizer() / speeds.level.optimizer
+        parts = {**compute, "optimizer": optimizer, "communication": max(0.0, overlapping - hidden) + alone}
+        if sizes.pipeline > 1:
+            waiting = (sizes.pipeline - 1) / (self.micro_batches * sizes.stages_per_rank)
+            parts["bubble"] = busy * waiting / (3 if sizes.schedule == "zero_bubble" else 1)
+        parts["data"] = (speeds.level.wait_token_s or 0.0) * self.row_tokens
+        known = {name: seconds for name, seconds in parts.items() if seconds}
+        return StepTime(known, speeds.source, speeds.knows_data_wait)
+
+    def _launches(self, step: Work, busy: float) -> float:
+        """Returns the seconds of the host that no compute hides."""
+        sizes, shape, kind = self.launch.parallelism, self.shape, self.launch.kind
+        more = _OF_MICRO_BATCH
+        if self.recipe.train.activation_checkpointing:
+            more += _OF_RECOMPUTED_LAYER * shape.layers / sizes.pipeline
+        if kind == "fsdp2" or sizes.tensor > 1 or self.stage_3:
+            again = 1.5 if self.stage_3 and self.recipe.train.activation_checkpointing else 1.0
+            more += _OF_GATHERED[kind] * shape.weights * again
+        elif kind == "zero":
+            more += _OF_REDUCED * shape.tensors
+        if sizes.pipeline > 1:
+            more += _OF_STAGE * sizes.stages_per_rank
+        of_host = self.speeds.starting(step) + more * self.micro_batches * self.speeds.operator_s
+        return max(0.0, of_host - busy) if self.speeds.beside_host else of_host
+
+    def _unpacked(self) -> float:
+        """Returns the bytes of unpacking weights for one micro-batch; casts are among the operators."""
+        passes = 3 if self.recipe.train.activation_checkpointing else 2
+        local = self.launch.parallelism.tensor * self.launch.parallelism.pipeline
+        if self.recipe.mode == "qlora":
+            return passes * _PACKED * (self.shape.parameters - self.shape.trained) / local
+        return 0.0
+
+    def _optimizer(self) -> float:
+        sizes, launch, speeds = self.launch.parallelism, self.launch, self.speeds
+        owners = sizes.processes if launch.kind == "zero" else sizes.shard * sizes.tensor * sizes.pipeline
+        if launch.kind == "fsdp2":
+            owners *= sizes.tokens
+        owned, host = self.shape.trained / owners, self.hardware.host
+        if launch.offloads_optimizer and self.machines.key != CPU:
+            moved = Traffic(8 * owned, 0, self.host_link).seconds  # gradients down, weights up
+            on_disk = 24 * owned * self.machines.per_machine / (host.disk_gb_s * 1e9) if launch.uses_nvme else 0.0
+            return owned / (host.adamw_per_core * host.cores_per_device) + moved + on_disk
+        if speeds.step_elements is not None:
+            tensors = self.shape.tensors / sizes.pipeline * _OF_STEPPED * speeds.operator_s
+            return owned / speeds.step_elements + tensors
+        each = _BYTES_OF_8BIT if self.recipe.optimizer.name.endswith("8bit") else _BYTES_OF_ADAMW
+        return owned * each / speeds.bandwidth(1e9)
+
+    # --- communication
+
+    def _traffic(self) -> Iterator[Traffic]:
+        yield from self._of_engine()
+        yield from self._of_rows()
+        if self.recipe.train.activation_offload and self.machines.key != CPU:
+            moved = 2 * self.row_tokens / self.launch.parallelism.tokens * self.shape.hidden * self._element
+            yield Traffic(moved * self.shape.layers, 0, self.host_link, overlaps=True)
+
+    @property
+    def host_link(self) -> Link:
+        return self.hardware.links[self.hardware.host.link_of(self.machines.device.link)]
+
+    @property
+    def _element(self) -> int:
+        return 4 if self.recipe.train.precision == "fp32" else 2
+
+    def _of_engine(self) -> Iterator[Traffic]:
+        """Yields what keeps or makes the ranks' weights equal."""
+        sizes, kind, times = self.launch.parallelism, self.launch.kind, self.micro_batches
+        local = sizes.tensor * sizes.pipeline
+        weights, trained = self.shape.parameters / local * self._weight_bytes(), 4 * self.shape.trained / local
+        n = sizes.processes if kind == "zero" else sizes.shard * sizes.tokens if kind == "fsdp2" else 1
+        if n > 1:
+            ranks = n if kind == "zero" else sizes.tensor * n
+            link = self._link(ranks)
+            units = self.shape.gathered if kind == "zero" else self.shape.layers + 2
+            if kind == "fsdp2" or self.stage_3:
+                copied = self._copied(2 * times * weights * _COPIES)
+                yield Traffic(2 * times * weights * (n - 1) / n, 2 * times * units, link, True, copied)
+            copied = self._copied(times * trained * _COPIES_OF_GRADIENTS)
+            yield Traffic(times * trained * (n - 1) / n, times * units, link, True, copied)
+            if kind == "zero" and not self.stage_3:
+                yield Traffic(trained * (n - 1) / n, 1, link, overlaps=False)
+        if sizes.tensor > 1:  # FSDP2 shards over them what they do not share
+            n = sizes.tensor * sizes.shard * sizes.tokens
+            whole = 2 * times * self.shape.ends * self._weight_bytes()
+            yield Traffic(whole * (n - 1) / n, 4 * times, self._link(n), True, self._copied(whole * _COPIES))
+            whole = times * 4 * self.shape.ends if self.recipe.mode == "full" else 0.0
+            copied = self._copied(whole * _COPIES_OF_GRADIENTS)
+            yield Traffic(whole * (n - 1) / n, 2 * times, self._link(n), True, copied)
+        if kind == "fsdp2" and sizes.replicate > 1:
+            moved = times * 2 * trained / (sizes.shard * sizes.tokens) * (sizes.replicate - 1) / sizes.replicate
+            yield Traffic(moved, self.shape.layers * times, self._link(sizes.processes), overlaps=True)
+        if kind == "fsdp2" and self.launch.offloads_optimizer and self.machines.key != CPU:
+            yield Traffic(times * 2 * weights / n, 0, self.host_link, overlaps=True)
+        if kind == "replicated" and (ranks := sizes.data * sizes.tokens) > 1:
+            moved, buckets = 2 * trained * (ranks - 1) / ranks, max(1.0, trained / _BUCKET)
+            yield Traffic(moved, buckets, self._link(sizes.processes), overlaps=True)
+
+    def _of_rows(self) -> Iterator[Traffic]:
+        """Yields what ranks that share rows hand to each other."""
+        sizes, shape, times = self.launch.parallelism, self.shape, self.micro_batches
+        through = 2 + bool(self.recipe.train.activation_checkpointing)  # forwards and the backward
+        layers, tokens = shape.layers / sizes.pipeline, self.row_tokens / sizes.tokens
+        wide = tokens * shape.hidden * self._element  # bytes of hidden states
+        if (n := sizes.tensor) > 1:
+            moved = 2 * through * 2 * (n - 1) / n * wide * layers
+            yield Traffic(moved, 2 * through * layers * times, self._link(n))
+        if (n := sizes.context) > 1:
+            moved = through * 2 * (n - 1) / n * self.row_tokens * shape.keys * self._element * layers
+            yield Traffic(moved, through * layers * times, self._link(sizes.tensor * sizes.tokens))
+        if (n := sizes.sequence) > 1:
+            heads = 2 * (shape.queries + shape.keys) * tokens * self._element
+            link = self._link(sizes.tensor * sizes.tokens)
+            yield Traffic(through * (n - 1) / n * heads * layers, 4 * through * layers * times, link)
+        if (n := sizes.expert) > 1:
+            moved = through * 2 * wide * shape.experts_per_token * layers * (n - 1) / n
+            link = self._link(sizes.tensor * sizes.tokens * sizes.shard)
+            yield Traffic(moved, 2 * through * layers * times, link)
+        if sizes.pipeline > 1:
+            yield Traffic(2 * wide, 2 * times * sizes.stages_per_rank, self._link(sizes.processes))
+
+    def _copied(self, moved: float) -> float:
+        """Returns the seconds of an engine's copies, which a device hides during the collective."""
+        return 0.0 if self.speeds.beside_host else moved / self.speeds.bandwidth(_FRESH)
+
+    def _weight_bytes(self) -> float:
+        """Returns the bytes of a weight that is gathered."""
+        recipe = self.recipe
+        if recipe.mode == "qlora":
+            return 0.55
+        if recipe.mode == "lora":
+            return 4 if recipe.train.precision == "fp32" and recipe.model.dtype in ("auto", "float32") else 2
+        return 2 if self.launch.kind == "fsdp2" and recipe.train.precision != "fp32" else 4
+
+    def _link(self, ranks: int) -> Link:
+        """ranks: neighbours that talk with each other."""
+        device = self.machines.device
+        return self.hardware.links[device.network if ranks > self.machines.per_machine else device.link]
+
+
+_BUCKET = 25 * 2**20  # bytes of a bucket of DDP's gradients
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends in a step."""
+
+    moved: float  # bytes
+    collectives: float
+    link: Link
+    overlaps: bool = False  # with compute; else compute waits for it
+    copied_s: float = 0.0  # around it
+
+    @property
+    def seconds(self) -> float:
+        return (
+            self.copied_s
+            + self.moved / (self.link.gb_s * 1e9 * self.link.share)
+            + self.collectives * self.link.latency_us * 1e-6
+        )

@@ -1,0 +1,152 @@
+"""Prices and shapes of models, each with source and date, and the machines that a run could have.
+
+They are shipped as YAML next to this file; `prices.yaml` in the current folder adds to them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import transformers
+from pydantic import BeforeValidator, Field
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from finetune.engine.hardware import CPU, Day, Device, Hardware, Text, checked, read_table
+from finetune.errors import UserError
+from finetune.recipe.schema import Positive, Section
+
+_FOLDER = Path(__file__).parent
+
+
+def _amount(value: Any) -> Any:
+    """Accepts `2.69 USD/hour`."""
+    if isinstance(value, int | float):
+        raise ValueError(f"{value} has no unit: write `{value} USD/hour`, for one device")
+    if not isinstance(value, str) or (match := _AMOUNT.fullmatch(value.strip())) is None:
+        raise ValueError(f"expected a price of one device with its unit, such as `2.69 USD/hour`, got {value!r}")
+    return float(match[1]), match[2]
+
+
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?([A-Z]{3}) ?/ ?(?:hour|h)")
+Amount = Annotated[tuple[float, str], BeforeValidator(_amount)]
+
+
+class Price(Section):
+    """Of one device; (amount, currency) for an hour."""
+
+    device: Text
+    provider: Text
+    on_demand: Amount | None = None
+    spot: Amount | None = None
+    losses_per_hour: Positive | None = None  # how often a spot machine is taken away
+    date: Day
+    source: Text
+
+
+class Prices(Section):
+    prices: tuple[Price, ...] = Field(strict=False)
+    losses_per_hour: Positive = 0.05  # where a line has none: an assumption
+
+
+def read_prices(own: Path | None = None) -> Prices:
+    """Returns the shipped prices; those of a device that the user's own file has are replaced. Raises UserError."""
+    path = _FOLDER / "prices.yaml"
+    shipped = checked(Prices, read_table(path), path)
+    path = own or Path("prices.yaml")
+    if own is None and not path.exists():
+        return shipped
+    mine = checked(Prices, read_table(path), path)
+    devices = {price.device for price in mine.prices}
+    kept = [price for price in shipped.prices if price.device not in devices]
+    return Prices(prices=(*mine.prices, *kept), losses_per_hour=mine.losses_per_hour)
+
+
+# --- places
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Equal devices that a run could have."""
+
+    device: Device
+    key: str  # in the table
+    per_machine: int
+    machines: int
+
+    @property
+    def count(self) -> int:
+        return self.per_machine * self.machines
+
+    @property
+    def name(self) -> str:
+        return f"{self.machines} x {self.per_machine} {self.key}" if self.machines > 1 else f"{self.count} {self.key}"
+
+
+MAX_DEVICES = 4096
+
+
+def parse_machines(text: str, machines: int, hardware: Hardware) -> Machines:
+    """Reads `8xH100-80`, `4090` or `2xcpu`. machines: with as many devices each. Raises UserError."""
+    match = re.fullmatch(r"(?:(\d+) ?[x×*] ?)?(\S+)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise UserError(f"--on {text!r}: expected a number and a device, such as 8xH100-80")
+    count, name = int(match[1] or 1), match[2]
+    if not 1 <= count * machines <= MAX_DEVICES or machines < 1:
+        raise UserError(f"--on {text}: {count} devices on {machines} machines: expected 1 to {MAX_DEVICES:,} in all")
+    if name.lower() == CPU:
+        return Machines(this_machine(), CPU, count, machines)
+    known = {other.lower(): key for key, device in hardware.devices.items() for other in (key, *device.also)}
+    if (key := known.get(name.lower())) is None:
+        close = difflib.get_close_matches(name.lower(), known, n=3)
+        hint = f"did you mean {' or '.join(dict.fromkeys(known[one] for one in close))}? " if close else ""
+        raise UserError(
+            f"--on {text}: no device {name!r}. {hint}Known: {', '.join(hardware.devices)}, {CPU}; others go into "
+            "hardware.yaml (docs/plan.md)"
+        )
+    return Machines(hardware.devices[key], key, count, machines)
+
+
+def this_machine() -> Device:
+    """Returns this machine's processors and memory as a device, without peaks: only finished runs give times."""
+    memory = psutil.virtual_memory().total / 1e9
+    link, unknown = "shared_memory", 1.0
+    return Device(name=CPU, fp32=unknown, memory_gb=memory, bandwidth_gb_s=unknown, link=link, source="this machine")
+
+
+# --- models
+
+
+def _shipped_model(name: str, sees_images: bool) -> dict[str, Any] | None:
+    """Returns the facts of a model of the table, with their source; None where it has none of this name."""
+    table = read_table(_FOLDER / "models.yaml")
+    for key, facts in table["seeing" if sees_images else "models"].items():
+        if name in (key, *facts.get("also", ())):
+            source = facts.get("source", f"https://huggingface.co/{key}/blob/main/config.json")
+            return {**facts, "source": f"shipped table ({table['date']}), from {source}"}
+    return None
+
+
+def shapes_source(name: str, sees_images: bool = False) -> str:
+    """name: of a model that `shipped_config` knows."""
+    facts = _shipped_model(name, sees_images)
+    return facts["source"] if facts else ""
+
+
+def shipped_config(name: str, sees_images: bool = False) -> PretrainedConfig | None:
+    """Returns the config of a model of the table, None where it has none of this name. sees_images: with its tower;
+    else the text part."""
+    if (facts := _shipped_model(name, sees_images)) is None:
+        return None
+    from finetune.models.text_part import text_config
+
+    kind = facts["config"]["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise UserError(f"{name}: transformers {transformers.__version__} has no `{kind}`: pip install -U transformers")
+    config = AutoConfig.for_model(**facts["config"])
+    config.name_or_path = name
+    return config if sees_images else text_config(config, has_head=not config.tie_word_embeddings)

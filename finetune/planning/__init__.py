@@ -1,1 +1,0 @@
-"""The plan and its parts (FLOPs, costs, hardware); `check`, `inspect`, `prepare`, `doctor`."""

@@ -1,0 +1,171 @@
+"""The plan: what follows from recipe, data and launch. Printed before step 1, written to plan.json."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import platform
+import re
+import statistics
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from finetune.data.dataset import Dataset, Stream
+from finetune.data.packing import pack
+from finetune.errors import UserError
+from finetune.recipe import Recipe
+from finetune.utils import write_atomically
+
+_GIB = 2**30
+STATE = {"weights": "weights", "gradients": "gradients", "optimizer_state": "optimizer state"}  # metrics, formulas
+_PACKAGES = ("finetune", "torch", "transformers", "accelerate", "peft", "datasets", "deepspeed", "bitsandbytes")
+
+
+@dataclass(frozen=True)
+class Plan:
+    where: str  # the accelerate config's name
+    world_size: int
+    device: str
+    steps: int  # optimizer steps of the run
+    micro_batches: int  # per step and process; with batch.tokens_per_device the maximum
+    rows_per_device: int | None  # packed sequences of a micro-batch; None with batch.tokens_per_device
+    rows_per_device_reason: str
+    rows_per_epoch: int | None  # packed sequences; None for a stream, as the other numbers per epoch
+    total_rows: int  # of the run; the last step may be short
+    examples: int | None
+    tokens_per_epoch: int | None
+    supervised_tokens_per_epoch: int | None
+    packing_efficiency: float | None  # tokens / (rows * max_length)
+    parameters: int
+    trainable_parameters: int
+    attention: str  # with the reason
+    cross_entropy: str  # with the reason
+    shared_prompts: str | None  # whether what a pair has in common is computed once, with the reason; None: no pairs
+    shared_token_share: float | None  # of an epoch's tokens, where it is: they are not computed again
+    reference: str | None  # of a preference: where its log-probabilities are from; None where there is none
+    precision: str
+    launch: dict[str, Any]  # kind, accelerate config, processes on a machine: with the recipe, what memory depends on
+    division: dict[str, Any]  # how the backend divides the model, such as pipeline stages
+    versions: dict[str, str]
+    git_commit: str | None
+    parts: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a model with its tower: all, and trained
+    processor: str = ""  # of the first rank's machine
+    predicted: dict[str, Any] = field(default_factory=dict)  # by formula, before the run (plan/comparison.py)
+    measured: dict[str, Any] | None = None  # of this launch's steps, once it has ended
+
+    def write(self, path: Path) -> None:
+        write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def run_length(recipe: Recipe, rows_per_epoch: int | None) -> tuple[int, int]:
+    """Returns (optimizer steps, packed sequences) of the run, by `epochs` and `max_steps`, whichever ends first.
+
+    100 sequences per epoch, 64 per step, 2 epochs: 200 sequences, 4 steps, the last one with 8.
+    """
+    epochs = recipe.train.epochs if rows_per_epoch is not None else None  # a stream is bounded by steps alone
+    rows = math.inf if epochs is None else math.ceil(epochs * (rows_per_epoch or 0))
+    if recipe.train.max_steps is not None:
+        rows = min(rows, recipe.train.max_steps * recipe.batch.rows)
+    return math.ceil(rows / recipe.batch.rows), int(rows)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of installed packages that numbers depend on."""
+    installed = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
+    return installed
+
+
+def processor() -> str:
+    """Returns the model of this machine's processors."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def git_commit() -> str | None:
+    """Returns the commit of the current directory, with `+` if files differ from it; None outside a repository."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
+        status = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
+
+
+FEW_STEPS = 50  # a run of fewer hardly learns: most of it is warm-up, and the decay after it
+
+
+def length_notes(recipe: Recipe, data: Dataset | Stream, processes: int = 1) -> list[str]:
+    """Notes on a run of few steps; processes: that divide a step's sequences.
+
+    Raises UserError where the data end before the warm-up does. With `train.max_steps` that is a note: a smoke test.
+    """
+    size = data.size(recipe.data.max_length)
+    steps, total_rows = run_length(recipe, size.rows if size else None)
+    warmup, notes = recipe.schedule.warmup(steps), []
+    more = _more_steps(recipe, data, steps, total_rows, processes) if isinstance(data, Dataset) else ""
+    if warmup >= steps > 0:
+        highest = f"the rate reaches {steps / (warmup + 1):.0%} of optimizer.lr at most"
+        if steps != recipe.train.max_steps:
+            raise UserError(
+                f"schedule.warmup_steps: the data give {steps} step{'s' * (steps > 1)}, fewer than the {warmup} of "
+                f"warm-up: {highest}. {more or 'Train more epochs'}, or set schedule.warmup_ratio: 0.1 instead"
+            )
+        notes.append(f"the warm-up ({warmup} steps) does not end within train.max_steps: {steps}; {highest}")
+    if steps < FEW_STEPS and steps != recipe.train.max_steps:
+        notes.append(f"only {steps} steps, and below about {FEW_STEPS} a run learns little. {more or 'More data help'}")
+    return notes
+
+
+def _more_steps(recipe: Recipe, data: Dataset, steps: int, total_rows: int, processes: int) -> str:
+    """Says which `batch.rows` or `data.max_length` makes `FEW_STEPS`, or comes nearest; empty where none gives more."""
+    choices, batch, longest = [], recipe.batch.rows, int(data.examples.lengths.max())
+    rows = processes * 2 ** max(0, int(math.log2(max(1, total_rows // FEW_STEPS / processes))))
+    if rows < batch:
+        each = recipe.batch.rows_per_device
+        smaller = f" and batch.rows_per_device: {rows // processes}" if each != "auto" and rows % each else ""
+        choices.append(f"batch.rows: {rows}{smaller} ({math.ceil(total_rows / rows)} steps)")
+    length = recipe.data.max_length
+    while recipe.data.packing and length // 2 >= longest and length * FEW_STEPS > recipe.data.max_length * steps:
+        length //= 2
+    if length < recipe.data.max_length:
+        shorter = run_length(recipe, len(pack(data.examples.lengths, length)))[0]
+        choices += [f"data.max_length: {length} ({shorter} steps)"] if shorter > steps else []
+    return f"More steps: {' or '.join(choices)}" if choices else ""
+
+
+def measure_run(lines: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns medians over the steps of one launch, without its first, which warms up; None where it made none.
+
+    lines: of metrics.jsonl.
+    """
+    steps = [line for line in lines if "step_s" in line]
+    if not steps:
+        return None
+    counted, last = steps[1:] or steps, steps[-1]
+    times = [name for name in last if name.startswith("time/")]
+    memory = {name: round(last[f"memory/{name}_gib"] * _GIB) for name in STATE if f"memory/{name}_gib" in last}
+    if "memory_peak_gib" in last:
+        memory["peak"] = round(max(line["memory_peak_gib"] for line in steps) * _GIB)
+    return {
+        "steps": len(counted),
+        "step_s": statistics.median(line["step_s"] for line in counted),
+        "tokens_per_s": statistics.median(line["tokens_per_s"] for line in counted),
+        "parts_s": {
+            name.removeprefix("time/"): statistics.median(line[name] for line in counted if name in line)
+            for name in times
+        },
+        "memory_bytes": memory,
+    }

@@ -1,0 +1,121 @@
+"""`inspect`: shows examples, packed sequences and statistics in a terminal, as an HTML page or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from finetune.data.chat.template_choice import template_of
+from finetune.data.dataset import build_dataset, template_notes
+from finetune.data.token_text import Look, to_json_lines
+from finetune.errors import UserError
+from finetune.models.config import load_tokenizer
+from finetune.recipe import Recipe
+from finetune.recipe.schema import HeldOut, Source
+from finetune.view.inspect.dataset_view import DatasetView, dataset_statistics, find_row, first_examples
+from finetune.view.inspect.page import write_page
+from finetune.view.inspect.terminal import print_examples, print_packed_rows, print_totals
+
+ROWS, PAGE_ROWS, PAGE_PACKED = 3, 20, 2  # shown by default
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """Options of the command, by their names on the command line."""
+
+    rows: int | None = None  # examples
+    row: tuple[str, ...] = ()  # single ones, PATH:NUMBER
+    packed: int | None = None  # packed sequences
+    eval: bool = False  # data.eval instead of data.train
+    totals: bool = False  # statistics only
+    tokens: bool = False  # borders and ids
+    full: bool = False  # long examples without truncation
+    html: Path | None = None
+    json: bool = False
+
+
+_EXAMPLES = {"rows", "row"}
+_LOOKS = {"packed", "tokens", "full"}
+
+
+def check_options(options: InspectOptions) -> None:
+    """Raises UserError where an option would have no effect."""
+    for name, others in (
+        ("json", {"html", *_LOOKS}),
+        ("totals", {"html", *_EXAMPLES, *_LOOKS}),
+        ("row", {"rows"}),
+    ):
+        unused = [other for other in sorted(others) if getattr(options, other)]
+        if getattr(options, name) and unused:
+            raise UserError(f"--{unused[0]} has no effect with --{name}: remove one of the two")
+    if options.html and options.html.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--html {options.html}: expected the name of a page to write, such as inspect.html")
+
+
+def inspect(recipe: Recipe, recipe_path: Path, options: InspectOptions, console: Console) -> None:
+    """Show a recipe's data. Raises UserError."""
+    check_options(options)
+    view = _build_view(recipe, recipe_path, options.eval)
+    if options.json:
+        for line in _json_lines(view, options):
+            print(line)
+        return
+    chosen = [] if options.totals else _chosen(view, options, PAGE_ROWS if options.html else ROWS)
+    packed = min(len(view.data.rows), PAGE_PACKED * recipe.data.packing if options.packed is None else options.packed)
+    if options.html:
+        write_page(options.html, view, chosen, range(packed), borders=options.tokens, full=options.full)
+        size = options.html.stat().st_size / 1e3
+        shown = f"{len(chosen)} examples, {packed} packed sequences"
+        console.print(f"wrote {options.html}: {shown}, {size:,.0f} kB", markup=False, highlight=False, soft_wrap=True)
+        return
+    has_colour = console.color_system is not None and not console.no_color
+    look = Look(colour=has_colour, borders=options.tokens, full=options.full)
+    print_examples(console, view, chosen, look)
+    print_packed_rows(console, view, range(packed if options.packed else 0), look)
+    print_totals(console, view)
+
+
+def _build_view(recipe: Recipe, recipe_path: Path, use_eval: bool) -> DatasetView:
+    tokenizer = load_tokenizer(recipe.model, recipe.tokens)
+    notes = template_notes(recipe, tokenizer)
+    template = template_of(recipe.model, tokenizer)
+    sources = _sources(recipe, use_eval)
+    if recipe.data.streaming and not use_eval:
+        notes.append(f"data.streaming: only the first {recipe.data.window:,} rows of each source are inspected")
+    held_out = use_eval and isinstance(recipe.data.eval, HeldOut)
+    data = build_dataset(recipe, sources, tokenizer, held_out=held_out)
+    totals = dataset_statistics(data, recipe.data, "eval" if use_eval else "train", notes)
+    return DatasetView(recipe, recipe_path, sources, tokenizer, template.name if template else "none", data, totals)
+
+
+def _sources(recipe: Recipe, use_eval: bool) -> tuple[Source, ...]:
+    if use_eval:
+        if not recipe.data.eval:
+            raise UserError("--eval: the recipe has no data.eval; add a source there, or remove --eval")
+        return recipe.data.eval_sources
+    if not recipe.data.streaming:
+        return recipe.data.train
+    window = recipe.data.window  # a stream may have no end
+    return tuple(s.model_copy(update={"limit": min(s.limit or window, window)}) for s in recipe.data.train)
+
+
+def _chosen(view: DatasetView, options: InspectOptions, rows: int) -> list[int]:
+    """Returns the indices of the examples to show."""
+    if options.row:
+        return [index for address in options.row for index in find_row(view, address)]
+    return first_examples(view.data.examples, options.rows or rows)
+
+
+def _json_lines(view: DatasetView, options: InspectOptions) -> Iterator[str]:
+    """Yields one object with all statistics, or one per example, before packing."""
+    if options.totals:
+        yield json.dumps(view.totals.as_dict(), ensure_ascii=False)
+        return
+    examples = view.data.examples
+    chosen = _chosen(view, options, ROWS) if options.row else range(min(len(examples), options.rows or ROWS))
+    for line in to_json_lines(examples[index] for index in chosen):
+        yield json.dumps(line, ensure_ascii=False)

@@ -1,0 +1,216 @@
+"""Examples, packed sequences and statistics in a terminal; without colours, supervised tokens are in [[ ]]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from finetune.data.samples import Example
+from finetune.data.token_cache import SourceReport
+from finetune.data.token_text import Look, render_rich, visible
+from finetune.view.inspect.dataset_view import (
+    LOSSES,
+    DatasetStatistics,
+    DatasetView,
+    Histogram,
+    numbers_of,
+)
+from finetune.view.token_html import sequence_names
+
+COUNTS = {
+    "rows": "rows read",
+    "bad": "bad",
+    "dropped_overlong": "dropped overlong",
+    "truncated": "truncated",
+    "split": "split",
+    "no_supervised_token": "without a supervised token",
+    "no_other_answer": "without another's answer",
+    "unrolled": "unrolled",
+    "duplicates": "duplicates",
+    "examples": "examples",
+    "taken": "sampled per epoch",
+    "tokens": "tokens",
+    "supervised_tokens": "supervised tokens",
+}
+WIDE = 100  # columns of a terminal that shows two texts next to each other
+SOURCES_PER_TABLE = 3  # so that no column is cut
+BAR_WIDTH = 40
+EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def print_examples(console: Console, view: DatasetView, chosen: Iterable[int], look: Look) -> None:
+    """Print a panel per example, and a legend."""
+    shown = [view.data.examples[index] for index in chosen]
+    for example in shown:
+        tokens = f"{example.num_tokens:,} tokens, {example.num_targets:,} supervised"
+        numbers = numbers_of(example, view.recipe.objective)
+        title = visible("   ".join(filter(None, (f"{example.path}:{example.row}", tokens, numbers))))
+        texts = [render_rich(one, view.tokenizer, look, example.shared_tokens) for one in example.sequences]
+        content = texts[0] if len(texts) == 1 else _side_by_side(view, example, texts, console.width)
+        console.print(Panel(content, title=Text(title), title_align="left"))
+    if shown:
+        console.print(_legend(look))
+
+
+def _side_by_side(view: DatasetView, example: Example, texts: list[Text], width: int) -> Table | Group:
+    """Returns the sequences of a pair next to each other, or one below the other where the terminal is narrow."""
+    named = list(zip(sequence_names(view.recipe.objective.name, len(texts)), example.sequences, strict=True))
+    titles = [f"{name}, {len(one.input_ids):,} tokens, {example.shared_tokens:,} shared" for name, one in named]
+    if width < WIDE:
+        rules = [Rule(Text(title), align="left", style="cyan") for title in titles]
+        return Group(*(part for pair in zip(rules, texts, strict=True) for part in pair))
+    table = Table(box=None, expand=True, padding=(0, 1), header_style="cyan")
+    for title in titles:
+        table.add_column(title, ratio=1, overflow="fold")
+    table.add_row(*texts)
+    return table
+
+
+def _legend(look: Look) -> Text:
+    marks = "  ⏎ newline, ⇥ tab, · trailing space in supervised text, ⟫ end of what a pair shares"
+    if not look.colour:
+        return Text("[[supervised]]  context" + marks)
+    legend = Text.assemble(("supervised", "bold green"), "  ", ("context", "dim"), "  ", ("special token", "magenta"))
+    return legend.append(marks, style="dim")
+
+
+def print_packed_rows(console: Console, view: DatasetView, numbers: Iterable[int], look: Look) -> None:
+    """Print packed sequences as the model sees them: documents end to end, positions and attention per document."""
+    for number in numbers:
+        examples = [view.data.examples[member] for member in view.data.rows[number].tolist()]
+        documents = [(example, sequence) for example in examples for sequence in example.sequences]
+        parts, start = [], 0
+        for n, (example, sequence) in enumerate(documents, start=1):
+            end = start + len(sequence.input_ids)
+            label = f"document {n}  {example.path}:{example.row}  tokens {start:,} to {end - 1:,}, positions from 0"
+            parts += [
+                Rule(Text(visible(label)), align="left", style="cyan"),
+                render_rich(sequence, view.tokenizer, look),
+            ]
+            start = end
+        work = f"attention work {sum(len(sequence.input_ids) ** 2 for _, sequence in documents):,}"
+        tokens = f"{start:,} of {view.totals.max_length:,} tokens"
+        title = f"packed sequence {number}   {len(documents)} documents, {tokens}, {work}"
+        console.print(Panel(Group(*parts), title=Text(title), title_align="left", border_style="cyan"))
+
+
+def print_totals(console: Console, view: DatasetView) -> None:
+    """Print tables of rows by source, of an epoch, of lengths and of supervised shares; then bad rows and notes."""
+    totals = view.totals
+    sources = totals.report.sources
+    lengths = [f"{int(low) + 1:,} to {int(high):,}" for low, high in pairwise(totals.lengths.edges)]
+    for begin in range(0, len(sources), SOURCES_PER_TABLE):
+        console.print()
+        console.print(_sources(totals, sources[begin : begin + SOURCES_PER_TABLE]))
+    for table in (
+        _epoch(totals),
+        _bars(totals.lengths, "Lengths (tokens)", lengths, totals),
+        _bars(
+            totals.supervised_share, "Supervised share of an example", [f"to {n * 10} %" for n in range(1, 11)], None
+        ),
+    ):
+        console.print()
+        console.print(table)
+    console.print()
+    for source in sources:
+        _print_bad_rows(console, source)
+    for key, (what, hint) in LOSSES.items():
+        if count := totals.report.totals()[key]:
+            console.print(Text(f"{count:,} {what}: {hint}"))
+    for note in totals.notes:
+        console.print(Text(visible(f"note: {note}")))
+
+
+def _sources(totals: DatasetStatistics, sources: Sequence[SourceReport]) -> Table:
+    """Returns a table with a column per source, and one for their sum if there are several."""
+    table = Table("", title=f"Rows of data.{totals.split}", title_justify="left")
+    several = len(totals.report.sources) > 1
+    for source in sources:
+        table.add_column(Text(visible(source_name(source))), justify="right", overflow="fold")
+    if several:
+        table.add_column("all", justify="right")
+    sums = totals.report.totals()
+    for key, name in COUNTS.items():
+        cells = [getattr(source, key) for source in sources] + ([sums[key]] if several else [])
+        table.add_row(name, *(f"{cell:,}" for cell in cells))
+    shares = [source_share(source) for source in sources]
+    overall = [sums["supervised_tokens"] / max(1, sums["tokens"])] if several else []
+    table.add_row("supervised share", *(f"{share:.1%}" for share in shares + overall))
+    table.add_row("format", *(source.format or "-" for source in sources))
+    table.add_row("weight", *(f"{source.weight:g}" for source in sources))
+    table.add_row("passes per epoch", *(f"{source.passes:.4g}" for source in sources))
+    return table
+
+
+def source_name(source: SourceReport) -> str:
+    return f"{source.name} ({source.path})" if source.name and source.name != source.path else source.path
+
+
+def source_share(source: SourceReport) -> float:
+    """Supervised tokens over tokens."""
+    return source.supervised_tokens / source.tokens if source.tokens else 0.0
+
+
+def _epoch(totals: DatasetStatistics) -> Table:
+    table = Table(title="An epoch", show_header=False, title_justify="left")
+    for name, value in epoch_facts(totals).items():
+        table.add_row(name, value)
+    return table
+
+
+def epoch_facts(totals: DatasetStatistics) -> dict[str, str]:
+    """Returns the statistics of an epoch as text, by name."""
+    packing, lengths = totals.packing, totals.percentiles
+    documents, work = packing.documents_per_row, packing.attention_work_per_row
+    facts = {
+        "examples": f"{totals.examples:,}",
+        "tokens": f"{totals.tokens:,}, {totals.supervised:.1%} supervised",
+        "length": ", ".join(f"{name}\u00a0{value:,}" for name, value in lengths.items()),
+        "packed sequences": f"{packing.rows:,} of up to {totals.max_length:,} tokens, {packing.efficiency:.1%} full",
+        "documents per sequence": f"mean {documents['mean']:,.1f}, from {documents['min']:,} to {documents['max']:,}",
+        "attention work per sequence": f"mean {work['mean']:,.0f} token pairs, from {work['min']:,} to {work['max']:,}",
+    }
+    if not packing.packed:
+        del facts["packed sequences"], facts["documents per sequence"]
+        facts |= {"sequences": f"{packing.rows:,}, one example each (data.packing is off)"}
+    return facts
+
+
+def _bars(histogram: Histogram, title: str, labels: Sequence[str], totals: DatasetStatistics | None) -> Table:
+    """Returns a table with a line per bin; runs of empty bins are one line."""
+    table = Table("", "examples", "", title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.columns[0].justify = table.columns[1].justify = "right"
+    highest = max(histogram.counts)
+    for is_empty, bins in groupby(zip(labels, histogram.counts, strict=True), key=lambda line: line[1] == 0):
+        lines = list(bins)
+        if is_empty and len(lines) > 2:
+            table.add_row("...", "0", Text(f"{len(lines)} empty bins", style="dim"))
+            continue
+        for label, count in lines:
+            eighths = max(round(count / highest * BAR_WIDTH * 8), 1 if count else 0)  # of a cell
+            bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+            table.add_row(label, f"{count:,}", Text(bar, style="green"))
+    if totals:
+        count, what = overlong(totals)
+        table.add_row(f"over {totals.max_length:,}", f"{count:,}", Text("max_length" + (f"; {what}" if count else "")))
+    return table
+
+
+def overlong(totals: DatasetStatistics) -> tuple[int, str]:
+    """Returns (rows longer than max_length, what was done to them)."""
+    key = {"drop": "dropped_overlong", "truncate": "truncated", "split": "split"}.get(totals.overlong, "")
+    words = {"dropped_overlong": "dropped", "truncated": "truncated", "split": "split into pieces"}
+    return totals.report.totals().get(key, 0), words.get(key, "")
+
+
+def _print_bad_rows(console: Console, source: SourceReport) -> None:
+    if source.bad_rows:
+        console.print(f"bad rows, the first {len(source.bad_rows)} of {source.bad:,}:", markup=False, highlight=False)
+        for line in source.bad_rows:
+            console.print(Text(visible(f"  {line}")), soft_wrap=True)

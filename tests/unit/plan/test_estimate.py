@@ -1,0 +1,199 @@
+"""The memory estimate against real tensors: what a rank keeps, to the byte; layers that are multiplied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import yaml
+from conftest import ROOT
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from finetune.engine.base import StorageCounter
+from finetune.engine.launch import Launch, read_config_file
+from finetune.engine.parallelism import Parallelism
+from finetune.errors import UserError
+from finetune.models.attention import attention_for
+from finetune.models.config import training_config
+from finetune.models.quantized import state_tensors
+from finetune.models.weights import Placement, load_model, without_weights
+from finetune.plan import tables
+from finetune.plan.command import config_of
+from finetune.plan.comparison import compare_run
+from finetune.plan.memory import HeaviestBatch, Place, estimate_memory
+from finetune.plan.shapes import Weight, shapes_of, shortened
+from finetune.plan.state import _row_shard, state_of
+from finetune.plan.tables import shipped_config
+from finetune.recipe import Recipe, load_recipe
+from finetune.training.optim import build_optimizers
+
+ALONE = Launch("replicated", 1)
+MODELS = yaml.safe_load((Path(tables.__file__).parent / "models.yaml").read_text(encoding="utf-8"))["models"]
+
+
+@pytest.fixture
+def recipe(made: Path, tmp_path: Path) -> Any:
+    def load(*overrides: str) -> Recipe:
+        values = {
+            "run": {"name": "run", "dir": str(tmp_path)},
+            "model": {"name": str(made / "llama")},
+            "mode": "full",
+            "data": {"train": [{"path": str(made / "rows.jsonl"), "format": "messages"}], "max_length": 64},
+            "batch": {"rows": 8, "rows_per_device": 1},
+            "optimizer": {"lr": 1e-3},
+            "train": {"max_steps": 6, "precision": "bf16"},
+        }
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+        return load_recipe(tmp_path / "recipe.yaml", list(overrides))
+
+    return load
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("mode=full",),
+        ("mode=full", "train.precision=bf16_true"),
+        ("mode=lora", "lora={rank: 4, alpha: 8}"),
+        ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: nf4}"),
+        ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: fp8}"),
+        ("mode=full", "optimizer={name: sgd, lr: 0.1, momentum: 0.9}"),
+        ("mode=full", "optimizer={name: muon, lr: 0.1}"),
+    ],
+    ids=" ".join,
+)
+def test_state_is_that_of_real_tensors(recipe: Any, overrides: tuple[str, ...]) -> None:
+    loaded = recipe(*overrides)
+    config = training_config(loaded)
+    model = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", torch.device("cpu")))
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    optimizers = build_optimizers(loaded.optimizer, trained)
+    for _, parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+    counter = StorageCounter(torch.device("cpu"))
+    scales = [tensor for module in model.modules() for _, tensor in state_tensors(module)]
+    real = {
+        "weights": counter.add([*model.parameters(), *model.buffers(), *scales]),
+        "gradients": counter.add([parameter.grad for _, parameter in trained if parameter.grad is not None]),
+        "optimizer state": counter.add(
+            value
+            for optimizer in optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ),
+    }
+    state = state_of(loaded, config, ALONE, 0, "cpu").persistent
+    assert {name: state[name] for name in real} == real
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rows_are_cut_as_torch_cuts_them(rows: int, ranks: int) -> None:
+    weight, sizes = Weight("w", (rows, 3), 4, True, 0, "layer"), Parallelism(shard=ranks)
+    chunks = torch.arange(rows * 3).view(rows, 3).chunk(ranks)
+    for rank in range(ranks):
+        shard = _row_shard(weight, sizes, sizes.coordinates(rank))
+        assert shard.numel == (chunks[rank].numel() if rank < len(chunks) else 0)
+        assert shard.padded == chunks[0].numel()
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "llama_deep", "mistral", "qwen3", "mixtral", "qwen3_5"])
+def test_layers_that_are_multiplied_are_all_layers(recipe: Any, name: str) -> None:
+    settings = {**tiny.MODELS[name], "num_hidden_layers": 4}
+    if "layer_types" in settings:
+        settings["layer_types"] = settings["layer_types"] * 2
+    config = AutoConfig.for_model(**settings)
+    full = {name: parameter.numel() for name, parameter in without_weights(config).named_parameters()}
+    if config.tie_word_embeddings:
+        del full["lm_head.weight"]
+    assert {weight.name: weight.numel for weight in shapes_of(recipe(), config).weights} == full
+
+
+@pytest.mark.parametrize("name", ["llama4-scout", "mistral-large-4", "nemotron-nano-9b-v2", "granite4-h-micro"])
+def test_one_layer_of_each_kind_stands_for_a_model_of_many_kinds(name: str) -> None:
+    """Kinds that lists of the config tell apart: dense and sparse, with rotary positions or without, Mamba."""
+    loaded = load_recipe(ROOT / "recipes" / name / "lora.yaml", [])
+    if name == "mistral-large-4" and "mistral_large4_text" not in CONFIG_MAPPING:
+        with pytest.raises(UserError, match="has no `mistral_large4_text`: pip install -U transformers"):
+            shipped_config(loaded.model.name or "")
+        return
+    config = shipped_config(loaded.model.name or "")
+    assert config is not None
+    kept = [weight.numel for weight in shapes_of(loaded, config).weights if not weight.trains]
+    facts = next(facts for key, facts in MODELS.items() if loaded.model.name in (key, *facts.get("also", ())))
+    assert sum(kept) == facts["parameters"]
+    assert shortened(config)[0].get_text_config().num_hidden_layers <= 4
+
+
+def test_a_reward_and_a_preference_need_no_files() -> None:
+    for name in ("reward-full", "dpo-full"):
+        loaded = load_recipe(ROOT / "recipes" / "llama3.1-8b" / f"{name}.yaml", ["data.max_length=64"])
+        place, batch = Place(ALONE, 1), HeaviestBatch.of_rows(1, 64)
+        memory = estimate_memory(loaded, config_of(loaded), place, batch)
+        assert memory.persistent["weights"] > 4 * 7.5e9
+
+
+def test_recomputing_and_fewer_rows_take_less(recipe: Any) -> None:
+    def peak(*overrides: str, rows: int = 1) -> int:
+        loaded = recipe("mode=full", *overrides)
+        batch = HeaviestBatch.of_rows(8 * rows, 64)
+        memory = estimate_memory(loaded, training_config(loaded), Place(ALONE, 1, "cpu"), batch)
+        return max(memory.phases["forward"], memory.phases["backward"])
+
+    keeps = peak("train.activation_checkpointing=false")
+    recomputes = peak("train.activation_checkpointing=true")
+    assert recomputes < peak("train.activation_checkpointing=selective") <= keeps
+    assert peak("train.activation_checkpointing=false", rows=2) > keeps
+
+
+@pytest.mark.parametrize(
+    "mode", [("objective.router_aux_loss_coef=0.02",), ("mode=lora", "lora={rank: 4, alpha: 8, targets: [q_proj]}")]
+)
+def test_experts_have_an_estimate_in_every_type(recipe: Any, made: Path, mode: tuple[str, ...]) -> None:
+    """torch knows the shapes of grouped products in bf16 alone."""
+
+    def peak(precision: str) -> int:
+        loaded = recipe(*mode, f"model.name={made / 'mixtral'}", f"train.precision={precision}")
+        batch = HeaviestBatch.of_rows(8, 64)
+        return estimate_memory(loaded, training_config(loaded), Place(ALONE, 1), batch).phases["backward"]
+
+    assert 0 < peak("bf16") < peak("fp32") < 3 * peak("bf16")
+
+
+def test_a_rank_of_expert_parallel_gathers_its_own_experts(recipe: Any, made: Path) -> None:
+    """Half of a layer's where two share them: gathered in bf16, reduced in fp32."""
+    loaded = recipe("mode=full", f"model.name={made / 'mixtral'}")
+    config, batch = training_config(loaded), HeaviestBatch.of_rows(1, 64)
+    experts = sum(w.numel for w in shapes_of(loaded, config).weights if w.expert and w.layer == 0)
+    assert experts > 0
+    peaks = {
+        name: estimate_memory(
+            loaded, config, Place(read_config_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"), 4), 4), batch
+        ).phases["backward"]
+        for name in ("fsdp2", "ep")
+    }
+    assert peaks["fsdp2"] - peaks["ep"] > experts // 2 * (2 + 4)
+
+
+def test_every_config_has_an_estimate(recipe: Any) -> None:
+    loaded = recipe("mode=full", "batch.rows=64")
+    config = training_config(loaded)
+    for file in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
+        launch = read_config_file(str(file), 1 if file.stem == "single" else 4 if "_" in file.stem else 2)
+        if launch.parallelism.expert > 1:
+            continue
+        memory = estimate_memory(loaded, config, Place(launch, 4), HeaviestBatch.of_rows(1, 64), 2)
+        assert memory.tensors > 0
+        assert all(size >= 0 for size in memory.persistent.values()), file.stem
+        assert ("offload" in file.stem or "nvme" in file.stem) == (memory.host > 0), file.stem
+
+
+def test_a_folder_that_is_no_run_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not the folder of a run"):
+        compare_run(tmp_path)

@@ -1,0 +1,260 @@
+"""`plan`: choices of places by verdict, time and price, for people, machines and `accelerate launch`."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from finetune.engine.compatibility import check_products
+from finetune.engine.hardware import GIB, shipped_hardware
+from finetune.engine.launch import read_config_file
+from finetune.errors import UserError
+from finetune.plan.answer import SHOWN, as_dicts, assumptions, show
+from finetune.plan.command import (
+    PlanOptions,
+    PlanRequest,
+    hours_of,
+    memory_of,
+    plan,
+    ranked,
+    run,
+    write_config,
+)
+from finetune.plan.memory import Place, estimate_memory
+from finetune.plan.memory_page import write_page
+from finetune.plan.search import Choice, Found, launches, spot_loss, verdict
+from finetune.plan.tables import parse_machines, read_prices
+from finetune.plan.what_if import values_of
+from finetune.recipe import load_recipe
+from finetune.setup.check import check_recipe
+
+KEYS = {"config", "processes", "verdict", "peak_gib", "tensors_gib", "step_s", "tokens_per_s", "price", "why"}
+SHORT = ("train.max_steps=60", "schedule.warmup_steps=6", "train.precision=bf16", "data.max_length=64", "batch.rows=4")
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One plan that several tests look at; made by the first."""
+    return {}
+
+
+@pytest.fixture
+def found(planned: dict[str, Any], recipe: dict[str, Any], write_recipe: Any) -> tuple[PlanRequest, list[Choice]]:
+    if not planned:
+        request, choices, founds = plan(write_recipe(recipe), SHORT, PlanOptions(("2xH100-80",)))
+        planned.update(request=request, choices=choices, illegal=founds[0].illegal)
+    return planned["request"], planned["choices"]
+
+
+def test_every_config_is_planned_or_refused_with_its_rule(found: Any, planned: dict[str, Any]) -> None:
+    shipped = {path.stem for path in Path("accelerate_configs").glob("*.yaml")}
+    named = {one.config for one in found[1]} | {name.split()[0] for name in planned["illegal"]}
+    assert named == shipped - {"pp_dp", "fsdp2_tp", "fsdp2_cp"}  # of four devices
+    assert "experts" in planned["illegal"]["ep (ep_size 2)"]
+
+
+def test_objects_for_machines(found: tuple[PlanRequest, list[Choice]]) -> None:
+    made = json.loads(json.dumps(as_dicts(*found)))
+    assert all(set(one) >= KEYS for one in made)
+    for one in made:
+        assert one["verdict"] == "fits"
+        assert one["peak_gib"] > one["tensors_gib"] > 0
+        assert one["step_s"] == pytest.approx(sum(one["step_parts_s"].values()))
+        assert one["price"] == pytest.approx(2 * 3.78 * one["step_s"] * 60 / 3600)
+    assert [one["step_s"] for one in made] == sorted(one["step_s"] for one in made)
+
+
+def test_for_people_in_eighty_columns(found: tuple[PlanRequest, list[Choice]]) -> None:
+    request, choices = found
+    changed = dataclasses.replace(choices[0], changes={"batch.rows_per_device": 2})
+    elsewhere = dataclasses.replace(choices[0], machines=parse_machines("1xA100-80", 1, request.hardware))
+    for shown in ([changed, *choices[1:]], [changed, elsewhere, *choices[2:]]):
+        console = Console(file=io.StringIO(), width=80)
+        illegal = {f"ep (ep_size {n})": f"`ep_size: {n}`: no experts" for n in (2, 4)} | {"pp (pp_size 2)": "too few"}
+        show(console, request, shown, [Found([], illegal)])
+        lines = console.file.getvalue().splitlines()
+        heading = next(i for i, line in enumerate(lines) if line.startswith("config"))
+        table = [line.split() for line in lines[heading + 1 : heading + 1 + min(SHOWN, len(shown))]]
+        assert [row[0] for row in table] == [one.config for one in shown[:SHOWN]]  # a line each
+        assert "\N{HORIZONTAL ELLIPSIS}" not in "".join(lines)
+        assert table[0][-1] == "a"
+        assert lines[-2:] == [
+            "not possible: ep (ep_size 2), ep (ep_size 4): `ep_size: 2`: no experts",
+            "not possible: pp (pp_size 2): too few",
+        ]
+        assert "with a: batch.rows_per_device: 2" in lines
+        named = {one.config: one.sizes.split()[0] for one in shown[:SHOWN] if one.sizes}
+        assert f"sizes: {', '.join(f'{config} {size}' for config, size in named.items())}" in lines
+
+
+def test_what_changes_no_result_is_all_that_may_differ(found: tuple[PlanRequest, list[Choice]]) -> None:
+    free = {"batch.rows_per_device", "train.activation_checkpointing"}
+    assert all(set(one.changes) <= free for one in found[1])
+
+
+def test_the_written_config_is_one_that_accelerate_reads(
+    found: tuple[PlanRequest, list[Choice]], tmp_path: Path
+) -> None:
+    request, choices = found
+    one = next(choice for choice in choices if choice.config == "tp")
+    lines = write_config(request, one, tmp_path)
+    launch = read_config_file(str(tmp_path / "plan-tp-2.yaml"))
+    assert (launch.processes, launch.parallelism.tensor) == (2, 2)
+    assert "batch.rows_per_device" in lines[2]
+    assert "activation_checkpointing" in lines[2]
+
+
+def test_over_budget_or_late_comes_after_what_is_not(found: tuple[PlanRequest, list[Choice]]) -> None:
+    cheap, dear = found[1][0], dataclasses.replace(found[1][0], price=1e6, hours=100.0, step=None)
+    assert ranked([dear, cheap], PlanOptions((), budget=50.0))[0] is cheap
+    assert ranked([dear, cheap], PlanOptions((), deadline="12h"))[0] is cheap
+    assert ranked([cheap, dear], PlanOptions(()))[0] is dear  # without a step's time it is first
+
+
+def test_never_fits_within_the_margin() -> None:
+    hardware = shipped_hardware()
+    machines = parse_machines("4090", 1, hardware)
+    device = machines.device.gib
+    margin = hardware.reserve.margin * device
+    for peak, expected in ((device - margin - 0.01, "fits"), (device - margin + 0.01, "tight"), (device + 0.01, "no")):
+        assert verdict(int(peak * GIB), machines, hardware) == expected
+
+
+def test_a_step_is_not_weighed_where_what_is_kept_is_too_much(found: tuple[PlanRequest, list[Choice]]) -> None:
+    request, (one, *_) = found
+    place = Place(one.launch, 2)
+    whole = estimate_memory(request.recipe, request.config, place, one.batch)
+    kept = estimate_memory(request.recipe, request.config, place, one.batch, most=1)
+    assert kept.at_least
+    assert not whole.at_least
+    assert kept.tensors == sum(whole.persistent.values()) - whole.persistent["gradients"] < whole.tensors
+    hopeless = dataclasses.replace(one, memory=kept, verdict="no", step=None)
+    heavy = dataclasses.replace(one, verdict="no")
+    assert ranked([hopeless, heavy], PlanOptions(()))[-1] is hopeless
+    assert "no step weighed" in as_dicts(request, [hopeless])[0]["why"]
+
+
+def test_tensor_parallel_groups_stay_on_a_machine() -> None:
+    machines = parse_machines("4xH100-80", 2, shipped_hardware())
+    sizes = {launch.parallelism.tensor for launch in launches(machines) if launch.where == "tp"}
+    assert sizes == {2, 4}  # not 8
+    assert {launch.parallelism.replicate for launch in launches(machines) if launch.where == "hsdp"} == {2}
+
+
+def test_the_interval_of_checkpoints_loses_least() -> None:
+    prices, machines = read_prices(), parse_machines("8xH100-80", 1, shipped_hardware())
+    price = prices.prices[0].model_copy(update={"losses_per_hour": 0.1})
+    interval, lost = spot_loss(prices, price, machines)
+    assert interval == pytest.approx((2 * (1 / 60) / 0.1) ** 0.5)
+    assert lost == pytest.approx(0.1 * (interval / 2 + 1 / 6) + 1 / 60 / interval)
+
+
+def test_what_is_assumed_has_a_name(found: tuple[PlanRequest, list[Choice]]) -> None:
+    request, choices = found
+    assert request.shapes_from == "its config.json"
+    of_config = {one.config: " ".join(assumptions(request, one)) for one in choices}
+    assert of_config["single"] == ""
+    assert "collectives reach 75% of nvlink4's 450 GB/s" in of_config["fsdp2"]
+    assert "fsdp2: communication is hidden by up to 90% of compute" in of_config["fsdp2"]
+    assert "pipelines" in of_config["pp"]
+    assert "pipelines" not in of_config["ddp"]
+    other = request.recipe.model_copy(
+        update={"batch": request.recipe.batch.model_copy(update={"rows_per_device": "auto"})}
+    )
+    assert "auto is 1" in assumptions(dataclasses.replace(request, recipe=other), choices[0])[0]
+    assert "V100-16 has the memory of its data sheet" in " ".join(
+        assumptions(request, dataclasses.replace(choices[0], machines=parse_machines("V100-16", 1, request.hardware)))
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (PlanOptions(()), "on what"),
+        (PlanOptions(("8xH100-81",)), "did you mean"),
+        (PlanOptions(("2xH100",), by="luck"), "time or price"),
+        (PlanOptions(("2xH100",), budget=-1.0), "above 0"),
+        (PlanOptions(("2xH100",), deadline="12"), "12h, 90m or 2d"),
+    ],
+)
+def test_bad_input_says_what_to_give(
+    recipe: dict[str, Any], write_recipe: Any, options: PlanOptions, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        run(write_recipe(recipe), SHORT, options, Console())
+
+
+def test_the_page_draws_every_phase_and_asks_for_nothing(
+    found: tuple[PlanRequest, list[Choice]], tmp_path: Path
+) -> None:
+    request, choices = found
+    write_page(tmp_path / "plan.html", request, choices, ["a <line>"])
+    page = (tmp_path / "plan.html").read_text()
+    assert page.count("<figure>") == 6
+    assert all(f">{phase}</text>" in page for phase in choices[0].memory.phases)
+    assert "a &lt;line&gt;" in page
+    assert "<script" not in page
+    assert "https:" not in page
+
+
+SCALED = ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: fp8, compute: scaled}")
+EIGHT_BITS = [(("train.precision=fp8",), "bf16"), (SCALED, "dequantised")]
+
+
+@pytest.mark.parametrize(("words", "other"), EIGHT_BITS)
+def test_products_of_8_bits_are_refused_where_a_device_has_none(
+    recipe: dict[str, Any], write_recipe: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], other: str
+) -> None:
+    path, refused = write_recipe(recipe), f"has no products of 8 bits with a scale for each row.*: use {other}"
+    with pytest.raises(UserError, match=f"RTX 4090 {refused}"):
+        plan(path, (*SHORT, *words), PlanOptions(("4090",)))
+    asked, devices = load_recipe(path, (*SHORT, *words)), shipped_hardware().devices
+    known = {key: device.capability for key, device in devices.items() if device.capability}
+    for key, capability in known.items():
+        refuses = pytest.raises(UserError) if key[:4] not in ("H100", "H200", "B200", "5090") else nullcontext()
+        with refuses:
+            check_products(asked, key, capability)
+    assert set(devices) - set(known) == {"MI300X-192", "MI250X-64"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    error = (check_recipe(path, (*SHORT, *words)).error or "").replace("\n", " ")
+    assert re.search(f"NVIDIA L4 {refused}", error)
+
+
+def test_check_prints_the_estimate_for_its_config(recipe: dict[str, Any], write_recipe: Any) -> None:
+    report = check_recipe(write_recipe(recipe), SHORT, Path("accelerate_configs/fsdp2.yaml"), 2)
+    assert report.error is None
+    assert "of tensors on a GPU, in " in report.facts["memory"]
+
+
+def test_deadlines_sizes_and_sweeps_are_read() -> None:
+    assert [hours_of(text) for text in ("90m", "12h", "2d")] == [1.5, 12.0, 48.0]
+    assert (memory_of("24GiB"), round(memory_of("24GB"), 2)) == (24.0, 22.35)
+    assert values_of("data.max_length=1024..5000") == ("data.max_length", [1024, 2048, 4096, 5000])
+    assert values_of("lora.rank=8,16") == ("lora.rank", [8, 16])
+    for wrong in ("data.max_length", "data.max_length=0..3", "lora.rank=8;9"):
+        with pytest.raises(UserError, match="--sweep"):
+            values_of(wrong)
+    with pytest.raises(UserError, match="--memory 24"):
+        memory_of("24")
+
+
+def test_a_sweep_and_a_smaller_device(recipe: dict[str, Any], write_recipe: Any, capsys: Any) -> None:
+    path, on = write_recipe(recipe), ("1xH100-80",)
+    run(path, SHORT, PlanOptions(on, sweep="data.max_length=32..64", as_json=True), Console())
+    lines = json.loads(capsys.readouterr().out)
+    assert [line["data.max_length"] for line in lines] == [32, 64]
+    assert {line["verdict"] for line in lines} == {"fits"}
+    run(path, SHORT, PlanOptions(on, memory="1.1GiB", as_json=True), Console())
+    lines = json.loads(capsys.readouterr().out)
+    assert lines[0]["change"] == "no change (as it is)"
