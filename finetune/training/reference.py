@@ -11,6 +11,8 @@ Both are the sums over the targets of each sequence, in fp32, of the same micro-
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -69,6 +71,11 @@ class ReferenceColumns:
         self._found = {part: self._on_main(partial(self._find, part)) for part in self._parts}
         if recipe.objective.reference_model is not None and None in self._found.values():
             raise UserError(_missing(recipe))
+
+    @property
+    def weights_identity(self) -> str:
+        """Returns a digest of the weights of the reference."""
+        return hashlib.sha256(json.dumps(self._model["model"], sort_keys=True).encode()).hexdigest()[:16]
 
     def columns(self, forward: ForwardPass, loader: Callable[[Dataset], Loader]) -> tuple[Dataset, Dataset | None, str]:
         """Returns training and held-out data with the column, and where that of the training data came from.

@@ -8,6 +8,7 @@ Every room is entered once, in this order. Errors that the user can fix are rais
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+from finetune.checkpoints.inputs import Inputs, read_inputs
 from finetune.checkpoints.resume import check_finished, chosen, newest_good, resume, set_newer_aside
 from finetune.data.batch import Batch, ImageInputs
 from finetune.data.building import OpenedSources
@@ -194,7 +196,7 @@ def build_trainer(
     training, held_out = _laid_out(recipe, attention, datasets, say)
     for note in length_notes(recipe, training, engine.parallelism.data):
         say(f"note: {escape(note)}")
-    precomputed = None
+    precomputed, original_config = None, copy.deepcopy(config)  # the load changes it
     if recipe.objective.reads_reference and recipe.objective.value("reference") == "precomputed":
         precomputed = ReferenceColumns(recipe, engine, training, held_out, console)
     attention = with_shared_prompts(recipe.objective, attention)
@@ -217,7 +219,9 @@ def build_trainer(
         evaluator = _evaluator(
             recipe, engine, held_out, all_rows_of(held_out), attention, tokenizer, ends, with_reference
         )
-    state, evaluation, tracker_ids = _resume(recipe, engine, training, plan, say)
+    weights = precomputed.weights_identity if precomputed is not None else None
+    inputs = read_inputs(engine, recipe, tokenizer, original_config, (training, held_out), weights)
+    state, evaluation, tracker_ids = _resume(recipe, engine, training, inputs, plan, say)
     return Trainer(
         recipe=recipe,
         engine=engine,
@@ -236,6 +240,7 @@ def build_trainer(
         console=console,
         folder=run_folder(recipe),
         tracker_ids=tracker_ids,
+        inputs=inputs,
         with_reference=with_reference,
     )
 
@@ -470,7 +475,7 @@ def _evaluator(
 
 
 def _resume(
-    recipe: Recipe, engine: Engine, training: Data, plan: Plan, say: Callable[[str], None]
+    recipe: Recipe, engine: Engine, training: Data, inputs: Inputs, plan: Plan, say: Callable[[str], None]
 ) -> tuple[TrainingState, dict[str, float], dict[str, str]]:
     """Returns the state of the newest valid checkpoint, or of step 0, the evaluation in it, and the trackers' run
     ids."""
@@ -482,7 +487,7 @@ def _resume(
     checkpoint = newest_good(engine, checkpoints) if wanted == "auto" else chosen(engine, checkpoints, wanted)
     if checkpoint is None:
         return TrainingState(), {}, {}
-    resumed = resume(engine, recipe, checkpoint, training.summary())
+    resumed = resume(engine, recipe, checkpoint, inputs, training)
     state = TrainingState(**resumed.progress)
     check_finished(checkpoint, resumed.changes, state.step, plan.steps)
     for folder in set_newer_aside(checkpoints, state.step) if engine.is_main else []:
@@ -490,4 +495,6 @@ def _resume(
     say(f"resuming from {checkpoint}: step {state.step} of {plan.steps}")
     for change in resumed.changes:
         say(f"changed since then: {escape(change)}")
+    for note in resumed.notes:
+        say(f"note: {escape(note)}")
     return state, resumed.metrics, resumed.trackers

@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from finetune.checkpoints.folder import best_checkpoint
-from finetune.checkpoints.resume import resume
+from finetune.checkpoints.inputs import Inputs
+from finetune.checkpoints.resume import resume_own
 from finetune.checkpoints.saver import Saver
 from finetune.data.batch import Batch
 from finetune.data.dataset import Dataset, Stream
@@ -101,6 +102,7 @@ class Trainer:
     console: Console
     folder: Path  # runs/<name>
     tracker_ids: dict[str, str]  # of the runs that a checkpoint knows
+    inputs: Inputs  # what this run reads, as checkpoints keep it
     with_reference: Callable[[list[Batch]], list[Batch]] | None = None  # adds what is computed in each step
 
     def __post_init__(self) -> None:
@@ -138,6 +140,7 @@ class Trainer:
         if self.engine.is_main:
             write_atomically(self.folder / "recipe.yaml", dump_recipe(self.recipe))
             self.plan.write(self.folder / "plan.json")
+            write_atomically(self.folder / "inputs.json", json.dumps(self.inputs, indent=1) + "\n")
             write_tokenizer(self.engine.unwrapped, self.tokenizer, self.end_ids, self.folder / "tokenizer")
             firsts = [self.data.first_examples(i, RECORDED) for i in range(len(self.data.source_names))]
             examples = json.dumps(recorded(firsts, self.tokenizer), ensure_ascii=False)
@@ -401,7 +404,11 @@ class Trainer:
 
     def _save_checkpoint(self, measured: dict[str, float]) -> None:
         self.log.flush()
-        size = self.saver.save(asdict(self.state), measured)
+        progress = asdict(self.state)
+        if isinstance(self.data, Stream):
+            windows = self.data.rows.num_consumed(self.state.step * self.recipe.batch.rows)
+            progress["consumed"] = {"windows": windows, "content": self.data.rows.consumed(windows)}
+        size = self.saver.save(progress, measured)
         self.saved_at = time.monotonic()
         if not self.saved_before:
             how = ", copied to CPU memory and written while training continues" if self.saver.asynchronous else ""
@@ -439,6 +446,7 @@ class Trainer:
         return {
             "steps": self.plan.steps,
             "data": self.data.summary(),
+            "inputs": self.inputs,
             "trackers": self.log.run_ids(),
             "versions": self.plan.versions,
             "git_commit": self.plan.git_commit,
@@ -475,7 +483,7 @@ class Trainer:
         best = self.engine.ranks.gather(best_checkpoint(root, metric) if self.engine.is_main else None)[0]
         if best is None:
             raise RunFailure(f"train.result: best: no checkpoint in {root} was measured by {metric}; use `last`")
-        resumed = resume(self.engine, self.recipe, best, self.data.summary())
+        resumed = resume_own(self.engine, best)
         step, value = resumed.progress["step"], resumed.metrics[str(metric)]
         self.say(f"the result is that of step {step}, the best by {metric} ({value:.4g})")
         return TrainingState(**resumed.progress), resumed.metrics
