@@ -74,7 +74,8 @@ from finetune.training.evaluation import Evaluator, end_ids
 from finetune.training.optim import build_optimizers
 from finetune.training.profile import Profiler
 from finetune.training.reference import AdaptersOff, ReferenceColumns, recipe_of_reference
-from finetune.training.run_dir import in_use, make_run_folder, run_folder
+from finetune.training.run_dir import make_run_folder, run_folder
+from finetune.training.run_lock import in_use
 from finetune.training.signals import StopRequest
 from finetune.training.teacher import TeacherPass, recipe_of_teacher, with_teacher
 from finetune.training.trainer import Trainer, TrainingState
@@ -160,10 +161,10 @@ def _started(
     notes += data_notes(recipe, opened, training, held_out)
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
-    with in_use(engine, run_folder(recipe)):
+    with in_use(engine, run_folder(recipe)) as run_lock:
         predicted = predict_run(recipe, config, engine, micro_batches, training) if engine.is_main else {}
         trainer = build_trainer(recipe, engine, tokenizer, config, (training, held_out), micro_batches, stop, console)
-        trainer.plan = replace(trainer.plan, predicted=predicted)
+        trainer.plan, trainer.run_lock = replace(trainer.plan, predicted=predicted), run_lock
         for note in notes:
             trainer.say(f"note: {note}")
         try:

@@ -52,6 +52,7 @@ from finetune.training.evaluation import Evaluator
 from finetune.training.optim import lr_factor
 from finetune.training.profile import Profiler, show_profile
 from finetune.training.run_dir import ExpertLoad, RunLog, disk_failure
+from finetune.training.run_lock import RunLock
 from finetune.training.signals import StopRequest
 from finetune.training.statistics import as_columns, sum_terms
 from finetune.utils import print_line, write_atomically
@@ -79,6 +80,7 @@ class StepFlags:
     stop: bool  # a signal was received
     save: bool  # `checkpoint.every_minutes` have passed
     settle: bool  # a checkpoint that was being written has failed
+    lost: bool  # another launch has taken the run's folder
 
 
 @dataclass
@@ -104,6 +106,7 @@ class Trainer:
     tracker_ids: dict[str, str]  # of the runs that a checkpoint knows
     inputs: Inputs  # what this run reads, as checkpoints keep it
     with_reference: Callable[[list[Batch]], list[Batch]] | None = None  # adds what is computed in each step
+    run_lock: RunLock | None = None  # of `folder`
 
     def __post_init__(self) -> None:
         self.totals, self.expert_load, self.compilations = Totals(), ExpertLoad(), CompilationWatch()
@@ -131,7 +134,7 @@ class Trainer:
         except OSError as error:
             raise disk_failure(self.folder, error) from error
         finally:
-            if self.status in (None, "running"):
+            if self.status in (None, "running") and self._holds_folder():
                 with contextlib.suppress(OSError):  # the disk may be what has failed
                     self._write_status("failed")
                     self._write_measured()
@@ -149,7 +152,8 @@ class Trainer:
         config = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
         self.log = RunLog(self.engine, self.recipe, self.folder, self.state.step + 1, config, self.tracker_ids)
         self.first_step = self.state.step + 1
-        self.saver = Saver(self.engine, self.recipe, self.folder / "checkpoints", self._checkpoint_metadata())
+        metadata = self._checkpoint_metadata()
+        self.saver = Saver(self.engine, self.recipe, self.folder / "checkpoints", metadata, self._holds_folder)
         self.saved_at = time.monotonic()
         self.saved_before = False
         try:
@@ -185,6 +189,7 @@ class Trainer:
         ):
             for step_batches in self.steps(feed):
                 line, flags = self.train_step(step_batches)
+                self._check_folder(flags.lost)
                 self._record(line, step_batches)
                 progress.update(line["step"], line["loss"], line["tokens_per_s"], line.get("mfu"))
                 self._profile(line)
@@ -274,10 +279,11 @@ class Trainer:
         minutes = self.recipe.checkpoint.every_minutes
         overdue = minutes is not None and time.monotonic() - self.saved_at >= minutes * 60
         flags = [self.stop.reason is not None, overdue and self.engine.is_main, self.saver.failed]  # by one clock
+        flags.append(not self._holds_folder())
         sums = micro_batches.sums
         totals = self.engine.ranks.total({**sums.totals, "flags": torch.tensor(flags, dtype=torch.float64)})
-        stop, save, settle = (flag > 0 for flag in totals.pop("flags").tolist())
-        return Sums(totals, sums.terms, micro_batches.counts), StepFlags(stop, save, settle)
+        stop, save, settle, lost = (flag > 0 for flag in totals.pop("flags").tolist())
+        return Sums(totals, sums.terms, micro_batches.counts), StepFlags(stop, save, settle, lost)
 
     def _advance(self, step: StepBatches, sums: Sums) -> None:
         state = self.state
@@ -452,11 +458,22 @@ class Trainer:
             "git_commit": self.plan.git_commit,
         }
 
+    def _holds_folder(self) -> bool:
+        """Whether this launch may write the run's folder: not if another has taken it. The main rank knows."""
+        return self.run_lock is None or not self.engine.is_main or not self.run_lock.is_lost()
+
+    def _check_folder(self, lost: bool) -> None:
+        """Raises RunFailure on all ranks. lost: as one of them knows."""
+        if lost:
+            assert self.run_lock is not None  # it says so
+            raise self.run_lock.failure()
+
     def _write_expert_load(self) -> None:
         if self.engine.is_main:
             self.expert_load.write(self.folder)
 
     def _save_result(self) -> None:
+        self._check_folder(any(self.engine.ranks.gather(not self._holds_folder())))
         # `last_loss` is None if a finished run was only evaluated again.
         state, loss, evaluation = self.state, self.last_loss, self.evaluation
         if self.recipe.train.result == "best":
