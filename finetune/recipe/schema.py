@@ -571,6 +571,11 @@ Acceptable = Literal[
     "data.streaming",
     "data.window",
     "objective",
+    # What the recipe's paths hold, rather than a key of it: rows, tokenizer, model config, weights.
+    "data",
+    "tokenizer",
+    "config",
+    "base",
 ]
 
 
@@ -588,7 +593,8 @@ class Checkpoint(Section):
     # auto: from the newest valid checkpoint in the run directory; never: start over; or a checkpoint by name, such as
     # step-00000200 (each launch then begins there). What is not resumed from is renamed to aside-*, never deleted.
     resume: Literal["auto", "never"] | Annotated[str, Field(pattern=CHECKPOINT_NAME)] = "auto"
-    # Keys that may differ from the checkpoint's although weights or the order of samples depend on them.
+    # Keys that may differ from the checkpoint's although weights or the order of samples depend on them; and of what
+    # the run reads under the same paths: data (rows), tokenizer (with its chat template), config, base (weights).
     accept_changes: Annotated[tuple[Acceptable, ...], BeforeValidator(_list_to_tuple), Field(strict=False)] = ()
 
 
