@@ -53,6 +53,7 @@ from finetune.models.config import (
 )
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import adapts_experts, compute_experts_in, find_routers
+from finetune.models.parameter_roles import parameter_roles
 from finetune.models.score_model import ScoreModel
 from finetune.models.vision import ImagePart, part_sizes, row_positions
 from finetune.models.weights import compute_in_fp8, fuse_adapters, keep_input_types, load_model, parameter_counts
@@ -200,7 +201,7 @@ def build_trainer(
     attention = with_shared_prompts(recipe.objective, attention)
     model, objective = _load(recipe, engine, config, attention, training, say)
     forward, facts = ForwardPass(attention, objective), _model_facts(recipe, model, within)
-    engine.wrap(model, partial(build_optimizers, recipe.optimizer), micro_batches)
+    engine.wrap(model, partial(build_optimizers, recipe.optimizer, parameter_roles(model.causal_lm)), micro_batches)
     set_group_timeouts(collective_timeout())
     rows = _rows_per_device(recipe, engine, config, forward, training, say)
     images, reference, with_reference = image_reader(recipe, tokenizer), None, None
@@ -329,7 +330,7 @@ def _rows_per_device(
         return RowsPerDevice(recipe.batch.rows_per_device, "asked for in the recipe")
     if not forward.attention.isolates_documents:
         return RowsPerDevice(1, f"auto: {forward.attention.reason}")
-    build = partial(build_optimizers, recipe.optimizer)
+    build = partial(build_optimizers, recipe.optimizer, parameter_roles(engine.unwrapped))
     return find_rows(engine, recipe, config, forward, training, build, memory_of(engine), say)
 
 

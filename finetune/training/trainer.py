@@ -218,7 +218,7 @@ class Trainer:
         Raises RunFailure on all ranks before the optimizer step if loss or gradient is not finite.
         """
         factor = lr_factor(self.recipe.schedule, self.state.step, self.plan.steps)
-        self.engine.set_lr(factor)
+        self.engine.prepare_groups(factor, step.has_images)
         step = self._completed(step)
         micro_batches = _MicroBatches(self, step)
         self.engine.accumulate(step.batches, micro_batches.forward, micro_batches.loss)
