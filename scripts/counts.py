@@ -38,7 +38,8 @@ def measure(recipe_file: str, where: str, processes: int, rank: int, *overrides:
     from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_config_file
     from finetune.errors import UserError
-    from finetune.models.config import load_tokenizer, training_config
+    from finetune.models.config import training_config
+    from finetune.models.tokenizer import load_tokenizer
     from finetune.planning.estimate.micro_batch import HeaviestBatch
     from finetune.planning.fake_run import fake_run, with_heaviest
     from finetune.recipe import load_recipe

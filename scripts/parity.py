@@ -494,7 +494,7 @@ def write_seeing_teacher(folder: Path) -> None:
 def write_teachers(folder: Path) -> None:
     """What qwen3 predicts of the training rows, for llama to learn, at two temperatures."""
     from finetune.data.dataset import Dataset, build_training
-    from finetune.models.config import load_tokenizer
+    from finetune.models.tokenizer import load_tokenizer
     from finetune.recipe import load_recipe
 
     recipe = load_recipe(folder / "recipe.yaml", ())

@@ -104,7 +104,8 @@ def measure_case(
     from finetune.engine.launch import read_launch
     from finetune.engine.start import start_engine
     from finetune.errors import UserError
-    from finetune.models.config import load_tokenizer, training_config
+    from finetune.models.config import training_config
+    from finetune.models.tokenizer import load_tokenizer
     from finetune.recipe import load_recipe
     from finetune.training import run
     from finetune.training.run_dir import make_run_folder

@@ -79,7 +79,8 @@ def ready_trainer(recipe_file: str, out: Path, name: str, overrides: list[str], 
     from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_launch
     from finetune.engine.start import start_engine
-    from finetune.models.config import load_tokenizer, training_config
+    from finetune.models.config import training_config
+    from finetune.models.tokenizer import load_tokenizer
     from finetune.recipe import load_recipe
     from finetune.training.run import build_trainer
     from finetune.training.run_dir import make_run_folder

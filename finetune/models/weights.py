@@ -24,7 +24,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.initialization import no_init_weights
 from transformers.utils.quantization_config import Mxfp4Config
 
 from finetune.errors import UserError
@@ -34,11 +33,13 @@ from finetune.models.attention import AttentionChoice
 from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint, check_adapted
+from finetune.models.base_config import first_line, why_not_found, without_weights
 from finetune.models.compiled import compile_layers
-from finetune.models.config import dtypes, first_line, load_tokenizer, model_config, why_not_found
+from finetune.models.config import dtypes, model_config
 from finetune.models.moe import reach_experts
 from finetune.models.quantized import MULTIPLE, is_stored_quantised, keep_weights_unpacked, linear_weights, quantise
 from finetune.models.score_model import labelled, score_head, start_score_head
+from finetune.models.tokenizer import load_tokenizer
 from finetune.models.vision import (
     adapted_modules,
     attention_of_parts,
@@ -264,12 +265,6 @@ def stored_in_mxfp4(config: PretrainedConfig) -> bool:
     settings: Any = getattr(config, "quantization_config", None) or {}
     method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
     return method == "mxfp4"
-
-
-def without_weights(config: PretrainedConfig, auto: Any = AutoModelForCausalLM, **common: Any) -> Any:
-    """Returns a model of shapes alone (device `meta`), not tied; common: arguments of transformers' `from_config`."""
-    with torch.device("meta"), no_init_weights():
-        return auto.from_config(config, **common)
 
 
 def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str) -> Any:

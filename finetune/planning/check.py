@@ -185,14 +185,8 @@ def _check_data(recipe: Recipe, processes: int, report: CheckReport, problems: P
         template_notes,
     )
     from finetune.data.examples import check_same_images
-    from finetune.models.config import (
-        check_no_dropout,
-        check_same_vocabulary,
-        check_sizes,
-        check_token_ids,
-        load_tokenizer,
-        training_config,
-    )
+    from finetune.models.config import check_no_dropout, check_sizes, training_config
+    from finetune.models.tokenizer import check_same_vocabulary, check_token_ids, load_tokenizer
     from finetune.planning.plan import length_notes
     from finetune.tracking import check_trackers
 

@@ -135,7 +135,8 @@ def main(
     from finetune.engine.base import Engine
     from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_config_file
-    from finetune.models.config import load_tokenizer, training_config
+    from finetune.models.config import training_config
+    from finetune.models.tokenizer import load_tokenizer
     from finetune.planning.fake_run import fake_run, with_heaviest
     from finetune.recipe import load_recipe
     from finetune.training.run import build_trainer

@@ -41,20 +41,12 @@ from finetune.engine.start import set_group_timeouts, start_engine
 from finetune.errors import Stopped, UserError
 from finetune.models.activations import ActivationOffload
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
-from finetune.models.config import (
-    check_no_dropout,
-    check_same_vocabulary,
-    check_sizes,
-    check_token_ids,
-    dtypes,
-    load_tokenizer,
-    model_config,
-    training_config,
-)
+from finetune.models.config import check_no_dropout, check_sizes, dtypes, model_config, training_config
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import adapts_experts, compute_experts_in, find_routers
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.score_model import ScoreModel
+from finetune.models.tokenizer import check_same_vocabulary, check_token_ids, load_tokenizer
 from finetune.models.vision import ImagePart, part_sizes, row_positions
 from finetune.models.weights import compute_in_fp8, fuse_adapters, keep_input_types, load_model, parameter_counts
 from finetune.models.wrapped import CrossEntropyChoice, WrappedModel

@@ -40,9 +40,10 @@ from finetune.data.teacher_file import file_predictions, is_teacher_file
 from finetune.data.token_cache import entries_folder
 from finetune.engine.base import Engine
 from finetune.errors import UserError
-from finetune.models.config import check_same_vocabulary, model_config
+from finetune.models.config import model_config
 from finetune.models.head.prediction import UNIFORM, Prediction
 from finetune.models.loss_model import Outputs
+from finetune.models.tokenizer import check_same_vocabulary
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective
 from finetune.recipe import Recipe

@@ -33,7 +33,8 @@ from finetune.export.commands import ExportOptions, export_run, load_trained, ve
 from finetune.export.live import verify_url
 from finetune.export.sampling import Sampling
 from finetune.export.trained import find_trained
-from finetune.models.config import load_tokenizer, model_config
+from finetune.models.config import model_config
+from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import load_recipe
 from finetune.training.run import _started, compute_reference
 from finetune.training.signals import StopRequest

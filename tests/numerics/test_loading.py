@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
-from finetune.models.config import check_token_ids, load_tokenizer, model_config
+from finetune.models.config import model_config
 from finetune.models.moe import adapts_experts
+from finetune.models.tokenizer import check_token_ids, load_tokenizer
 from finetune.models.weights import Placement, add_adapters, load_model, parameter_counts
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora, Model

@@ -19,7 +19,7 @@ from finetune.models.attention.kernels import (
     register,
     soft_capped,
 )
-from finetune.models.config import depends_on_length
+from finetune.models.base_config import depends_on_length
 
 DOCUMENTS = "finetune_documents"  # in transformers' table of attention functions
 

@@ -16,7 +16,8 @@ from rich.table import Table
 from transformers import PretrainedConfig
 
 from finetune.errors import UserError
-from finetune.models.config import base_config, training_config
+from finetune.models.base_config import base_config
+from finetune.models.config import training_config
 from finetune.planning.estimate.answer import as_dicts, price_lines, rests_on, show
 from finetune.planning.estimate.finished_runs import speeds_here
 from finetune.planning.estimate.lengths import Lengths, RowFacts, read_lengths, widest

@@ -13,7 +13,7 @@ from finetune.data.chat.template_choice import template_of
 from finetune.data.dataset import build_dataset, template_notes
 from finetune.data.token_text import Look, to_json_lines
 from finetune.errors import UserError
-from finetune.models.config import load_tokenizer
+from finetune.models.tokenizer import load_tokenizer
 from finetune.planning.inspect.dataset_view import DatasetView, dataset_statistics, find_row, first_examples
 from finetune.planning.inspect.page import write_page
 from finetune.planning.inspect.terminal import print_examples, print_packed_rows, print_totals

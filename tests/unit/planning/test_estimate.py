@@ -17,10 +17,11 @@ from finetune.engine.launch import Launch, read_config_file
 from finetune.engine.parallelism import Parallelism
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
+from finetune.models.base_config import without_weights
 from finetune.models.config import training_config
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.quantized import state_tensors
-from finetune.models.weights import Placement, load_model, without_weights
+from finetune.models.weights import Placement, load_model
 from finetune.planning.estimate import tables
 from finetune.planning.estimate.command import config_of
 from finetune.planning.estimate.comparison import compare_run

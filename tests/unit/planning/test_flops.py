@@ -21,10 +21,10 @@ from finetune.data.samples import Example, Sequence
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import DOCUMENTS
 from finetune.models.attention.per_document import prepare
+from finetune.models.base_config import without_weights
 from finetune.models.head import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
 from finetune.models.tiny_config import tiny_config
-from finetune.models.weights import without_weights
 from finetune.planning.estimate.tables import shipped_hardware
 from finetune.planning.flops import ModelFlops, causal_pairs, find_device, model_flops, peak_tflops
 

@@ -9,7 +9,7 @@ import yaml
 from transformers import AutoModelForImageTextToText
 
 from finetune.errors import UserError
-from finetune.models.weights import without_weights
+from finetune.models.base_config import without_weights
 from finetune.planning.estimate import tables
 from finetune.planning.estimate.tables import (
     parse_machines,

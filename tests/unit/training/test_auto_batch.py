@@ -23,9 +23,10 @@ from finetune.engine.launch import Launch
 from finetune.engine.start import start_engine
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, attention_for
-from finetune.models.config import load_tokenizer, model_config
+from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.parameter_roles import parameter_roles
+from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
