@@ -37,6 +37,7 @@ from finetune.models.base_config import first_line, why_not_found, without_weigh
 from finetune.models.compiled import compile_layers
 from finetune.models.config import dtypes, model_config
 from finetune.models.moe import reach_experts
+from finetune.models.patches import replace_class
 from finetune.models.quantized import MULTIPLE, is_stored_quantised, keep_weights_unpacked, linear_weights, quantise
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.tokenizer import load_tokenizer
@@ -243,7 +244,7 @@ def _unpacked_model(
         reason = why_not_found(name, error) or first_line(error)
         raise UserError(f"model.name: {recipe.model.name!r} cannot be loaded: {reason}") from error
     if load is not auto:
-        model.__class__ = load.__mro__[1]
+        replace_class(model, load.__mro__[1], "own class")
     if layers is not None:
         _complete(model, without_weights(config, auto, dtype=dtype, attn_implementation=attention.implementation))
     if conversions := getattr(model, "_weight_conversions", None):  # under ZeRO-3, those without a use as well

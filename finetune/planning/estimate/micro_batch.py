@@ -25,6 +25,7 @@ from finetune.models.config import dtypes
 from finetune.models.head.chunked import rows_at_once
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import adapters_of, compute_experts_in, dispatch_tokens, experts_of
+from finetune.models.patches import replace_forward
 from finetune.models.quantized import linear_weights
 from finetune.models.score_model import ScoreModel
 from finetune.models.vision import ImagePart
@@ -157,7 +158,8 @@ def _unpack_in_forwards(model: Any) -> None:
     for module in model.modules():
         if id(getattr(module, "weight", None)) in packed and isinstance(module, torch.nn.Linear):
             layer: Any = module
-            layer.forward = partial(unpacked_product, (layer.out_features, layer.in_features))
+            forward = partial(unpacked_product, (layer.out_features, layer.in_features))
+            replace_forward(layer, forward, "unpacked product")
 
 
 def _divide_experts(model: Any, ranks: int) -> None:
