@@ -160,7 +160,7 @@ def optimizer_bytes(recipe: Optimizer, shards: Sequence[Shard], device: str) -> 
 
 
 def _is_hidden(weight: Weight) -> bool:
-    return len(weight.shape) == 2 and not any(name in weight.name for name in ("embed", "lm_head", "score."))
+    return len(weight.shape) == 2 and not weight.table
 
 
 # --- DeepSpeed
@@ -184,9 +184,12 @@ def _zero(recipe: Recipe, shapes: Shapes, launch: Launch, rank: int, device: str
 
 
 def decay_groups(weights: Sequence[Weight]) -> list[list[Weight]]:
-    """Returns matrices and vectors, as `training/optim.py` groups what is trained."""
-    groups = [[w for w in weights if w.trains and (len(w.shape) >= 2) == matrices] for matrices in (True, False)]
-    return [group for group in groups if group]
+    """Returns matrices and vectors, of images by themselves, as `training/optim.py` groups what is trained."""
+    groups: dict[tuple[bool, bool], list[Weight]] = {}
+    for weight in weights:
+        if weight.trains:
+            groups.setdefault((weight.of_images, len(weight.shape) < 2), []).append(weight)
+    return [groups[key] for key in sorted(groups)]
 
 
 def bucket_elements(launch: Launch, shapes: Shapes) -> int:

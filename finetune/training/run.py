@@ -21,7 +21,8 @@ from finetune.engine.base import Engine
 from finetune.engine.launch import read_launch
 from finetune.engine.start import start_engine
 from finetune.errors import Stopped, UserError
-from finetune.models.config import check_same_vocabulary, load_tokenizer, model_config
+from finetune.models.config import model_config
+from finetune.models.tokenizer import check_same_vocabulary, load_tokenizer
 from finetune.recipe import Recipe
 from finetune.training.prepare import Prepared, prepare
 from finetune.training.reference import reads_columns, recipe_of_reference

@@ -42,6 +42,7 @@ from finetune.errors import RunFailure, Stopped, UserError
 from finetune.export.result import model_card, save_result, write_tokenizer
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.config import dtypes
+from finetune.models.parameter_roles import parameter_roles
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, TermSums
@@ -106,7 +107,8 @@ class Trainer:
         attention, config = with_shared_prompts(recipe.objective, attention), copy.deepcopy(prepared.config)
         model, objective = parts.load(prepared, engine, attention, self.say)
         self.forward, facts = ForwardPass(attention, objective), parts.model_facts(recipe, model, full_rows)
-        engine.wrap(model, partial(build_optimizers, recipe.optimizer), prepared.micro_batches)
+        build = partial(build_optimizers, recipe.optimizer, parameter_roles(model.causal_lm))
+        engine.wrap(model, build, prepared.micro_batches)
         set_group_timeouts(collective_timeout())
         rows = parts.rows_per_device(prepared, engine, self.forward, self.say)
         loaders = parts.Loaders(recipe, engine, rows, attention, image_reader(recipe, self.tokenizer))
@@ -253,7 +255,7 @@ class Trainer:
         Raises RunFailure on all ranks before the optimizer step if loss or gradient is not finite.
         """
         factor = lr_factor(self.recipe.schedule, self.state.step, self.plan.steps)
-        self.engine.set_lr(factor)
+        self.engine.prepare_groups(factor, step.has_images)
         step = self._completed(step)
         micro_batches = _MicroBatches(self, step)
         self.engine.accumulate(step.batches, micro_batches.forward, micro_batches.loss)
