@@ -69,8 +69,8 @@ def generate(
     quiet_libraries()
     with fast_imports():
         import_transformers()
-        from finetune.export.answering import answers
-        from finetune.export.sampling import Sampling
+        from finetune.inference.answering import answers
+        from finetune.inference.sampling import Sampling
 
     chosen = Sampling(max_new_tokens, temperature, **sampling)
     return answers(Path(run_dir), prompts, chosen, system, [Path(image) for image in images])

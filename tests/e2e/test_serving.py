@@ -20,14 +20,14 @@ from test_answering import ANSWERS, taught  # noqa: F401 (a fixture)
 from transformers import GenerationConfig
 
 from finetune.errors import RunFailure, UserError
-from finetune.export.answering import answers, chat_with
-from finetune.export.chat import chat_with_server
 from finetune.export.commands import ExportOptions, export_run
-from finetune.export.live import Live, verify_url
-from finetune.export.sampling import Sampling
 from finetune.export.servers import tensor_parallel_size, unread_by_vllm
-from finetune.export.serving import load_served, serve
 from finetune.export.trained import find_trained
+from finetune.inference.answering import answers, chat_with
+from finetune.inference.chat import chat_with_server
+from finetune.inference.live import Live, verify_url
+from finetune.inference.sampling import Sampling
+from finetune.inference.serve import load_served, serve
 
 GREEN: list[Any] = [{"role": "user", "content": "green"}]
 

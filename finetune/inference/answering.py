@@ -32,9 +32,9 @@ from finetune.data.formats.converters import with_images_of
 from finetune.data.formats.messages import context_of, read_messages, read_tools
 from finetune.data.samples import BadRow, Conversation, Image
 from finetune.errors import RunFailure, UserError
-from finetune.export.chat import asked, converse, image_part
 from finetune.export.commands import load_result, model_folder
-from finetune.export.sampling import Sampling
+from finetune.inference.chat import asked, converse, image_part
+from finetune.inference.sampling import Sampling
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Images, Model
 from finetune.utils import sha256_file, write_atomically

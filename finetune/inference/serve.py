@@ -33,9 +33,9 @@ from transformers.cli.serving.utils import BaseHandler, GenerateManager, Generat
 
 from finetune.data.samples import Conversation
 from finetune.errors import UserError
-from finetune.export.answering import Answerer, StopFilter, answerer_of, images_of, read_asked, render_prompt
 from finetune.export.commands import load_trained, model_folder
 from finetune.export.scoring import is_scoring
+from finetune.inference.answering import Answerer, StopFilter, answerer_of, images_of, read_asked, render_prompt
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
 _MORE = frozenset({"top_k", "repetition_penalty"})  # of a request: vLLM's and SGLang's names

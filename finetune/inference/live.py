@@ -24,12 +24,12 @@ from finetune.data.formats.detect import detect_format, parse_row
 from finetune.data.samples import BadRow, Conversation, Message, Preference, PromptCompletion, Ranked
 from finetune.data.sources.source import SourceReader
 from finetune.errors import RunFailure, UserError
-from finetune.export.answering import Answerer, Prompt, chat_template
-from finetune.export.chat import image_url_part
-from finetune.export.server_client import Server
 from finetune.export.trained import Trained
 from finetune.export.verify_answers import end_tokens
 from finetune.export.verify_models import load_reference, quiet_loading
+from finetune.inference.answering import Answerer, Prompt, chat_template
+from finetune.inference.chat import image_url_part
+from finetune.inference.server_client import Server
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut, Images
 
