@@ -35,6 +35,7 @@ from finetune.errors import RunFailure, UserError
 from finetune.export.commands import load_result, model_folder
 from finetune.inference.chat import asked, converse, image_part
 from finetune.inference.sampling import Sampling
+from finetune.models.remote_code import trusts_code
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Images, Model
 from finetune.utils import sha256_file, write_atomically
@@ -195,10 +196,13 @@ def load_answerer(run_dir: Path) -> Answerer:
 
 def answerer_of(run_dir: Path, model: Any, tokenizer: Any) -> Answerer:
     """Returns a loaded result, which sees pictures as its run did; where no run is around it, as its folder says."""
-    folder, rules, processor = model_folder(run_dir), None, Model(name=str(model_folder(run_dir)))
+    folder, rules = model_folder(run_dir), None
+    trusted = trusts_code(folder)
+    processor = Model(name=str(folder), trust_remote_code=trusted)
     if (file := folder / "adapter_config.json").is_file():  # which has no config of the model
         settings = json.loads(file.read_text(encoding="utf-8"))
-        processor = Model(name=settings["base_model_name_or_path"], revision=settings.get("revision"))
+        base, revision = settings["base_model_name_or_path"], settings.get("revision")
+        processor = Model(name=base, revision=revision, trust_remote_code=trusted)
     if hasattr(model.config, "vision_config") and (run_dir / "recipe.yaml").is_file():
         rules = load_recipe(run_dir / "recipe.yaml").data.image
     return Answerer(model, tokenizer, chat_template(tokenizer), processor, rules or Images())

@@ -36,6 +36,7 @@ from finetune.errors import UserError
 from finetune.export.commands import load_trained, model_folder
 from finetune.export.scoring import is_scoring
 from finetune.inference.answering import Answerer, StopFilter, answerer_of, images_of, read_asked, render_prompt
+from finetune.models.remote_code import load_auto
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
 _MORE = frozenset({"top_k", "repetition_penalty"})  # of a request: vLLM's and SGLang's names
@@ -99,7 +100,7 @@ def load_served(runs: Sequence[tuple[str, Path]], device: str) -> dict[str, Answ
             raise UserError(f"{run_dir}: a model of scores answers nothing: `finetune score` is what it does")
         if name in found:
             raise UserError(f"serve: two models are named {name!r}: give one another name, as NAME={run_dir}")
-        tokenizer, adapter = AutoTokenizer.from_pretrained(folder), f"served_{len(found)}"
+        tokenizer, adapter = load_auto(AutoTokenizer, folder), f"served_{len(found)}"
         base = _base_to_share(folder)
         key = (base or str(folder), len(tokenizer))
         if key in shared:

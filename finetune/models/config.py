@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from finetune.errors import UserError
 from finetune.models.added_tokens import add_tokens
 from finetune.models.checkpoint_files import tensor_names
+from finetune.models.remote_code import load_auto
 from finetune.recipe.schema import Model, Recipe, Tokens
 
 
@@ -61,9 +62,7 @@ def base_config(model: Model) -> PretrainedConfig:
             _check_config_keys(model.config)
             return AutoConfig.for_model(**model.config)
         assert model.name is not None
-        return AutoConfig.from_pretrained(
-            model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
-        )
+        return load_auto(AutoConfig, model.name, model.trust_remote_code, revision=model.revision or "main")
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
         where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
         reason = why_not_found(model.name, error) or _short(error)
@@ -213,9 +212,7 @@ def load_tokenizer(model: Model, tokens: Tokens | None = None) -> PreTrainedToke
     assert source is not None  # the schema wants one of the two
     revision = model.revision if model.tokenizer is None else None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=revision or "main", trust_remote_code=model.trust_remote_code
-        )
+        tokenizer = load_auto(AutoTokenizer, source, model.trust_remote_code, revision=revision or "main")
     except (OSError, ValueError, KeyError) as error:
         key = "model.tokenizer" if model.tokenizer else "model.name"
         reason = why_not_found(source, error) or first_line(error)
