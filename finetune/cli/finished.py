@@ -101,8 +101,12 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; requests need no key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     device: Annotated[str, typer.Option(help="auto: over all GPUs; or cpu, cuda:1, ...")] = "auto",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Also answer requests to this host name; may be repeated. '*': to any."),
+    ] = None,
 ) -> None:
-    """Serve trained models by their names, for OpenAI clients: transformers' own server, one request after the other.
+    """Serve trained models by their names, for OpenAI clients, one request after the other.
 
     Example: [bold]python -m finetune serve runs/quickstart-lora other=runs/quickstart-full --port 8000[/bold]
     """
@@ -115,7 +119,7 @@ def serve(
         from finetune.inference.serve import serve as run_server
 
     with contextlib.suppress(KeyboardInterrupt):
-        run_server(named, host, port, device)
+        run_server(named, host, port, device, allow_host or ())
 
 
 def _name_and_path(run: str) -> tuple[str, str, str]:

@@ -1,81 +1,65 @@
-"""`serve`: transformers' own OpenAI-compatible server, with runs in place of the hub's models.
-
-What is ours, at its seams: models by name (adapters of one base share it), messages read and rendered as training did,
-pictures (data URLs) seen as training saw them, sampling that a request asks for, answers without the text that stopped
-them, and refusal of what would be ignored.
+"""`serve`: finished runs behind OpenAI's API, for one request at a time.
 
     POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health
+
+    request ── body and fields (api_request.py) ── prompt: read, rendered and tokenized as in training, in a thread
+            ── waits for the lane (lane.py), in which models generate ── pieces, or one answer
+
+The event loop does none of this work, so that /health answers meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import json
-import logging
 import socket
-import threading
-from collections import deque
-from collections.abc import Sequence
-from contextvars import ContextVar
+import time
+import uuid
+from collections.abc import AsyncIterator, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import uvicorn
-from fastapi import HTTPException
-from fastapi.responses import JSONResponse
-from transformers import AutoTokenizer, BatchFeature, GenerationConfig, StoppingCriteria, StoppingCriteriaList
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import BaseHandler, GenerateManager, GenerationState, Modality
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from transformers import AutoTokenizer, GenerationConfig
+from transformers.cli.serving.utils import ReasoningText, ToolCall, build_response_parser
 
-from finetune.data.samples import Conversation
 from finetune.errors import UserError
 from finetune.export.commands import load_trained, model_folder
 from finetune.export.scoring import is_scoring
-from finetune.inference.answering import Answerer, StopFilter, answerer_of, images_of, read_asked, render_prompt
+from finetune.inference.answering import Answerer, Prompt, answerer_of, images_of, read_asked
+from finetune.inference.api_request import (
+    MAX_BODY_BYTES,
+    Refused,
+    check_fields,
+    parse_body,
+    settings_of,
+    stops_of,
+)
+from finetune.inference.lane import Finished, Lane, Piece, Request
 from finetune.models.remote_code import load_auto
 
-_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
-_MORE = frozenset({"top_k", "repetition_penalty"})  # of a request: vLLM's and SGLang's names
-# Fields of a request that transformers' server leaves out, with the values that ask for nothing.
-_IGNORED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "audio": (),
-    "prediction": (),
-    "suffix": ("",),
-    "modalities": (["text"],),
-    "web_search_options": (),
-}
-
-_NUMBERS = {  # fields of a request, with their least and largest values
-    "temperature": (0, None),
-    "top_p": (0, 1),
-    "top_k": (0, None),
-    "repetition_penalty": (0.01, None),
-    "max_tokens": (1, None),
-    "max_completion_tokens": (1, None),
-    "seed": (0, None),
-}
+BODY_TIMEOUT_S = 30.0  # until a request's body is whole
+MAX_WAITING = 256  # requests, the one that is answered included
+MAX_BODIES_BYTES = 256 * 2**20  # of all bodies that are being read
+_CONTEXT = 32_768  # tokens, of a model that states none
+LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Served:
-    """One name of the server, as its handlers see a model: an adapter is switched on for each request."""
+    """One name of the server: an adapter is switched on for each request."""
 
-    def __init__(self, model: Any, adapter: str | None, settings: GenerationConfig, lock: threading.Lock):
-        self._model, self._adapter, self._lock = model, adapter, lock
+    def __init__(self, model: Any, adapter: str | None, settings: GenerationConfig):
+        self._model, self._adapter = model, adapter
         self.generation_config, self.config = settings, model.config
 
     @property
@@ -83,39 +67,39 @@ class Served:
         return self._model.device
 
     def generate(self, **arguments: Any) -> Any:
-        with self._lock:  # adapters of one base share its modules
-            if self._adapter is not None:
-                self._model.set_adapter(self._adapter)
-            self._model.generation_config = self.generation_config
+        if self._adapter is not None:
+            self._model.set_adapter(self._adapter)
+        self._model.generation_config = self.generation_config
+        with torch.no_grad():
             return self._model.generate(**arguments)
 
 
 def load_served(runs: Sequence[tuple[str, Path]], device: str) -> dict[str, Answerer]:
     """Returns the results of runs by their names; adapters of the same base share it. Raises UserError."""
-    shared: dict[tuple[str, int], tuple[Any, threading.Lock]] = {}
-    found: dict[str, Answerer] = {}
+    shared: dict[tuple[str, int], Any] = {}
+    entries: dict[str, Answerer] = {}
     for name, run_dir in runs:
         folder = model_folder(run_dir)
         if is_scoring(folder):
             raise UserError(f"{run_dir}: a model of scores answers nothing: `finetune score` is what it does")
-        if name in found:
+        if name in entries:
             raise UserError(f"serve: two models are named {name!r}: give one another name, as NAME={run_dir}")
-        tokenizer, adapter = load_auto(AutoTokenizer, folder), f"served_{len(found)}"
+        tokenizer, adapter = load_auto(AutoTokenizer, folder), f"served_{len(entries)}"
         base = _base_to_share(folder)
         key = (base or str(folder), len(tokenizer))
         if key in shared:
-            model, lock = shared[key]
+            model = shared[key]
             model.load_adapter(str(folder), adapter_name=adapter)
         else:
-            model, lock = _placed(folder, device, adapter), threading.Lock()
+            model = _placed(folder, device, adapter)
             if base is not None:
-                shared[key] = model, lock
+                shared[key] = model
         has_settings = (folder / "generation_config.json").is_file()
         settings = GenerationConfig.from_pretrained(folder) if has_settings else model.generation_config
         is_adapter = (folder / "adapter_config.json").is_file()
-        served = Served(model.eval(), adapter if is_adapter else None, settings, lock)
-        found[name] = answerer_of(run_dir, served, tokenizer)
-    return found
+        served = Served(model.eval(), adapter if is_adapter else None, settings)
+        entries[name] = answerer_of(run_dir, served, tokenizer)
+    return entries
 
 
 def _base_to_share(folder: Path) -> str | None:
@@ -129,7 +113,7 @@ def _base_to_share(folder: Path) -> str | None:
 
 
 def _placed(folder: Path, device: str, adapter: str) -> Any:
-    """Returns the model on a device; auto: over all accelerators where there are several. Raises UserError."""
+    """Returns the model on a device; auto: over all accelerators if there are several. Raises UserError."""
     if device == "auto" and torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
         return load_trained(folder, adapter=adapter, device_map="auto")
     there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -140,251 +124,343 @@ def _placed(folder: Path, device: str, adapter: str) -> Any:
         raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
 
 
-# --- what handlers of transformers' server ask for
+# --- from a request to what a lane answers
 
 
-class _Models(ModelManager):
-    """The runs, in place of the hub's models."""
+def context_of(entry: Answerer) -> int:
+    """Returns how many tokens a model takes, prompt and answer together."""
+    config = entry.model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    stated = getattr(config, "max_position_embeddings", None) or _CONTEXT
+    original = rope.get("original_max_position_embeddings") or stated
+    return max(stated, int(original * (rope.get("factor") or 1)))
+
+
+class Prompts:
+    """Makes of requests what a lane answers, in one thread: tokenizers are not to be used by two at once."""
 
     def __init__(self, entries: dict[str, Answerer]):
-        super().__init__(model_timeout=-1)
-        self.entries = entries
+        self.entries, self._thread = entries, ThreadPoolExecutor(1, "prompts")
+        sees = any(hasattr(entry.model.config, "vision_config") for entry in entries.values())
+        self.max_body = MAX_BODY_BYTES if sees else MAX_BODY_BYTES // 4
+        self._longest: dict[int, int] = {}  # characters of a token, by the tokenizer
 
-    @staticmethod
-    def get_model_modality(model: Any, processor: Any = None) -> Modality:
-        return Modality.LLM  # it says how messages are read, which is ours
+    async def make(self, body: bytes, is_chat: bool) -> tuple[dict[str, Any], Request]:
+        """Returns a request's fields, and what is to be answered. Raises Refused."""
+        return await asyncio.wrap_future(self._thread.submit(self._make, body, is_chat))
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-        return [{"id": name, "object": "model", "created": 0, "owned_by": "finetune"} for name in self.entries]
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
-
-class _Generating(GenerateManager):
-    """Generation whose text ends before a stop, and which ends where nobody waits for it."""
-
-    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, *more: Any, **named: Any):
-        queue, streamer = super().generate_streaming(model, processor, _watched(inputs), gen_config, *more, **named)
-        return _UpToStop(queue, _STOPS.get()), streamer
-
-    async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *more: Any, **named: Any):
-        text, *rest = await super().generate_non_streaming(model, processor, _watched(inputs), *more, **named)
-        return StopFilter(_STOPS.get()).feed(text, is_last=True), *rest
-
-
-class _Gone(StoppingCriteria):
-    """Ends a generation at its next token once the client has gone."""
-
-    def __init__(self, gone: threading.Event):
-        self._gone = gone
-
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:  # (1, T), (1, V) -> (1,)
-        return torch.full((len(input_ids),), self._gone.is_set(), device=input_ids.device)
-
-
-def _watched(inputs: Any) -> dict[str, Any]:
-    return {**inputs, "stopping_criteria": StoppingCriteriaList([_Gone(_GONE.get())])}
-
-
-class _ClientWatch:
-    """Around an application: sets `_GONE` of a request whose client closes the connection. transformers' server notices
-    it of streamed answers alone, and others wait for the model meanwhile."""
-
-    def __init__(self, app: Any):
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        gone, watches = threading.Event(), list[asyncio.Task[None]]()
-
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            gone.set()
-
-        async def heard() -> Any:
-            message = await receive()
-            if message["type"] == "http.request" and not message.get("more_body"):
-                watches.append(asyncio.create_task(watch()))
-            return message
-
-        _GONE.set(gone)
+    def _make(self, body: bytes, is_chat: bool) -> tuple[dict[str, Any], Request]:
+        fields = parse_body(body)
+        check_fields(fields, is_chat)
+        stops, name = stops_of(fields), fields.get("model") or next(iter(self.entries))
+        if name not in self.entries:
+            raise Refused(404, f"there is no model {name[:100]!r}; there are {', '.join(self.entries)}")
+        entry, fields["model"] = self.entries[name], name
+        context = context_of(entry)
         try:
-            await self._app(scope, heard, send)
-        finally:
-            for one in watches:
-                one.cancel()
+            prompt = self._chat(entry, fields, context) if is_chat else self._text(entry, fields["prompt"], context)
+            room = context - len(prompt.ids)
+            if room < 1:
+                raise Refused(400, f"the prompt has {len(prompt.ids):,} tokens, and the model takes {context:,}")
+            inputs = entry.inputs([prompt])
+        except (UserError, RecursionError) as error:
+            raise Refused(400, str(error)) from None
+        settings = settings_of(fields, entry.model.generation_config, room, len(entry.tokenizer))
+        parser = None
+        if is_chat:
+            tools = fields.get("tools") or None
+            parser = build_response_parser(entry.tokenizer, entry.model, inputs["input_ids"], tools)
+        return fields, Request(entry, prompt, inputs, settings, stops, fields.get("seed"), parser)
 
-
-# Of the request that a task answers.
-_GONE: ContextVar[threading.Event] = ContextVar("gone")
-_STOPS: ContextVar[tuple[str, ...]] = ContextVar("stops", default=())
-_SEEN: ContextVar[dict[str, torch.Tensor] | None] = ContextVar("seen", default=None)  # inputs of a prompt with pictures
-
-
-class _UpToStop:
-    """A queue of pieces of an answer, without a stop and what follows it."""
-
-    def __init__(self, queue: asyncio.Queue[Any], stops: Sequence[str]):
-        self._queue, self._filter, self._ready = queue, StopFilter(stops), deque[Any]()
-
-    async def get(self) -> Any:
-        while not self._ready:
-            self._take(await self._queue.get())
-        return self._ready.popleft()
-
-    def get_nowait(self) -> Any:
-        """Raises asyncio.QueueEmpty."""
-        while not self._ready:
-            self._take(self._queue.get_nowait())
-        return self._ready.popleft()
-
-    def _take(self, item: Any) -> None:
-        if type(item) is str or item is None:  # others are thoughts, calls and errors
-            text = self._filter.feed(item or "", is_last=item is None)
-            self._ready.extend([text] if text else [])
-        if type(item) is not str:
-            self._ready.append(item)
-
-
-class _State(GenerationState):
-    def get_manager(self, model_id: str, use_cb: bool = False) -> GenerateManager:
-        if model_id not in self._generate_managers:
-            self._generate_managers[model_id] = _Generating()
-        return self._generate_managers[model_id]
-
-
-class _Prepared:
-    """A tokenizer, for a conversation whose tokens and pictures are known already."""
-
-    def __init__(self, tokenizer: Any, inputs: dict[str, torch.Tensor]):
-        self.tokenizer, self._inputs = tokenizer, inputs
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-    def apply_chat_template(self, *_: Any, **__: Any) -> BatchFeature:
-        return BatchFeature(self._inputs)
-
-
-class _Asked(BaseHandler):
-    """What both endpoints do with a request before transformers' handler has it."""
-
-    model_manager: _Models
-
-    def _prepare(self, body: dict[str, Any]) -> Answerer:
-        """Returns the model that is asked for. Raises HTTPException for what would be ignored."""
-        entries = self.model_manager.entries
-        body["model"] = name = body.get("model") or next(iter(entries))
-        if name not in entries:
-            raise HTTPException(404, f"there is no model {name!r}; there are {', '.join(entries)}")
-        for field, nothing in _IGNORED.items():
-            if (value := body.get(field)) is not None and value not in nothing:
-                raise HTTPException(400, f"`{field}: {json.dumps(value)}` is not supported by this server")
-        for field, (least, largest) in _NUMBERS.items():
-            if (value := body.get(field)) is None:
-                continue
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or value < least or (largest is not None and value > largest):
-                upper = "" if largest is None else f" and at most {largest}"
-                raise HTTPException(
-                    400, f"`{field}: {json.dumps(value)}`: expected a number of at least {least}{upper}"
-                )
-        stop = body.get("stop") or ()
-        _STOPS.set((stop,) if isinstance(stop, str) else tuple(stop))
-        if not all(isinstance(text, str) and text for text in _STOPS.get()):
-            raise HTTPException(400, "`stop` is a text, or a list of texts")
-        return entries[name]
-
-    def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
-        entry, seen = self.model_manager.entries[body["model"]], _SEEN.get()
-        return body["model"], entry.model, entry.tokenizer if seen is None else _Prepared(entry.tokenizer, seen)
-
-    def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False):
-        settings = super()._build_generation_config(body, model_generation_config, use_cb)
-        if (temperature := body.get("temperature")) is not None:  # theirs stays greedy where the config is
-            settings.do_sample = float(temperature) > 0
-        if not settings.do_sample:  # transformers' defaults: it warns of others, which greedy search does not use
-            settings.temperature, settings.top_p, settings.top_k = 1.0, 1.0, 50
-        elif body.get("top_k") is not None:
-            settings.top_k = int(body["top_k"])
-        if body.get("repetition_penalty") is not None:
-            settings.repetition_penalty = float(body["repetition_penalty"])
-        return settings
-
-
-def _with_more(params: Any) -> type:
-    return type("Params", (), {"__mutable_keys__": params.__mutable_keys__ | _MORE})
-
-
-class _Chat(_Asked, ChatCompletionHandler):
-    _valid_params_class = _with_more(ChatCompletionHandler._valid_params_class)
-
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        entry = self._prepare(body)
+    def _chat(self, entry: Answerer, fields: dict[str, Any], context: int) -> Prompt:
         if entry.chat is None:
-            raise HTTPException(400, "this model has no chat template: use /v1/completions")
-        try:
-            asked = read_asked(body.get("messages"), body.get("tools"))
-            render_prompt(entry.chat, asked)  # a template refuses by raising
-            _SEEN.set(_seen(entry, asked))
-        except UserError as error:
-            raise HTTPException(400, str(error)) from None
-        body["messages"], body["tools"] = entry.chat.traits.as_dicts(asked), list(asked.tools) or None
-        return await super().handle_request(body, request_id)
+            raise Refused(400, "this model has no chat template: use /v1/completions")
+        asked = read_asked(fields["messages"], fields.get("tools"))
+        if not all(isinstance(one, str) and one[:5].lower() == "data:" for one in images_of(asked)):
+            raise Refused(
+                400, "pictures are taken as data URLs (data:image/png;base64,...): no file is read, no address fetched"
+            )
+        said = [(one.content, one.reasoning, one.tool_calls) for one in asked.messages]
+        if len(said) > context:
+            raise Refused(400, f"the prompt has {len(said):,} messages, and the model takes {context:,} tokens")
+        self._check_length(entry, len(json.dumps([said, asked.tools], ensure_ascii=False)), context)
+        return entry.tokens(replace(asked, template_arguments=fields.get("chat_template_kwargs") or {}))
 
-    @staticmethod
-    def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Any) -> list[dict[str, Any]]:
-        return messages  # they are as templates see them
+    def _text(self, entry: Answerer, text: str, context: int) -> Prompt:
+        self._check_length(entry, len(text), context)
+        prompt = entry.plain(text)
+        if not prompt.ids:
+            raise Refused(400, "`prompt` is empty")
+        return prompt
 
-    def _build_completion(self, request_id: str, content: str, *more: Any, **named: Any) -> dict[str, Any]:
-        content = StopFilter(_STOPS.get()).feed(content or "", is_last=True)
-        return super()._build_completion(request_id, content, *more, **named)
-
-
-def _seen(entry: Answerer, asked: Conversation) -> dict[str, torch.Tensor] | None:
-    """Returns what the model takes for a conversation with pictures; None where it has none. Raises UserError."""
-    references = images_of(asked)
-    if not all(isinstance(one, str) and one[:5].lower() == "data:" for one in references):
-        raise UserError(
-            "pictures are taken as data URLs (data:image/png;base64,...): no file is read, no address fetched"
-        )
-    return entry.inputs([entry.tokens(asked)]) if references else None
-
-
-class _Text(_Asked, CompletionHandler):
-    _valid_params_class = _with_more(CompletionHandler._valid_params_class)
-
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        self._prepare(body)
-        return await super().handle_request(body, request_id)
+    def _check_length(self, entry: Answerer, characters: int, context: int) -> None:
+        """Raises Refused for a text that has more tokens than the context if each were the longest there is."""
+        key = id(entry.tokenizer)
+        if key not in self._longest:
+            self._longest[key] = max(map(len, entry.tokenizer.get_vocab()))
+        if characters > context * self._longest[key]:
+            raise Refused(400, f"the prompt has {characters:,} characters, and the model takes {context:,} tokens")
 
 
-# --- the server
+# --- HTTP
 
 
-def build_app(entries: dict[str, Answerer]) -> Any:
-    """Returns transformers' application with these models, without its routes that load others."""
-    models, state, none = _Models(entries), _State(), dict[str, Any]()
-    for name in ("response", "transcription", "systemone"):
-        none[f"{name}_handler"] = None  # their routes are taken away
-    app = build_server(models, _Chat(models, state), _Text(models, state), generation_state=state, **none)
+def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL) -> Any:
+    """Returns the application. hosts: names that a request may give in its header `Host`."""
+    lane, prompts = Lane(), Prompts(entries)
+    waiting, reading = 0, 0  # requests; bytes of bodies
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        yield
+        prompts.close()
+        lane.close()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(Refused)
+    async def refused(_: HttpRequest, error: Refused) -> JSONResponse:
+        return _error(error.status, str(error))
 
     @app.exception_handler(HTTPException)
-    async def as_openai_does(_request: Any, error: HTTPException) -> JSONResponse:
-        return JSONResponse({"error": {"message": error.detail, "code": error.status_code}}, error.status_code)
+    async def of_routes(_: HttpRequest, error: HTTPException) -> JSONResponse:
+        return _error(error.status_code, str(error.detail))
 
-    app.add_middleware(_ClientWatch)
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in _ROUTES]
+    @app.exception_handler(Exception)
+    async def unforeseen(_: HttpRequest, error: Exception) -> JSONResponse:
+        return _error(500, f"{type(error).__name__}: {str(error)[:200]}")
+
+    @app.get("/health")
+    async def health() -> Any:
+        return {"status": "ok", "answering": lane.answering, "waiting": max(0, waiting - lane.answering)}
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "finetune"} for name in entries]
+        return {"object": "list", "data": data}
+
+    @app.post("/v1/chat/completions")
+    async def chat(http: HttpRequest) -> Any:
+        return await answered(http, is_chat=True)
+
+    @app.post("/v1/completions")
+    async def completions(http: HttpRequest) -> Any:
+        return await answered(http, is_chat=False)
+
+    async def answered(http: HttpRequest, is_chat: bool) -> Any:
+        nonlocal waiting
+        body = await whole_body(http)
+        if waiting >= MAX_WAITING:
+            raise Refused(429, f"{MAX_WAITING} requests wait already: try again later")
+        waiting += 1
+        is_streamed = False
+        try:
+            fields, request = await prompts.make(body, is_chat)
+            about = {"id": f"finetune-{uuid.uuid4().hex}", "created": int(time.time()), "model": fields["model"]}
+            answer = asyncio.create_task(_answer(lane, request, http))
+            answer.add_done_callback(done)
+            is_streamed = True
+            if fields.get("stream"):
+                usage = bool((fields.get("stream_options") or {}).get("include_usage"))
+                events = _events(answer, request, about, is_chat, usage)
+                return StreamingResponse(events, media_type="text/event-stream")
+            finished = await answer
+            return JSONResponse(_whole(request, finished, about, is_chat))
+        finally:
+            if not is_streamed:
+                waiting -= 1
+
+    def done(_: Any) -> None:
+        nonlocal waiting
+        waiting -= 1
+
+    async def whole_body(http: HttpRequest) -> bytes:
+        nonlocal reading
+        if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refused(415, "expected a body of JSON, with the header Content-Type: application/json")
+        parts: list[bytes] = []
+        size = 0
+
+        async def read() -> None:
+            nonlocal reading, size
+            async for part in http.stream():
+                size, reading = size + len(part), reading + len(part)
+                if size > prompts.max_body:
+                    raise Refused(413, f"the body has more than {prompts.max_body:,} bytes")
+                if reading > MAX_BODIES_BYTES:
+                    raise Refused(503, "too many bodies are being sent: try again later")
+                parts.append(part)
+
+        try:
+            await asyncio.wait_for(read(), BODY_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise Refused(408, f"the body was not whole after {BODY_TIMEOUT_S:g} s") from None
+        except ClientDisconnect:
+            raise Refused(400, "the connection was closed within the body") from None
+        finally:
+            reading -= size
+        return b"".join(parts)
+
+    app.add_middleware(_HostCheck, hosts=hosts)
     return app
 
 
-def serve(runs: Sequence[tuple[str, Path]], host: str, port: int, device: str) -> None:
-    """Serve runs until Ctrl-C. port 0: any that is free. Raises UserError."""
-    logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # it warns of every request
+async def _answer(lane: Lane, request: Request, http: HttpRequest) -> Finished:
+    """Waits for an answer, and ends it once its client closes the connection, also while it waits for the lane."""
+
+    async def until_gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        request.gone.set()
+        future.cancel()  # if it still waits
+
+    future = lane.submit(request)
+    watch = asyncio.create_task(until_gone())
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        if future.cancelled() and request.gone.is_set():
+            return Finished("", "stop", 0)  # nobody reads it
+        raise
+    finally:
+        request.gone.set()
+        watch.cancel()
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    headers = {"Connection": "close"} if status in (403, 408, 413, 415, 503) else None  # the body was not read
+    return JSONResponse({"error": error}, status, headers)
+
+
+def _usage(request: Request, finished: Finished) -> dict[str, int]:
+    prompt = len(request.prompt.ids)
+    return {"prompt_tokens": prompt, "completion_tokens": finished.tokens, "total_tokens": prompt + finished.tokens}
+
+
+def _call(call: ToolCall, index: int) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "index": index, "function": function}
+
+
+def _whole(request: Request, finished: Finished, about: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+    """Returns an answer that is not streamed."""
+    pieces = [request.pieces.get_nowait() for _ in range(request.pieces.qsize())]
+    joined = "".join(piece for piece in pieces if type(piece) is str)
+    text = joined if finished.text is None else finished.text
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finished.finish_reason}
+    if not is_chat:
+        choice["text"] = text
+    else:
+        choice["message"] = {"role": "assistant", "content": text}
+        if thought := "".join(piece for piece in pieces if isinstance(piece, ReasoningText)):
+            choice["message"]["reasoning_content"] = thought
+        if calls := [piece for piece in pieces if isinstance(piece, ToolCall)]:
+            choice["message"]["tool_calls"] = [_call(call, i) for i, call in enumerate(calls)]
+            choice["finish_reason"] = "tool_calls"
+    kind = "chat.completion" if is_chat else "text_completion"
+    return {**about, "object": kind, "choices": [choice], "usage": _usage(request, finished)}
+
+
+async def _events(
+    answer: asyncio.Task[Finished], request: Request, about: dict[str, Any], is_chat: bool, usage: bool
+) -> AsyncIterator[str]:
+    """Yields a streamed answer as server-sent events. usage: once more at the end, as `include_usage` asks."""
+    about = {**about, "object": "chat.completion.chunk" if is_chat else "text_completion"}
+    calls = 0
+
+    def event(delta: dict[str, Any], reason: str | None = None, **more: Any) -> str:
+        said: dict[str, Any] = {"delta": delta} if is_chat else {"text": delta.get("content", "")}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+        return f"data: {json.dumps({**about, 'choices': [choice], **more})}\n\n"
+
+    def of(piece: Piece) -> dict[str, Any]:
+        nonlocal calls
+        if isinstance(piece, ToolCall):
+            calls += 1
+            return {"tool_calls": [_call(piece, calls - 1)]}
+        return {"reasoning_content" if isinstance(piece, ReasoningText) else "content": piece}
+
+    try:
+        if is_chat:
+            yield event({"role": "assistant", "content": ""})
+        while not (answer.done() and request.pieces.empty()):
+            piece = asyncio.create_task(request.pieces.get())
+            await asyncio.wait({piece, answer}, return_when=asyncio.FIRST_COMPLETED)
+            if piece.done():
+                yield event(of(piece.result()))
+            else:
+                piece.cancel()
+        try:
+            finished = answer.result()
+        except RuntimeError as error:  # of torch, such as a full memory
+            yield f"data: {json.dumps({'error': {'message': str(error)[:200], 'type': 'server_error'}})}\n\n"
+            return
+        count = _usage(request, finished)
+        yield event({}, "tool_calls" if calls else finished.finish_reason, usage=count)
+        if usage:
+            yield f"data: {json.dumps({**about, 'choices': [], 'usage': count})}\n\n"
+        yield "data: [DONE]\n\n"
+    finally:
+        request.gone.set()
+        answer.cancel()
+
+
+# --- names by which the server is called
+
+
+def is_allowed_host(header: str, hosts: Collection[str]) -> bool:
+    """Returns whether a request's `Host` is one of some names, with or without a port. A page of another name that
+    resolves to this machine (DNS rebinding) is none; "*" in hosts: any."""
+    name = header.strip().lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    return name in hosts or "*" in hosts or ("any address" in hosts and _is_address(name))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class _HostCheck:
+    """Around an application: refuses requests for a server of another name."""
+
+    def __init__(self, app: Any, hosts: Collection[str]):
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            if len(given) != 1 or not is_allowed_host(given[0], self._hosts):
+                shown = ", ".join(given)[:100]
+                message = f"this server is not called {shown!r}: `serve --allow-host NAME` allows a name"
+                await _error(403, message)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def hosts_of(host: str, more: Sequence[str]) -> set[str]:
+    """Returns the names of a server that listens on a host; on all addresses, it has them all."""
+    every = {"any address"} if host in ("0.0.0.0", "::", "") else set[str]()
+    return {*LOCAL, host.lower(), *map(str.lower, more), *every}
+
+
+def serve(runs: Sequence[tuple[str, Path]], host: str, port: int, device: str, allowed: Sequence[str] = ()) -> None:
+    """Serve runs until Ctrl-C. port 0: any that is free; allowed: more names of the server. Raises UserError."""
     try:
         listening = socket.create_server((host, port))
     except OSError as error:
         raise UserError(f"serve: {host}:{port} cannot be listened on: {error.strerror}; give another --port") from None
     with listening:
-        app = build_app(load_served(runs, device))
+        app = build_app(load_served(runs, device), hosts_of(host, allowed))
         url = f"http://{host}:{listening.getsockname()[1]}/v1"
         print(f"serving {', '.join(name for name, _ in runs)} at {url} (Ctrl-C ends it)", flush=True)
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)
+        uvicorn.Server(config).run(sockets=[listening])
