@@ -10,11 +10,14 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from finetune.recipe.schema import check_template_arguments
+
 MAX_BODY_BYTES = 32 * 2**20  # a prompt with pictures; of models that see none a quarter
 MAX_VALUES = 200_000  # of a body's JSON: lists, objects and their items
 MAX_DEPTH = 64
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_BIASES = 1024
+MAX_ARGUMENTS = 4096  # characters of a template's, as JSON: templates are kept with them
 DEFAULT_MAX_TOKENS = 1024
 
 # Numbers of a request: whether they are whole, their least and their largest value.
@@ -132,9 +135,19 @@ def check_fields(fields: dict[str, Any], is_chat: bool) -> None:
     temperature = fields.get("temperature") or 0
     if 0 < temperature < _LEAST_TEMPERATURE:
         raise Refused(400, f"`temperature: {temperature}`: expected 0, or at least {_LEAST_TEMPERATURE}")
+    _check_template_arguments(fields.get("chat_template_kwargs") or {})
     options = fields.get("stream_options") or {}
     if options.keys() - {"include_usage"} or not isinstance(options.get("include_usage", False), bool):
         raise Refused(400, f"`stream_options: {_shown(options)}`: expected include_usage, true or false")
+
+
+def _check_template_arguments(arguments: dict[str, Any]) -> None:
+    if len(json.dumps(arguments)) > MAX_ARGUMENTS:
+        raise Refused(400, f"`chat_template_kwargs`: at most {MAX_ARGUMENTS:,} characters")
+    try:
+        check_template_arguments(arguments)
+    except ValueError as error:
+        raise Refused(400, f"`chat_template_kwargs`: {error}") from None
 
 
 def _none_of(name: str) -> tuple[Any, ...]:
