@@ -47,12 +47,12 @@ from finetune.inference.api_request import (
 )
 from finetune.inference.lane import Finished, Lane, Piece, Request
 from finetune.models.remote_code import load_auto
+from finetune.utils import LOCAL_HOSTS, host_name
 
 BODY_TIMEOUT_S = 30.0  # until a request's body is whole
 MAX_WAITING = 256  # requests, the one that is answered included
 MAX_BODIES_BYTES = 256 * 2**20  # of all bodies that are being read
 _CONTEXT = 32_768  # tokens, of a model that states none
-LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Served:
@@ -208,7 +208,7 @@ class Prompts:
 # --- HTTP
 
 
-def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL) -> Any:
+def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL_HOSTS) -> Any:
     """Returns the application. hosts: names that a request may give in its header `Host`."""
     lane, prompts = Lane(), Prompts(entries)
     waiting, reading = 0, 0  # requests; bytes of bodies
@@ -416,8 +416,7 @@ async def _events(
 def is_allowed_host(header: str, hosts: Collection[str]) -> bool:
     """Returns whether a request's `Host` is one of some names, with or without a port. A page of another name that
     resolves to this machine (DNS rebinding) is none; "*" in hosts: any."""
-    name = header.strip().lower()
-    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    name = host_name(header)
     return name in hosts or "*" in hosts or ("any address" in hosts and _is_address(name))
 
 
@@ -449,7 +448,7 @@ class _HostCheck:
 def hosts_of(host: str, more: Sequence[str]) -> set[str]:
     """Returns the names of a server that listens on a host; on all addresses, it has them all."""
     every = {"any address"} if host in ("0.0.0.0", "::", "") else set[str]()
-    return {*LOCAL, host.lower(), *map(str.lower, more), *every}
+    return {*LOCAL_HOSTS, host.lower(), *map(str.lower, more), *every}
 
 
 def serve(runs: Sequence[tuple[str, Path]], host: str, port: int, device: str, allowed: Sequence[str] = ()) -> None:

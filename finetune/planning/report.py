@@ -25,6 +25,7 @@ from finetune.errors import UserError
 from finetune.planning.token_html import sequence_names, tokens_html
 from finetune.planning.web_page import head, page, text
 from finetune.tracking.metrics import EXAMPLES, GENERATIONS, read_steps
+from finetune.utils import LOCAL_HOSTS, host_name
 
 WIDTH, HEIGHT = 480, 150  # of a chart, in SVG units
 POINTS = 1000  # of a curve; of longer ones every n-th is drawn, and the last
@@ -125,6 +126,9 @@ def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) ->
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if host_name(self.headers.get("Host", "")) not in LOCAL_HOSTS:
+                self.send_error(403, "this server is called localhost or 127.0.0.1")
+                return
             if self.path != "/":
                 self.send_error(404)
                 return
