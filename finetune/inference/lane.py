@@ -36,13 +36,17 @@ class Request:
 
     entry: Any  # an Answerer
     prompt: Prompt
-    inputs: dict[str, torch.Tensor]
     settings: GenerationConfig
     stops: tuple[str, ...]
     seed: int | None
     parser: Any = None  # transformers' ResponseParser: takes thoughts and tool calls out of the text
     pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # there is a piece
     gone: threading.Event = field(default_factory=threading.Event)  # its client has closed the connection
+
+    def put(self, piece: Piece) -> None:
+        self.pieces.put_nowait(piece)
+        self.begun.set()
 
 
 class Lane:
@@ -59,7 +63,7 @@ class Lane:
         loop = asyncio.get_running_loop()
 
         def tell(piece: Piece) -> None:
-            loop.call_soon_threadsafe(request.pieces.put_nowait, piece)
+            loop.call_soon_threadsafe(request.put, piece)
 
         return self._thread.submit(self._answer, request, tell)
 
@@ -75,10 +79,9 @@ class Lane:
             if request.seed is not None:
                 torch.manual_seed(request.seed)
             watch = _Watch(request, self._decoder(request.entry.tokenizer), tell, self._closing)
-            model = request.entry.model
-            inputs = {name: value.to(model.device) for name, value in request.inputs.items()}
-            criteria = StoppingCriteriaList([watch])
-            output = model.generate(**inputs, generation_config=request.settings, stopping_criteria=criteria)
+            inputs, criteria = request.entry.inputs([request.prompt]), StoppingCriteriaList([watch])
+            more = {"generation_config": request.settings, "stopping_criteria": criteria}
+            output = request.entry.model.generate(**inputs, **more)
             return watch.finish(output[0, len(request.prompt.ids) :].tolist())
         finally:
             self.answering = 0

@@ -29,9 +29,10 @@ from finetune.export.servers import tensor_parallel_size, unread_by_vllm
 from finetune.export.trained import find_trained
 from finetune.inference.answering import answerer_of, answers, chat_with
 from finetune.inference.chat import chat_with_server
+from finetune.inference.http_api import is_allowed_host
 from finetune.inference.live import Live, verify_url
 from finetune.inference.sampling import Sampling
-from finetune.inference.serve import hosts_of, is_allowed_host, load_served, serve
+from finetune.inference.serve import hosts_of, load_served, serve
 
 GREEN: list[Any] = [{"role": "user", "content": "green"}]
 
