@@ -86,7 +86,7 @@ class Pipeline(Engine):
     def _lay_out(self, recipe: Recipe) -> Layout:
         """Returns a layout by the weights of the model alone, so that it is the same in every mode."""
         sizes = self.parallelism
-        skeleton = without_weights(model_config(recipe.model))
+        skeleton = without_weights(model_config(recipe.model), trusted=recipe.model.trust_remote_code)
         stages = sizes.pipeline * sizes.stages_per_rank
         return lay_out(skeleton, stages, sizes.pipeline, recipe.objective.scores_sequences)
 

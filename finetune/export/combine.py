@@ -31,6 +31,7 @@ from finetune.export.streamed import Base, StreamedModel, find_base, name_of_bas
 from finetune.export.tensor_files import write_shards
 from finetune.export.trained import Trained
 from finetune.export.weight_files import SHARD_BYTES
+from finetune.models.remote_code import load_auto
 from finetune.utils import sha256_file
 
 _PARALLEL = 0.9995  # cosine from which the arc is taken as a line
@@ -196,7 +197,7 @@ def _shapes(models: Sequence[StreamedModel], base: Base) -> dict[str, Tensor]:
 
 
 def _template(run: Trained) -> Any:
-    return AutoTokenizer.from_pretrained(run.settings).chat_template
+    return load_auto(AutoTokenizer, run.settings).chat_template
 
 
 def _card(about: dict[str, Any], how: Merge) -> str:

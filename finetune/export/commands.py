@@ -28,6 +28,7 @@ from finetune.models.added_tokens import grow_to
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.base_config import first_line
 from finetune.models.config import model_config
+from finetune.models.remote_code import load_auto, trusts_code
 from finetune.models.score_model import labelled
 from finetune.models.text_part import is_multimodal
 from finetune.recipe.schema import Model
@@ -49,7 +50,7 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
     folder = model_folder(run_dir)
     if is_scoring(folder):
         raise UserError(f"{run_dir}: a model of scores generates nothing: `finetune score` is what it does")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_auto(AutoTokenizer, folder)
     model = load_trained(folder)
     if (folder / "generation_config.json").is_file():  # an adapter's model has its base's, which ends elsewhere
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -65,7 +66,7 @@ def load_trained(folder: Path, base: str | None = None, adapter: str = "default"
     """
     if not (folder / "adapter_config.json").is_file():
         try:
-            return class_of_result(folder).from_pretrained(folder, dtype="auto", device_map=device_map)
+            return load_auto(class_of_result(folder), folder, dtype="auto", device_map=device_map)
         except (OSError, ValueError) as error:
             raise UserError(f"{folder} cannot be loaded: {first_line(error)}") from None
     from peft import PeftModel
@@ -76,9 +77,10 @@ def load_trained(folder: Path, base: str | None = None, adapter: str = "default"
         return PeftModel.from_pretrained(load_base(folder, base, device_map), str(folder), adapter)
 
 
-def auto_class(name: str) -> Any:
-    """Returns transformers' auto class of a model that generates: another one, where it is multimodal."""
-    return AutoModelForMultimodalLM if is_multimodal(AutoConfig.from_pretrained(name)) else AutoModelForCausalLM
+def auto_class(name: str, trusted: bool | None = None) -> Any:
+    """Returns transformers' auto class of a model that generates: another one, where it is multimodal. trusted: see
+    `load_auto`."""
+    return AutoModelForMultimodalLM if is_multimodal(load_auto(AutoConfig, name, trusted)) else AutoModelForCausalLM
 
 
 def class_of_result(folder: Path) -> Any:
@@ -238,15 +240,20 @@ def load_base(adapter: Path, elsewhere: str | None = None, device_map: str | Non
     """
     settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     name = elsewhere or settings["base_model_name_or_path"]
-    size = len(AutoTokenizer.from_pretrained(adapter))
+    size, trusted = len(load_auto(AutoTokenizer, adapter)), trusts_code(adapter)
     try:
         if settings.get("task_type") != "SEQ_CLS":
-            return grow_to(auto_class(name).from_pretrained(name, dtype="auto", device_map=device_map), size)
-        config = labelled(model_config(Model(name=name)), read_labels(adapter))
-        config.get_text_config().pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id
-        part = base_checkpoint(Model(name=name))
-        base = AutoModelForSequenceClassification.from_pretrained(
-            name, config=config, dtype="auto", key_mapping=part and part.renames
+            return grow_to(
+                load_auto(auto_class(name, trusted), name, trusted, dtype="auto", device_map=device_map), size
+            )
+        config = labelled(model_config(Model(name=name, trust_remote_code=trusted)), read_labels(adapter))
+        config.get_text_config().pad_token_id = load_auto(AutoTokenizer, adapter).pad_token_id
+        part = base_checkpoint(Model(name=name, trust_remote_code=trusted))
+        base = load_auto(
+            *(AutoModelForSequenceClassification, name, trusted),
+            config=config,
+            dtype="auto",
+            key_mapping=part and part.renames,
         )
         return grow_to(base, size)
     except (OSError, ValueError) as error:  # a name that is neither a folder's nor the hub's is a ValueError

@@ -263,11 +263,12 @@ def _trained_parts(trained: Trained) -> Parts | None:
 def _skeleton(trained: Trained, base: str | None) -> Any:
     """Returns transformers' model without weights, tied."""
     config, labels = _config(trained, base), _labels(trained)
+    trusted = trained.recipe is not None and trained.recipe.model.trust_remote_code
     if labels:
-        model = without_weights(labelled(config, labels), AutoModelForSequenceClassification)
+        model = without_weights(labelled(config, labels), AutoModelForSequenceClassification, trusted)
     else:
         whole = _trained_parts(trained) is not None
-        model = without_weights(config, AutoModelForImageTextToText if whole else AutoModelForCausalLM)
+        model = without_weights(config, AutoModelForImageTextToText if whole else AutoModelForCausalLM, trusted)
     model.tie_weights()
     return model
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from finetune.errors import UserError
+from finetune.models.remote_code import from_config, load_auto
 from finetune.recipe.schema import Model
 
 
@@ -23,9 +24,7 @@ def base_config(model: Model) -> PretrainedConfig:
             _check_config_keys(model.config)
             return AutoConfig.for_model(**model.config)
         assert model.name is not None
-        return AutoConfig.from_pretrained(
-            model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
-        )
+        return load_auto(AutoConfig, model.name, model.trust_remote_code, revision=model.revision or "main")
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
         where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
         reason = why_not_found(model.name, error) or short_message(error)
@@ -43,10 +42,13 @@ def _check_config_keys(config: dict[str, Any]) -> None:
             raise UserError(f"model.config.{name}: not a setting of {config['model_type']}{hint}")
 
 
-def without_weights(config: PretrainedConfig, auto: Any = AutoModelForCausalLM, **common: Any) -> Any:
-    """Returns a model of shapes alone (device `meta`), not tied; common: arguments of transformers' `from_config`."""
+def without_weights(
+    config: PretrainedConfig, auto: Any = AutoModelForCausalLM, trusted: bool | None = None, **common: Any
+) -> Any:
+    """Returns a model of shapes alone (device `meta`), not tied. trusted: see `load_auto`; common: arguments of
+    transformers' `from_config`."""
     with torch.device("meta"), no_init_weights():
-        return auto.from_config(config, **common)
+        return from_config(auto, config, trusted, **common)
 
 
 def rope_types(parameters: dict[str, Any] | None) -> set[str]:

@@ -11,15 +11,8 @@ from transformers import PretrainedConfig
 
 from finetune.errors import UserError
 from finetune.models.base_config import base_config, depends_on_length, rope_types, short_message, without_weights
-
-# Re-exported until every importer names their own files.
-from finetune.models.base_config import first_line as first_line
-from finetune.models.base_config import why_not_found as why_not_found
 from finetune.models.checkpoint_files import tensor_names
 from finetune.models.text_part import check_text_part, is_multimodal, text_part_of
-from finetune.models.tokenizer import check_same_vocabulary as check_same_vocabulary
-from finetune.models.tokenizer import check_token_ids as check_token_ids
-from finetune.models.tokenizer import load_tokenizer as load_tokenizer
 from finetune.models.vision import family_of
 from finetune.recipe.schema import Model, Recipe
 

@@ -7,6 +7,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFas
 from finetune.errors import UserError
 from finetune.models.added_tokens import add_tokens
 from finetune.models.base_config import first_line, why_not_found
+from finetune.models.remote_code import load_auto
 from finetune.recipe.schema import Model, Tokens
 
 
@@ -21,9 +22,7 @@ def load_tokenizer(model: Model, tokens: Tokens | None = None) -> PreTrainedToke
     assert source is not None  # the schema wants one of the two
     revision = model.revision if model.tokenizer is None else None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=revision or "main", trust_remote_code=model.trust_remote_code
-        )
+        tokenizer = load_auto(AutoTokenizer, source, model.trust_remote_code, revision=revision or "main")
     except (OSError, ValueError, KeyError) as error:
         key = "model.tokenizer" if model.tokenizer else "model.name"
         reason = why_not_found(source, error) or first_line(error)

@@ -39,6 +39,7 @@ from finetune.models.config import dtypes, model_config
 from finetune.models.moe import reach_experts
 from finetune.models.patches import replace_class
 from finetune.models.quantized import MULTIPLE, is_stored_quantised, keep_weights_unpacked, linear_weights, quantise
+from finetune.models.remote_code import from_config
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.vision import (
@@ -205,6 +206,7 @@ def _unpacked_model(
     auto: Any,
 ) -> tuple[Any, set[str] | None]:
     """Returns what `_base_model` does, with linear layers as they were published."""
+    trusted = recipe.model.trust_remote_code
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
     if recipe.model.train is not None:
         common["attn_implementation"] = attention_of_parts(config, attention.implementation)
@@ -214,11 +216,11 @@ def _unpacked_model(
             "use `mode: lora`, which computes with their exact values, or a checkpoint in bfloat16"
         )
     if placement.weights == "meta":
-        model = without_weights(config, auto, **common)
+        model = without_weights(config, auto, trusted=trusted, **common)
         model.tie_weights()  # no_init_weights leaves them apart
         return model, None
     if recipe.model.config is not None:
-        return auto.from_config(config, **common), None
+        return from_config(auto, config, trusted, **common), None
     if is_mxfp4:
         common["quantization_config"] = Mxfp4Config(dequantize=True)
     if placement.device is not None and (is_stored_quantised(config) or placement.direct):
@@ -236,7 +238,7 @@ def _unpacked_model(
             name,
             config=config,
             revision=recipe.model.revision or "main",
-            trust_remote_code=recipe.model.trust_remote_code,
+            trust_remote_code=trusted,
             output_loading_info=True,
             **common,
         )
@@ -246,7 +248,8 @@ def _unpacked_model(
     if load is not auto:
         replace_class(model, load.__mro__[1], "own class")
     if layers is not None:
-        _complete(model, without_weights(config, auto, dtype=dtype, attn_implementation=attention.implementation))
+        common = {"dtype": dtype, "attn_implementation": attention.implementation}
+        _complete(model, without_weights(config, auto, trusted=trusted, **common))
     if conversions := getattr(model, "_weight_conversions", None):  # under ZeRO-3, those without a use as well
         model._weight_conversions = [one for one in conversions if one.was_used()]
     if base is not None:

@@ -23,6 +23,7 @@ from finetune.checkpoints.folder import best_checkpoint
 from finetune.data.visible_text import Token, visible
 from finetune.errors import UserError
 from finetune.tracking.metrics import EXAMPLES, GENERATIONS, read_steps
+from finetune.utils import LOCAL_HOSTS, host_name
 from finetune.view.token_html import sequence_names, tokens_html
 from finetune.view.web_page import head, page, text
 
@@ -125,6 +126,9 @@ def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) ->
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if host_name(self.headers.get("Host", "")) not in LOCAL_HOSTS:
+                self.send_error(403, "this server is called localhost or 127.0.0.1")
+                return
             if self.path != "/":
                 self.send_error(404)
                 return

@@ -42,6 +42,7 @@ from finetune.models.attention.mixers import (
     takes_batches,
 )
 from finetune.models.attention.per_document import rotate_per_document
+from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config
 from finetune.models.wrapped import accepted, accepted_names
 
@@ -285,7 +286,7 @@ class Trial:
         common = {} if implementation is None else {"attn_implementation": implementation}
         if getattr(config.get_text_config(), "output_router_logits", False):
             config.get_text_config().output_router_logits = False  # `CausalLMWithLoss` does not ask for it, either
-        self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **common)
+        self.model: Any = from_config(AutoModelForCausalLM, config, dtype=torch.float32, **common)
         takes = inspect.signature(self.model.forward).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
         self._takes_use_cache = "use_cache" in takes or takes_any

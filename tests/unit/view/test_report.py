@@ -177,6 +177,9 @@ def test_a_run_is_watched(tmp_path: Path) -> None:
     assert last_step() == 31
     with pytest.raises(urllib.error.HTTPError):
         urllib.request.urlopen(f"{urls[0]}recipe.yaml", timeout=30)
+    other = urllib.request.Request(urls[0], headers={"Host": "evil.example"})  # a name that leads here
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(other, timeout=30)
 
 
 def test_what_is_no_run_is_said(tmp_path: Path) -> None:
