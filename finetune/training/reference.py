@@ -64,7 +64,8 @@ class ReferenceColumns:
         self._recipe, self._engine, self._console = recipe, engine, console
         self._folder = run_folder(recipe) / "reference"
         self._model = self._on_main(self._dependencies)
-        self._parts = {"train": training, **({"eval": held_out} if held_out else {})}
+        self._training = training
+        self._parts = {"train": training.once(), **({"eval": held_out} if held_out else {})}
         self._keys = {part: self._on_main(partial(key_of, self._model, data)) for part, data in self._parts.items()}
         self._found = {part: self._on_main(partial(self._find, part)) for part in self._parts}
         if recipe.objective.reference_model is not None and None in self._found.values():
@@ -84,7 +85,8 @@ class ReferenceColumns:
             if values is None:
                 raise RunFailure(f"{self._folder / part}: was written and cannot be read; is the disk in order?")
             computed[part] = replace(data, examples=data.examples.with_columns({REFERENCE: values}))
-        return computed["train"], computed.get("eval"), str(self._found["train"])
+        training = replace(self._training, examples=computed["train"].examples)
+        return training, computed.get("eval"), str(self._found["train"])
 
     def _dependencies(self) -> Dependencies:
         reference = recipe_of_reference(self._recipe)

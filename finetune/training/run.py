@@ -346,7 +346,7 @@ def _plan(
     """reference: where its log-probabilities are from."""
     size = training.size(recipe.data.max_length)
     shared_share = size.shared_tokens / size.tokens if size else None
-    steps, total_rows = run_length(recipe, size.rows if size else None)
+    steps, total_rows = run_length(recipe, size.rows, size.run_rows) if size else run_length(recipe, None)
     budget, precision = recipe.batch.tokens_per_device, recipe.train.precision
     if budget is None:
         micro_batches = recipe.batch.rows // (rows.rows * engine.parallelism.data)

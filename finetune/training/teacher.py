@@ -153,11 +153,12 @@ class TeacherPass:
         prediction = Prediction(self.count, settings.value("temperature"), self._tokens(config))
         objective = Objective(lambda outputs, batch: {}, token_loss=prediction, num_details=2)
         forward = ForwardPass(trainer.forward.attention, objective)
-        examples = self.data.examples
+        data = self.data.once()
+        examples = data.examples
         if settings.samples:
             examples = examples.with_predictions(Draws(settings.samples))
-        in_order = OrderedRows(examples, self.data.rows)
-        loader = replace(trainer.loader, rows=in_order, total_rows=len(self.data.rows), alike=0)
+        in_order = OrderedRows(examples, data.rows)
+        loader = replace(trainer.loader, rows=in_order, total_rows=len(data.rows), alike=0)
         rows = _rows(engine, forward, loader, trainer.console)
         if not engine.is_main:
             for _ in rows:
