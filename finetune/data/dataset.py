@@ -95,7 +95,10 @@ class Dataset:
         computed = sizes.tokens - sizes.shared if shares_prompts else sizes.tokens
         of_epochs = map(self.epochs.epoch, range(self.epochs.num_epochs)) if self.epochs else [self.rows]
         heaviest = [
-            [np.add.reduceat(counts[rows.members], rows.offsets[:-1]).max() for counts in (computed, sizes.target_tokens)]
+            [
+                np.add.reduceat(counts[rows.members], rows.offsets[:-1]).max()
+                for counts in (computed, sizes.target_tokens)
+            ]
             for rows in of_epochs
             if len(rows)
         ]

@@ -58,6 +58,19 @@ def change(file: Path, name: str, call: Callable[[torch.Tensor], torch.Tensor]) 
     save_file({**tensors, name: call(tensors[name])}, file, {"format": "pt"})
 
 
+def test_epochs_of_different_examples_have_the_reference_of_each(pairs, write_recipe, tmp_path):
+    """Computed of each once beforehand, as without the adapters in each step; the last epoch is half as long."""
+    pairs["data"]["train"][0]["weight"] = 0.6
+    pairs |= {"mode": "lora", "lora": {"rank": 2}, "train": {**pairs["train"], "max_steps": None, "epochs": 2.5}}
+    path = write_recipe(pairs)
+    train_here(path, "run.name=before", "objective.reference=precomputed")
+    train_here(path, "run.name=within", "objective.reference=adapters_off")
+    before, within = (losses(tmp_path / "runs" / name) for name in ("before", "within"))
+    assert len(log_probs(tmp_path / "runs" / "before")) == 2 * 40
+    assert len(before) > 3
+    assert before == pytest.approx(within, rel=1e-6)
+
+
 # --- the key
 
 

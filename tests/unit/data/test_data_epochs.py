@@ -244,9 +244,7 @@ def test_steps_beyond_what_all_sources_give_are_refused(sources):
 
 
 def test_numbers_of_an_epoch_are_those_of_the_first(sources):
-    one, several = (
-        training(sources, "a weight=0.5", "b weight=1.2", train={"epochs": epochs})[1] for epochs in (1, 4)
-    )
+    one, several = (training(sources, "a weight=0.5", "b weight=1.2", train={"epochs": epochs})[1] for epochs in (1, 4))
     assert one.epochs is None
     assert several.epochs is not None
     assert replace(several.size(64), run_rows=None) == one.size(64)
