@@ -94,15 +94,11 @@ class Dataset:
         sizes = self.examples.sizes
         computed = sizes.tokens - sizes.shared if shares_prompts else sizes.tokens
         of_epochs = map(self.epochs.epoch, range(self.epochs.num_epochs)) if self.epochs else [self.rows]
-        heaviest = [
-            [
-                np.add.reduceat(counts[rows.members], rows.offsets[:-1]).max()
-                for counts in (computed, sizes.target_tokens)
-            ]
-            for rows in of_epochs
-            if len(rows)
-        ]
-        tokens, targets = np.max(heaviest, axis=0).tolist()
+        packed = [rows for rows in of_epochs if len(rows)]
+        tokens, targets = (
+            max(int(np.add.reduceat(counts[rows.members], rows.offsets[:-1]).max()) for rows in packed)
+            for counts in (computed, sizes.target_tokens)
+        )
         return tokens, targets
 
     def summary(self) -> dict[str, int | str]:
@@ -227,8 +223,8 @@ def _over_epochs(recipe: Recipe, draw: Draw) -> Dataset:
         raise UserError("data: the weights of the sources leave no example at all; raise `weight` or `max_epochs`")
     if length.epochs is None and len(epochs) < (length.rows or 0):
         raise UserError(
-            f"data.train: after {len(epochs) // recipe.batch.rows} steps every source was read `max_epochs` times: lower "
-            "train.max_steps, or raise `max_epochs`"
+            f"data.train: after {len(epochs) // recipe.batch.rows} steps every source was read `max_epochs` times: "
+            "lower train.max_steps, or raise `max_epochs`"
         )
     return Dataset(examples, epochs.epoch(0), epochs)
 
