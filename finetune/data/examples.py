@@ -47,7 +47,7 @@ from finetune.recipe.schema import HeldOut, Mixture, Source
 if TYPE_CHECKING:
     from finetune.data.images.expansion import RowImages
 
-CODE_VERSION = 7  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
+CODE_VERSION = 8  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
 # Of a source: what chooses among its examples, or names them.
 _NOT_IN_AN_ENTRY = {"weight", "name", "max_epochs"}
 
@@ -202,16 +202,18 @@ def draw_examples(
         entries_folder() / entry_key(recipe, one.source, digest, rendering)
         for one, digest in zip(of_sources, digests, strict=True)
     ]
-    if any(load(folder) is None for folder in folders):
+    cached = [load(folder) for folder in folders]
+    if any(entry is None for entry in cached):
         opened.check_heads(renderer)
     entries, build_s = [], []
-    for one, digest, folder in zip(of_sources, digests, folders, strict=True):
+    for one, digest, folder, entry in zip(of_sources, digests, folders, cached, strict=True):
         if one.note:
             log.warning("%s", one.note)
-        build = EntryBuild(recipe, one, renderer, progress)
-        entry, seconds = find_or_build(
-            folder, entry_metadata(recipe, one, renderer), partial(build_source, build=build, digest=digest)
-        )
+        seconds = None
+        if entry is None:
+            build = EntryBuild(recipe, one, renderer, progress)
+            fill = partial(build_source, build=build, digest=digest)
+            entry, seconds = find_or_build(folder, entry_metadata(recipe, one, renderer), fill)
         entries.append(entry)
         build_s.append(seconds)
     return _choose_from(recipe, sources, entries, build_s, held_out)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
+import logging
 import os
 import shutil
 import socket
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from finetune import __version__
+from finetune.data.checksums import Damaged, checksum, sealed, unsealed, verify
 from finetune.data.dataset import Dataset
 from finetune.data.examples import Examples
 from finetune.data.sources.files import file_digest
@@ -32,8 +35,10 @@ from finetune.models.config import dtypes
 from finetune.recipe import Recipe
 from finetune.utils import fsync
 
-CODE_VERSION = 1  # raise it whenever the same model gives other log-probabilities, beyond rounding
+CODE_VERSION = 2  # raise it whenever the same model gives other log-probabilities, or an entry's layout changes
 _WEIGHTS = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.py")
+
+log = logging.getLogger(__name__)
 
 Dependencies = dict[str, Any]  # by name; JSON
 
@@ -89,23 +94,30 @@ def _state(image: str) -> list[int]:
 
 
 def load(folder: Path, key: str, count: int) -> NDArray[np.float64] | None:
-    """Returns the (count,) log-probabilities of this key; None where there are none, or some are missing."""
+    """Returns the (count,) log-probabilities of this key; None if there are none, or they are damaged, which is
+    logged."""
     try:
-        if read_report(folder).get("key") != key:
+        report = unsealed(folder / "report.json")
+        if report.get("key") != key:
             return None
-        values = np.load(folder / "log_probs.npy", allow_pickle=False)
-        os.utime(folder / "report.json")  # last used
-    except (OSError, ValueError, EOFError):
+        content = (folder / "log_probs.npy").read_bytes()
+        verify(folder / "log_probs.npy", content, report["checksums"]["log_probs.npy"])
+        with contextlib.suppress(OSError):  # a cache on read-only storage is as good
+            os.utime(folder / "report.json")  # last used
+        values = np.load(io.BytesIO(content), allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except (Damaged, OSError) as damage:
+        log.warning("%s: damaged on the disk (%s); it is not used", folder, damage)
         return None
     complete = values.dtype == np.float64 and values.shape == (count,) and bool(np.isfinite(values).all())
     return values if complete else None
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """Returns what the files of a folder were computed from; {} where there are none."""
-    with contextlib.suppress(OSError, ValueError):
-        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        return report if isinstance(report, dict) else {}
+    """Returns what the files of a folder were computed from; {} if there are none, or they are damaged."""
+    with contextlib.suppress(OSError, Damaged):
+        return unsealed(folder / "report.json")
     return {}
 
 
@@ -115,7 +127,8 @@ def save(folder: Path, values: NDArray[np.float64], report: dict[str, Any]) -> N
     try:
         temporary.mkdir(parents=True)
         np.save(temporary / "log_probs.npy", values)
-        (temporary / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        checksums = {"log_probs.npy": checksum((temporary / "log_probs.npy").read_bytes())}
+        (temporary / "report.json").write_text(sealed({**report, "checksums": checksums}), encoding="utf-8")
         for file in ("log_probs.npy", "report.json"):
             fsync(temporary / file)
         if folder.exists():
