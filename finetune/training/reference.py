@@ -140,7 +140,7 @@ class ReferenceColumns:
                 values = self._block(forward, next(feed).batches, [len(of_batch) for of_batch in places])
                 _check_finite(values, np.concatenate(places), data)
                 if self._engine.is_main:
-                    unfinished.values[np.concatenate(places)] = values
+                    unfinished.put(np.concatenate(places), values)
                 progress.update(step + 1)
         seconds = time.monotonic() - begun
         self._on_main(lambda: self._keep(part, data, unfinished, seconds))
@@ -150,7 +150,7 @@ class ReferenceColumns:
         key = self._keys[part]
         report = described(recipe_of_reference(self._recipe), self._model, data, key, seconds)
         for folder in (cache_folder(key), self._folder / part):
-            save(folder, np.array(unfinished.values), report)
+            save(folder, unfinished.values(), report)
         unfinished.remove()
 
     def _block(self, forward: ForwardPass, batches: list[Batch], sizes: list[int]) -> NDArray[np.float64]:
@@ -182,9 +182,8 @@ def _places(loader: Loader, step: int, data: Dataset) -> list[NDArray[np.int64]]
     ]
 
 
-def _done(loader: Loader, data: Dataset, steps: int, values: NDArray[np.float64]) -> int:
-    """Returns how many steps from the first on a stopped pass has computed."""
-    there = np.isfinite(values)
+def _done(loader: Loader, data: Dataset, steps: int, there: NDArray[np.bool_]) -> int:
+    """Returns how many steps from the first on a stopped pass has computed. there: (M,) log-probabilities that are."""
     missing = (i for i in range(steps) if not there[np.concatenate(_places(loader, i, data))].all())
     return next(missing, steps)
 

@@ -1,8 +1,8 @@
 """Reference log-probabilities on disk: what they depend on, the cache's entry, and the copy in the run's folder.
 
-<cache>/data/<key>/               log_probs.npy (M,) float64, one of each sequence; report.json, as of tokens
+<cache>/data/<key>/               log_probs.npy (M,) float64, one of each sequence; report.json, with its checksum
 <run>/reference/<train|eval>/     the same two files: the run resumes without the cache
-<run>/reference/<key>.npy         of a pass that has not ended, NaN where it has not been yet
+<run>/reference/<key>.npy         (2, M), of a pass that has not ended, see `Unfinished`
 """
 
 from __future__ import annotations
@@ -171,30 +171,40 @@ def described(recipe: Recipe, dependencies: Dependencies, data: Dataset, key: st
 
 
 class Unfinished:
-    """The log-probabilities of a pass as it goes, on disk: one that was stopped continues. For one process."""
+    """The log-probabilities of a pass as it goes, on disk: one that was stopped continues. For one process.
+
+    Each is there twice, and counts if both are equal: what the disk has changed meanwhile is computed again.
+    """
 
     def __init__(self, file: Path, count: int):
         """count: of the sequences."""
         self._file, self._count = file, count
 
-    def open(self) -> NDArray[np.float64]:
-        """Returns what is there; what is written to it is kept. Raises UserError where the file cannot be written."""
+    def open(self) -> NDArray[np.bool_]:
+        """Returns which are there; what is put is kept. Raises UserError if the file cannot be written."""
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            self.values = self._opened()
+            self._copies = self._opened()
         except OSError as error:
             raise UserError(f"{self._file}: cannot be written: {error.strerror or error}") from None
-        return self.values
+        return np.isfinite(self._copies[0]) & (self._copies[0] == self._copies[1])
+
+    def put(self, places: NDArray[np.int64], values: NDArray[np.float64]) -> None:
+        self._copies[:, places] = values
+
+    def values(self) -> NDArray[np.float64]:
+        return np.array(self._copies[0])
 
     def _opened(self) -> NDArray[np.float64]:
+        shape = (2, self._count)
         with contextlib.suppress(OSError, ValueError, EOFError):
             there = np.lib.format.open_memmap(self._file, "r+")
-            if there.dtype == np.float64 and there.shape == (self._count,):
+            if there.dtype == np.float64 and there.shape == shape and there.flags.c_contiguous:
                 return there
         for left in self._file.parent.glob("*.npy"):  # of other keys, which nothing asks for any more
             left.unlink()
         temporary = self._file.with_suffix(".tmp.npy")  # half of a file must not pass for one that is computed
-        np.save(temporary, np.full(self._count, np.nan))
+        np.save(temporary, np.full(shape, np.nan))
         fsync(temporary)
         temporary.replace(self._file)
         return np.lib.format.open_memmap(self._file, "r+")
