@@ -101,7 +101,7 @@ class Dataset:
         )
         return tokens, targets
 
-    def summary(self) -> dict[str, int | str]:
+    def summary(self) -> dict[str, float | str]:
         """Identifies these rows: a checkpoint keeps it. `lengths`: checksum over the tokens, all and trained, of every
         sequence, which decide how examples are packed and ordered; both of the first epoch."""
         sizes = self.epoch_sizes
@@ -120,7 +120,7 @@ class Dataset:
             **({"teacher": predictions.identity[:16]} if predictions is not None else {}),
         }
 
-    def identity(self) -> dict[str, int | str]:
+    def identity(self) -> dict[str, float | str]:
         """Identifies the tokens themselves and the rows that they are in."""
         places = (self.rows.offsets.astype("<i8").tobytes(), self.rows.members.astype("<i8").tobytes())
         return {
@@ -169,7 +169,7 @@ class Stream:
     def size(self, max_length: int) -> None:
         """Not known before its end."""
 
-    def summary(self) -> dict[str, int | str]:
+    def summary(self) -> dict[str, float | str]:
         """Identifies the stream: a checkpoint keeps it."""
         return {"stream": self.identity}
 

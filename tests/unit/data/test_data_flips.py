@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from data_helpers import recipe, text_tokenizer, write_jsonl
 
@@ -280,15 +278,6 @@ def test_a_run_starts_on_a_damaged_cache(tmp_path, caplog):
         assert [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()] == [
             f"{report.parent}: damaged on the disk ({name}: its checksum differs); it is made again"
         ]
-
-
-def test_a_teachers_file_with_checksums_of_its_pages_is_verified(tmp_path):
-    """Files that were written with `write_page_checksum=True`; in others a wrong number is as good as a right one."""
-    table = pyarrow.table({"log_probs": [[-1.0] * 50] * 50})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", write_page_checksum=True, compression="none")
-    flip(tmp_path / "a.parquet", 8 * 300)
-    with pytest.raises(OSError, match="CRC"):
-        pyarrow.parquet.ParquetFile(tmp_path / "a.parquet", page_checksum_verification=True).read()
 
 
 def test_a_copy_of_a_web_image_is_verified(tmp_path, cache, monkeypatch, caplog):
