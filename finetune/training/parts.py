@@ -130,7 +130,7 @@ def make_plan(
     recipe, training, micro_batches = prepared.recipe, prepared.training, prepared.micro_batches
     size = training.size(recipe.data.max_length)
     shared_share = size.shared_tokens / size.tokens if size else None
-    steps, total_rows = run_length(recipe, size.rows if size else None)
+    steps, total_rows = run_length(recipe, size.rows, size.run_rows) if size else run_length(recipe, None)
     budget, precision = recipe.batch.tokens_per_device, recipe.train.precision
     if budget is None:
         micro_batches = recipe.batch.rows // (rows.rows * engine.parallelism.data)

@@ -11,6 +11,7 @@ import errno
 import glob
 import hashlib
 import json
+import logging
 import os
 import time
 import uuid
@@ -23,10 +24,13 @@ from urllib.parse import urlsplit
 
 import filelock
 
+from finetune.data.checksums import Damaged, verify_file, write_checksum
 from finetune.data.sources.files import BINARY_KINDS, SETTLED_S, File, cache_root, file_digest, kind_of, package_errors
 from finetune.data.sources.readers import expected_kinds, is_data
 from finetune.errors import UserError
 from finetune.recipe.urls import is_url, scrubbed, without_credentials
+
+log = logging.getLogger(__name__)
 
 
 def local_files(name: str) -> list[File]:
@@ -306,10 +310,21 @@ def _fetched(remote: _Remote) -> File:
     return File(
         remote.label,
         _name(remote.path),
-        lambda: kept.open("rb", buffering=0),
+        lambda: _verified(remote, slot, kept).open("rb", buffering=0),
         lambda: file_digest(kept),
         lambda: kept.stat().st_size,
     )
+
+
+def _verified(remote: _Remote, slot: Path, kept: Path) -> Path:
+    """The copy, fetched again if it is damaged. Its bytes are read once more than they are needed."""
+    try:
+        verify_file(kept)
+    except Damaged:
+        log.warning("%s: its copy in the cache is damaged; it is fetched again", remote.label)
+        with filelock.FileLock(slot.with_suffix(".lock")):
+            _fetch(remote, slot, kept)
+    return kept
 
 
 def _kept(remote: _Remote, slot: Path) -> Path:
@@ -329,6 +344,7 @@ def _fetch(remote: _Remote, slot: Path, kept: Path | None) -> Path:
         if after.version != remote.version:
             raise UserError(f"{remote.label}: the file changes while it is fetched; start again when it is complete")
         kept = kept or slot.with_suffix(f".{file_digest(temporary)}")
+        write_checksum(kept, temporary)
         temporary.replace(kept)
     finally:
         temporary.unlink(missing_ok=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from transformers.integrations import deepspeed, hub_kernels
 from transformers.utils import logging
 
 from finetune.data.batch import row_places
+from finetune.data.checksums import Damaged, sealed, unsealed
 from finetune.data.sources.files import cache_root
 from finetune.models.attention.kernels import WITHIN_DOCUMENTS, with_unread_mask
 from finetune.models.attention.mixers import (
@@ -100,8 +100,8 @@ def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepa
         return _untried(error)
     path = verdict_file(tiny, implementation)
     try:
-        return Verdict(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return Verdict(**unsealed(path))
+    except (OSError, Damaged):
         outcome = _try(tiny, implementation, prepare)
     if not outcome.failed:  # what failed may work in another environment
         _store(path, outcome)
@@ -132,7 +132,7 @@ def _store(path: Path, outcome: Verdict) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+        temporary.write_text(sealed(asdict(outcome)), encoding="utf-8")
         temporary.replace(path)
     except OSError:
         pass
