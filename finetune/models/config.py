@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 from collections.abc import Iterator
@@ -12,11 +13,13 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.errors import UserError
 from finetune.models.added_tokens import add_tokens
 from finetune.models.checkpoint_files import tensor_names
+from finetune.models.damage import check_settings, check_weights, is_from_rust, read_object, short
 from finetune.recipe.schema import Model, Recipe, Tokens
 
 
@@ -56,18 +59,16 @@ def _tie_as_in_files(model: Model, config: PretrainedConfig) -> None:
 
 def base_config(model: Model) -> PretrainedConfig:
     """Returns the Hugging Face config of the recipe's model as it is. Raises UserError where there is none."""
-    try:
+    where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
+    with Parsing(f"{where}: no model config", model.name if model.config is None else None):
         if model.config is not None:
             _check_config_keys(model.config)
             return AutoConfig.for_model(**model.config)
         assert model.name is not None
+        check_settings(Path(model.name).expanduser())
         return AutoConfig.from_pretrained(
             model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
         )
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
-        where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
-        reason = why_not_found(model.name, error) or _short(error)
-        raise UserError(f"{where}: no model config: {reason}") from error
 
 
 MAX_LAYERS = 1000
@@ -80,6 +81,7 @@ def check_sizes(model: Model, config: PretrainedConfig) -> None:
     Call it before an engine starts: ZeRO-3 changes how models are made.
     """
     if model.config is None:
+        check_weights(Path(model.name or "").expanduser())
         if base_config(model).sub_configs:
             from finetune.models.text_part import check_text_part
 
@@ -93,7 +95,7 @@ def check_sizes(model: Model, config: PretrainedConfig) -> None:
     try:
         without_weights(config)
     except (RuntimeError, ArithmeticError, AssertionError, AttributeError, LookupError, ValueError, TypeError) as error:
-        raise UserError(f"model.config: no model can be made of these sizes: {_short(error)}") from error
+        raise UserError(f"model.config: no model can be made of these sizes: {short(error)}") from error
 
 
 def training_config(recipe: Recipe) -> PretrainedConfig:
@@ -212,14 +214,13 @@ def load_tokenizer(model: Model, tokens: Tokens | None = None) -> PreTrainedToke
     source = model.tokenizer or model.name
     assert source is not None  # the schema wants one of the two
     revision = model.revision if model.tokenizer is None else None
-    try:
+    where = f"{'model.tokenizer' if model.tokenizer else 'model.name'}: no tokenizer from {source!r}"
+    with Parsing(where, source):
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=revision or "main", trust_remote_code=model.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        key = "model.tokenizer" if model.tokenizer else "model.name"
-        reason = why_not_found(source, error) or first_line(error)
-        raise UserError(f"{key}: no tokenizer from {source!r}: {reason}") from error
+        if isinstance(tokenizer, PreTrainedTokenizerFast):
+            tokenizer("a")  # settings such as `model_max_length` are used here for the first time
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(
             f"{source!r} has only a slow tokenizer ({type(tokenizer).__name__}); exact masks need character offsets. "
@@ -268,9 +269,39 @@ def why_not_found(name: str | None, error: BaseException) -> str | None:
     return None
 
 
-def _short(error: BaseException) -> str:
-    """Returns a library's message in one line, without the stop."""
-    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+# What libraries raise while they parse settings and tokenizers of another shape than they expect.
+_PARSING = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError),
+    *(StrictDataclassError, SafetensorError),
+)
+
+
+class Parsing(contextlib.AbstractContextManager[None]):
+    """Turns whatever a library raises over a model's settings or tokenizer into a UserError.
+
+    It names the file that is damaged, if the folder is here and one is found; else `what`, such as a place in the
+    recipe. name: of the model, a folder or hub id.
+    """
+
+    def __init__(self, what: str, name: str | None):
+        self._what, self._name = what, name
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is None or not (isinstance(error, _PARSING) or is_from_rust(error)):
+            return
+        if self._name is not None and (folder := Path(self._name).expanduser()).is_dir():
+            if (file := folder / "tokenizer.json").is_file():
+                read_object(file)
+            check_settings(folder)
+        raise UserError(f"{self._what}: {why_not_found(self._name, error) or short(error)}") from error
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Returns the tokenizer of a result as it is. Raises UserError if a file of it is damaged."""
+    with Parsing(f"{folder}: no tokenizer can be read", str(folder)):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer("a")  # settings such as `model_max_length` are used here for the first time
+        return tokenizer
 
 
 def first_line(error: BaseException) -> str:
