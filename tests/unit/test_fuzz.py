@@ -69,9 +69,12 @@ def test_traps_of_recipes(name: str, tmp_path: Path) -> None:
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "calls itself without end"),
         ("{{ 'x' * 10000000000 }}", "makes a text of more than 10,000,000 characters"),
         ("{{ [0] * 10000000000 }}", "makes a text of more than 10,000,000 characters"),
-        ("{{ 9 ** 9 ** 9 }}", "a number that is too large"),
-        ("{{ range(10 ** 9) }}", "Range too big"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than 1 s"),
+        ("{{ 9 ** 9 ** 9 ** 9 }}", "a number that is too large"),
+        ("{{ range(10 ** 6) }}", "Range too big"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "takes more than 3,000,000 steps",
+        ),
     ],
 )
 def test_traps_of_templates(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
