@@ -20,7 +20,7 @@ from torch import Tensor
 from finetune.data.samples import Image
 from finetune.engine.base import Engine
 from finetune.engine.launch import hosts_without_shared_folder
-from finetune.errors import STOPPED_STATUS, RunFailure, UserError
+from finetune.errors import STOPPED_STATUS, RunFailure, UserError, log_errors_to
 from finetune.recipe import Recipe
 from finetune.tracking import StepLog, Trackers, prepare_samples, sample_file
 from finetune.tracking.metrics import GENERATIONS, PICTURES, Background
@@ -43,6 +43,7 @@ def make_run_folder(recipe: Recipe) -> None:
     folder = run_folder(recipe)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        log_errors_to(folder)
     except OSError as error:
         raise UserError(f"run.dir: {folder} cannot be created: {error.strerror}; choose another `run.dir`") from None
     try:

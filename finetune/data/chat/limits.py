@@ -279,6 +279,7 @@ class Limits:
                 count *= max(one, 1) if isinstance(one, int) else 1
             self.charge(count * (100 if len(values) < 4 else 1) * 10)
         else:
+            self.nests = self.nests or name == "fromkeys"
             for value in values:
                 self.stored(value)
         return arguments
@@ -362,12 +363,11 @@ def _nests(tree: nodes.Node) -> bool:
     literals = tree.find_all((nodes.List, nodes.Tuple, nodes.Dict))
     if any(getattr(one, "ctx", "load") == "load" and any(one.find_all(_VARIABLE)) for one in literals):
         return True
-    names = [one.name for one in tree.find_all((nodes.Filter, nodes.Name))]
-    return "fromkeys" in [one.attr for one in tree.find_all(nodes.Getattr)] or not {*names}.isdisjoint(_NESTING)
+    return not {one.name for one in tree.find_all((nodes.Filter, nodes.Name))}.isdisjoint(_NESTING)
 
 
 _VARIABLE = (nodes.Name, nodes.Call, nodes.Filter, nodes.FilterBlock)
-_NESTING = {"dict", "batch", "slice", "groupby", "fromkeys"}
+_NESTING = {"dict", "batch", "slice", "groupby"}
 
 # Filters that make more than they get, or go through a list with another filter.
 _GROWING = (
