@@ -49,8 +49,10 @@ def without_secrets(text: str) -> str:
 
 
 def unforeseen(error: BaseException) -> str:
-    """Returns one line for an error that is no UserError, and writes its traceback to a file that the line names: in the
-    run's folder if there is one, else in the system's folder of temporary files; only its owner may read it."""
+    """Returns one line for an error that is no UserError, and writes its traceback to a file that the line names.
+
+    It is in the run's folder if there is one, else in the system's folder of temporary files, for its owner alone.
+    """
     text = without_secrets("".join(traceback.format_exception(error)))
     where = f"the traceback could not be written:\n{text}"
     for folder in (_folder, Path(tempfile.gettempdir())):
