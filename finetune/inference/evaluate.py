@@ -22,7 +22,7 @@ import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from finetune.checkpoints.folder import best_checkpoint
 from finetune.errors import RunFailure, UserError
@@ -32,6 +32,7 @@ from finetune.export.verify_models import load_reference
 from finetune.models.added_tokens import grow_to
 from finetune.models.base_config import first_line
 from finetune.models.remote_code import load_auto
+from finetune.models.tokenizer import read_tokenizer
 from finetune.recipe import Recipe
 from finetune.startup import is_verbose
 from finetune.tracking import Trackers
@@ -157,7 +158,7 @@ def _load(trained: Trained) -> tuple[Any, Any]:
     if trained.recipe is not None and trained.recipe.objective.scores_sequences:
         raise UserError(f"{trained.run_dir}: a model of scores generates nothing: `finetune score` is what it does")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    return load_reference(trained).to(device), load_auto(AutoTokenizer, trained.settings)
+    return load_reference(trained).to(device), read_tokenizer(trained.settings)
 
 
 def _package() -> Any:

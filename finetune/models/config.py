@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
 from finetune.errors import UserError
-from finetune.models.base_config import base_config, depends_on_length, rope_types, short_message, without_weights
+from finetune.models.base_config import base_config, depends_on_length, rope_types, without_weights
 from finetune.models.checkpoint_files import tensor_names
+from finetune.models.damage import check_weights, short
 from finetune.models.text_part import check_text_part, is_multimodal, text_part_of
 from finetune.models.vision import family_of
 from finetune.recipe.schema import Model, Recipe
@@ -57,6 +59,7 @@ def check_sizes(model: Model, config: PretrainedConfig) -> None:
     Call it before an engine starts: ZeRO-3 changes how models are made.
     """
     if model.config is None:
+        check_weights(Path(model.name or "").expanduser())
         if base_config(model).sub_configs:
             check_text_part(model)
         return
@@ -66,7 +69,7 @@ def check_sizes(model: Model, config: PretrainedConfig) -> None:
     try:
         without_weights(config)
     except (RuntimeError, ArithmeticError, AssertionError, AttributeError, LookupError, ValueError, TypeError) as error:
-        raise UserError(f"model.config: no model can be made of these sizes: {short_message(error)}") from error
+        raise UserError(f"model.config: no model can be made of these sizes: {short(error)}") from error
 
 
 def training_config(recipe: Recipe) -> PretrainedConfig:

@@ -14,9 +14,11 @@ import re
 import warnings
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -36,6 +38,7 @@ from finetune.models.base_checkpoint import base_checkpoint, check_adapted
 from finetune.models.base_config import first_line, why_not_found, without_weights
 from finetune.models.compiled import compile_layers
 from finetune.models.config import dtypes, model_config
+from finetune.models.damage import check_weights, mismatched_sizes, why_no_weights
 from finetune.models.moe import reach_experts
 from finetune.models.patches import replace_class
 from finetune.models.quantized import MULTIPLE, is_stored_quantised, keep_weights_unpacked, linear_weights, quantise
@@ -233,18 +236,27 @@ def _unpacked_model(
         common["key_mapping"] = base.renames
     if layers is not None or base is not None:
         load = _partly(auto._model_mapping[type(config)], layers, r"\.layers\.\d+\." if base is None else "")
+    check_weights(Path(name).expanduser())
     try:
         model, report = load.from_pretrained(
             name,
             config=config,
+            use_safetensors=True,
             revision=recipe.model.revision or "main",
             trust_remote_code=trusted,
             output_loading_info=True,
             **common,
         )
-    except (OSError, ValueError) as error:
-        reason = why_not_found(name, error) or first_line(error)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = why_not_found(name, error) or why_no_weights(error)
         raise UserError(f"model.name: {recipe.model.name!r} cannot be loaded: {reason}") from error
+    except RuntimeError as error:
+        if not mismatched_sizes(error):
+            raise
+        raise UserError(
+            f"model.name: the weights of {recipe.model.name!r} have other shapes than its config.json says (listed "
+            "above): take both from one place"
+        ) from error
     if load is not auto:
         replace_class(model, load.__mro__[1], "own class")
     if layers is not None:

@@ -11,6 +11,7 @@ import binascii
 import hashlib
 import io
 import logging
+import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,8 +79,13 @@ def _source(reference: str, rules: Images, data_file: str) -> str | bytes:
     folder = Path(rules.folder).expanduser() if rules.folder else Path(data_file).parent
     if rules.folder is None and not Path(data_file).is_file():
         raise BadRow(f"{reference}: {data_file} is no local file, so it has no folder: set `data.image.folder`")
-    path = (folder / Path(reference)).resolve()
-    if not rules.outside and not path.is_relative_to(folder.resolve()):
+    try:
+        path, root = (folder / Path(reference)).resolve(), folder.resolve()
+        if os.path.lexists(path):
+            path.stat()
+    except (OSError, RuntimeError) as error:  # links that lead in circles: a RuntimeError before Python 3.13
+        raise BadRow(f"{reference}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not rules.outside and not path.is_relative_to(root):
         raise BadRow(
             f"{reference}: leads out of {folder}; `data.image: {{folder: ...}}` names another folder, and `outside: "
             "true` allows any"

@@ -686,6 +686,8 @@ def test_urls_as_they_are_shown():
         "https://u:p@host:8/a.jsonl?x=1#y": "https://host:8/a.jsonl?...",
         "https://host/a@b.jsonl": "https://host/a@b.jsonl",
         "sftp://u:p%40q@host/a.jsonl": "sftp://host/a.jsonl",
+        "s3://k:s@bucket/a.jsonl?X-Amz-Signature=1f": "s3://bucket/a.jsonl?...",
+        "abfs::az://c/a.jsonl?sig=1f": "abfs::az://c/a.jsonl?...",
     }
     assert {url: without_credentials(url) for url in shown} == shown
 
