@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,19 +189,39 @@ def other_tensors(model: StreamedModel, path: Path) -> list[str]:
 _FACTORS = "rope_freqs.weight"
 
 
-def read_back(model: StreamedModel, path: Path) -> dict[str, Tensor]:
-    """Returns the folder's tensors, fp32, as a file has them: of one that transformers does not read, and where
-    `other_tensors` has found none."""
-    gguf, text, state = package(), text_of(model), {}
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of a file, by the name that the folder has for it. slip: what adding and subtracting 1 may cost."""
+
+    read: Callable[[], Tensor]  # fp32
+    shape: tuple[int, ...]
+    kind: str  # F32, BF16, F16, Q8_0, ...
+    slip: float = 0.0
+
+
+def gguf_tensors(model: StreamedModel, path: Path) -> dict[str, GgufTensor]:
+    """Returns the folder's tensors as a file has them; none for those that it lacks."""
+    gguf, text, tensors = package(), text_of(model), dict[str, GgufTensor]()
     held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     for name, shape, _, stack in _places(gguf, text, "f32"):
-        array = gguf.quants.dequantize(held[name].data, held[name].tensor_type)
-        values = torch.from_numpy(np.array(array, dtype=np.float32)).reshape(shape)
-        if heads := _permuted_heads(text.config, name.rpartition(".")[0]):
-            pairs = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
-            values = pairs.swapaxes(1, 2).reshape(values.shape)
-        state |= dict(zip(stack, values, strict=True)) if len(stack) > 1 else {stack[0]: values}
-    return {name: values.contiguous() for name, values in state.items()}
+        if name not in held or tuple(int(n) for n in reversed(held[name].shape)) != shape:
+            continue
+        kind, heads = held[name].tensor_type, _permuted_heads(text.config, name.rpartition(".")[0])
+        adds_one = text.config.model_type in WINDOWS and stack[0].rpartition(".")[0].endswith("norm")
+        own = shape[1:] if len(stack) > 1 else shape
+        for i, one in enumerate(stack):
+            data = held[name].data if len(stack) == 1 else held[name].data[i]
+            read = partial(_dequantized, gguf, data, kind, own, heads, adds_one)
+            tensors[one] = GgufTensor(read, own, kind.name, 2.0**-22 if adds_one else 0.0)
+    return tensors
+
+
+def _dequantized(gguf: Any, data: Any, kind: Any, shape: tuple[int, ...], heads: int | None, adds_one: bool) -> Tensor:
+    values = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32)).reshape(shape)
+    if heads:  # from pairs to halves of a head
+        pairs = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
+        values = pairs.swapaxes(1, 2).reshape(values.shape)
+    return (values - 1 if adds_one else values).contiguous()
 
 
 def gguf_of(export: Path) -> Path | None:
