@@ -45,6 +45,7 @@ from finetune.utils import fsync
 TYPES = ("f32", "bf16", "f16", "q8_0")
 _EXPERT = re.compile(r"(.*\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(\w+)\.weight")
 _BLOCK = 32  # values of a q8_0 block
+_AT_A_TIME = 1 << 20  # values
 
 
 @dataclass(frozen=True)
@@ -211,13 +212,18 @@ def gguf_tensors(model: StreamedModel, path: Path) -> dict[str, GgufTensor]:
         own = shape[1:] if len(stack) > 1 else shape
         for i, one in enumerate(stack):
             data = held[name].data if len(stack) == 1 else held[name].data[i]
-            read = partial(_dequantized, gguf, data, kind, own, heads, adds_one)
+            place = (path, int(held[name].data_offset) + i * data.nbytes, data.shape, data.dtype)
+            read = partial(_dequantized, gguf, place, kind, own, heads, adds_one)
             tensors[one] = GgufTensor(read, own, kind.name, 2.0**-22 if adds_one else 0.0)
     return tensors
 
 
-def _dequantized(gguf: Any, data: Any, kind: Any, shape: tuple[int, ...], heads: int | None, adds_one: bool) -> Tensor:
-    values = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32)).reshape(shape)
+def _dequantized(gguf: Any, place: Any, kind: Any, shape: tuple[int, ...], heads: int | None, adds_one: bool) -> Tensor:
+    """Returns a tensor, fp32. place: file, offset, shape and type of its bytes, which the reader would map."""
+    path, offset, of_bytes, dtype = place
+    data = np.fromfile(path, dtype, int(np.prod(of_bytes)), offset=offset).reshape(of_bytes)
+    array = _by_rows(data, lambda rows: gguf.quants.dequantize(rows, kind), np.dtype(np.float32))
+    values = torch.from_numpy(array).reshape(shape)
     if heads:  # from pairs to halves of a head
         pairs = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
         values = pairs.swapaxes(1, 2).reshape(values.shape)
@@ -256,4 +262,23 @@ def _coded(gguf: Any, values: Tensor, kind: str) -> np.ndarray[Any, Any]:
     array = values.float().contiguous().numpy()
     if kind == "f16":
         return array.astype(np.float16)
-    return array if kind == "f32" else gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0)
+    if kind == "f32":
+        return array
+    own = gguf.GGMLQuantizationType.Q8_0
+    return _by_rows(array, lambda rows: gguf.quants.quantize(rows, own), np.dtype(np.uint8))
+
+
+def _by_rows(array: Any, convert: Callable[[Any], Any], dtype: Any) -> Any:
+    """Returns what gguf makes of an array, some rows at a time: it needs several times the memory of what it gets."""
+    if array.ndim < 2:
+        return np.ascontiguousarray(convert(array), dtype)
+    rows = array.reshape(-1, array.shape[-1])
+    count = max(1, _AT_A_TIME // rows.shape[-1])
+    converted = None
+    for start in range(0, len(rows), count):
+        part = convert(rows[start : start + count])
+        if converted is None:
+            converted = np.empty((len(rows), part.shape[-1]), dtype)
+        converted[start : start + count] = part
+    assert converted is not None
+    return converted.reshape(*array.shape[:-1], -1)

@@ -78,6 +78,8 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
         config = compare_settings(figures, recipe, trained, base, export)
         compare_files(figures, trained, written, export)
         compare_tensors(figures, trained, written, export, base)
+        if rounded_here(export) is not None and (problem := other_layers(export, written.model)):
+            figures.problems.append(problem)
         if 4 * sum(one.numel() for one in written.shapes.values()) <= WHOLE_BYTES:
             _compare_models(figures, recipe, trained, base, export, settings, examples, config)
     figures.judge()
@@ -113,8 +115,6 @@ def _compare_models(
             trim(0)
         if (model := load_export(export, figures, config, trained, base)) is not None:
             run.compare(model, end_tokens(settings), figures)
-            if rounded is not None and (problem := other_layers(export, model)):
-                figures.problems.append(problem)
 
 
 def find_against(run_dir: Path, export: Path, step: str | None) -> Trained:

@@ -43,12 +43,12 @@ def compare_files(figures: Figures, trained: Trained, written: StreamedModel, ex
         figures.problems += _other_fields(file, trained.settings) if about.is_file() else []
     else:
         ours = files_beside_weights(trained.settings)
-        _compare_each(figures, ours, export)
+        compare_each(figures, ours, export)
         copied = {path.name: path for path in _copied(written)}
         sees = trained.recipe is not None and trained.recipe.model.train is not None
         needs = about.is_file() and (trained.is_adapter or written.part is not None) and not written.is_scoring
         if not sees:  # else by the run's own bounds (verify_settings.py)
-            _compare_each(figures, {n: p for n, p in copied.items() if needs or (export / n).is_file()}, export)
+            compare_each(figures, {n: p for n, p in copied.items() if needs or (export / n).is_file()}, export)
         weights = _weight_files(figures, export)
         _compare_config(figures, trained, written, export)
         allowed = {*ours, *copied, *weights, "config.json", *(COPIED if sees else ())}
@@ -65,7 +65,7 @@ def compare_adapter(figures: Figures, trained: Trained, export: Path) -> None:
     ours = files_beside_weights(trained.settings)
     if (trained.folder / LABELS).is_file():
         ours[LABELS] = trained.folder / LABELS
-    _compare_each(figures, ours, export)
+    compare_each(figures, ours, export)
     _compare_names(figures, export, {*ours, "adapter_config.json", ADAPTER})
     if not (export / ADAPTER).is_file():
         figures.problems.append(f"{ADAPTER} is missing")
@@ -93,7 +93,7 @@ def _copied(written: StreamedModel) -> list[Path]:
     return [path for folder in folders for pattern in COPIED for path in sorted(folder.glob(pattern))]
 
 
-def _compare_each(figures: Figures, ours: Mapping[str, Path], export: Path) -> None:
+def compare_each(figures: Figures, ours: Mapping[str, Path], export: Path) -> None:
     for name, path in ours.items():
         if not (export / name).is_file():
             figures.problems.append(f"{name} is missing")
@@ -161,7 +161,7 @@ def _compare_config(figures: Figures, trained: Trained, written: StreamedModel, 
     """Compare what config.json says besides how the model computes: its class, special tokens, rows, tying, type."""
     theirs = read_settings(export / "config.json")
     if (named := theirs.get("architectures") or []) != [kind := type(written.model).__name__] and (
-        written.base is None or named != read_settings(written.base.folder / "config.json").get("architectures")
+        written.base is None or named != (read_settings(written.base.folder / "config.json").get("architectures") or [])
     ):
         figures.problems.append(f"config.json: architectures is {named}, and [{kind!r}] in the run")
     types = {part.get(key) for part in (theirs, theirs.get("text_config") or {}) for key in ("dtype", "torch_dtype")}

@@ -35,7 +35,7 @@ from finetune.models.config import load_tokenizer
 
 _PREFIX = "base_model.model."  # peft's, before transformers' names
 _SUMS = 2.0**-18  # of the largest value of a row: what fp32 may lose in W + s B A, in any order
-_AT_A_TIME = 1 << 22  # values
+_AT_A_TIME = 1 << 20  # values
 # Of each code: its largest number, half a step of it, and half a step as a share of the value (of a float's mantissa).
 _CODES = {"int8": (127.0, 0.5, 0.0), "q8_0": (127.0, 0.5, 0.0), "fp8": (448.0, 2.0**-10, 2.0**-4)}
 _UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}
@@ -69,7 +69,7 @@ class Value:
 
 
 def stored_tensors(export: Path, written: StreamedModel) -> dict[str, Stored]:
-    """Returns the tensors of an export. Raises UserError for a file that cannot be read."""
+    """Returns the tensors of an export. Raises UserError if a file cannot be read, or is not what it says."""
     if (file := gguf_of(export)) is not None:
         return {
             name: Stored(
@@ -87,8 +87,11 @@ def stored_tensors(export: Path, written: StreamedModel) -> dict[str, Stored]:
         tensors[name] = Stored(lambda name=name: files.read(name), tuple(meta.shape), meta.dtype)
     for name in sorted(coded):
         scale, code = files.meta(f"{name}_scale").dtype, "int8" if f"{name}_packed" in files else "fp8"
-        shape = files.read(f"{name}_shape").tolist() if code == "int8" else files.meta(name).shape
-        tensors[name] = Stored(lambda name=name: _decoded(files, name), tuple(shape), scale, code)
+        rows, columns = files.meta(f"{name}_packed" if code == "int8" else name).shape
+        shape = (rows, columns * 4 if code == "int8" else columns)
+        if code == "int8" and tuple(files.read(f"{name}_shape").tolist()) != shape:
+            raise UserError(f"{export}: {name}_shape is not {list(shape)}, which {name}_packed has")
+        tensors[name] = Stored(lambda name=name: _decoded(files, name), shape, scale, code)
     return tensors
 
 
@@ -97,10 +100,11 @@ def _decoded(files: TensorFiles, name: str) -> Tensor:  # (out, in) fp32
     scale = files.read(f"{name}_scale").float()
     if f"{name}_packed" not in files:
         return files.read(name).float() * scale
-    rows, columns = files.read(f"{name}_shape").tolist()
     code = files.read(f"{name}_packed")  # (out, in / 4), each of four unsigned bytes, the first one lowest
-    numbers = [((code >> (8 * i)) & 255).to(torch.int16) - 128 for i in range(4)]
-    return torch.stack(numbers, dim=-1).reshape(rows, -1)[:, :columns].float() * scale
+    values = torch.empty(*code.shape, 4)
+    for i in range(4):
+        values[..., i] = ((code >> (8 * i)) & 255) - 128
+    return values.reshape(len(code), -1).mul_(scale)
 
 
 class InMemory:
@@ -434,7 +438,7 @@ def _compare_unused(
 
 def _lacking(model: Any, held: InMemory, expected: Expected, in_base: Callable[[str], str]) -> list[str]:
     """Returns the tensors that an export lacks, and that are not another one that transformers ties them to."""
-    _, aliases = own_tensors(model)
+    aliases = {**own_tensors(model)[1], **model.get_expanded_tied_weights_keys(all_submodels=True)}
     lacking = []
     for name in model.state_dict():
         if name in held or (value := expected.value(in_base(name))) is None:
