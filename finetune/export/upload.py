@@ -1,6 +1,7 @@
 """`upload`: a result or an export as a repository of the Hugging Face Hub, private unless asked otherwise.
 
-Files are listed before anything goes: those that a result or an export has, no link, and no other file. What names the base by a local path (README.md, adapter_config.json) goes up with
+Files are listed before anything goes: those that a result or an export has; a link, or any other file, is refused by
+name. What names the base by a local path (README.md, adapter_config.json) goes up with
 its hub id; the files here stay as they are. The hub keeps large files under their hash: a command that was stopped goes
 on with those it lacks.
 """

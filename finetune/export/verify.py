@@ -1,11 +1,14 @@
-"""The gate: whether an export answers like what was trained, in figures.
+"""The gate: whether an export is what was trained.
 
-    rows of the run's held-out data ── the run's model, adapter beside its base ── log-probs of trained tokens ─┐
-                                    └─ the export, loaded as anyone loads it ───── log-probs ───────────────────┴ KL
+    files      tokenizer, templates, settings, as a whole; no other file in the folder    verify_files.py
+    tensors    every one, streamed, next to what peft and transformers make of it         verify_tensors.py
+    answers    of models that are small enough to be loaded whole, in figures:
 
-Teacher-forced, so that errors do not add up along a text; and what is around the weights: the tokens of rendered
-conversations, the tokens that end a generation, names of tensors, greedy texts. The run's model is computed by peft's
-forward, not by the sums that merged it.
+    rows of the run's held-out data ── the run's model, adapter next to its base ── log-probs of trained tokens ─┐
+                                    └─ the export, loaded as anyone loads it ────── log-probs ───────────────────┴ KL
+
+Equal tensors under equal names, equal settings and equal tokens make equal answers, so the third adds figures and
+nothing that a large model would need. Teacher-forced, so that errors do not add up along a text.
 """
 
 from __future__ import annotations
@@ -245,6 +248,10 @@ def _compare_tokens(
     for ours, their in zip(examples, theirs, strict=False):
         if not _same_tokens(ours, their):
             figures.problems.append(f"{ours.path}:{ours.row} has other tokens: another tokenizer or chat template")
+            break
+    for one in (one for example in examples for one in example.sequences):
+        if len({tokenizer.decode(one.input_ids, skip_special_tokens=True) for tokenizer in tokenizers}) > 1:
+            figures.problems.append("the same tokens are another text: another decoder, or other special tokens")
             break
     if len(theirs) != len(examples):
         figures.problems.append(f"{len(theirs)} of {len(examples)} rows are rendered: another chat template")

@@ -60,7 +60,7 @@ def compare_adapter(figures: Figures, trained: Trained, export: Path) -> None:
     if trained.is_checkpoint or not trained.is_adapter:
         raise UserError(f"{export}: an adapter, and {trained.run_dir} has no adapter as its result to compare it with")
     settings = [read_settings(folder / "adapter_config.json") for folder in (export, trained.folder)]
-    free = {"base_model_name_or_path", "revision"}  # of the copy that is on the hub
+    free = frozenset({"base_model_name_or_path", "revision"})  # of the copy that is on the hub
     figures.problems += other_keys("adapter_config.json", settings[1], settings[0], free)
     ours = files_beside_weights(trained.settings)
     if (trained.folder / LABELS).is_file():
@@ -101,7 +101,7 @@ def compare_each(figures: Figures, ours: Mapping[str, Path], export: Path) -> No
             if path.read_bytes() != (export / name).read_bytes():
                 figures.problems.append(f"{name} is not the run's")
         elif path.read_bytes() != (export / name).read_bytes():
-            figures.problems += other_keys(name, *(_content(one) for one in (path, export / name)))
+            figures.problems += other_keys(name, _content(path), _content(export / name))
 
 
 def _content(file: Path) -> dict[str, Any]:
@@ -113,7 +113,9 @@ def _content(file: Path) -> dict[str, Any]:
     return {**settings, "eos_token_id": sorted({*ends}) if isinstance(ends, list) else [ends]}
 
 
-def other_keys(file: str, ours: dict[str, Any], theirs: dict[str, Any], free: set[str] = frozenset()) -> list[str]:  # pyright: ignore[reportArgumentType]
+def other_keys(
+    file: str, ours: dict[str, Any], theirs: dict[str, Any], free: frozenset[str] = frozenset()
+) -> list[str]:
     """Returns the first three keys that differ, with both values, each cut to what fits a line."""
     keys = [k for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k) and k not in _INERT | free]
     return [f"{file}: {key} is {_cut(theirs.get(key))}, and {_cut(ours.get(key))} in the run" for key in keys[:3]]
@@ -165,7 +167,7 @@ def _compare_config(figures: Figures, trained: Trained, written: StreamedModel, 
     ):
         figures.problems.append(f"config.json: architectures is {named}, and [{kind!r}] in the run")
     types = {part.get(key) for part in (theirs, theirs.get("text_config") or {}) for key in ("dtype", "torch_dtype")}
-    if other := sorted(types - {None, figures.dtype}):
+    if other := sorted(str(one) for one in types - {None, figures.dtype}):
         figures.problems.append(f"config.json: dtype is {other[0]}, and the weights are {figures.dtype}")
     if "quantization_config" in theirs and figures.format not in ("int8", "fp8"):
         figures.problems.append("config.json: quantization_config is there, and the weights are not quantized")

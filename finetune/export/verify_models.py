@@ -122,7 +122,7 @@ def load_export(export: Path, figures: Figures, config: Any, trained: Trained, b
         if find_spec("compressed_tensors") is not None:
             own.quantization_config["dequantize"] = True
         else:  # decoded here, as the format says
-            del own.quantization_config
+            delattr(own, "quantization_config")
             tensors = stored_tensors(export, StreamedModel(trained, None, base))
             more["state_dict"] = {name: one.read() for name, one in tensors.items()}
         more["config"] = own

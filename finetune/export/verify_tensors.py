@@ -154,7 +154,7 @@ class InMemory:
         group = sorted(self._groups[first], key=lambda one: _numbers_last(one[0]))
         if group[0][1] is None:
             return {first: read(group[-1][0])}
-        converter = copy.deepcopy(self._converter[group[0][1]])
+        converter: Any = copy.deepcopy(self._converter[group[0][1]])
         for name, pattern in group:
             converter.add_tensor(first, name, pattern, read(name))
         tensors = converter.convert(first, model=self._model, config=self._model.config)

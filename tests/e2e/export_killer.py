@@ -22,7 +22,10 @@ def kill_at_point(event: str, arguments: tuple[Any, ...]) -> None:
     reached = {
         "writing": event == "os.rename" and path.startswith(f"{PARTIAL}/") and path.endswith("s.partial"),
         # Weights that are complete are read by the gate alone.
-        "gate": event == "open" and is_weights and arguments[1] == "rb" and os.path.exists(f"{PARTIAL}/README.md"),
+        "gate": event == "open"
+        and is_weights
+        and arguments[1] in ("r", "rb")
+        and os.path.exists(f"{PARTIAL}/README.md"),
         "rename": event == "os.rename" and path == PARTIAL,
     }
     if reached[POINT]:

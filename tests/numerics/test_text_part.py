@@ -220,8 +220,8 @@ def test_tokens_are_added(recipe: dict[str, Any], write_recipe: Any, bases: Any,
 def test_a_checkpoint_is_exported_in_the_base_s_layout(
     recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: Path
 ) -> None:
-    """Of a tied head, which has no weights of its own to be left as they were. The gate compares answers of the text part,
-    of full training and of adapters, and the tensors of all."""
+    """Of a tied head, which has no weights of its own to be left as they were. The gate compares answers of the text
+    part, of full training and of adapters, and the tensors of all."""
     base, run, out = bases("gemma3"), tmp_path / "runs" / "run", tmp_path / "exported"
     train_here(write_recipe(text_recipe(recipe, base, checkpoint={"every_steps": STEPS})))
     export_run(run, ExportOptions(step=str(STEPS), out=out), QUIET)
