@@ -176,10 +176,7 @@ def _compare_config(figures: Figures, trained: Trained, written: StreamedModel, 
     source = read_settings(written.base.folder / "config.json")
     if source.get("model_type") != theirs.get("model_type"):
         return
-    try:
-        ours, others = (AutoConfig.from_pretrained(folder).to_dict() for folder in (written.base.folder, export))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{export / 'config.json'}: transformers makes no model by it: {first_line(error)}") from None
+    ours, others = (_with_defaults(folder) for folder in (written.base.folder, export))
     for section in ("", "text_config"):
         for key in _OF_BASE:
             one, other = ((c.get(section) or {} if section else c).get(key) for c in (ours, others))
@@ -188,6 +185,17 @@ def _compare_config(figures: Figures, trained: Trained, written: StreamedModel, 
             one = written.added_rows if grown else False if untied and one is not None else one
             if one != other and not (key == "pad_token_id" and written.is_scoring):
                 figures.problems.append(f"config.json: {key} is {other}, and {one} in the run")
+
+
+def _with_defaults(folder: Path) -> dict[str, Any]:
+    """Returns config.json with the defaults of its class; of a class that is code, which is not run here, as it is."""
+    settings = read_settings(folder / "config.json")
+    if "auto_map" in settings:
+        return settings
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / 'config.json'}: transformers makes no model by it: {first_line(error)}") from None
 
 
 def _other_metadata(about: dict[str, Any], written: StreamedModel) -> list[str]:
