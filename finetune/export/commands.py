@@ -109,8 +109,7 @@ def merge_adapter(run_dir: Path, out: Path, base: str | None = None) -> Path:
     check_absent(out)
     trained = find_trained(run_dir)
     read_tokenizer(trained.settings)
-    export_folder(trained, out, base=base)
-    gate(trained, out, base, Console(stderr=True))
+    export_folder(trained, out, base=base, check=lambda folder: gate(trained, folder, base, Console(stderr=True)))
     return out
 
 
@@ -126,9 +125,9 @@ def merge_several(run_dirs: Sequence[Path], how: Any, out: Path, base: str | Non
 
 
 def gate(trained: Any, export: Path, base: str | None, console: Console, rows: int | None = None) -> Any:
-    """Compare an export with its run; returns the figures, None where there is nothing to compare on.
+    """Compare an export with its run; returns the figures, None if no run is around it.
 
-    Raises RunFailure where it does not answer like the run; it is kept, with verify.json.
+    Raises RunFailure if the export is not what was trained; verify.json says why as well.
     """
     from finetune.export.figures import show_figures
     from finetune.export.verify import ROWS, verify_export
@@ -140,7 +139,7 @@ def gate(trained: Any, export: Path, base: str | None, console: Console, rows: i
     show_figures(console, figures)
     if not figures.passed:
         problems = "\n  ".join(figures.problems)
-        raise RunFailure(f"{export} does not answer like what was trained:\n  {problems}")
+        raise RunFailure(f"{export} does not match the trained model:\n  {problems}")
     return figures
 
 
@@ -185,13 +184,18 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
     out = options.out or run_dir / f"export-{options.to}{suffix}"
     what = f"step {trained.step}" if trained.is_checkpoint else "the result"
     print_line(console, f"exporting {what} of {escape(str(run_dir))}", highlight=False)
+    compared: dict[str, Any] = {}
+
+    def check(folder: Path) -> None:
+        if options.verify and (figures := gate(trained, folder, options.base, console)) is not None:
+            compared.update(kl_mean=figures.kl_mean, top1=figures.top1, tensors=figures.tensors)
+
     if options.to in _FOLDERS:
         dtype = getattr(torch, options.dtype) if options.dtype else None
-        export_folder(trained, out, dtype, options.base, console.print, quantised=options.quantised)
+        export_folder(trained, out, dtype, options.base, console.print, quantised=options.quantised, check=check)
     else:
-        export_gguf(trained, out, options.dtype or "bf16", options.base, console.print, options.to == "ollama")
-    figures = gate(trained, out, options.base, console) if options.verify else None
-    compared = {"kl_mean": figures.kl_mean, "top1": figures.top1} if figures else {}
+        kind, is_ollama = options.dtype or "bf16", options.to == "ollama"
+        export_gguf(trained, out, kind, options.base, console.print, is_ollama, check)
     commands = _commands(trained, out, options.gpus) if options.to in _FOLDERS else {}
     for name, command in commands.items():
         console.print(f"{name}: {command}", highlight=False, markup=False, soft_wrap=True)
@@ -212,7 +216,7 @@ def _check_options(options: ExportOptions) -> None:
     if options.quantised is not None:
         if options.to not in _FOLDERS:
             raise UserError(f"--quantize {options.quantised}: goes with --to hf or vllm; other formats have --dtype")
-        check_kind(options.quantised, options.verify)
+        check_kind(options.quantised)
     if options.gpus is not None and options.to not in _FOLDERS:
         raise UserError(f"--gpus is of the command for vLLM and SGLang, which --to {options.to} has not")
 

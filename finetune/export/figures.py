@@ -41,7 +41,8 @@ _BEYOND_SHARE = 0.02  # the same rounding of the same weights; sums in another o
 class Figures:
     """How an export compares with its run."""
 
-    format: str
+    format: str  # what the export should be in, a key of THRESHOLDS
+    dtype: str = "float32"  # of the tensors that are not in eight bits
     rows: int = 0
     tokens: int = 0  # trained ones
     scored: int = 0  # sequences, of a model of scores: the figures are theirs (verify_scores.py)
@@ -52,6 +53,7 @@ class Figures:
     kl_rounding: float | None = None  # KL(trained, trained with weights rounded so), of eight bits
     kl_beyond: float | None = None  # KL(that, exported): what is not rounding
     greedy: float | None = None  # share of equal greedy texts
+    tensors: int = 0  # compared one by one
     score_max: float | None = None  # largest difference of a score
     problems: list[str] = field(default_factory=list)
 
@@ -94,7 +96,8 @@ def card_section(figures: Figures) -> str:
     lines = [f"| {name} | {value} |" for name, value in table_of(figures)]
     problems = [f"- {problem}" for problem in figures.problems]
     verdict = "Every figure is within what rounding to this format costs." if figures.passed else "It does not:"
-    head = f"{SECTION}\n\nWhether this model answers like what was trained, on {figures.rows} held-out rows."
+    on_rows = f", and its answers on {figures.rows} held-out rows" if figures.rows else ""
+    head = f"{SECTION}\n\nWhether this model is what was trained: its files, each tensor{on_rows}."
     return "\n".join([head, "", "| | |", "| --- | --- |", *lines, "", verdict, *problems, ""])
 
 
@@ -103,7 +106,8 @@ def table_of(figures: Figures) -> list[tuple[str, str]]:
     unit, count = ("text", figures.scored) if figures.scored else ("token", figures.tokens)
     values = {
         "format": figures.format,
-        "scored texts" if figures.scored else "trained tokens": f"{count:,}",
+        "tensors compared": f"{figures.tensors:,}",
+        "scored texts" if figures.scored else "trained tokens": f"{count:,}" if count else None,
         f"KL per {unit}, mean (nats)": figures.kl_mean,
         f"KL per {unit}, maximum": figures.kl_max,
         "KL of the base, mean": figures.kl_base,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from finetune.utils import fsync
 TYPES = ("f32", "bf16", "f16", "q8_0")
 _EXPERT = re.compile(r"(.*\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(\w+)\.weight")
 _BLOCK = 32  # values of a q8_0 block
+_AT_A_TIME = 1 << 20  # values
 
 
 @dataclass(frozen=True)
@@ -188,19 +190,44 @@ def other_tensors(model: StreamedModel, path: Path) -> list[str]:
 _FACTORS = "rope_freqs.weight"
 
 
-def read_back(model: StreamedModel, path: Path) -> dict[str, Tensor]:
-    """Returns the folder's tensors, fp32, as a file has them: of one that transformers does not read, and where
-    `other_tensors` has found none."""
-    gguf, text, state = package(), text_of(model), {}
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of a file, by the name that the folder has for it. slip: what adding and subtracting 1 may cost."""
+
+    read: Callable[[], Tensor]  # fp32
+    shape: tuple[int, ...]
+    kind: str  # F32, BF16, F16, Q8_0, ...
+    slip: float = 0.0
+
+
+def gguf_tensors(model: StreamedModel, path: Path) -> dict[str, GgufTensor]:
+    """Returns the folder's tensors as a file has them; none for those that it lacks."""
+    gguf, text, tensors = package(), text_of(model), dict[str, GgufTensor]()
     held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     for name, shape, _, stack in _places(gguf, text, "f32"):
-        array = gguf.quants.dequantize(held[name].data, held[name].tensor_type)
-        values = torch.from_numpy(np.array(array, dtype=np.float32)).reshape(shape)
-        if heads := _permuted_heads(text.config, name.rpartition(".")[0]):
-            pairs = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
-            values = pairs.swapaxes(1, 2).reshape(values.shape)
-        state |= dict(zip(stack, values, strict=True)) if len(stack) > 1 else {stack[0]: values}
-    return {name: values.contiguous() for name, values in state.items()}
+        if name not in held or tuple(int(n) for n in reversed(held[name].shape)) != shape:
+            continue
+        kind, heads = held[name].tensor_type, _permuted_heads(text.config, name.rpartition(".")[0])
+        adds_one = text.config.model_type in WINDOWS and stack[0].rpartition(".")[0].endswith("norm")
+        own = shape[1:] if len(stack) > 1 else shape
+        for i, one in enumerate(stack):
+            data = held[name].data if len(stack) == 1 else held[name].data[i]
+            place = (path, int(held[name].data_offset) + i * data.nbytes, data.shape, data.dtype)
+            read = partial(_dequantized, gguf, place, kind, own, heads, adds_one)
+            tensors[one] = GgufTensor(read, own, kind.name, 2.0**-22 if adds_one else 0.0)
+    return tensors
+
+
+def _dequantized(gguf: Any, place: Any, kind: Any, shape: tuple[int, ...], heads: int | None, adds_one: bool) -> Tensor:
+    """Returns a tensor, fp32. place: file, offset, shape and type of its bytes, which the reader would map."""
+    path, offset, of_bytes, dtype = place
+    data = np.fromfile(path, dtype, int(np.prod(of_bytes)), offset=offset).reshape(of_bytes)
+    array = _by_rows(data, lambda rows: gguf.quants.dequantize(rows, kind), np.dtype(np.float32))
+    values = torch.from_numpy(array).reshape(shape)
+    if heads:  # from pairs to halves of a head
+        pairs = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
+        values = pairs.swapaxes(1, 2).reshape(values.shape)
+    return (values - 1 if adds_one else values).contiguous()
 
 
 def gguf_of(export: Path) -> Path | None:
@@ -235,4 +262,23 @@ def _coded(gguf: Any, values: Tensor, kind: str) -> np.ndarray[Any, Any]:
     array = values.float().contiguous().numpy()
     if kind == "f16":
         return array.astype(np.float16)
-    return array if kind == "f32" else gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0)
+    if kind == "f32":
+        return array
+    own = gguf.GGMLQuantizationType.Q8_0
+    return _by_rows(array, lambda rows: gguf.quants.quantize(rows, own), np.dtype(np.uint8))
+
+
+def _by_rows(array: Any, convert: Callable[[Any], Any], dtype: Any) -> Any:
+    """Returns what gguf makes of an array, some rows at a time: it needs several times the memory of what it gets."""
+    if array.ndim < 2:
+        return np.ascontiguousarray(convert(array), dtype)
+    rows = array.reshape(-1, array.shape[-1])
+    count = max(1, _AT_A_TIME // rows.shape[-1])
+    converted = None
+    for start in range(0, len(rows), count):
+        part = convert(rows[start : start + count])
+        if converted is None:
+            converted = np.empty((len(rows), part.shape[-1]), dtype)
+        converted[start : start + count] = part
+    assert converted is not None
+    return converted.reshape(*array.shape[:-1], -1)

@@ -1,7 +1,9 @@
 """`export --to hf`: the trained model as a plain Hugging Face folder, whole or absent, the same bytes every time.
 
-Everything is written to OUT.partial and renamed at the end. Weight files there are complete under their own names, so
-an export that was stopped continues after the last one, if it would write the same: `progress.json` says what of.
+Everything is written to OUT.partial, compared with the run there, and renamed at the end: OUT is complete and has
+passed, or is not there. Weight files in OUT.partial are complete under their own names, so an export that was stopped
+continues after the last one, if it would write the same: `progress.json` says what of. An export that does not pass is
+kept as OUT.failed.
 
     model*.safetensors, config.json, generation_config.json, tokenizer files, README.md
     export.json     what was exported: base with its revision, hash of adapter or checkpoint, versions
@@ -37,8 +39,9 @@ PROGRESS = "progress.json"
 METADATA = "export.json"
 _PACKAGES = ("torch", "transformers", "peft", "safetensors")
 # Of the base, in addition to weights and what the tokenizer writes: code, and what images and audio go through.
-_COPIED = ("*.py", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+COPIED = ("*.py", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 Say = Callable[[str], object]
+Check = Callable[[Path], object]
 MMPROJ = "which llama.cpp's `convert_hf_to_gguf.py FOLDER --mmproj` makes of the folder of `export --to hf`"
 
 
@@ -50,19 +53,20 @@ def export_folder(
     say: Say = lambda text: None,
     shard_bytes: int = SHARD_BYTES,
     quantised: str | None = None,
+    check: Check = lambda folder: None,
 ) -> StreamedModel:
     """Write the trained model to `out`. Returns what was written, without values.
 
-    quantised: int8 or fp8 (quantised.py).
+    quantised: int8 or fp8 (quantised.py); check: compares the folder with the run before it gets its name.
 
-    Raises UserError where there is something at `out` already or nothing can be made of this run, RunFailure where the
-    disk is full: what was written until then is kept for the next try.
+    Raises UserError if there is something at `out` already or nothing can be made of this run, RunFailure if the disk
+    is full (what was written until then is kept for the next try) or if `check` does.
     """
     check_absent(out)
     model = StreamedModel(trained, dtype, base)
     written = QuantisedModel(model, quantised) if quantised else model
     about = {**describe(model), **({"quantised": quantised} if quantised else {})}
-    with whole_or_absent(out, about, {"shard_bytes": shard_bytes}, _card(trained)) as partial:
+    with whole_or_absent(out, about, {"shard_bytes": shard_bytes}, _card(trained), check) as partial:
         write_shards(
             *(partial, written.shapes, written.make, shard_bytes), lambda n, total: say(f"weights: file {n} of {total}")
         )
@@ -75,7 +79,13 @@ def export_folder(
 
 
 def export_gguf(
-    trained: Trained, out: Path, kind: str, base: str | None = None, say: Say = lambda text: None, ollama: bool = False
+    trained: Trained,
+    out: Path,
+    kind: str,
+    base: str | None = None,
+    say: Say = lambda text: None,
+    ollama: bool = False,
+    check: Check = lambda folder: None,
 ) -> StreamedModel:
     """Write OUT/<run>-<kind>.gguf with its card, and a Modelfile for Ollama; as `export_folder`."""
     from finetune.export.gguf_file import text_of, write_gguf
@@ -84,7 +94,8 @@ def export_gguf(
     check_absent(out)
     model = StreamedModel(trained, None, base)
     about = {**describe(model), "dtype": kind}
-    with whole_or_absent(out, about, {}, _card(trained)) as partial:
+    how = {"files": ["Modelfile"]} if ollama else {}
+    with whole_or_absent(out, about, how, _card(trained), check) as partial:
         file = partial / f"{about['run']}-{kind}.gguf"
         if not file.exists():
             say(f"writing {file.name}")
@@ -100,10 +111,13 @@ def export_gguf(
 
 
 @contextlib.contextmanager
-def whole_or_absent(out: Path, about: dict[str, Any], how: dict[str, Any], card: str) -> Iterator[Path]:
-    """Yields the folder to write in, which becomes `out` with its description and card. Raises RunFailure.
+def whole_or_absent(
+    out: Path, about: dict[str, Any], how: dict[str, Any], card: str, check: Check = lambda folder: None
+) -> Iterator[Path]:
+    """Yields the folder to write in, which becomes `out` with its description and card, once it has passed `check`.
 
-    how: what else has to be the same for an export that was stopped to continue.
+    how: what else has to be the same for an export that was stopped to continue. Raises RunFailure if the disk fails,
+    or if `check` does: the folder is then kept as OUT.failed.
     """
     partial = partial_path(out)
     was_there = partial.exists()
@@ -112,13 +126,31 @@ def whole_or_absent(out: Path, about: dict[str, Any], how: dict[str, Any], card:
         yield partial
         (partial / METADATA).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         (partial / "README.md").write_text(card, encoding="utf-8")
-        finish(partial, out)
     except UserError:  # refused again the next time: there is nothing to go on from
         if not was_there:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     except OSError as error:
         raise not_written(out, error) from error
+    _check(partial, out, check)
+    try:
+        finish(partial, out)
+    except OSError as error:
+        raise not_written(out, error) from error
+
+
+def _check(partial: Path, out: Path, check: Check) -> None:
+    """Raises RunFailure for an export that does not pass: it is kept under another name."""
+    try:
+        check(partial)
+    except RunFailure as failure:
+        kept = out.with_name(f"{out.name}.failed")
+        shutil.rmtree(kept, ignore_errors=True)
+        (partial / PROGRESS).unlink(missing_ok=True)
+        partial.rename(kept)
+        raise RunFailure(
+            f"{str(failure).replace(str(partial), str(out))}\nit is kept as {kept}, for inspection"
+        ) from None
 
 
 def modelfile(trained: Trained, name: str) -> str:
@@ -150,6 +182,11 @@ def _start(partial: Path, about: dict[str, Any]) -> None:
     if partial.exists() and not (progress.is_file() and progress.read_text(encoding="utf-8") == text):
         shutil.rmtree(partial)
     partial.mkdir(parents=True, exist_ok=True)
+    for left in partial.iterdir():  # complete weights alone are kept of one that was killed
+        if left.is_dir():
+            shutil.rmtree(left)
+        elif left.suffix not in (".safetensors", ".gguf"):
+            left.unlink()
     write_atomically(progress, text)
 
 
@@ -186,7 +223,7 @@ def write_settings(model: StreamedModel, folder: Path) -> None:
         assert base is not None
         config = json.loads((base.folder / "config.json").read_text(encoding="utf-8"))
         (folder / "config.json").write_text(json.dumps(_changed(config, model), indent=2) + "\n", encoding="utf-8")
-        for path in (path for pattern in _COPIED for path in sorted(base.folder.glob(pattern))):
+        for path in (path for pattern in COPIED for path in sorted(base.folder.glob(pattern))):
             shutil.copyfile(path, folder / path.name)
         if sees_images:
             assert trained.recipe is not None
@@ -200,11 +237,16 @@ def write_settings(model: StreamedModel, folder: Path) -> None:
         if (rows := model.added_rows) is not None:
             model.model.config.get_text_config().vocab_size = rows
         write_config(model.model, model.result_dtype, folder)
-    for path in sorted(trained.settings.iterdir()):
-        if path.name in _SETTINGS or path.suffix == ".jinja":
-            shutil.copyfile(path, folder / path.name)
-    if (templates := trained.settings / "additional_chat_templates").is_dir():
-        shutil.copytree(templates, folder / templates.name, dirs_exist_ok=True)
+    for path in settings_files(trained.settings):
+        target = folder / path.relative_to(trained.settings)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+
+
+def settings_files(folder: Path) -> list[Path]:
+    """Returns the files of a tokenizer, its templates and the generation config."""
+    own = [path for path in sorted(folder.iterdir()) if path.name in _SETTINGS or path.suffix == ".jinja"]
+    return [*own, *sorted(path for path in folder.glob("additional_chat_templates/*") if path.is_file())]
 
 
 _SETTINGS = {

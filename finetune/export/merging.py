@@ -100,11 +100,11 @@ def adapter_patches(model: Any, trained: Trained) -> dict[str, Patch]:
             key = reader.take(f"{path}.token_adapter.trainable_tokens_delta.default")
             rows = tuple(module.token_adapter.token_indices["default"])
             full = partial(trained.read, key)
-            patches[f"{_plain(path)}.weight"] = Patch("rows", (key,), full=full, rows=rows)
+            patches[f"{plain_name(path)}.weight"] = Patch("rows", (key,), full=full, rows=rows)
         elif isinstance(module, ModulesToSaveWrapper):
             for name, _ in module.original_module.named_parameters():
                 key = reader.take(f"{path}.modules_to_save.default.{name}")
-                patches[f"{_plain(path)}.{name}"] = Patch("full", (key,), full=partial(trained.read, key))
+                patches[f"{plain_name(path)}.{name}"] = Patch("full", (key,), full=partial(trained.read, key))
     patches |= reader.rows_of_checkpoint()
     patches |= reader.resized(model.get_base_model())
     reader.check_all_taken()
@@ -141,14 +141,17 @@ class _Reader:
             patch = Patch("rows", (key,), full=full, rows=tuple(range(first, first + count)))
             name = f"{key.removesuffix(ROWS)}weight"
             tied = [other for other, one in self._first.items() if one == name]
-            patches |= {_plain(other.removeprefix(_PREFIX)): patch for other in tied}
+            patches |= {plain_name(other.removeprefix(_PREFIX)): patch for other in tied}
         return patches
 
     def resized(self, base: Any) -> dict[str, Patch]:
         """Returns embeddings that peft wrote with the adapter: replaced where rows were added, else the base's own."""
-        patches, shapes = {}, {_plain(name): tensor.shape for name, tensor in base.state_dict(keep_vars=True).items()}
+        patches, shapes = (
+            {},
+            {plain_name(name): tensor.shape for name, tensor in base.state_dict(keep_vars=True).items()},
+        )
         for key in sorted(self._left):
-            name = _plain(key.removeprefix(_PREFIX))
+            name = plain_name(key.removeprefix(_PREFIX))
             if name in shapes:
                 self._left.discard(key)
                 if shapes[name] != self._trained.shapes[key].shape:
@@ -164,7 +167,7 @@ class _Reader:
             )
 
 
-def _plain(path: str) -> str:
+def plain_name(path: str) -> str:
     """Returns a module's path in transformers' model."""
     return path.replace(".base_layer", "").replace(".original_module", "").replace(".token_adapter", "")
 
@@ -178,11 +181,11 @@ def _lora(path: str, module: Any, reader: _Reader) -> tuple[str, Patch]:
     if isinstance(module, lora.Embedding):
         a, b = (reader.take(f"{path}.lora_embedding_{part}.default") for part in "AB")
         patch = Patch("lora", (a, b), lambda: (reader.read(a).T * scale, reader.read(b).T))  # (num, r), (r, dim)
-        kind, name = "lora.Embedding", f"{_plain(path)}.weight"
+        kind, name = "lora.Embedding", f"{plain_name(path)}.weight"
     elif isinstance(module, lora.Linear | ParamWrapper):
         a, b = (reader.take(f"{path}.lora_{part}.default.weight") for part in "AB")
         wrapper = isinstance(module, ParamWrapper)
-        name = f"{_plain(path)}.{module.parameter_name if wrapper else 'weight'}"
+        name = f"{plain_name(path)}.{module.parameter_name if wrapper else 'weight'}"
         experts, transposed = (module.num_experts if wrapper else 1), _is_transposed(module)
         kind, keys = type(module).__name__, (a, b)
 

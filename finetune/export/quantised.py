@@ -13,7 +13,6 @@ names of its layers are those in memory, by which both know them.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from dataclasses import dataclass
@@ -37,8 +36,8 @@ _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _PER_INT32 = 4
 
 
-def check_kind(kind: str, compared: bool) -> None:
-    """Raises UserError for what is not written here. compared: whether the export will be loaded, to compare it."""
+def check_kind(kind: str) -> None:
+    """Raises UserError for what is not written here."""
     if kind in _CALIBRATED:
         raise UserError(
             f"--quantize {kind}: needs calibration, which is done by {_CALIBRATED[kind]} on the folder that "
@@ -46,11 +45,6 @@ def check_kind(kind: str, compared: bool) -> None:
         )
     if kind not in KINDS:
         raise UserError(f"--quantize {kind}: expected one of {', '.join(KINDS)}")
-    if compared and importlib.util.find_spec("compressed_tensors") is None:
-        raise UserError(
-            f"--quantize {kind}: is compared with the run by compressed-tensors: give --no-verify, or "
-            "pip install 'compressed-tensors>=0.20'"
-        )
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class StreamedModel:
         self._dtype = dtype
         self.result_dtype = dtype or _result_dtype(trained, self.base)
         self._patches = _patches(trained, base, self.part)
-        shapes, self._aliases = _own_tensors(self.model)
+        shapes, self._aliases = own_tensors(self.model)
         # Of full training one name has the weights of both.
         differ = any(self._keys(alias) != self._keys(first) for alias, first in self._aliases.items())
         self.unties = differ and trained.is_adapter
@@ -347,34 +347,36 @@ def _patches(trained: Trained, base: str | None, part: TextPart | None) -> dict[
     in_base = part.in_base if part is not None else str
     if not trained.is_adapter:
         return {in_base(name): Patch("full", (name,), full=partial(trained.read, name)) for name in trained.shapes}
+    if not trained.is_checkpoint:
+        in_base = str  # a checkpoint has the names of the text part alone
+    return {in_base(name): patch for name, patch in adapter_patches(adapted(trained, base, part), trained).items()}
+
+
+def adapted(trained: Trained, base: str | None, part: TextPart | None) -> Any:
+    """Returns peft's model of an adapter, without weights. Raises UserError for adapters that are not merged here."""
     from peft import get_peft_model
 
-    if part is None or trained.is_checkpoint:  # which has the names of the text part alone
-        model = _skeleton(trained, base)
-    else:
-        model, in_base = part.base_without_weights(), str
+    model = _skeleton(trained, base) if part is None or trained.is_checkpoint else part.base_without_weights()
     with warnings.catch_warnings():
         # Of tied weights, patterns for experts and gradient checkpointing: what they warn of is handled or not done.
         warnings.simplefilter("ignore")
-        if trained.is_checkpoint:
-            assert trained.recipe is not None
-            assert trained.recipe.lora is not None
-            lora, parts, paths = trained.recipe.lora, _trained_parts(trained), None
-            if parts is not None:
-                paths = adapted_modules(model, family_of(model.config), parts, lora)
-            adapted = add_adapters(model, lora, torch.float32, trained.recipe.tokens, paths)
-        else:
+        if not trained.is_checkpoint:
             config = read_lora(trained.folder)
             if getattr(config, "bias", "none") != "none":
                 raise UserError(f"{trained.folder}: only LoRA without trained biases is merged")
             with FittingAdapter(trained.folder):
-                adapted = get_peft_model(model, config)
-    if not trained.is_checkpoint:
-        check_shapes(trained, adapted)
-    return {in_base(name): patch for name, patch in adapter_patches(adapted, trained).items()}
+                on_base = get_peft_model(model, config)
+            check_shapes(trained, on_base)
+            return on_base
+        assert trained.recipe is not None
+        assert trained.recipe.lora is not None
+        lora, parts, paths = trained.recipe.lora, _trained_parts(trained), None
+        if parts is not None:
+            paths = adapted_modules(model, family_of(model.config), parts, lora)
+        return add_adapters(model, lora, torch.float32, trained.recipe.tokens, paths)
 
 
-def _own_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+def own_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Returns the tensors by their first name, and the first name of each further one."""
     shapes, aliases = dict[str, Tensor](), dict[str, str]()
     first: dict[int, str] = {}

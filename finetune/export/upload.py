@@ -1,6 +1,7 @@
 """`upload`: a result or an export as a repository of the Hugging Face Hub, private unless asked otherwise.
 
-Files are listed before anything goes. What names the base by a local path (README.md, adapter_config.json) goes up with
+Files are listed before anything goes: those that a result or an export has; a link, or any other file, is refused by
+name. What names the base by a local path (README.md, adapter_config.json) goes up with
 its hub id; the files here stay as they are. The hub keeps large files under their hash: a command that was stopped goes
 on with those it lacks.
 """
@@ -46,11 +47,7 @@ def collect(run_dir: Path, base_model: str | None) -> Upload:
         raise UserError(f"{run_dir}: no model here (no config.json, adapter_config.json or .gguf file): export one")
     if base_model is not None and not _HUB_ID.fullmatch(base_model):
         raise UserError(f"--base-model {base_model}: expected a hub id, as org/name")
-    files: dict[str, Path | bytes] = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and not any(part.startswith(".") for part in Path(name).parts):
-            files[name] = path
+    files: dict[str, Path | bytes] = {name: folder / name for name in _written(folder)}
     named = _bases(folder)
     local = sorted({name for name in named if not _HUB_ID.fullmatch(name) or Path(name).exists()})
     base = base_model or next((name for name in named if name not in local), None)
@@ -65,6 +62,34 @@ def collect(run_dir: Path, base_model: str | None) -> Upload:
             changed = _with_base(name, text, local, base)
             files[name] = changed.encode() if changed != text else files[name]
     return Upload(folder, files, base)
+
+
+# What a result or an export is made of; anything else in its folder stays here, by name.
+_WRITTEN = (
+    *("config.json", "generation_config.json", "adapter_config.json", "labels.json", "README.md"),
+    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*.gguf", "Modelfile"),
+    *("adapter_model.safetensors", "export.json", "verify.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "*.jinja", "additional_chat_templates/*.jinja"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
+
+
+def _written(folder: Path) -> list[str]:
+    """Returns the files that are sent. Raises UserError for a link, and for a file that is no part of a model."""
+    config = folder / "config.json"
+    has_code = config.is_file() and '"auto_map"' in config.read_text(encoding="utf-8")
+    patterns, names = (*_WRITTEN, *(("*.py",) if has_code else ())), []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            raise UserError(f"{path}: a link: uploads follow none, as what it leads to may not be part of the model")
+        if path.is_dir() or any(part.startswith(".") for part in Path(name).parts):
+            continue
+        if not any(Path(name).match(pattern) and name.count("/") == pattern.count("/") for pattern in patterns):
+            raise UserError(f"{path}: not a file of a result or an export: remove it, or move it out of the folder")
+        names.append(name)
+    return names
 
 
 def _bases(folder: Path) -> list[str]:

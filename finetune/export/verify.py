@@ -1,11 +1,14 @@
-"""The gate: whether an export answers like what was trained, in figures.
+"""The gate: whether an export is what was trained.
 
-    rows of the run's held-out data ── the run's model, adapter beside its base ── log-probs of trained tokens ─┐
-                                    └─ the export, loaded as anyone loads it ───── log-probs ───────────────────┴ KL
+    files      tokenizer, templates, settings, as a whole; no other file in the folder    verify_files.py
+    tensors    every one, streamed, next to what peft and transformers make of it         verify_tensors.py
+    answers    of models that are small enough to be loaded whole, in figures:
 
-Teacher-forced, so that errors do not add up along a text; and what is around the weights: the tokens of rendered
-conversations, the tokens that end a generation, names of tensors, greedy texts. The run's model is computed by peft's
-forward, not by the sums that merged it.
+    rows of the run's held-out data ── the run's model, adapter next to its base ── log-probs of trained tokens ─┐
+                                    └─ the export, loaded as anyone loads it ────── log-probs ───────────────────┴ KL
+
+Equal tensors under equal names, equal settings and equal tokens make equal answers, so the third adds figures and
+nothing that a large model would need. Teacher-forced, so that errors do not add up along a text.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import ctypes
 import gc
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,62 +38,88 @@ from finetune.export.figures import SECTION, THRESHOLDS, Figures, card_section
 from finetune.export.gguf_file import gguf_of
 from finetune.export.gguf_settings import context_length, open_gguf
 from finetune.export.gguf_tokenizer import gguf_tokenizer
+from finetune.export.hf_folder import METADATA
 from finetune.export.quantised import other_layers, round_layers
+from finetune.export.streamed import StreamedModel
+from finetune.export.tensor_files import TensorFiles
 from finetune.export.trained import Trained, find_trained
 from finetune.export.verify_answers import AnswerReference, Pictures, end_tokens
+from finetune.export.verify_files import VERIFY, compare_adapter, compare_files
 from finetune.export.verify_models import load_export, load_reference, quiet_loading, recipe_of
 from finetune.export.verify_scores import ScoreReference
-from finetune.export.verify_settings import compare_settings, other_class, read_settings, rounded_here
+from finetune.export.verify_settings import compare_settings, read_settings, rounded_here
+from finetune.export.verify_tensors import compare_tensors
 from finetune.models.base_config import first_line
 from finetune.models.remote_code import load_auto
-from finetune.models.tokenizer import load_tokenizer
+from finetune.models.tokenizer import load_tokenizer, read_tokenizer
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut
 from finetune.utils import write_atomically
 
-VERIFY = "verify.json"
 ROWS = 32
+WHOLE_BYTES = 2**28  # of a model in fp32, up to which both are also loaded and asked, one after the other
 # Where tokenizers split text in different ways: digits, runs of spaces, contractions, letters beyond ASCII.
 _CHAT = [{"role": "user", "content": "How many days has a week?  It's 1234567,\n\n\tI'D say: naïve 日本 🙂 x1"}]
 
 
 def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | None = None) -> Figures:
-    """Compare an export with the run that it is of; write verify.json and the card. Raises UserError where the run's
-    rows, its base or the export cannot be read at all."""
+    """Compare an export with the run that it is of; write verify.json and the card. Raises UserError if the run's rows,
+    its base or the export cannot be read at all."""
     recipe = recipe_of(trained)
+    if (export / "adapter_config.json").is_file() and not (export / "config.json").is_file():
+        figures = Figures("float32")
+        compare_adapter(figures, trained, export)
+        _write(export, trained, figures)
+        return figures
+    written = StreamedModel(trained, None, base)
+    figures = Figures(*export_format(export))
     with _settings_of(export) as settings:
-        figures = Figures(export_format(export))
-        is_gguf = gguf_of(export) is not None
         examples = held_out_examples(recipe, trained.settings, rows, base)
-        if is_gguf and recipe.data.image is not None:
+        if gguf_of(export) is not None and recipe.data.image is not None:
             examples = [_without_images(example) for example in examples]
             _compare_texts(figures, trained.settings, settings, examples)
         else:
             _compare_tokens(figures, recipe, trained.settings, settings, examples, rows)
         config = compare_settings(figures, recipe, trained, base, export)
-        with quiet_loading():
-            model, dtype = load_reference(trained, base), rounded_here(export)
-            if recipe.objective.scores_sequences:
-                run = ScoreReference.of(model, load_auto(AutoTokenizer, settings).pad_token_id, examples, figures)
-            else:
-                pictures = _no_pictures if is_gguf else _pictures(recipe, trained.settings, base)
-                context = context_length(config) if is_gguf else None
-                run = AnswerReference.of(model, pictures, trained, examples, figures, context)
-                if dtype is not None:
-                    run.keep_rounded(round_layers(model, figures.format, dtype), figures)
-            del model
-            gc.collect()  # models refer to themselves: two of them are never in memory
-            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what tensors below 32 MB had
-                trim(0)
-            if (model := load_export(export, figures, config, trained, base)) is not None:
-                run.compare(model, end_tokens(settings), figures)
-                if not is_gguf and (problem := other_class(config, export, model)):
-                    figures.problems.append(problem)
-                if dtype is not None and (problem := other_layers(export, model)):
-                    figures.problems.append(problem)
+        compare_files(figures, trained, written, export)
+        compare_tensors(figures, trained, written, export, base)
+        if rounded_here(export) is not None and (problem := other_layers(export, written.model)):
+            figures.problems.append(problem)
+        if 4 * sum(one.numel() for one in written.shapes.values()) <= WHOLE_BYTES:
+            _compare_models(figures, recipe, trained, base, export, settings, examples, config)
     figures.judge()
     _write(export, trained, figures)
     return figures
+
+
+def _compare_models(
+    figures: Figures,
+    recipe: Recipe,
+    trained: Trained,
+    base: str | None,
+    export: Path,
+    settings: Path,
+    examples: list[Example],
+    config: Any,
+) -> None:
+    """Compare what two models say, each loaded whole: the run's by peft, the export as anyone loads it."""
+    is_gguf, rounded = gguf_of(export) is not None, rounded_here(export)
+    with quiet_loading():
+        model = load_reference(trained, base)
+        if recipe.objective.scores_sequences:
+            run = ScoreReference.of(model, read_tokenizer(settings).pad_token_id, examples, figures)
+        else:
+            pictures = _no_pictures if is_gguf else _pictures(recipe, trained.settings, base)
+            context = context_length(config) if is_gguf else None
+            run = AnswerReference.of(model, pictures, trained, examples, figures, context)
+            if rounded is not None:
+                run.keep_rounded(round_layers(model, figures.format, rounded), figures)
+        del model
+        gc.collect()  # models refer to themselves: two of them are never in memory
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what tensors below 32 MB had
+            trim(0)
+        if (model := load_export(export, figures, config, trained, base)) is not None:
+            run.compare(model, end_tokens(settings), figures)
 
 
 def find_against(run_dir: Path, export: Path, step: str | None) -> Trained:
@@ -106,26 +136,37 @@ def find_against(run_dir: Path, export: Path, step: str | None) -> Trained:
     return find_trained(run_dir, None if asked is None else str(asked), known.get("averaged"))
 
 
-def export_format(export: Path) -> str:
-    """Returns the type of the weights. Raises UserError for a folder that is no export."""
+def export_format(export: Path) -> tuple[str, str]:
+    """Returns the type of an export's weights, and of its tensors that are not in eight bits: by export.json what it
+    should have, by the files themselves if it has none. Raises UserError for a folder that is no export."""
     if (file := gguf_of(export)) is not None:
-        kind = next((t.tensor_type.name for t in open_gguf(file).tensors if "attn_q.weight" in t.name), None)
-        if kind is None:
-            raise UserError(
-                f"{file}: no language model's weights here (no attn_q.weight): compare the file that has them"
-            )
-        found = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(kind, kind.lower())
-        if found not in THRESHOLDS:
-            raise UserError(f"{file}: weights of type {kind} have no threshold here: compare f32, bf16, f16 or q8_0")
-        return found
+        return _gguf_format(file), "float32"
     if not (export / "config.json").is_file():
         raise UserError(f"{export}: no model here (no config.json and no .gguf file)")
-    config = read_settings(export / "config.json")
-    text = config.get("text_config") or {}
-    if (quantised := config.get("quantization_config")) is not None:
-        return _quantised_format(export, quantised)
-    found = next((c[key] for c in (config, text) for key in ("dtype", "torch_dtype") if c.get(key)), "float32")
-    return found if found in THRESHOLDS else "float32"
+    about = read_settings(export / METADATA) if (export / METADATA).is_file() else {}
+    files = TensorFiles(sorted(export.glob("*.safetensors")))
+    types = Counter(str(files.meta(name).dtype).removeprefix("torch.") for name in files.names())
+    stored = next((one for one, _ in types.most_common() if one in _FLOATS), "float32")
+    dtype = about.get("dtype", stored)
+    if dtype not in _FLOATS:
+        raise UserError(f"{export / METADATA}: dtype is {dtype}: expected one of {', '.join(_FLOATS)}")
+    quantised = read_settings(export / "config.json").get("quantization_config")
+    if (kind := about.get("quantised")) is not None or quantised is not None:
+        return (kind if kind in THRESHOLDS else _quantised_format(export, quantised or {})), dtype
+    return dtype, dtype
+
+
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+def _gguf_format(file: Path) -> str:
+    kind = next((t.tensor_type.name for t in open_gguf(file).tensors if "attn_q.weight" in t.name), None)
+    if kind is None:
+        raise UserError(f"{file}: no language model's weights here (no attn_q.weight): compare the file that has them")
+    name = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(kind, kind.lower())
+    if name not in THRESHOLDS:
+        raise UserError(f"{file}: weights of type {kind} have no threshold here: compare f32, bf16, f16 or q8_0")
+    return name
 
 
 def _quantised_format(export: Path, settings: dict[str, Any]) -> str:
@@ -210,6 +251,10 @@ def _compare_tokens(
         if not _same_tokens(ours, their):
             figures.problems.append(f"{ours.path}:{ours.row} has other tokens: another tokenizer or chat template")
             break
+    for one in (one for example in examples for one in example.sequences):
+        if len({tokenizer.decode(one.input_ids, skip_special_tokens=True) for tokenizer in tokenizers}) > 1:
+            figures.problems.append("the same tokens are another text: another decoder, or other special tokens")
+            break
     if len(theirs) != len(examples):
         figures.problems.append(f"{len(theirs)} of {len(examples)} rows are rendered: another chat template")
     _compare_prompts(figures, settings, export, tokenizers)
@@ -230,9 +275,11 @@ def _compare_prompts(figures: Figures, settings: Path, export: Path, tokenizers:
     """Compare a prompt as a server tokenises it, and the tokens that end an answer."""
     if problem := _other_prompt(*tokenizers):
         figures.problems.append(problem)
-    ends = [end_tokens(folder) for folder in (settings, export)]
-    if ends[0] - ends[1]:
-        figures.problems.append(f"{sorted(ends[0] - ends[1])} end an answer in the run, and do not in the export")
+    ours, theirs = (end_tokens(folder) for folder in (settings, export))
+    if ours - theirs:
+        figures.problems.append(f"{sorted(ours - theirs)} end an answer in the run, and do not in the export")
+    if theirs - ours:
+        figures.problems.append(f"{sorted(theirs - ours)} end an answer in the export, and do not in the run")
 
 
 def _pictures(recipe: Recipe, settings: Path, name: str | None) -> Pictures:

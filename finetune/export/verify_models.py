@@ -7,6 +7,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from transformers import (
 from finetune.errors import UserError
 from finetune.export.commands import class_of_result, load_trained
 from finetune.export.figures import Figures
-from finetune.export.gguf_file import gguf_of, other_tensors, read_back
+from finetune.export.gguf_file import gguf_of, gguf_tensors, other_tensors
 from finetune.export.gguf_settings import UNREAD, is_written, open_gguf
 from finetune.export.streamed import StreamedModel
 from finetune.export.trained import Trained
+from finetune.export.verify_tensors import stored_tensors
 from finetune.models.added_tokens import add_tokens, start_rows, train_rows
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.base_config import first_line
@@ -78,7 +80,7 @@ def _untrained(recipe: Recipe, base: str | None) -> tuple[Any, int]:
     auto: Any = AutoModelForCausalLM if about.train is None else AutoModelForImageTextToText
     if labels := score_labels(recipe.objective):
         auto, more["config"] = AutoModelForSequenceClassification, labelled(model_config(about), labels)
-    if about.config is not None:
+    if about.config is not None or about.name is None:  # the schema wants one of the two
         model: Any = from_config(auto, more.get("config") or model_config(about), about.trust_remote_code)
     else:
         if (checkpoint := base_checkpoint(about)) is not None:
@@ -111,17 +113,26 @@ def load_export(export: Path, figures: Figures, config: Any, trained: Trained, b
                 return None
             if config.model_type in UNREAD:
                 kind = type(written.text_part.text if written.text_part else written.model)
-                return kind.from_pretrained(None, config=config, state_dict=read_back(written, file)).float().eval()
+                state = {name: one.read() for name, one in gguf_tensors(written, file).items()}
+                return kind.from_pretrained(None, config=config, state_dict=state).float().eval()
         # llama.cpp has no Mistral: without a window it is the same as Llama.
         config = as_llama(config) if config.model_type == "mistral" else config
         more = {"gguf_file": file.name, "config": config}
     elif figures.format in ("int8", "fp8"):
         own = load_auto(AutoConfig, export)
-        own.quantization_config["dequantize"] = True
-        more = {"config": own}
+        if find_spec("compressed_tensors") is not None:
+            own.quantization_config["dequantize"] = True
+        else:  # decoded here, as the format says
+            delattr(own, "quantization_config")
+            tensors = stored_tensors(export, StreamedModel(trained, None, base))
+            more["state_dict"] = {name: one.read() for name, one in tensors.items()}
+        more["config"] = own
     try:
         auto: Any = AutoModelForCausalLM if file is not None else class_of_result(export)
-        model, report = load_auto(auto, export, dtype=torch.float32, output_loading_info=True, **more)
+        if "state_dict" in more:
+            model, report = auto.from_pretrained(None, dtype=torch.float32, output_loading_info=True, **more)
+        else:
+            model, report = load_auto(auto, export, dtype=torch.float32, output_loading_info=True, **more)
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         figures.problems.append(f"transformers cannot load it: {first_line(error)}")
         return None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
 from finetune.errors import UserError
 from finetune.export.figures import Figures
@@ -47,7 +47,6 @@ def compare_settings(figures: Figures, recipe: Recipe, trained: Trained, base: s
         compare_modelfile(figures, trained, export, file)
         return config
     _compare_values(figures, "config.json", _computing(config), _computing(_config_of(export)))
-    _compare_values(figures, "generation_config.json", *(_generating(one) for one in (trained.settings, export)))
     _compare_quantisation(figures, export)
     if recipe.data.image is not None:
         _compare_processors(figures, recipe, base, export)
@@ -114,14 +113,6 @@ def _computing(config: Any) -> dict[str, Any]:
     return chosen(config.to_dict())
 
 
-def _generating(folder: Path) -> dict[str, Any]:
-    """Returns what servers take for a request that says nothing, without the tokens that end an answer: an export may
-    have more of them."""
-    has = (folder / "generation_config.json").is_file()
-    settings = GenerationConfig(**(read_settings(folder / "generation_config.json") if has else {}))
-    return {key: value for key, value in settings.to_dict().items() if key not in _FREE}
-
-
 def _compare_quantisation(figures: Figures, export: Path) -> None:
     """Compare what config.json says of eight bits with what `--quantize` writes, but for the layers that it leaves."""
     if rounded_here(export) is None:
@@ -158,12 +149,3 @@ def compare_modelfile(figures: Figures, trained: Trained, export: Path, file: Pa
     free = ("#", "LICENSE ", "PARAMETER num_ctx ")
     others = sorted(line for line in said - expected if line and not line.startswith(free))
     figures.problems += [f"{path}: {line!r} is not of the run" for line in others[:1]]
-
-
-def other_class(config: Any, export: Path, model: Any) -> str | None:
-    """Returns what is wrong with the class that config.json names, by which servers choose how to compute. config: the
-    run's; model: the export's."""
-    named = read_settings(export / "config.json").get("architectures") or []
-    if type(model).__name__ in named or named == config.architectures:
-        return None
-    return f"config.json: architectures is {named}, and transformers loads it as {type(model).__name__}"

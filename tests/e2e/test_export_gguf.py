@@ -29,7 +29,7 @@ from transformers import (
 
 from finetune.errors import RunFailure, UserError
 from finetune.export.commands import ExportOptions, export_run, verify_run
-from finetune.export.gguf_file import other_tensors, read_back
+from finetune.export.gguf_file import gguf_tensors, other_tensors
 from finetune.export.gguf_settings import check_architecture, other_settings
 from finetune.export.gguf_tokenizer import gguf_tokenizer, other_tokens, sentencepiece_prefix, split_name
 from finetune.export.hf_folder import export_gguf
@@ -152,7 +152,8 @@ def test_text_parts_of_qwen_vl_are_read_back(tmp_path: Path, name: str) -> None:
     assert not other_tensors(model, file)
     config = model_config(Model(name=str(folder)))
     assert not other_settings(config, AutoConfig.from_pretrained(folder), file)
-    found = type(model.text_part.text).from_pretrained(None, config=config, state_dict=read_back(model, file))
+    state = {name: one.read() for name, one in gguf_tensors(model, file).items()}
+    found = type(model.text_part.text).from_pretrained(None, config=config, state_dict=state)
     assert float((expected - log_probs(found, ids)).abs().max()) < 1e-6
     theirs, ours = gguf_tokenizer(file), AutoTokenizer.from_pretrained(folder)
     assert theirs("river 1234 it's")["input_ids"] == ours("river 1234 it's")["input_ids"]
@@ -210,7 +211,8 @@ def test_mixtral_is_read_back_tensor_by_tensor(tmp_path: Path) -> None:
     expected = log_probs(AutoModelForCausalLM.from_pretrained(folder), ids)
     for kind, mean in {"f32": 1e-12, "bf16": 1e-3, "q8_0": 1e-2}.items():
         file = file if kind == "f32" else written(folder, tmp_path / kind, kind)
-        back = read_back(StreamedModel(find_trained(tmp_path / f"{kind}-run")), file)
+        tensors = gguf_tensors(StreamedModel(find_trained(tmp_path / f"{kind}-run")), file)
+        back = {name: one.read() for name, one in tensors.items()}
         assert kind != "f32" or (back.keys() == state.keys() and all(torch.equal(back[n], state[n]) for n in state))
         model = MixtralForCausalLM.from_pretrained(None, config=AutoConfig.from_pretrained(folder), state_dict=back)
         assert float((expected.exp() * (expected - log_probs(model, ids))).sum(-1).mean()) < mean, kind

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +144,50 @@ def test_the_same_export_has_the_same_bytes_and_goes_on_after_a_stop(
     assert names == sorted(path.name for path in (tmp_path / "b").iterdir())
     assert len([name for name in names if name.endswith(".safetensors")]) > 3
     assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in names)
+
+
+KILLER = Path(__file__).with_name("export_killer.py")
+KILLS = {
+    "while it writes": ("writing", "hf"),
+    "in its gate": ("gate", "hf"),
+    "before it gets its name": ("rename", "hf"),
+    "as a GGUF file in its gate": ("gate", "ollama"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if to == "hf" and at != "writing" else pytest.param(name, marks=pytest.mark.long)
+        for name, (at, to) in KILLS.items()
+    ],
+)
+def test_a_killed_export_has_no_name_and_goes_on(runs: Path, tmp_path: Path, name: str) -> None:
+    point, to = KILLS[name]
+    out, partial, failed = (tmp_path / f"out{suffix}" for suffix in ("", ".partial", ".failed"))
+    options = ExportOptions(to=to, out=out, dtype="f32" if to == "ollama" else None)
+    more = ("--dtype", options.dtype) if options.dtype else ()
+    command = [sys.executable, KILLER, point, out, "export", runs / "lora", "--to", to, "-o", out, *more]
+    killed = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (out.exists(), partial.exists()) == (False, True)
+    if name == "in its gate":  # and what it had written is damaged before the same command goes on with it
+        file = partial / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-100:] = bytes(100)
+        file.write_bytes(content)
+        with pytest.raises(
+            RunFailure, match=r"does not match the trained model:\n.*are not the run's(?s:.*)out\.failed"
+        ):
+            export_run(runs / "lora", options, quiet())
+        assert (out.exists(), partial.exists()) == (False, False)
+        assert not json.loads((failed / "verify.json").read_text())["passed"]
+    export_run(runs / "lora", options, quiet())
+    assert json.loads((out / "verify.json").read_text())["passed"]
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out", *(["out.failed"] if failed.exists() else [])]
+    export_run(runs / "lora", replace(options, out=tmp_path / "again"), quiet())
+    for path in (tmp_path / "again").iterdir():
+        assert path.read_bytes() == (out / path.name).read_bytes(), path.name
 
 
 def test_what_is_left_of_another_export_is_not_used(runs: Path, tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune.errors import UserError
+from finetune.export.upload import collect
+
 TOKEN = "hf_" + "a1B2" * 9
 
 
@@ -85,7 +88,7 @@ class Asked(BaseHTTPRequestHandler):
             return self.reply({"url": f"{self.server.url}/{name}"}, status)
         if "/preupload/" in path:
             files = [
-                {"path": one["path"], "uploadMode": "lfs" if one["path"].endswith("s") else "regular"}
+                {"path": one["path"], "uploadMode": "lfs" if one["path"].endswith(("s", ".model")) else "regular"}
                 for one in json.loads(content)["files"]
             ]
             return self.reply({"files": [{**one, "shouldIgnore": False} for one in files]})
@@ -129,8 +132,8 @@ def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "base").mkdir()
     settings = {"base_model_name_or_path": str(tmp_path / "base"), "r": 4}
     (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    for name in ("adapter_model", "second"):
-        (folder / f"{name}.safetensors").write_bytes(name.encode() * 1000)
+    for name in ("adapter_model.safetensors", "tokenizer.model"):
+        (folder / name).write_bytes(name.partition(".")[0].encode() * 1000)
     metadata = yaml.safe_dump({"library_name": "peft", "base_model": str(tmp_path / "base")}, sort_keys=False)
     (folder / "README.md").write_text(f"---\n{metadata}---\n\n# my-lora\n\nname: {tmp_path / 'base'}\n", "utf-8")
     (folder / ".hidden").write_text("not sent", encoding="utf-8")
@@ -155,7 +158,7 @@ def test_a_result_goes_up_private_and_goes_on(hub: Hub, run_dir: Path) -> None:
     assert "13,000" in refused.stdout
     assert not hub.repos
 
-    hub.failing = {b"second" * 1000}
+    hub.failing = {b"tokenizer" * 1000}
     broken = upload(hub, run_dir, "--base-model", "org/base", "--yes")
     assert broken.returncode == 1
     assert "the hub answers 400" in broken.stderr
@@ -167,7 +170,7 @@ def test_a_result_goes_up_private_and_goes_on(hub: Hub, run_dir: Path) -> None:
     repo = hub.repos["someone/my-lora"]
     assert repo["private"]
     assert sorted(repo["files"]) == [
-        *("README.md", "adapter_config.json", "adapter_model.safetensors", "second.safetensors")
+        *("README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.model")
     ]
     card = repo["files"]["README.md"].decode()
     assert yaml.safe_load(card.split("---")[1])["base_model"] == "org/base"
@@ -191,3 +194,26 @@ def test_what_is_refused(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
     gone = upload("http://127.0.0.1:1", run_dir, "--base-model", "o/b", "--to", "a/b", "--yes")
     assert (gone.returncode, "the hub cannot be reached" in gone.stderr) == (1, True), gone.stderr
     assert not hub.repos["org/open"]["files"]
+
+
+def test_a_link_or_a_stray_file_is_not_sent(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
+    """What lies in the folder and is no part of a model: the user says what becomes of it."""
+    (tmp_path / "secret").write_text("of the user")
+    stray = run_dir / "model" / "merges.txt"
+    for make, message in (
+        (lambda: stray.symlink_to(tmp_path / "secret"), f"{stray}: a link: uploads follow none"),
+        (lambda: stray.rename(stray.with_name("notes.txt")), "notes.txt: a link"),
+    ):
+        make()
+        done = upload(hub, run_dir, "--base-model", "o/b", "--yes")
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    (run_dir / "model" / "notes.txt").unlink()
+    for name in ("notes.txt", "optimizer.safetensors", "modeling.py", "deep/config.json"):
+        file = run_dir / "model" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("of the user")
+        with pytest.raises(UserError, match=f"{name}: not a file of a result or an export"):
+            collect(run_dir, "o/b")
+        file.unlink()
+    assert not hub.repos
+    assert not hub.sent

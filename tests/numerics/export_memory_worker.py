@@ -1,12 +1,13 @@
-"""Exports an adapter in a process of its own, compares the export with it, and prints (peak after - resident before) of
-both, the largest tensor in fp32 and the model's bytes.
+"""Merges or exports an adapter by the command that a person types, in this process, whose imports are done, and prints
+(peak - resident before) of each command, the largest tensor in fp32 and the model's bytes.
 
-python export_memory_worker.py FOLDER layers hidden files gate     (gate: 1: the comparison, too)
+python export_memory_worker.py FOLDER layers hidden files "merge {run}" "export {run} --to gguf" ...
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,16 +15,15 @@ import tiny
 import torch
 import yaml
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
-from finetune.export.hf_folder import export_folder
-from finetune.export.tensor_files import TensorFiles, write_shards
-from finetune.export.trained import find_trained
-from finetune.export.verify import verify_export
+import finetune.export.verify  # noqa: F401 (not to be measured)
+from finetune.cli import app
+from finetune.export.tensor_files import write_shards
 from finetune.models.base_config import without_weights
 
 
-def main(folder: Path, layers: int, hidden: int, files: int, gate: int) -> None:
+def main(folder: Path, layers: int, hidden: int, files: int, *commands: str) -> None:
     shape = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 4 * hidden}
     shape |= {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 8 * hidden}
     config = AutoConfig.for_model(**{**tiny.MODELS["llama"], **shape, "dtype": "bfloat16"})
@@ -49,20 +49,21 @@ def main(folder: Path, layers: int, hidden: int, files: int, gate: int) -> None:
     write_shards(result, adapter, adapter.__getitem__)
     (result / "model.safetensors").rename(result / "adapter_model.safetensors")
     tiny.tokenizer().save_pretrained(result)
+    GenerationConfig(eos_token_id=2).save_pretrained(result)
     write_recipe(folder)
     del adapted, adapter, model
+    state = {name: tensor.to("meta") for name, tensor in state.items()}
 
-    before = begin()
-    export_folder(find_trained(folder / "run"), folder / "out", shard_bytes=size // files + 1)
-    peak = status("VmHWM") - before
-    before = begin()
-    if gate:
-        assert verify_export(folder / "out", find_trained(folder / "run"), rows=2).tokens
-    of_gate = status("VmHWM") - before
-    written = TensorFiles(sorted((folder / "out").glob("*.safetensors")))
-    assert len(list((folder / "out").glob("*.safetensors"))) >= files
-    largest = max(written.meta(name).numel() for name in written.names()) * 4
-    print(json.dumps({"peak": peak, "gate": of_gate, "largest": largest, "bytes": size}))
+    peaks = {}
+    for command in commands:
+        words = [one.format(run=folder / "run") for one in command.split()]
+        before = begin()
+        app([*words, "-o", str(folder / "out")], standalone_mode=False)
+        peaks[command] = status("VmHWM") - before
+        assert json.loads((folder / "out" / "verify.json").read_text())["tensors"] >= 9 * layers
+        shutil.rmtree(folder / "out")
+    largest = max(tensor.numel() for tensor in state.values()) * 4
+    print(json.dumps({"peaks": peaks, "largest": largest, "bytes": size}))
 
 
 def write_recipe(folder: Path) -> None:
@@ -93,4 +94,4 @@ def status(field: str) -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), *sys.argv[5:])

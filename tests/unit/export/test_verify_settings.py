@@ -20,6 +20,7 @@ from finetune.export.hf_folder import modelfile
 from finetune.export.quantised import settings_of
 from finetune.export.trained import Trained
 from finetune.export.verify import export_format
+from finetune.export.verify_files import compare_each
 from finetune.export.verify_settings import compare_modelfile, compare_settings
 from finetune.recipe import load_recipe
 
@@ -47,7 +48,7 @@ def of_run(folder: Path, config: dict[str, Any]) -> tuple[Any, Trained]:
     (folder / "settings").mkdir()
     tiny.tokenizer().save_pretrained(folder / "settings")
     (folder / "settings" / "generation_config.json").write_text('{"eos_token_id": [2], "temperature": 0.6}')
-    (folder / "out" / "generation_config.json").write_text('{"eos_token_id": [2, 0], "temperature": 0.6}')
+    (folder / "out" / "generation_config.json").write_text('{"eos_token_id": [2], "temperature": 0.6}')
     recipe = {
         "run": {"name": "tiny"},
         "model": {"name": str(folder / "base")},
@@ -67,6 +68,8 @@ def problems(run: tuple[Any, Trained], export: Path, kind: str = "float32") -> l
     figures = Figures(kind)
     try:
         compare_settings(figures, run[0], run[1], None, export)
+        name = "generation_config.json"
+        compare_each(figures, {name: run[1].settings / name}, export)
     except UserError as error:
         return [str(error)]
     return figures.problems
@@ -108,6 +111,9 @@ def test_what_servers_take_beside_the_weights_is_seen(tmp_path: Path) -> None:
     run, out = of_run(tmp_path, tiny.MODELS["llama"]), tmp_path / "out"
     (out / "generation_config.json").write_text('{"eos_token_id": [2], "temperature": 0.6, "repetition_penalty": 1.3}')
     assert problems(run, out) == ["generation_config.json: repetition_penalty is 1.3, and None in the run"]
+    for ends, shown in ((0, "[0]"), ([2, 0], "[0, 2]"), ([], "[]")):  # other ends, more, fewer
+        (out / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "temperature": 0.6}))
+        assert problems(run, out) == [f"generation_config.json: eos_token_id is {shown}, and [2] in the run"]
 
 
 def test_another_scheme_of_eight_bits_is_seen(tmp_path: Path) -> None:
