@@ -283,7 +283,7 @@ class Trial:
         config = copy.deepcopy(tiny)  # transformers writes the attention into it
         if implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
             implementation = "eager"  # transformers 5.17 takes sdpa, which leaves out the cap
-        common = {} if implementation is None else {"attn_implementation": implementation}
+        common: dict[str, Any] = {} if implementation is None else {"attn_implementation": implementation}
         if getattr(config.get_text_config(), "output_router_logits", False):
             config.get_text_config().output_router_logits = False  # `CausalLMWithLoss` does not ask for it, either
         self.model: Any = from_config(AutoModelForCausalLM, config, dtype=torch.float32, **common)
