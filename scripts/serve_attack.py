@@ -316,10 +316,7 @@ def attacks() -> list[Attack]:
 
 
 # Those that take their time: until the server has waited long enough for their bodies.
-PATIENT = [
-    Attack(f"a body that is never whole, {i}", lambda t: raw(t, head("Content-Length: 9"), 60), (408,))
-    for i in range(50)
-]
+PATIENT = [Attack("a body that is never whole", lambda t: raw(t, head("Content-Length: 9"), 60), (408,))] * 8
 
 
 # --- beside honest clients
@@ -421,9 +418,10 @@ def _is_of_openai(body: bytes) -> bool:
         return body == b"Invalid HTTP request received."  # of the HTTP library, before any application
 
 
-def resident_mib(pid: int) -> int:
+def memory_mib(pid: int, name: str) -> int:
+    """name: VmRSS, what is resident; VmHWM, the most that it was."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) // 1024
+    return int(re.findall(rf"{name}:\s+(\d+) kB", status)[0]) // 1024
 
 
 def main() -> None:
@@ -447,13 +445,13 @@ def main() -> None:
         assert status == 200
         target = Target("127.0.0.1", port, json.loads(body)["data"][0]["id"])
         run(target, 2, 1, 0)  # what is loaded at the first request
-        before = resident_mib(server.pid)
+        before = memory_mib(server.pid, "VmRSS")
         outcome = run(target, given.clients, given.attackers, given.rounds, PATIENT)
-        grown = resident_mib(server.pid) - before
-        if grown > given.memory:
-            outcome.problems.append(f"the server grew by {grown} MiB")
+        grown, peak = (memory_mib(server.pid, name) - before for name in ("VmRSS", "VmHWM"))
+        if peak > given.memory:
+            outcome.problems.append(f"the server grew by {peak} MiB")
         print("\n".join(outcome.lines()))
-        print(f"memory of the server: {before} MiB before, {grown:+d} MiB after")
+        print(f"memory of the server: {before} MiB before, {grown:+d} MiB after, at most {peak:+d} MiB")
         print("\n".join(outcome.problems[:50]))
     finally:
         server.terminate()
