@@ -10,6 +10,7 @@ the latency of /health, and the server's memory before and after. Only the loopb
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import http.client
 import json
@@ -17,11 +18,13 @@ import os
 import re
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,6 +107,14 @@ def picture(url: Any) -> dict[str, Any]:
     return message({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]})
 
 
+def bomb(side: int) -> str:
+    """A picture of few bytes that says it is side x side pixels large."""
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"\0" * 1000)), (b"IEND", b"")]
+    packed = [struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks]
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(packed)).decode()
+
+
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 DEEP: Any = {}
 for _ in range(60):
@@ -183,6 +194,7 @@ REFUSED_FIELDS: dict[str, dict[str, Any]] = {
     "an address as a picture": picture("http://127.0.0.1:1/a.png"),
     "half a picture": picture("data:image/png;base64,aGVsbG8="),
     "a picture that is a number": picture(3),
+    "a picture of 60,000 x 60,000 pixels": picture(bomb(60_000)),
     "a prompt beyond the context": message({"role": "user", "content": "green " * 20_000}),
     "a prompt of 5 MB": message({"role": "user", "content": "g" * 5_000_000}),
 }
@@ -303,6 +315,10 @@ def attacks() -> list[Attack]:
     ]
 
 
+# Those that take their time: until the server has waited long enough for their bodies.
+PATIENT = [Attack("a body that is never whole", lambda t: raw(t, head("Content-Length: 9"), 60), (408,))] * 8
+
+
 # --- beside honest clients
 
 
@@ -335,11 +351,11 @@ def answer_of(target: Target, question: str, stream: bool = False) -> str:
     return "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events)
 
 
-def run(target: Target, clients: int, attackers: int, rounds: int) -> Outcome:
+def run(target: Target, clients: int, attackers: int, rounds: int, patient: Sequence[Attack] = ()) -> Outcome:
     """Sends every attack so many times, from several threads, while clients ask and check what they are told."""
     outcome, lock, over = Outcome(), threading.Lock(), threading.Event()
     wanted = {question: answer_of(target, question) for question in QUESTIONS}
-    rest = iter(attacks() * rounds)
+    rest = iter([*attacks() * rounds, *patient])
 
     def honest(number: int) -> None:
         turn = number
@@ -402,9 +418,10 @@ def _is_of_openai(body: bytes) -> bool:
         return body == b"Invalid HTTP request received."  # of the HTTP library, before any application
 
 
-def resident_mib(pid: int) -> int:
+def memory_mib(pid: int, name: str) -> int:
+    """name: VmRSS, what is resident; VmHWM, the most that it was."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) // 1024
+    return int(re.findall(rf"{name}:\s+(\d+) kB", status)[0]) // 1024
 
 
 def main() -> None:
@@ -428,13 +445,13 @@ def main() -> None:
         assert status == 200
         target = Target("127.0.0.1", port, json.loads(body)["data"][0]["id"])
         run(target, 2, 1, 0)  # what is loaded at the first request
-        before = resident_mib(server.pid)
-        outcome = run(target, given.clients, given.attackers, given.rounds)
-        grown = resident_mib(server.pid) - before
-        if grown > given.memory:
-            outcome.problems.append(f"the server grew by {grown} MiB")
+        before = memory_mib(server.pid, "VmRSS")
+        outcome = run(target, given.clients, given.attackers, given.rounds, PATIENT)
+        grown, peak = (memory_mib(server.pid, name) - before for name in ("VmRSS", "VmHWM"))
+        if peak > given.memory:
+            outcome.problems.append(f"the server grew by {peak} MiB")
         print("\n".join(outcome.lines()))
-        print(f"memory of the server: {before} MiB before, {grown:+d} MiB after")
+        print(f"memory of the server: {before} MiB before, {grown:+d} MiB after, at most {peak:+d} MiB")
         print("\n".join(outcome.problems[:50]))
     finally:
         server.terminate()

@@ -87,7 +87,7 @@ def _untrained(recipe: Recipe, base: str | None) -> tuple[Any, int]:
             more = {"config": model_config(about), "key_mapping": checkpoint.renames, **more}
         code, revision = about.trust_remote_code, about.revision or "main"
         try:
-            model = load_auto(auto, about.name, code, revision=revision, dtype=torch.float32, **more)
+            model = load_auto(auto, str(about.name), code, revision=revision, dtype=torch.float32, **more)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"the base model {about.name!r} cannot be loaded: {first_line(error)}; give --base"

@@ -2,7 +2,7 @@
 
 A prompt is rendered as training rendered it: the same reader of messages, the same template, the same tokens, and of
 pictures the same pixels, by the bounds of the run's `data.image`. What is drawn begins with the model's
-generation_config.json, as transformers' own server does; options take precedence.
+generation_config.json, as in transformers' servers; options take precedence.
 """
 
 from __future__ import annotations

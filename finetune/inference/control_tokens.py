@@ -109,7 +109,7 @@ class ControlTokens:
             ]
         )
         backend.encode_special_tokens = True
-        numbers = {backend.token_to_id(aliases[text]): number for text, (number, _) in self._special.items()}
+        numbers: Any = {backend.token_to_id(aliases[text]): number for text, (number, _) in self._special.items()}
         return backend, aliases, numbers
 
 

@@ -82,7 +82,7 @@ def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL_HOSTS
         body = await whole_body(http)
         if waiting >= MAX_WAITING:
             raise Refused(429, f"{MAX_WAITING} requests wait already: try again later")
-        size, answer = len(body), None
+        size = len(body)
         waiting, held = waiting + 1, held + size
 
         def done(_: Any = None) -> None:
@@ -91,11 +91,11 @@ def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL_HOSTS
 
         try:
             fields, request = await prompts.make(body, is_chat)
-            answer = asyncio.create_task(_answer(lane, request, http))
-            answer.add_done_callback(done)
-        finally:
-            if answer is None:
-                done()
+        except BaseException:
+            done()
+            raise
+        answer = asyncio.create_task(_answer(lane, request, http))
+        answer.add_done_callback(done)
         about = {"id": f"finetune-{uuid.uuid4().hex}", "created": int(time.time()), "model": fields["model"]}
         if not fields.get("stream"):
             return JSONResponse(_whole(request, await answer, about, is_chat))
@@ -186,7 +186,7 @@ def _whole(request: Request, finished: Finished, about: dict[str, Any], is_chat:
     if not is_chat:
         choice["text"] = text
     else:
-        choice["message"] = {"role": "assistant", "content": text}
+        choice["message"] = dict[str, Any](role="assistant", content=text)
         if thought := "".join(piece for piece in pieces if isinstance(piece, ReasoningText)):
             choice["message"]["reasoning_content"] = thought
         if calls := [piece for piece in pieces if isinstance(piece, ToolCall)]:
