@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from finetune.errors import UserError
 from finetune.models.added_tokens import add_tokens
 from finetune.models.checkpoint_files import tensor_names
-from finetune.models.damage import check_settings, check_weights, is_from_rust, read_object, short
+from finetune.models.damage import check_settings, check_weights, read_object, short
 from finetune.recipe.schema import Model, Recipe, Tokens
+from finetune.utils import is_from_rust
 
 
 def model_config(model: Model) -> PretrainedConfig:
