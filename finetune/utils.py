@@ -146,3 +146,9 @@ def pattern_of(paths: list[str], modules: list[str]) -> str:
     if {path for path in modules if re.fullmatch(every, path)} == {*paths}:
         return every
     return "|".join(map(re.escape, paths))
+
+
+def is_from_rust(error: BaseException) -> bool:
+    """Whether an error is one of a library in Rust: its panic, which is no Exception, or an Exception of no class of
+    its own. Neither class can be imported to catch it."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"

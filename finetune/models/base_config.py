@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from finetune.errors import UserError
-from finetune.models.damage import check_settings, is_from_rust, read_object, short
+from finetune.models.damage import check_settings, read_object, short
 from finetune.models.remote_code import from_config, load_auto
 from finetune.recipe.schema import Model
+from finetune.utils import is_from_rust
 
 
 def base_config(model: Model) -> PretrainedConfig:

@@ -25,12 +25,6 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _RESTORE = "copy or download the file again"
 
 
-def is_from_rust(error: BaseException) -> bool:
-    """Whether an error is one of a library in Rust: its panic, which is no Exception, or an Exception of no class of
-    its own. Neither class can be imported to catch it."""
-    return type(error) is Exception or type(error).__name__ == "PanicException"
-
-
 def read_object(file: Path) -> dict[str, Any]:
     """Returns the object in a JSON file of a model. Raises UserError."""
     try:

@@ -22,6 +22,8 @@ from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.template import Span
+from finetune.errors import UserError
+from finetune.utils import is_from_rust
 
 Tokens = tuple[NDArray[np.int32], NDArray[np.bool_]]  # input_ids (T,), loss mask (T,)
 
@@ -63,7 +65,31 @@ class Encoder:
     byte_level: ByteLevel | None  # None where bytes do not tell where tokens lie
 
     def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
-        """Ids and masks of many in a few calls."""
+        """Ids and masks of many in a few calls. Raises UserError for a text that the tokenizer's library fails on."""
+        try:
+            return self._encoded(texts, spans)
+        except BaseException as error:
+            if is_from_rust(error):
+                raise UserError(self._failure(texts, error)) from None
+            raise
+
+    def _failure(self, texts: Sequence[str], error: BaseException) -> str:
+        """Returns what happened, with the first text that the tokenizer fails on by itself."""
+        begin = ""
+        for text in texts:
+            try:
+                self.tokenizer(text, add_special_tokens=False)
+            except BaseException as again:
+                if not is_from_rust(again):
+                    raise
+                begin = f" on the text that begins {text[:60]!a}"
+                break
+        return (
+            f"the tokenizer fails{begin}: {str(error)[:200]}; its tokenizer.json is damaged, or made for another "
+            "version of `tokenizers`"
+        )
+
+    def _encoded(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
         fast: Any = self.tokenizer
         backend = fast.backend_tokenizer
         backend.no_truncation()  # a tokenizer.json may ask for them

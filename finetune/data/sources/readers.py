@@ -32,6 +32,7 @@ from finetune.data.sources.files import (
     kind_of,
     seekable_content,
 )
+from finetune.data.visible_text import visible
 from finetune.errors import UserError
 
 
@@ -40,7 +41,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(unique) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise BadRow(f"an object has `{twice[:100]}` twice; only one of the two can be meant")
+        raise BadRow(f"an object has `{visible(twice[:100])}` twice; only one of the two can be meant")
+    if not all(map(str.isascii, unique)) and (half := next(filter(undecodable, unique), None)) is not None:
+        raise BadRow(f"an object has the name {half[:40]!a}, which has half a character; write it whole")
     return unique
 
 

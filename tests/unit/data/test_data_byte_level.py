@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+import tiny
 from data_helpers import byte_level as made_tokenizer
 from data_helpers import family_template, sentencepiece_like, word_level
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat.encoding import TRIED, ByteLevel, Encoder, Tokens, byte_level, encoder
 from finetune.data.chat.renderer import build_renderer
+from finetune.errors import UserError
 
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 LLAMA3_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -194,3 +196,13 @@ def test_many_texts_come_back_in_their_order(first):
     spans = [[(0, len(text))] for text in texts]
     made = encoder_of("NFC")
     assert as_lists(made.encode(texts, spans)) == as_lists(by_offsets(made, texts, spans))
+
+
+def test_a_tokenizer_whose_library_panics_is_told(capfd: pytest.CaptureFixture[str]):
+    """Rust's panic is no Exception of Python's, and would end a run without a word of the text."""
+    tokenizer: Any = tiny.tokenizer()
+    encode = encoder(tokenizer).encode
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.FixedLength(0)
+    with pytest.raises(UserError, match=r"fails on the text that begins 'some words': .*tokenizer\.json is damaged"):
+        encode(["", "some words"], [[], [(0, 4)]])
+    assert "panicked" in capfd.readouterr().err

@@ -242,14 +242,69 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path):
 
 
 def test_a_folder_with_links(tmp_path):
-    numbered(tmp_path / "elsewhere" / "x.jsonl", 1)
+    numbered(tmp_path / "data" / "of" / "x.jsonl", 1)
     numbered(tmp_path / "data" / "a.jsonl", 1, start=5)
-    (tmp_path / "data" / "more").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "data" / "round").symlink_to(tmp_path / "data")
     assert texts(tmp_path / "data") == ["5", "0"]
     (tmp_path / "data" / "z.jsonl").symlink_to(tmp_path / "gone.jsonl")
     refused(tmp_path / "data", "data/z.jsonl: a link to", "gone.jsonl, which does not exist")
     refused(tmp_path / "data" / "z.jsonl", "data/z.jsonl: a link to", "gone.jsonl, which does not exist")
+    (tmp_path / "data" / "z.jsonl").unlink()
+    (tmp_path / "data" / "z.jsonl").symlink_to(tmp_path / "data" / "z.jsonl")
+    refused(tmp_path / "data", "data/z.jsonl: a link to")
+
+
+@pytest.mark.parametrize("name", ["more", "b.jsonl", "of/c.jsonl"])
+def test_a_folder_with_a_link_that_leads_out(tmp_path, name):
+    numbered(tmp_path / "elsewhere" / "x.jsonl", 1)
+    numbered(tmp_path / "data" / "of" / "a.jsonl", 1)
+    target = tmp_path / "elsewhere"
+    (tmp_path / "data" / name).symlink_to(target / "x.jsonl" if name.endswith("jsonl") else target)
+    refused(tmp_path / "data", f"data/{name}: a link that leads out of", "give its target as a source of its own")
+    # As it is given by its own name, it is what the recipe says.
+    assert texts(tmp_path / "data" / name) == ["0"]
+
+
+def test_a_folder_of_the_hubs_cache_links_to_its_blobs(tmp_path):
+    numbered(tmp_path / "datasets--a--b" / "blobs" / "1f.jsonl", 2)
+    snapshot = tmp_path / "datasets--a--b" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "train.jsonl").symlink_to("../../blobs/1f.jsonl")
+    assert texts(snapshot) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    "url", ["reference://a.json", "reference://", "zip://a.jsonl", "dbfs://h/a.jsonl", "no://a.jsonl"]
+)
+def test_protocols_that_name_no_files(url):
+    refused(url, url, "https://, s3://, gs:// and hf:// are read")
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        "train[:9223372036854775808]",
+        "train[18446744073709551616:]",
+        "train[:-99999999999999999999]",
+        "train[" + "9" * 5000 + ":]",
+    ],
+)
+def test_a_split_beyond_any_data(tmp_path, split):
+    with pytest.raises(UserError, match="counts more rows than any data has"):
+        list(read_rows(source(numbered(tmp_path / "a.jsonl", 3), split=split)))
+
+
+def test_half_a_surrogate_in_a_name_is_a_bad_row(tmp_path):
+    rows = [{"text": "a"}, {"text": "b", "\ud83d": 1}, {"text": "c", "d": [{"e\udc00": 1}]}, {"text": "f", "ü😀": 1}]
+    path = written(tmp_path / "a.jsonl", jsonl(rows))
+    bad: list[str] = []
+    read = [row["text"] for _, _, row in read_rows(source(path), lambda label, number, text: bad.append(text))]
+    assert read == ["a", "f"]
+    assert [text.partition(",")[0] for text in bad] == [
+        "an object has the name '\\ud83d'",
+        "an object has the name 'e\\udc00'",
+    ]
+    assert not [text for text in bad if not text.isascii()]
 
 
 def test_patterns(tmp_path):

@@ -206,6 +206,10 @@ def test_datasets_own_image_column_is_not_decoded(model: Path, folder: Path) -> 
         (asked({"type": "image", "image": "hundred.png"}), "10000 x 10000 pixels, more than 89,478,485"),
         (asked({"type": "image", "image": "thin.png"}), "aspect ratio"),
         (asked({"type": "image", "image": "float.tif"}), "32 bits"),
+        (
+            asked({"type": "image", "image": "round.png"}),
+            r"round\.png: cannot be read: .*(loop|levels of symbolic links)",
+        ),
     ],
 )
 def test_an_image_that_cannot_be_used_says_so_or_is_counted(
@@ -225,6 +229,7 @@ def write_bad_images(folder: Path) -> None:
     noise.save(folder.parent / "outside.png")
     (folder / "link.png").symlink_to(folder.parent / "outside.png")
     (folder / "linked").symlink_to(folder.parent)
+    (folder / "round.png").symlink_to(folder / "round.png")
     for kind in ("png", "jpg", "webp", "gif"):
         whole = io.BytesIO()
         noise.save(whole, {"jpg": "jpeg"}.get(kind, kind))
