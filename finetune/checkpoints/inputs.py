@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+from finetune.data.content import digest
 from finetune.data.dataset import Dataset, Stream
 from finetune.engine.base import Engine
 from finetune.errors import UserError
@@ -78,6 +79,11 @@ def on_main(engine: Engine, call: Callable[[], Result]) -> Result:
     if problem is not None:
         raise UserError(problem)
     return value
+
+
+def short(inputs: Inputs) -> str:
+    """Returns one digest for each part, for a model card."""
+    return ", ".join(f"{part} {digest(json.dumps(inputs[part], sort_keys=True))}" for part in PARTS)
 
 
 def saved_inputs(state: dict[str, Any]) -> Inputs:

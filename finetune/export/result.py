@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import custom_object_save
 
+from finetune.checkpoints.inputs import short
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure
 from finetune.export.base_layout import BaseLayout, adapter_for_base, name_in_adapter, write_base_settings
@@ -304,11 +305,11 @@ def finish_replace(folder: Path) -> None:
 
 
 def model_card(
-    recipe: Recipe, plan: dict[str, Any], state: dict[str, int], loss: float | None, evaluation: dict[str, float]
+    recipe: Recipe, plan: dict[str, Any], state: dict[str, Any], loss: float | None, evaluation: dict[str, float]
 ) -> str:
     """Returns Markdown with the hub's metadata block.
 
-    plan: plan.json; state: steps and tokens done; loss: of the last step.
+    plan: plan.json; state: steps and tokens done, and what was read; loss: of the last step.
     """
     metadata: dict[str, Any] = {
         "library_name": "transformers" if recipe.mode == "full" else "peft",
@@ -330,6 +331,7 @@ def model_card(
         *((("Last training loss", f"{loss:.4f}"),) if loss is not None else ()),
         *((name.replace("_", " ").capitalize(), f"{value:.4f}") for name, value in evaluation.items()),
         ("Ran on", f"{plan['where']}, {plan['world_size']} x {plan['device']}"),
+        *((("What was read", short(state["inputs"])),) if "inputs" in state else ()),
         ("Code", plan["git_commit"] or "-"),
         ("Versions", ", ".join(f"{name} {version}" for name, version in plan["versions"].items())),
     ]

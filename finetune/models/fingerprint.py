@@ -20,6 +20,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 import transformers
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -41,17 +42,20 @@ _NOT_COMPUTED |= {"id2label", "label2id", "problem_type", "return_dict"}
 
 
 def tokenizer_content(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Identifies a tokenizer as it is in memory; `library` wrote what is digested as `rules`."""
-    written = json.loads(tokenizer.backend_tokenizer.to_str())
-    written["model"] = {name: part for name, part in written["model"].items() if name != "vocab"}
-    rules = {name: part for name, part in written.items() if name not in ("truncation", "padding")}
+    """Identifies a tokenizer as it is in memory; `library` wrote what is digested as `rules`. A large vocabulary is not
+    parsed, which would take most of the time."""
+    written = tokenizer.backend_tokenizer.to_str()
+    begin = written.index(',"model":{"type":')  # the last key
+    rules = json.loads(written[:begin] + "}")
+    rules = {name: part for name, part in rules.items() if name not in ("truncation", "padding")}
     by_id = sorted(tokenizer.get_vocab().items(), key=itemgetter(1))
+    ids = np.array([number for _, number in by_id], np.int64)
     template = tokenizer.chat_template
     return {
         "library": tokenizers.__version__,
         "tokens": len(by_id),
-        "ids of tokens": digest(json.dumps(by_id)),
-        "rules": digest(json.dumps(rules, sort_keys=True)),
+        "ids of tokens": digest("\0".join(map(itemgetter(0), by_id)), ids),
+        "rules": digest(json.dumps(rules, sort_keys=True), written[begin:]),
         "chat template": digest(json.dumps(template, sort_keys=True)) if template else None,
         **{name: str(token) for name, token in tokenizer.special_tokens_map.items()},
     }

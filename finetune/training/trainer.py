@@ -508,7 +508,8 @@ class Trainer:
         if self.recipe.train.result == "best":
             state, evaluation = self._restore_best()
             loss = loss if state.step == self.state.step else None
-        card = model_card(self.recipe, asdict(self.plan), asdict(state), loss, evaluation)
+        about = {**asdict(state), "inputs": self.inputs}
+        card = model_card(self.recipe, asdict(self.plan), about, loss, evaluation)
         adapter, frozen = self.recipe.mode != "full", dtypes(self.recipe).frozen
         save_result(self.engine, self.tokenizer, self.end_ids, adapter, frozen, card, self.folder / "model")
         self.say(f"saved [bold]{self.folder / 'model'}[/bold]")

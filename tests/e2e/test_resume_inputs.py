@@ -16,6 +16,7 @@ import yaml
 from conftest import launch, train_here
 from safetensors.torch import load_file, save_file
 
+from finetune.checkpoints.inputs import short
 from finetune.errors import UserError
 
 
@@ -273,6 +274,8 @@ def test_moved_files_are_the_same_and_accepted_changes_are_said(world: World, tm
     state = json.loads((tmp_path / "moved/runs/lora/checkpoints/step-00000005/state.json").read_text(encoding="utf-8"))
     inputs = json.loads((tmp_path / "moved/runs/lora/inputs.json").read_text(encoding="utf-8"))
     assert state["inputs"] == inputs
+    card = (tmp_path / "moved/runs/lora/model/README.md").read_text(encoding="utf-8")
+    assert f"| What was read | {short(inputs)} |" in card
     assert train_here(recipe, "train.max_steps=6", "train.result=last").count("data:") == 0
 
 
@@ -289,3 +292,31 @@ def test_a_checkpoint_of_an_earlier_version_resumes_and_says_so(world: World, tm
     said = train_here(world.recipes["lora"], f"run.dir={tmp_path}", "train.max_steps=5")
     assert "note: the checkpoint is of an earlier version" in said
     assert "step 4 of 5" in said
+
+
+def test_a_stream_is_compared_as_far_as_it_was_read(world: World, tmp_path: Path) -> None:
+    rows, path = [_row(i) for i in range(200)], tmp_path / "rows.jsonl"
+    tiny.write_rows(path, rows[:150])
+    values = yaml.safe_load(world.recipes["full"].read_text(encoding="utf-8"))
+    values["run"] = {"name": "stream", "dir": str(tmp_path / "runs")}
+    values["data"] |= {"train": [{"path": str(path), "format": "messages"}], "streaming": True, "window": 8}
+    recipe = tmp_path / "stream.yaml"
+    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
+    train_here(recipe)
+    state = json.loads(next((tmp_path / "runs").rglob("step-*4/state.json")).read_text(encoding="utf-8"))
+    assert state["consumed"]["windows"] > 1
+    assert "data:" not in train_here(recipe, "train.max_steps=5")
+
+    tiny.write_rows(path, rows)  # it has grown: what was trained on is the same
+    with pytest.raises(UserError) as refused:
+        train_here(recipe, "train.max_steps=6")
+    assert "data: train[0].source: " in str(refused.value)
+    assert "consumed" not in str(refused.value)
+    assert "changed since then: data: train[0].source: " in train_here(
+        recipe, "train.max_steps=6", "checkpoint.accept_changes=[data]"
+    )
+    rows[3]["messages"][1]["content"] = "that is 0"
+    tiny.write_rows(path, rows)
+    with pytest.raises(UserError, match=r"data: consumed\.content: ") as refused:
+        train_here(recipe, "train.max_steps=7")
+    assert "checkpoint.accept_changes=[data]" in str(refused.value)
