@@ -49,6 +49,7 @@ _OBJECTIVE, _PREFERENCE = "finetune/objectives/objective.py", "finetune/objectiv
 _FORMULAS = "tests/unit/objectives/test_preference.py"
 _SHARED = "tests/numerics/test_shared_prompts.py"
 _FAKE_CUDA = "tests/fake_cuda/test_fake_cuda.py"
+_EPOCHS, _FLIPS = "tests/unit/data/test_data_epochs.py", "tests/unit/data/test_data_flips.py"
 MUTANTS = (
     Mutant(
         "objectives",
@@ -354,6 +355,38 @@ MUTANTS += (
         "(self.seed, epoch), self.work",
         "(self.seed, 0), self.work",
         (_BATCHES,),
+    ),
+    Mutant(
+        "data",
+        "every epoch takes the same part of a source",
+        "finetune/data/epochs.py",
+        "again = self.order[(first + np.arange(rest))",
+        "again = self.order[(0 + np.arange(rest))",
+        (_EPOCHS,),
+    ),
+    Mutant(
+        "data",
+        "as many examples in each epoch, however many that makes",
+        "finetune/data/epochs.py",
+        "divmod(last - first, count)",
+        "divmod(self.position(1), count)",
+        (_EPOCHS,),
+    ),
+    Mutant(
+        "data",
+        "a partial last epoch takes as much as a whole one",
+        "finetune/data/epochs.py",
+        "min(epoch + 1, self.epochs or math.inf)",
+        "epoch + 1",
+        (_EPOCHS,),
+    ),
+    Mutant(
+        "data",
+        "large parts of a cache are not verified as they are read",
+        "finetune/data/token_cache.py",
+        "if not self.is_verified and self.checksum(i)",
+        "if False and self.checksum(i)",
+        (_FLIPS,),
     ),
     Mutant(
         "data",

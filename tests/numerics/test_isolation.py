@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -29,6 +28,7 @@ from transformers import (
 )
 from transformers.integrations import deepspeed, hub_kernels
 
+from finetune.data.checksums import sealed
 from finetune.errors import UserError
 from finetune.models.attention import DOCUMENTS, AttentionChoice, choose_attention, per_document
 from finetune.models.attention.isolation import quietly, verdict
@@ -99,14 +99,15 @@ def test_a_verdict_is_kept_and_a_trial_leaves_no_trace(tmp_path: Path, monkeypat
     assert verdict(LlamaConfig(), DOCUMENTS, per_document.prepare).packed is None
     assert torch.equal(before, torch.get_rng_state())
     [kept] = (tmp_path / "attention").iterdir()
-    kept.write_text(json.dumps({"packed": "as it was read", "positions": None, "causal": None}), encoding="utf-8")
+    kept.write_text(sealed({"packed": "as it was read", "positions": None, "causal": None}), encoding="utf-8")
     assert verdict(LlamaConfig(), DOCUMENTS, per_document.prepare).packed == "as it was read"
     # A larger model of the same switches is the same trial, another switch is another.
     assert verdict(LlamaConfig(num_hidden_layers=80), DOCUMENTS, per_document.prepare).packed == "as it was read"
     assert verdict(LlamaConfig(attention_bias=True), DOCUMENTS, per_document.prepare).packed is None
     assert len(os.listdir(tmp_path / "attention")) == 2
-    kept.write_text("no JSON", encoding="utf-8")
-    assert verdict(LlamaConfig(), DOCUMENTS, per_document.prepare).packed is None
+    for damaged in (kept.read_text().replace("as it was", "as it wss"), "no JSON"):
+        kept.write_text(damaged, encoding="utf-8")
+        assert verdict(LlamaConfig(), DOCUMENTS, per_document.prepare).packed is None
 
 
 def test_a_trial_runs_without_kernels_that_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

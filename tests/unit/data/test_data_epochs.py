@@ -177,6 +177,15 @@ def test_one_pass_over_several_epochs_shows_every_row_once(sources, packing, epo
     assert exposure(order_of(recipe, data), 0, 20) == [1] * 20
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_last_of_two_and_a_half_epochs_is_half_as_long(sources, packing):
+    recipe, data = training(sources, "a weight=0.4", "b weight=1.2", train={"epochs": 2.5}, packing=packing)
+    order = order_of(recipe, data)
+    assert exposure(order, 0, 20) == [1] * 20
+    assert exposure(order, 1, 33) == [3] * 33
+    assert data.in_order(recipe).epochs(len(order)) == 2.5
+
+
 def test_weights_cut_a_source_into_consecutive_parts(sources):
     recipe, data = training(sources, "a weight=0.3", "b", train={"epochs": 10})
     order, rows = order_of(recipe, data), data.in_order(recipe)
