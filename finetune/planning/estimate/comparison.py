@@ -25,8 +25,8 @@ from finetune.data.dataset import Dataset, Stream
 from finetune.engine.base import Engine
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
-from finetune.models.attention.isolation import FAILURES, quietly
 from finetune.models.config import training_config
+from finetune.models.trials import FAILURES, quietly
 from finetune.planning.estimate.finished_runs import device_key, phases_of_time, read_plan, speeds_here
 from finetune.planning.estimate.lengths import RowFacts, facts_of, widest
 from finetune.planning.estimate.memory import Place, estimate_memory
