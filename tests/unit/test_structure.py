@@ -80,14 +80,12 @@ def test_files_of_models_import_each_other_one_way():
     files = {name.removesuffix(".__init__"): path for name, path in files.items() if ".models" in name}
     imports: dict[str, set[str]] = {}
     for name, path in files.items():
-        nodes = [
-            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)
-        ]
-        named = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names} | {
-            str(node.module) for node in nodes
-        }
-        packages = {one.rpartition(".")[0] for one in named if not name.startswith(one.rpartition(".")[0])}
-        imports[name] = {one for one in named | packages if one in files and one != name}
+        named = set[str]()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                named |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        named |= {one.rpartition(".")[0] for one in named}
+        imports[name] = {one for one in named if one in files and not f"{name}.".startswith(f"{one}.")}
     while free := {name for name, others in imports.items() if not others & imports.keys()}:
         for name in free:
             del imports[name]
