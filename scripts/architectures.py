@@ -60,13 +60,14 @@ from finetune.errors import UserError
 from finetune.export.result import write_config
 from finetune.export.weight_files import DiskLayout, WeightsWriter
 from finetune.models.attention import AttentionChoice, choose_attention
-from finetune.models.attention.isolation import FAILURES, Computed, Differences, compare, randomize
+from finetune.models.attention.isolation import Computed, Differences, compare
 from finetune.models.attention.mixers import run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.config import training_config
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.tiny_config import VOCABULARY, tiny_config
+from finetune.models.trials import FAILURES, randomize
 from finetune.models.weights import add_adapters, load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass

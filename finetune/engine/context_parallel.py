@@ -31,7 +31,13 @@ from finetune.data.batch import TokenShare
 from finetune.engine.parallelism import DIMENSIONS, ContextExchange, Parallelism
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
-from finetune.models.attention.kernels import WITHIN_DOCUMENTS, in_one_type, register
+from finetune.models.attention.kernels import (
+    WITHIN_DOCUMENTS,
+    AttentionCall,
+    WithinDocuments,
+    in_one_type,
+    register,
+)
 from finetune.models.attention.pieces import Attended, Piece, attend, attend_backward, nothing_seen, pieces
 from finetune.objectives.objective import ONE_RANK, TokenRanks
 
@@ -42,7 +48,7 @@ Arrival = Callable[[], Tensor]  # waits for a tensor
 class SharedRow:
     """How the tokens of one micro-batch are exchanged, and the attention among them."""
 
-    def __init__(self, sequence_group: Any, attention: Callable[..., Tensor], documents: Any):
+    def __init__(self, sequence_group: Any, attention: WithinDocuments, documents: Any):
         self.sequence_group = sequence_group  # of Ulysses; None without
         self.attention = attention
         self.documents = documents
@@ -73,7 +79,7 @@ def apply_context_parallel(
     if parallelism.tokens == 1:
         return choice
     sequence_group = _group("sequence", parallelism, rank)
-    attention: Callable[..., Tensor] = context_attention
+    attention: WithinDocuments = context_attention
     if parallelism.context > 1:
         group, exchange = _group("context", parallelism, rank), parallelism.exchange
         prepare: Callable[[tuple[int, ...]], Any] = partial(ContextRow, shard=shard, exchange=exchange, group=group)
@@ -89,7 +95,7 @@ def _documents(choice: AttentionChoice, document_lengths: tuple[int, ...]) -> An
 
 def _arguments(
     sequence_group: Any,
-    attention: Callable[..., Tensor],
+    attention: WithinDocuments,
     prepare: Callable[[tuple[int, ...]], Any],
     document_lengths: tuple[int, ...],
 ) -> dict[str, Any]:
@@ -114,20 +120,11 @@ def _obstacle(choice: AttentionChoice, parallelism: Parallelism) -> str | None:
     )
 
 
-def shared_attention(
-    query: Tensor,  # (1, H, t, D)
-    key: Tensor,  # (1, K, t, D)
-    value: Tensor,  # (1, K, t, D)
-    dropout: float,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    row: SharedRow,
-) -> Tensor:  # (1, t, H, D)
-    settings = (dropout, scaling, sliding_window, softcap, row.documents)
+def shared_attention(call: AttentionCall, row: SharedRow) -> Tensor:  # (1, t, H, D), as the call's
     if row.sequence_group is None:
-        return row.attention(query, key, value, *settings)
-    out = row.attention(*to_heads(row.sequence_group, query, key, value), *settings)
+        return row.attention(call, row.documents)
+    query, key, value = to_heads(row.sequence_group, *call[:3])
+    out = row.attention(call._replace(query=query, key=key, value=value), row.documents)
     return to_tokens(row.sequence_group, out.transpose(1, 2)).transpose(1, 2)
 
 
@@ -210,21 +207,12 @@ class ContextRow:
         self.arrivals: list[list[Piece]] = [pieces(document_lengths, queries, arrival) for arrival in arrivals]
 
 
-def context_attention(
-    query: Tensor,  # (1, H, t, D)
-    key: Tensor,  # (1, K, t, D)
-    value: Tensor,  # (1, K, t, D)
-    dropout: float,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    row: ContextRow,
-) -> Tensor:  # (1, t, H, D)
+def context_attention(call: AttentionCall, row: ContextRow) -> Tensor:  # (1, t, H, D), as the call's
     """Causal attention within each document of the row. Collective over the row's context ranks."""
-    if dropout or sliding_window is not None or softcap is not None:
+    if call.dropout or call.window is not None or call.softcap is not None:
         raise ValueError("context parallel attention has no dropout, no sliding window and no soft-capping")
-    query, key, value = in_one_type(query, key, value)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = in_one_type(*call[:3])
+    scale = query.shape[-1] ** -0.5 if call.scaling is None else call.scaling
     with torch.autocast(query.device.type, enabled=False):  # products in fp32 stay in fp32
         out: Any = _ContextAttention.apply(query, torch.cat([key, value], dim=-1), scale, row)
     return out.transpose(1, 2)

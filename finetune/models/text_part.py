@@ -37,11 +37,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from finetune.errors import UserError
-from finetune.models.attention.isolation import FAILURES, quietly, randomize
 from finetune.models.base_config import base_config
 from finetune.models.checkpoint_files import tensor_names
 from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import PRETRAINED_POSITIONS, VOCABULARY, tiny_config
+from finetune.models.trials import FAILURES, quietly, randomize
 from finetune.recipe.schema import Model
 
 _LOGIT_TOLERANCE = 1e-5  # relative

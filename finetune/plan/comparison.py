@@ -26,8 +26,8 @@ from finetune.engine.base import Engine
 from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
-from finetune.models.attention.isolation import FAILURES, quietly
 from finetune.models.config import training_config
+from finetune.models.trials import FAILURES, quietly
 from finetune.plan.finished_runs import device_key, phases_of_time, read_plan, speeds_here
 from finetune.plan.lengths import RowFacts, facts_of, widest
 from finetune.plan.memory import Place, estimate_memory

@@ -86,6 +86,7 @@ def compared(
 ) -> None:
     from finetune.engine.context_parallel import shared_attention
     from finetune.models.attention import per_document
+    from finetune.models.attention.kernels import AttentionCall
 
     share, attention = shared(rank, sizes)
     generator, tokens = torch.Generator().manual_seed(sum(lengths[:2]) + groups), sum(lengths)
@@ -93,13 +94,15 @@ def compared(
         torch.randn(1, h, tokens, 8, generator=generator, dtype=dtype).requires_grad_() for h in (4, groups, groups)
     ]
     gradient = torch.randn(1, tokens, 4, 8, generator=generator, dtype=dtype)
-    out = per_document.one_by_one(*whole, 0.0, None, window, softcap, per_document.DocumentLengths(lengths))
+    out = per_document.one_by_one(
+        AttentionCall(*whole, window=window, softcap=softcap), per_document.DocumentLengths(lengths)
+    )
     expected = torch.autograd.grad(out, whole, gradient)
 
     here = torch.from_numpy(share.places(tokens))
     mine = [tensor.detach()[:, :, here].requires_grad_() for tensor in whole]
     row = attention.forward_arguments(lengths)["documents"]
-    found = shared_attention(*mine, 0.0, None, window, softcap, row)
+    found = shared_attention(AttentionCall(*mine, window=window, softcap=softcap), row)
     gradients = torch.autograd.grad(found, mine, gradient[:, here])
     where = f"rank {rank} of {sizes.summary()} {sizes.exchange}, {lengths}, {groups} groups, {dtype}"
     pairs = [(found, out[:, here]), *((a, b[:, :, here]) for a, b in zip(gradients, expected, strict=True))]

@@ -176,7 +176,8 @@ def test_the_opaque_operation_of_compiled_layers(window: int | None, softcap: fl
     tensors = [torch.randn(1, heads, sum(LENGTHS), 8, generator=generator).requires_grad_() for heads in (4, 2, 2)]
     ends = per_document.prepare(LENGTHS, compiled=True)["documents"].ends
     ours = per_document.per_document(*tensors, ends, 0.3, window, softcap)
-    theirs = per_document.one_by_one(*tensors, 0.0, 0.3, window, softcap, per_document.DocumentLengths(LENGTHS))
+    call = kernels.AttentionCall(*tensors, scaling=0.3, window=window, softcap=softcap)
+    theirs = per_document.one_by_one(call, per_document.DocumentLengths(LENGTHS))
     assert torch.equal(ours, theirs)
     weights = torch.randn(ours.shape, generator=generator)
     for a, b in zip(

@@ -31,8 +31,9 @@ from transformers.integrations import deepspeed, hub_kernels
 from finetune.data.checksums import sealed
 from finetune.errors import UserError
 from finetune.models.attention import DOCUMENTS, AttentionChoice, choose_attention, per_document
-from finetune.models.attention.isolation import quietly, verdict
+from finetune.models.attention.isolation import verdict
 from finetune.models.tiny_config import tiny_config
+from finetune.models.trials import quietly
 
 doge = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.18"), reason="Doge of transformers 5.17 sees what it is to predict"

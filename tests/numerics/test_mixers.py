@@ -27,7 +27,6 @@ from finetune.models.attention.isolation import batched_where_same
 from finetune.models.attention.mixers import (
     Mixer,
     Mixers,
-    NoMixers,
     calls_of,
     documents_of_forward,
     find_mixers,
@@ -35,6 +34,7 @@ from finetune.models.attention.mixers import (
     run_per_document,
 )
 from finetune.models.attention.per_document import prepare
+from finetune.models.trials import NoMixers
 from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Lora
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.data.batch import Stretches, TokenShare
 from finetune.models.attention import per_document
+from finetune.models.attention.kernels import AttentionCall
 from finetune.models.attention.pieces import (
     attend,
     attend_backward,
@@ -39,9 +40,9 @@ def row(tokens: int, groups: int, value_size: int = SIZE, seed: int = 0) -> Tens
 
 def reference(tensors: Tensors, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensors]:
     """(output, its gradient, gradients)"""
-    out = per_document.one_by_one(*tensors, 0.0, SCALE, None, None, per_document.DocumentLengths(lengths)).transpose(
-        1, 2
-    )
+    out = per_document.one_by_one(
+        AttentionCall(*tensors, scaling=SCALE), per_document.DocumentLengths(lengths)
+    ).transpose(1, 2)
     gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
     q, k, v = torch.autograd.grad(out, tensors, gradient)
     return out.detach(), gradient, (q, k, v)

@@ -22,12 +22,12 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig
 from finetune.data.batch import Batch, ImagePlace, collate
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as Document
-from finetune.models.attention.isolation import Computed, compare, quietly, randomize, verdict_file, why_not
+from finetune.models.attention.isolation import Computed, compare, verdict_file, why_not
 from finetune.models.attention.kernels import with_unread_mask
-from finetune.models.attention.mixers import FAILURES
 from finetune.models.attention.per_document import prepare, with_whole_images
 from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import HEAD_SIZE, HEADS, HIDDEN_SIZE, VOCABULARY, tiny_config
+from finetune.models.trials import FAILURES, quietly, randomize
 from finetune.models.vision import Family, attention_of_parts, family_of, image_tokens, row_positions
 from finetune.utils import write_atomically
 

@@ -12,9 +12,7 @@ import copy
 import hashlib
 import inspect
 import os
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,15 +23,12 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.integrations import deepspeed, hub_kernels
-from transformers.utils import logging
 
 from finetune.data.batch import row_places
 from finetune.data.checksums import Damaged, sealed, unsealed
 from finetune.data.sources.files import cache_root
 from finetune.models.attention.kernels import WITHIN_DOCUMENTS, with_unread_mask
 from finetune.models.attention.mixers import (
-    FAILURES,
     Mixer,
     Mixers,
     documents_of_forward,
@@ -44,6 +39,7 @@ from finetune.models.attention.mixers import (
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config
+from finetune.models.trials import FAILURES, quietly, randomize
 from finetune.models.wrapped import accepted, accepted_names
 
 # Shorter and longer than windows and chunks, and than where RoPE begins to grow. In ascending order: `dynamic` RoPE
@@ -123,7 +119,8 @@ _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures", "dt
 def _own_code() -> str:
     folder = Path(__file__).parent
     models, data = folder.parent, folder.parent.parent / "data"
-    files = (*sorted(folder.glob("*.py")), models / "tiny_config.py", models / "vision.py", data / "batch.py")
+    others = (*(models / f"{name}.py" for name in ("patches", "tiny_config", "trials", "vision")), data / "batch.py")
+    files = (*sorted(folder.glob("*.py")), *others)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -224,43 +221,6 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Random numbers, warnings and the log are as if nothing had been tried."""
-    verbosity = logging.get_verbosity()
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _without_sharding(), without_gpu_kernels():
-        warnings.simplefilter("ignore")
-        logging.set_verbosity_error()
-        try:
-            yield
-        finally:
-            logging.set_verbosity(verbosity)
-
-
-@contextmanager
-def _without_sharding() -> Iterator[None]:
-    """Under ZeRO-3 transformers would shard the tiny model over the ranks while it is made."""
-    config = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = config
-
-
-@contextmanager
-def without_gpu_kernels() -> Iterator[None]:
-    """Models run the plain torch versions of what installed packages (fla, causal_conv1d, mamba_ssm) do on GPUs alone,
-    as transformers has them do in an export."""
-    module: Any = hub_kernels
-    before = getattr(module, "is_torchdynamo_exporting", None)
-    module.is_torchdynamo_exporting = lambda: True
-    try:
-        yield
-    finally:
-        module.is_torchdynamo_exporting = before
-
-
 @dataclass(frozen=True)
 class Computed:
     """Losses of the tokens of each document, and the gradients of their sum."""
@@ -358,18 +318,6 @@ def _positions(lengths: Sequence[int]) -> Tensor:  # (1, T)
 
 def _token_losses(logits: Tensor, document: Tensor) -> Tensor:  # (tokens - 1,)
     return cross_entropy(logits[0, :-1].float(), document[0, 1:], reduction="none")
-
-
-def randomize(model: Any) -> None:
-    """Set random weights, in place: with those of a new model, attention is near a mean and an error near rounding."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.dtype)
-            if parameter.dim() < 2:
-                parameter.add_(noise * 0.1)
-            else:
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
 
 
 def compare(reference: Computed, other: Computed) -> Differences:

@@ -106,13 +106,27 @@ def with_unread_mask(
     return {**arguments, "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)}
 
 
-WITHIN_DOCUMENTS: dict[str, Callable[..., Tensor]] = {}  # our own implementations, by name
+class AttentionCall(NamedTuple):
+    """What a layer gives to its attention, of the documents of one row."""
+
+    query: Tensor  # (1, H, T, D)
+    key: Tensor  # (1, K, T, D)
+    value: Tensor  # (1, K, T, D)
+    dropout: float = 0.0
+    scaling: float | None = None  # of the scores; None: D ** -0.5
+    window: int | None = None  # tokens that each sees, itself included
+    softcap: float | None = None
 
 
-def register(name: str, within_documents: Callable[..., Tensor]) -> None:
+# (call, documents) -> (1, T, H, D); documents: the result of the implementation's `prepare`
+WithinDocuments = Callable[[AttentionCall, Any], Tensor]
+WITHIN_DOCUMENTS: dict[str, WithinDocuments] = {}  # our own implementations, by name
+
+
+def register(name: str, within_documents: WithinDocuments) -> None:
     """Let models be loaded with an implementation by this name (`attn_implementation`).
 
-    within_documents: causal attention within each document of the row, given the result of its `prepare`.
+    within_documents: causal attention within each document of the row.
     """
 
     def attention(
@@ -135,7 +149,8 @@ def register(name: str, within_documents: Callable[..., Tensor]) -> None:
             return masked_attention(module, query, key, value, attention_mask, dropout, scaling, softcap)
         if attention_mask is not None and attention_mask.numel():
             raise ValueError("this model brings a mask of its own, which attention by documents would leave out")
-        return within_documents(query, key, value, dropout, scaling, sliding_window, softcap, documents), None
+        call = AttentionCall(query, key, value, dropout, scaling, sliding_window, softcap)
+        return within_documents(call, documents), None
 
     WITHIN_DOCUMENTS[name] = within_documents
     AttentionInterface.register(name, attention)
@@ -197,28 +212,19 @@ def prepare_varlen(
     return {"documents": Boundaries(ends, most, Keys(places, boundaries(lengths, device, compiled), max(lengths)))}
 
 
-def varlen_attention(
-    query: Tensor,  # (1, H, T, D)
-    key: Tensor,  # (1, K, T, D)
-    value: Tensor,  # (1, K, T, D)
-    dropout: float,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    documents: Boundaries,
-) -> Tensor:  # (1, T, H, D)
-    if dropout or softcap is not None or varlen_attn is None:
+def varlen_attention(call: AttentionCall, documents: Boundaries) -> Tensor:  # (1, T, H, D)
+    if call.dropout or call.softcap is not None or varlen_attn is None:
         raise ValueError("varlen attention has neither dropout nor soft-capping: set model.attention: auto")
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in in_one_type(query, key, value))  # (T, H or K, D)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in in_one_type(*call[:3]))  # (T, H or K, D)
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _TAKES and q.shape[1] != k.shape[1] else {}
     # (-1, 0) is the kernel's word for causal; (w - 1, 0) for the token itself and w - 1 before it.
-    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    window = (-1, 0) if call.window is None else (call.window - 1, 0)
     ends = key_ends = documents.ends
     longest = longest_keys = documents.longest
     if documents.keys is not None:  # the kernel takes queries for the last of their keys (flash attention 2.1)
         places, key_ends, longest_keys = documents.keys
         k, v = k[places], v[places]
-    out = varlen_attn(q, k, v, ends, key_ends, longest, longest_keys, scale=scaling, window_size=window, **grouped)
+    out = varlen_attn(q, k, v, ends, key_ends, longest, longest_keys, scale=call.scaling, window_size=window, **grouped)
     assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for
     return out[None]
 
@@ -361,27 +367,18 @@ def _in_order(blocks: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
     return counts[None, None].to(device), indices[None, None].to(device)
 
 
-def flex_documents_attention(
-    query: Tensor,  # (1, H, T, D)
-    key: Tensor,  # (1, K, T, D)
-    value: Tensor,  # (1, K, T, D)
-    dropout: float,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    documents: BlockMasks,
-) -> Tensor:  # (1, T, H, D)
-    if dropout:
+def flex_documents_attention(call: AttentionCall, documents: BlockMasks) -> Tensor:  # (1, T, H, D)
+    if call.dropout:
         raise ValueError("FlexAttention has no dropout: set model.attention: auto")
-    query, key, value = in_one_type(query, key, value)
+    query, key, value = in_one_type(*call[:3])
     attend = flex_attention if torch.compiler.is_compiling() else _compiled()
     out = attend(
         query,
         key,
         value,
-        score_mod=None if softcap is None else _capped(softcap),
-        block_mask=documents.masks[sliding_window],
-        scale=scaling,
+        score_mod=None if call.softcap is None else _capped(call.softcap),
+        block_mask=documents.masks[call.window],
+        scale=call.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.transpose(1, 2).contiguous()

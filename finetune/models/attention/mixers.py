@@ -20,12 +20,12 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, TypedDict
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from finetune.models.patches import replace_forward
+from finetune.models.trials import FAILURES, NoMixers
 
 
 class Mixer(TypedDict):
@@ -250,25 +250,6 @@ class _Divided:
 
 
 # --- finding them
-
-
-class NoMixers(Exception):
-    """Documents see each other in a way that no module can be blamed for, or in one that takes the model as a whole."""
-
-
-FAILURES = (  # of a model's own code, with a config or arguments that it does not know
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NoMixers,
-    NotImplementedError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
 
 
 def find_mixers(model: Any, forward: Callable[[], Any], lengths: tuple[int, ...]) -> Mixers:

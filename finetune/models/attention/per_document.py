@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from finetune.models.attention.kernels import (
+    AttentionCall,
     boundaries,
     in_one_type,
     register,
@@ -87,34 +88,16 @@ def with_whole_images(arguments: dict[str, Any], input_ids: Tensor, image_token:
     documents.whole = {i: image for i, image in enumerate(images) if have[i] >= 0}
 
 
-def per_document_attention(
-    query: Tensor,  # (1, H, T, D)
-    key: Tensor,  # (1, K, T, D)
-    value: Tensor,  # (1, K, T, D)
-    dropout: float,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    documents: DocumentLengths,
-) -> Tensor:  # (1, T, H, D)
-    if torch.compiler.is_compiling() and documents.ends is not None and not dropout:
-        q, k, v = in_one_type(query, key, value)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        operation = torch.ops.finetune.per_document
-        return operation(q, k, v, documents.ends, scale, sliding_window, softcap)
-    return one_by_one(query, key, value, dropout, scaling, sliding_window, softcap, documents)
+def per_document_attention(call: AttentionCall, documents: DocumentLengths) -> Tensor:  # (1, T, H, D)
+    if torch.compiler.is_compiling() and documents.ends is not None and not call.dropout:
+        q, k, v = in_one_type(*call[:3])
+        scale = q.shape[-1] ** -0.5 if call.scaling is None else call.scaling
+        return torch.ops.finetune.per_document(q, k, v, documents.ends, scale, call.window, call.softcap)
+    return one_by_one(call, documents)
 
 
-def _one_by_one(
-    query: Tensor,  # (1, H, T, D)
-    key: Tensor,  # (1, K, T, D)
-    value: Tensor,  # (1, K, T, D)
-    dropout: float,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    documents: DocumentLengths,
-) -> Tensor:  # (1, T, H, D)
+def _one_by_one(call: AttentionCall, documents: DocumentLengths) -> Tensor:  # (1, T, H, D)
+    query, key, value, dropout, scaling, sliding_window, softcap = call
     pieces, before = [], (key[:, :, :0], value[:, :, :0])
     rows = (tensor.split(documents.lengths, dim=2) for tensor in (query, key, value))
     each = zip(documents.lengths, documents.prefixes, *rows, strict=True)
@@ -163,7 +146,8 @@ def per_document(
     softcap: float | None,
 ) -> Tensor:  # (1, T, H, D)
     lengths = DocumentLengths(tuple(ends.diff().tolist()))
-    return one_by_one(query, key, value, 0.0, scaling, sliding_window, softcap, lengths).contiguous()
+    call = AttentionCall(query, key, value, 0.0, scaling, sliding_window, softcap)
+    return one_by_one(call, lengths).contiguous()
 
 
 @per_document.register_fake
