@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from finetune.engine.costs import Shard
 from finetune.errors import UserError
 from finetune.recipe.schema import Optimizer as OptimizerRecipe
 from finetune.recipe.schema import Schedule
@@ -71,8 +72,7 @@ def _muon(recipe: OptimizerRecipe, named: NamedTensors) -> list[Optimizer]:
     and vectors. The update is scaled to AdamW's size, so one `lr` serves both (Liu et al. 2025,
     https://arxiv.org/abs/2502.16982).
     """
-    others = ("embed", "lm_head", "score.")
-    hidden = [(n, t) for n, t in named if t.ndim == 2 and not any(name in n for name in others)]
+    hidden = [(n, t) for n, t in named if _is_hidden(n, t.ndim)]
     rest = [(n, t) for n, t in named if all(t is not other for _, other in hidden)]
     muon = torch.optim.Muon(
         [tensor for _, tensor in hidden],
@@ -84,6 +84,10 @@ def _muon(recipe: OptimizerRecipe, named: NamedTensors) -> list[Optimizer]:
     return [muon, *(_adamw(recipe, rest) if rest else [])]
 
 
+def _is_hidden(name: str, dimensions: int) -> bool:
+    return dimensions == 2 and not any(word in name for word in ("embed", "lm_head", "score."))
+
+
 BUILDERS: dict[str, Callable[[OptimizerRecipe, NamedTensors], list[Optimizer]]] = {
     "adamw": _adamw,
     "adamw_8bit": _bitsandbytes("AdamW8bit"),
@@ -92,6 +96,35 @@ BUILDERS: dict[str, Callable[[OptimizerRecipe, NamedTensors], list[Optimizer]]] 
     "muon": _muon,
     "sgd": _sgd,
 }
+
+
+_SMALL, _QUANTILES, _BLOCK = 4096, 2 * 256 * 4, 256  # bitsandbytes: elements kept in 32 bit; bytes of tables; a scale's
+_PAGED = 100_000  # elements from which on bitsandbytes pages (get_state_buffer)
+
+
+def state_bytes(recipe: OptimizerRecipe, shards: Sequence[Shard], device: str) -> tuple[int, int]:
+    """Returns the bytes of the optimizers' state: on the device, and in memory that CUDA moves out (paged)."""
+    steps = [(shard.numel, shard.weight) for shard in shards if shard.numel]
+    paged = recipe.name.startswith("paged") and device == "cuda"
+    if recipe.name == "sgd":
+        return (sum(numel * weight.size for numel, weight in steps) if recipe.momentum else 0), 0
+    if recipe.name == "muon":
+        hidden = [(n, w) for n, w in steps if _is_hidden(w.name, len(w.shape))]
+        rest = [(n, w) for n, w in steps if not _is_hidden(w.name, len(w.shape))]
+        return sum(n * w.size for n, w in hidden) + sum(2 * n * w.size + 4 for n, w in rest), 0
+    if recipe.name == "adamw":
+        return sum(2 * numel * weight.size + 4 for numel, weight in steps), 0
+    here = away = 0
+    for numel, _ in steps:
+        eighth = "8bit" in recipe.name and numel >= _SMALL
+        states = 2 * numel * (1 if eighth else 4)
+        here += 2 * 4 * -(-numel // _BLOCK) if eighth else 0
+        if paged and numel >= _PAGED:
+            away += states
+        else:
+            here += states
+    tables = _QUANTILES if "8bit" in recipe.name and any(numel >= _SMALL for numel, _ in steps) else 0
+    return here + tables, away
 
 
 def lr_factor(schedule: Schedule, step: int, steps: int) -> float:
