@@ -11,14 +11,12 @@ are those of any model.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import parity
@@ -33,38 +31,28 @@ PHASES = ("forward", "backward", "reduction", "optimizer", "end of the step")
 
 def measure(recipe_file: str, where: str, processes: int, rank: int, *overrides: str) -> dict[str, Any]:
     from support.fake_run import fake_run, with_heaviest
+    from support.trainers import ready_trainer
 
-    from finetune.data.building import OpenedSources
-    from finetune.data.dataset import build_training
     from finetune.engine.base import Engine
-    from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_config_file
     from finetune.errors import UserError
-    from finetune.models.config import load_tokenizer, training_config
     from finetune.recipe import load_recipe
-    from finetune.training.run import build_trainer
-    from finetune.training.signals import StopRequest
+    from finetune.training.prepare import prepare
     from finetune.training.trainer import Trainer
-
-    recipe = load_recipe(recipe_file, overrides)
-    config, tokenizer = training_config(recipe), load_tokenizer(recipe.model)
-    training = build_training(recipe, tokenizer, OpenedSources(recipe))
-
-    def start(engine: Engine) -> Trainer:
-        data = (training, None)
-        micro_batches = recipe.batch.rows // engine.parallelism.data
-        console = Console(file=io.StringIO())
-        trainer = build_trainer(recipe, engine, tokenizer, config, data, micro_batches, StopRequest(), console)
-        trainer.loader = with_heaviest(trainer.loader, recipe)
-        trainer.saver = SimpleNamespace(failed=False)  # pyright: ignore[reportAttributeAccessIssue]  (`_run` makes it)
-        return trainer
 
     file = str(ROOT / "accelerate_configs" / f"{where}.yaml")
     try:
-        check_launch(recipe, recipe_file, read_config_file(file, processes), config)
+        recipe = load_recipe(recipe_file, [*overrides, "data.eval=[]"])
+        prepared = prepare(recipe, recipe_file, read_config_file(file, processes))
     except UserError as refusal:
         return {"refused": str(refusal)}
-    meter = fake_run(recipe, config, file, processes, start, rank, block=1)
+
+    def start(engine: Engine) -> Trainer:
+        trainer = ready_trainer(prepared, engine)
+        trainer.loader = with_heaviest(trainer.loader, recipe)
+        return trainer
+
+    meter = fake_run(recipe, prepared.config, file, processes, start, rank, block=1)
     return {
         "phases": {
             name: {

@@ -700,7 +700,7 @@ MUTANTS += (
     Mutant(
         "checkpoints",
         "a resumed run repeats a step",
-        "finetune/training/run.py",
+        "finetune/training/state.py",
         "state = TrainingState(**resumed.progress)",
         'state = TrainingState(**{**resumed.progress, "step": resumed.progress["step"] - 1})',
         (_RESUMED,),

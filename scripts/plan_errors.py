@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,29 +95,19 @@ def measure_case(
     recipe_file: str, out: Path, name: str, overrides: list[str], config_file: str | None
 ) -> dict[str, Any]:
     """Trains two steps in this process group; returns bytes of state and peaks of phases, of this rank."""
-    from rich.console import Console
+    from support.trainers import prepared_run, ready_trainer, started_engine
 
-    from finetune.data.dataset import build_training
     from finetune.engine.base import StorageCounter, measure_state_bytes
-    from finetune.engine.compatibility import check_launch
-    from finetune.engine.launch import read_launch
-    from finetune.engine.start import start_engine
     from finetune.errors import UserError
-    from finetune.models.config import load_tokenizer, training_config
-    from finetune.recipe import load_recipe
-    from finetune.training import run
-    from finetune.training.run_dir import make_run_folder
-    from finetune.training.signals import StopRequest
+    from finetune.training import parts
 
-    recipe = load_recipe(recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}"])
-    launch, config, tokenizer = read_launch(config_file), training_config(recipe), load_tokenizer(recipe.model)
+    named = [f"run.name={name}", f"run.dir={out / 'runs'}"]
     try:
-        micro_batches = check_launch(recipe, recipe_file, launch, config)
+        prepared = prepared_run(recipe_file, [*overrides, *named], config_file)
     except UserError as refusal:
         return {"refused": str(refusal)}
-    training, engine = build_training(recipe, tokenizer), start_engine(recipe, launch)
-    make_run_folder(recipe)
-    load, state = run._load, dict[str, int]()
+    engine = started_engine(prepared)
+    load, state = parts.load, dict[str, int]()
 
     def load_copied(*arguments: Any) -> Any:
         model, objective = load(*arguments)
@@ -127,20 +116,10 @@ def measure_case(
                 parameter.data = parameter.data.clone()
         return model, objective
 
-    run._load = load_copied
+    parts.load = load_copied
     try:
         with Profiled() if engine.world_size == 1 else Weighed() as meter:
-            trainer = run.build_trainer(
-                recipe,
-                engine,
-                tokenizer,
-                config,
-                (training, None),
-                micro_batches,
-                StopRequest(),
-                Console(quiet=True),
-            )
-            trainer.saver = SimpleNamespace(failed=False)  # pyright: ignore[reportAttributeAccessIssue]
+            trainer = ready_trainer(prepared, engine)
             _mark_phases(trainer, meter.mark)
 
             def gradients() -> None:
@@ -153,7 +132,7 @@ def measure_case(
                 trainer.train_step(trainer.loader.step(number))
             state["weights"], state["optimizer state"] = measure_state_bytes(engine)
     finally:
-        run._load = load
+        parts.load = load
     engine.close()
     return {"state": state, "peaks": meter.peaks(), "micro_batches": trainer.plan.micro_batches}
 

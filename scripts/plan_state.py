@@ -71,29 +71,11 @@ def cells() -> Iterator[Cell]:
 
 def ready_trainer(recipe_file: str, out: Path, name: str, overrides: list[str], config_file: str | None) -> Any:
     """Returns the trainer of a case in this process group, before its first step."""
-    from types import SimpleNamespace
+    from support.trainers import prepared_run, ready_trainer, started_engine
 
-    from rich.console import Console
-
-    from finetune.data.dataset import build_training
-    from finetune.engine.compatibility import check_launch
-    from finetune.engine.launch import read_launch
-    from finetune.engine.start import start_engine
-    from finetune.models.config import load_tokenizer, training_config
-    from finetune.recipe import load_recipe
-    from finetune.training.run import build_trainer
-    from finetune.training.run_dir import make_run_folder
-    from finetune.training.signals import StopRequest
-
-    recipe = load_recipe(recipe_file, [*overrides, f"run.name={name.replace(' ', '-')}", f"run.dir={out / 'runs'}"])
-    launch, config, tokenizer = read_launch(config_file), training_config(recipe), load_tokenizer(recipe.model)
-    micro_batches = check_launch(recipe, recipe_file, launch, config)
-    training, engine = build_training(recipe, tokenizer), start_engine(recipe, launch)
-    make_run_folder(recipe)
-    stop, console = StopRequest(), Console(quiet=True)
-    trainer = build_trainer(recipe, engine, tokenizer, config, (training, None), micro_batches, stop, console)
-    trainer.saver = SimpleNamespace(failed=False)  # pyright: ignore[reportAttributeAccessIssue]  (`_run` makes it)
-    return trainer
+    named = [f"run.name={name.replace(' ', '-')}", f"run.dir={out / 'runs'}"]
+    prepared = prepared_run(recipe_file, [*overrides, *named], config_file)
+    return ready_trainer(prepared, started_engine(prepared))
 
 
 def measure_case(

@@ -29,7 +29,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import plan_errors
@@ -102,28 +101,11 @@ def measure_case(
     recipe_file: str, out: Path, name: str, overrides: list[str], config_file: str | None
 ) -> dict[str, Any]:
     """Returns the processor seconds of steps in this process group, of this rank."""
-    from rich.console import Console
+    from support.trainers import prepared_run, ready_trainer, started_engine
 
-    from finetune.data.dataset import build_training
-    from finetune.engine.compatibility import check_launch
-    from finetune.engine.launch import read_launch
-    from finetune.engine.start import start_engine
-    from finetune.models.config import load_tokenizer, training_config
-    from finetune.recipe import load_recipe
-    from finetune.training import run
-    from finetune.training.run_dir import make_run_folder
-    from finetune.training.signals import StopRequest
-
-    recipe = load_recipe(recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}"])
-    launch, config, tokenizer = read_launch(config_file), training_config(recipe), load_tokenizer(recipe.model)
-    micro_batches = check_launch(recipe, recipe_file, launch, config)
-    training, engine = build_training(recipe, tokenizer), start_engine(recipe, launch)
-    make_run_folder(recipe)
-    console = Console(quiet=True)
-    trainer = run.build_trainer(
-        recipe, engine, tokenizer, config, (training, None), micro_batches, StopRequest(), console
-    )
-    trainer.saver = SimpleNamespace(failed=False)  # pyright: ignore[reportAttributeAccessIssue]
+    prepared = prepared_run(recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}"], config_file)
+    engine = started_engine(prepared)
+    trainer = ready_trainer(prepared, engine)
     seconds: list[float] = []
     for number in range(STEPS):
         began = time.process_time()

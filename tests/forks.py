@@ -183,7 +183,7 @@ def serve() -> None:
 
 def _import_everything() -> None:
     """Raises RuntimeError where that started a thread: a fork would not have it."""
-    sys.path[1:1] = [str(ROOT), str(ROOT / "scripts")]
+    sys.path[1:1] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
     from finetune.startup import quiet_libraries
 
     quiet_libraries()
@@ -192,7 +192,7 @@ def _import_everything() -> None:
     import peft  # noqa: F401 (for the forks)
     import psutil
 
-    import finetune.planning.check
+    import finetune.setup.check
     import finetune.training.run  # noqa: F401 (for the forks)
 
     if psutil.Process().num_threads() != 1:

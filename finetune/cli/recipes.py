@@ -68,7 +68,7 @@ def check(
     --config-file accelerate_configs/fsdp2.yaml --num-processes 4[/bold]
     """
     quiet_libraries()
-    from finetune.planning.check import check_folder, check_recipe
+    from finetune.setup.check import check_folder, check_recipe
 
     if recipe.is_dir():
         reports = check_folder(recipe, overrides or (), config_file, num_processes)

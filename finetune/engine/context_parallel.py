@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -47,31 +48,39 @@ class SharedRow:
         self.documents = documents
 
 
-def apply_context_parallel(
-    choice: AttentionChoice, shard: TokenShare, parallelism: Parallelism, rank: int
-) -> AttentionChoice:
-    """Returns the same attention for rows of which this rank has a shard. Collective where it creates groups.
-
-    Raises UserError where the attention does not support it.
-    """
+def divided(choice: AttentionChoice, parallelism: Parallelism) -> AttentionChoice:
+    """Returns the attention for rows whose tokens lie on several ranks, without the groups that it exchanges over; the
+    same attention if tokens are not divided. Raises UserError if it does not support that."""
     if parallelism.tokens == 1:
         return choice
     if (obstacle := _obstacle(choice, parallelism)) is not None:
         raise UserError(f"{parallelism.summary()}: {obstacle}")
+    method = f"{choice.implementation}: {choice.reason}"
+    if parallelism.context > 1:
+        method = f"keys and values by {parallelism.exchange}; one call for each document's part, no mask"
+    reason = f"{parallelism.summary()}; {method}"
+    return AttentionChoice(SHARED_TOKENS, reason, True, not_shared="the tokens of a row lie on several ranks")
+
+
+def apply_context_parallel(
+    choice: AttentionChoice, shard: TokenShare, parallelism: Parallelism, rank: int
+) -> AttentionChoice:
+    """Returns the same attention for rows of which this rank has a shard. Collective if it creates groups.
+
+    Raises UserError if the attention does not support it.
+    """
+    without_groups = divided(choice, parallelism)
+    if parallelism.tokens == 1:
+        return choice
     sequence_group = _group("sequence", parallelism, rank)
-    prepare: Callable[[tuple[int, ...]], Any]
+    attention: Callable[..., Tensor] = context_attention
     if parallelism.context > 1:
         group, exchange = _group("context", parallelism, rank), parallelism.exchange
-        method = f"keys and values by {exchange}; one call for each document's part, no mask"
-        attention: Callable[..., Tensor] = context_attention
-        prepare = partial(ContextRow, shard=shard, exchange=exchange, group=group)
+        prepare: Callable[[tuple[int, ...]], Any] = partial(ContextRow, shard=shard, exchange=exchange, group=group)
     else:
-        method = f"{choice.implementation}: {choice.reason}"
         attention = WITHIN_DOCUMENTS[choice.implementation]
         prepare = partial(_documents, choice)
-    reason = f"{parallelism.summary()}; {method}"
-    arguments = partial(_arguments, sequence_group, attention, prepare)
-    return AttentionChoice(SHARED_TOKENS, reason, True, arguments, "the tokens of a row lie on several ranks")
+    return replace(without_groups, prepare=partial(_arguments, sequence_group, attention, prepare))
 
 
 def _documents(choice: AttentionChoice, document_lengths: tuple[int, ...]) -> Any:

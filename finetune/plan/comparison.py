@@ -38,6 +38,7 @@ from finetune.plan.speed import Job, Shape, processor_speeds
 from finetune.plan.tables import Machines, this_machine
 from finetune.recipe import Recipe, load_recipe
 from finetune.tracking.metrics import read_steps
+from finetune.training.prepare import Prepared
 from finetune.training.run_plan import FEW_STEPS, STATE, measure_run, processor, run_length
 
 _FAILURES = (UserError, *FAILURES, OSError)
@@ -112,12 +113,10 @@ class Launched:
         }
 
 
-def predict_run(
-    recipe: Recipe, config: PretrainedConfig, engine: Engine, micro_batches: int, data: Dataset | Stream
-) -> dict[str, Any]:
-    """Returns what a run that begins here is predicted to take. Raises nothing: the other ranks would not know."""
+def predict_run(prepared: Prepared, engine: Engine) -> dict[str, Any]:
+    """Returns what a run is predicted to take. Raises nothing: the other ranks would not know."""
     try:
-        return _predicted(recipe, config, engine, micro_batches, data)
+        return _predicted(prepared.recipe, prepared.config, engine, prepared.micro_batches, prepared.training)
     except _FAILURES as error:
         return {"notes": [f"nothing is predicted: {_said(error)}"]}
 

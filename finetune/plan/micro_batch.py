@@ -17,16 +17,12 @@ from finetune.data.samples import Example
 from finetune.data.samples import Sequence as TokenSequence
 from finetune.engine import tensor_parallel
 from finetune.errors import UserError
-from finetune.models.activations import ActivationOffload
+from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice, Kernels, attention_for, kernels, per_document
-from finetune.models.config import dtypes
 from finetune.models.head.chunked import rows_at_once
 from finetune.models.loss_model import CausalLMWithLoss
-from finetune.models.moe import adapters_of, compute_experts_in, dispatch_tokens, experts_of
+from finetune.models.moe import adapters_of, dispatch_tokens, experts_of
 from finetune.models.quantized import linear_weights
-from finetune.models.score_model import ScoreModel
-from finetune.models.vision import ImagePart
-from finetune.models.weights import fuse_adapters, keep_input_types
 from finetune.objectives import make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective, Term
@@ -118,7 +114,7 @@ def attention_at(recipe: Recipe, config: PretrainedConfig, how: How) -> Attentio
 
 
 def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, how: How) -> tuple[Any, ForwardPass]:
-    """Returns the wrapped model on `meta`, and what calls it; as `training/run.py` makes them."""
+    """Returns the wrapped model on `meta`, and what calls it; as a run makes them."""
     model = skeleton(recipe, config, attention)
     if how.tensor > 1:
         tensor_parallel.parallelize(model, tensor_parallel.TensorGroup(None, 0, how.tensor))
@@ -126,26 +122,16 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
         if recipe.lora is not None and recipe.lora.dora:
             raise NotEstimated("`lora.dora` on packed weights unpacks them for their norm, which only real weights can")
         _unpack_in_forwards(model)
-    types = dtypes(recipe)
-    casts = types.compute != types.trained
-    if casts:
-        compute_experts_in(model, types.compute)
-        keep_input_types(model)
     if how.expert > 1:
         _divide_experts(model, how.expert)
-    fuse_adapters(model, recipe.train.activation_checkpointing)
-    surroundings: dict[str, Any] = {"device_type": "cpu", "autocast": types.compute if casts else None}
-    if recipe.train.activation_offload and how.device != "cpu":
-        surroundings["offload"] = ActivationOffload(torch.device("cpu"))
     settings = recipe.objective.model_copy(update={"router_aux_loss_coef": None})  # a number for each token and expert
-    labels = score_labels(settings)
-    if labels:
-        return ScoreModel(model, **surroundings), ForwardPass(attention, make_objective(settings))
-    if recipe.model.train is not None:
-        surroundings["images"] = ImagePart(model, always=False)
-    objective = make_objective(settings) if settings.name in OF_TOKENS_ALONE else _any_tokens()
-    wrapped = CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=objective.only_sums, **surroundings)
-    if wrapped.choice.implementation != "plain":
+    known = score_labels(settings) or settings.name in OF_TOKENS_ALONE
+    objective = make_objective(settings) if known else _any_tokens()
+    if how.device == "cpu":  # whose activations are in host memory already
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"activation_offload": False})})
+    has_scores = bool(objective.num_scores)
+    wrapped = assemble(model, recipe, torch.device("cpu"), has_scores=has_scores, only_sums=objective.only_sums)
+    if isinstance(wrapped, CausalLMWithLoss) and wrapped.choice.implementation != "plain":
         wrapped._rows = rows_at_once(config.get_text_config().vocab_size, how.device)
     return wrapped, ForwardPass(attention, objective)
 

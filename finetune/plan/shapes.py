@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import re
@@ -22,11 +21,11 @@ from finetune.engine.costs import Costs, Shapes, Weight, costs_of
 from finetune.engine.launch import Launch
 from finetune.engine.sharding import final_norm
 from finetune.engine.tensor_parallel import TensorGroup, parallelize
+from finetune.models import assemble
 from finetune.models.attention import AttentionChoice
 from finetune.models.quantized import linear_weights, state_tensors
 from finetune.models.text_part import name_body
 from finetune.models.vision import image_modules
-from finetune.models.weights import Placement, load_model
 from finetune.models.wrapped import output_head
 from finetune.objectives import score_labels
 from finetune.recipe import Recipe
@@ -156,12 +155,9 @@ def with_layers(config: PretrainedConfig, layers: list[int]) -> PretrainedConfig
 
 
 def skeleton(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice | None = None) -> Any:
-    """Returns the model of a run on `meta`: adapters, types and packed weights as they will be."""
+    """Returns the model of a run on `meta`, see `assemble.skeleton`; its body has a name."""
     attention = attention or AttentionChoice("eager", "only shapes", True)
-    # Adapters would be made with random numbers. Added tokens are counted, and packed weights have tables.
-    alone = recipe.tokens is None and recipe.quantization is None
-    with torch.device("meta") if alone else contextlib.nullcontext():
-        model = load_model(recipe, config, attention, Placement("meta", None), score_labels(recipe.objective))
+    model = assemble.skeleton(recipe, config, attention, score_labels(recipe.objective))
     name_body(unwrap_peft(model))
     return model
 

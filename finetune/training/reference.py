@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,21 +55,68 @@ Data = Dataset | Stream
 # --- precomputed
 
 
+@dataclass(frozen=True)
+class ReferenceOnDisk:
+    """What the log-probabilities of a run's reference depend on, and which folder has them."""
+
+    model: Dependencies
+    keys: dict[str, str]  # of each part of the data, train and eval
+    places: dict[str, Path | None]  # None: still to compute
+
+
+def find_reference(recipe: Recipe, training: Data, held_out: Dataset | None) -> ReferenceOnDisk:
+    """Looks for a run's reference in its own folder, then in the cache; needs no model.
+
+    Raises UserError if another model's are missing, which a run does not compute, and if a run resumes that began with
+    another reference.
+    """
+    reference, parts = recipe_of_reference(recipe), _parts(training, held_out)
+    own, model = run_folder(recipe) / "reference", model_dependencies(reference, training_config(reference))
+    _check_same_reference(recipe, own, model)
+    keys = {part: key_of(model, data) for part, data in parts.items()}
+    places: dict[str, Path | None] = {}
+    for part, data in parts.items():
+        folders = (own / part, cache_folder(keys[part]))
+        there = (folder for folder in folders if load(folder, keys[part], _count(data)) is not None)
+        places[part] = next(there, None)
+    if recipe.objective.reference_model is not None and None in places.values():
+        raise UserError(_missing(recipe))
+    return ReferenceOnDisk(model, keys, places)
+
+
+def _parts(training: Data, held_out: Dataset | None) -> dict[str, Dataset]:
+    assert isinstance(training, Dataset)  # a rule refuses streams
+    return {"train": training, **({"eval": held_out} if held_out else {})}
+
+
+def _check_same_reference(recipe: Recipe, own: Path, now: Dependencies) -> None:
+    """Raises UserError if a run resumes that began with another reference. own: the run's folder of log-probabilities;
+    now: what the reference depends on."""
+    before = read_report(own / "train").get("dependencies", now)
+    wanted, checkpoints = recipe.checkpoint.resume, run_folder(recipe) / "checkpoints"
+    resumes = wanted != "never" and (wanted != "auto" or list_checkpoints(checkpoints))
+    if resumes and before["model"] != now["model"]:
+        raise UserError(
+            f"the weights of {recipe_of_reference(recipe).model.name!r} are not those that this run began with and is "
+            "compared with: restore them, or start over with another `run.name` or `checkpoint.resume=never`; to "
+            f"continue with another reference all the same, remove {own}"
+        )
+
+
 class ReferenceColumns:
     """The reference's log-probabilities of a run's data: found on the disk, or computed. Collective."""
 
     def __init__(self, recipe: Recipe, engine: Engine, training: Data, held_out: Dataset | None, console: Console):
-        """Looks for them, which needs no model. Raises UserError where there are none and the recipe's initial model is
-        not the reference, and where a run resumes that had another one."""
-        assert isinstance(training, Dataset)  # a rule refuses streams
+        """Looks for them. Raises UserError as `find_reference`."""
         self._recipe, self._engine, self._console = recipe, engine, console
-        self._folder = run_folder(recipe) / "reference"
-        self._model = self._on_main(self._dependencies)
-        self._parts = {"train": training, **({"eval": held_out} if held_out else {})}
-        self._keys = {part: self._on_main(partial(key_of, self._model, data)) for part, data in self._parts.items()}
-        self._found = {part: self._on_main(partial(self._find, part)) for part in self._parts}
-        if recipe.objective.reference_model is not None and None in self._found.values():
-            raise UserError(_missing(recipe))
+        self._folder, self._parts = run_folder(recipe) / "reference", _parts(training, held_out)
+        self._disk: ReferenceOnDisk = self._on_main(partial(find_reference, recipe, training, held_out))
+        self._sources = {
+            part: f"from {place}" if place == self._folder / part else f"from the cache, {place}"
+            for part, place in self._disk.places.items()
+            if place is not None
+        }
+        self._on_main(self._copy_from_cache)
 
     def columns(self, forward: ForwardPass, loader: Callable[[Dataset], Loader]) -> tuple[Dataset, Dataset | None, str]:
         """Returns training and held-out data with the column, and where that of the training data came from.
@@ -77,28 +125,14 @@ class ReferenceColumns:
         """
         computed: dict[str, Dataset] = {}
         for part, data in self._parts.items():
-            if self._found[part] is None:
+            if part not in self._sources:
                 seconds = self._compute(part, data, forward, loader(data))
-                self._found[part] = f"computed in {seconds:,.1f} s"
-            values = load(self._folder / part, self._keys[part], _count(data))
+                self._sources[part] = f"computed in {seconds:,.1f} s"
+            values = load(self._folder / part, self._disk.keys[part], _count(data))
             if values is None:
                 raise RunFailure(f"{self._folder / part}: was written and cannot be read; is the disk in order?")
             computed[part] = replace(data, examples=data.examples.with_columns({REFERENCE: values}))
-        return computed["train"], computed.get("eval"), str(self._found["train"])
-
-    def _dependencies(self) -> Dependencies:
-        reference = recipe_of_reference(self._recipe)
-        now = model_dependencies(reference, training_config(reference))
-        before = read_report(self._folder / "train").get("dependencies", now)
-        wanted, checkpoints = self._recipe.checkpoint.resume, run_folder(self._recipe) / "checkpoints"
-        resumes = wanted != "never" and (wanted != "auto" or list_checkpoints(checkpoints))
-        if resumes and before["model"] != now["model"]:
-            raise UserError(
-                f"the weights of {reference.model.name!r} are not those that this run began with and is compared with: "
-                "restore them, or start over with another `run.name` or `checkpoint.resume=never`; to continue with "
-                f"another reference all the same, remove {self._folder}"
-            )
-        return now
+        return computed["train"], computed.get("eval"), self._sources["train"]
 
     def _on_main(self, call: Callable[[], Any]) -> Any:
         """Returns, or raises, on every rank what `call` returns on the main one, or raises as UserError."""
@@ -113,21 +147,19 @@ class ReferenceColumns:
             raise UserError(problem)
         return value
 
-    def _find(self, part: str) -> str | None:
-        """Returns where the log-probabilities were found; those of the cache are copied into the run's folder."""
-        own, cached, count = self._folder / part, cache_folder(self._keys[part]), _count(self._parts[part])
-        if load(own, self._keys[part], count) is not None:
-            return f"from {own}"
-        if (values := load(cached, self._keys[part], count)) is None:
-            return None
-        save(own, values, read_report(cached))
-        return f"from the cache, {cached}"
+    def _copy_from_cache(self) -> None:
+        """Copies log-probabilities of the cache to the run's folder: the run resumes without the cache."""
+        for part, place in self._disk.places.items():
+            if place is not None and place != self._folder / part:
+                values = load(place, self._disk.keys[part], _count(self._parts[part]))
+                if values is not None:
+                    save(self._folder / part, values, read_report(place))
 
     def _compute(self, part: str, data: Dataset, forward: ForwardPass, loader: Loader) -> float:
         """Computes them in blocks that are kept as they come, and writes them to the run's folder and the cache.
         Returns the seconds."""
         begun, steps = time.monotonic(), -(-loader.total_rows // loader.rows_per_step)
-        unfinished = Unfinished(self._folder / f"{self._keys[part]}.npy", _count(data))
+        unfinished = Unfinished(self._folder / f"{self._disk.keys[part]}.npy", _count(data))
         done = self._on_main(lambda: _done(loader, data, steps, unfinished.open()))
         with (
             fed_steps(loader, range(done, steps), self._engine.device) as feed,
@@ -145,8 +177,8 @@ class ReferenceColumns:
         return seconds
 
     def _keep(self, part: str, data: Dataset, unfinished: Unfinished, seconds: float) -> None:
-        key = self._keys[part]
-        report = described(recipe_of_reference(self._recipe), self._model, data, key, seconds)
+        key = self._disk.keys[part]
+        report = described(recipe_of_reference(self._recipe), self._disk.model, data, key, seconds)
         for folder in (cache_folder(key), self._folder / part):
             save(folder, np.array(unfinished.values), report)
         unfinished.remove()
@@ -197,6 +229,11 @@ def _check_finite(values: NDArray[np.float64], places: NDArray[np.int64], data: 
             f"the reference's log-probabilities are not finite. Rows in question: {shown}. Check these rows with "
             "`finetune inspect`, or use train.precision: bf16 instead of fp16"
         )
+
+
+def reads_columns(recipe: Recipe) -> bool:
+    """Returns whether the objective reads log-probabilities of a reference that are computed before the first step."""
+    return recipe.objective.reads_reference and recipe.objective.value("reference") == "precomputed"
 
 
 def recipe_of_reference(recipe: Recipe) -> Recipe:

@@ -11,8 +11,9 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,18 +21,20 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from finetune.checkpoints.folder import best_checkpoint
 from finetune.checkpoints.resume import resume
 from finetune.checkpoints.saver import Saver
 from finetune.data.batch import Batch
-from finetune.data.dataset import Dataset, Stream
-from finetune.data.loader import Loader, StepBatches
+from finetune.data.examples import image_reader
+from finetune.data.loader import StepBatches
 from finetune.data.prefetch import Feed, fed_steps
 from finetune.data.token_text import RECORDED, recorded
 from finetune.engine.base import Engine
+from finetune.engine.context_parallel import apply_context_parallel
+from finetune.engine.launch import collective_timeout
 from finetune.engine.optimizer_step import NonFinite
+from finetune.engine.start import set_group_timeouts
 from finetune.errors import RunFailure, Stopped, UserError
 from finetune.export.result import model_card, save_result, write_tokenizer
 from finetune.models.compiled import CompilationWatch, compilations
@@ -39,35 +42,27 @@ from finetune.models.config import dtypes
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, TermSums
-from finetune.recipe import Recipe, dump_recipe
+from finetune.objectives.shared_prompts import with_shared_prompts
+from finetune.recipe import dump_recipe
 from finetune.recipe.schema import metric_direction
 from finetune.tracking import Status, Totals, read_status, read_steps, write_status
 from finetune.tracking.meters import Meters
 from finetune.tracking.metrics import EXAMPLES
+from finetune.training import parts
 from finetune.training.display import TrainingProgress, show_evaluation, show_plan, show_totals
-from finetune.training.evaluation import Evaluator
-from finetune.training.optim import lr_factor
+from finetune.training.evaluation import end_ids
+from finetune.training.optim import build_optimizers, lr_factor
+from finetune.training.prepare import Prepared
 from finetune.training.profile import Profiler, show_profile
-from finetune.training.run_dir import ExpertLoad, RunLog, disk_failure
-from finetune.training.run_plan import Plan, measure_run
+from finetune.training.reference import AdaptersOff, ReferenceColumns, reads_columns
+from finetune.training.run_dir import ExpertLoad, RunLog, disk_failure, run_folder
+from finetune.training.run_plan import measure_run
 from finetune.training.signals import StopRequest
+from finetune.training.state import TrainingState, resumed_state
 from finetune.training.statistics import as_columns, sum_terms
 from finetune.utils import print_line, write_atomically
 
 Line = dict[str, Any]  # of metrics.jsonl
-
-
-@dataclass
-class TrainingState:
-    """Progress of a run: all of its state but weights, optimizer and loss scale."""
-
-    step: int = 0  # optimizer steps done
-    tokens: int = 0  # over all ranks, without padding
-    supervised_tokens: int = 0
-    padding_tokens: int = 0  # computed in addition, on as many processes as there were
-    tokens_by_source: dict[str, int] = field(default_factory=dict)  # where there are several
-    best: float | None = None  # of `train.stop_when.metric`, in all evaluations so far
-    evaluations_since_best: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,34 +74,64 @@ class StepFlags:
     settle: bool  # a checkpoint that was being written has failed
 
 
-@dataclass
 class Trainer:
     """A run, ready to start: `run` trains, evaluates and saves."""
 
-    recipe: Recipe
-    engine: Engine
-    tokenizer: PreTrainedTokenizerFast
-    data: Dataset | Stream
-    forward: ForwardPass
-    loader: Loader
-    evaluator: Evaluator | None
-    end_ids: set[int]  # tokens that end a generation
-    plan: Plan
-    state: TrainingState
-    evaluation: dict[str, float]  # the last one, as far as it is finite; empty before the first
-    meters: Meters
-    profiler: Profiler | None
-    stop: StopRequest
-    console: Console
-    folder: Path  # runs/<name>
-    tracker_ids: dict[str, str]  # of the runs that a checkpoint knows
-    with_reference: Callable[[list[Batch]], list[Batch]] | None = None  # adds what is computed in each step
+    def __init__(
+        self,
+        prepared: Prepared,
+        engine: Engine,
+        stop: StopRequest,
+        console: Console,
+        predicted: dict[str, Any] | None = None,
+    ):
+        """Loads the model, wraps it by the engine, and resumes from the newest checkpoint. Collective.
 
-    def __post_init__(self) -> None:
+        predicted: of plan.json. Raises UserError.
+        """
+        self.recipe, self.engine, self.stop, self.console = prepared.recipe, engine, stop, console
+        self.tokenizer, self.folder = prepared.tokenizer, run_folder(prepared.recipe)
+        prepared, full_rows = prepared.on(engine.device.type)
+        for note in prepared.notes:
+            self.say(f"note: {escape(note)}")
+        recipe, training, held_out = prepared.recipe, prepared.training, prepared.held_out
+        attention = apply_context_parallel(full_rows, engine.context_shard, engine.parallelism, engine.rank)
+        columns = ReferenceColumns(recipe, engine, training, held_out, console) if reads_columns(recipe) else None
+        attention = with_shared_prompts(recipe.objective, attention)
+        model, objective = parts.load(prepared, engine, attention, self.say)
+        self.forward, facts = ForwardPass(attention, objective), parts.model_facts(recipe, model, full_rows)
+        engine.wrap(model, partial(build_optimizers, recipe.optimizer), prepared.micro_batches)
+        set_group_timeouts(collective_timeout())
+        rows = parts.rows_per_device(prepared, engine, self.forward, self.say)
+        loaders = parts.Loaders(recipe, engine, rows, attention, image_reader(recipe, self.tokenizer))
+        reference, self.with_reference = None, None
+        if columns is not None:
+            training, held_out, reference = columns.columns(self.forward, loaders.each_once)
+        elif recipe.objective.reads_reference:
+            reference = "the model without its adapters, in each step"
+            self.with_reference = AdaptersOff(engine, self.forward).with_column  # adds what is computed in each step
+        self.data = training
+        self.plan = parts.make_plan(prepared, engine, facts, rows, attention, reference, predicted or {})
+        self.loader = loaders.training(training.in_order(recipe), self.plan.total_rows)
+        self.end_ids = end_ids(recipe, self.tokenizer, [training, held_out])  # tokens that end a generation
+        self.evaluator = None
+        if held_out:
+            self.evaluator = parts.make_evaluator(
+                prepared, engine, held_out, loaders.each_once(held_out), attention, self.end_ids, self.with_reference
+            )
+        # evaluation: the last one, as far as it is finite; tracker_ids: of the runs that a checkpoint knows
+        self.state, self.evaluation, self.tracker_ids = resumed_state(
+            recipe, engine, training, self.plan.steps, self.say
+        )
+        self.meters = Meters(engine, facts.flops, parts.device_peak(recipe, engine, self.plan, self.say))
+        self.profiler = Profiler(recipe.profile, engine, self.folder, self.plan.steps) if recipe.profile else None
         self.totals, self.expert_load, self.compilations = Totals(), ExpertLoad(), CompilationWatch()
         self.last_loss: float | None = None
         self.status: Status | None = None
         self.first_step: int | None = None  # of this launch; None before it logs
+        self.log: RunLog  # opened by `run`, as the saver: a pass of a reference writes neither
+        self.saver: Saver
+        self.saved_at, self.saved_before = time.monotonic(), False
 
     def say(self, text: str) -> None:
         """Prints a line, on the main rank only."""
@@ -147,7 +172,6 @@ class Trainer:
         self.first_step = self.state.step + 1
         self.saver = Saver(self.engine, self.recipe, self.folder / "checkpoints", self._checkpoint_metadata())
         self.saved_at = time.monotonic()
-        self.saved_before = False
         try:
             self.train()
             self._write_expert_load()

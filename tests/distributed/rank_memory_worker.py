@@ -27,32 +27,17 @@ from worker import main
 
 def run_case(recipe_file: str, out: Path, name: str, overrides: list[str], fits: int | None) -> dict[str, Any]:
     from rich.console import Console
+    from support.trainers import prepared_run, started_engine
 
-    from finetune.data.dataset import build_training
-    from finetune.engine.compatibility import check_launch
-    from finetune.engine.launch import read_launch
-    from finetune.engine.start import start_engine
-    from finetune.models.config import load_tokenizer, model_config
-    from finetune.recipe import load_recipe
-    from finetune.training import run
-    from finetune.training.run_dir import make_run_folder
+    from finetune.training import parts
     from finetune.training.signals import StopRequest
+    from finetune.training.trainer import Trainer
 
-    recipe, launch = (
-        load_recipe(recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}"]),
-        read_launch(),
-    )
-    micro_batches = check_launch(recipe, recipe_file, launch)
-    tokenizer, config = load_tokenizer(recipe.model), model_config(recipe.model)
-    training = build_training(recipe, tokenizer)
-    engine = start_engine(recipe, launch)
-    make_run_folder(recipe)
+    prepared = prepared_run(recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}"])
+    engine = started_engine(prepared)
     if fits is not None:
-        run.memory_of = lambda _engine: SmallDevice(fits, recipe.data.max_length)
-    quiet = Console(quiet=True)
-    trainer = run.build_trainer(
-        recipe, engine, tokenizer, config, (training, None), micro_batches, StopRequest(), quiet
-    )
+        parts.memory_of = lambda _engine: SmallDevice(fits, prepared.recipe.data.max_length)
+    trainer = Trainer(prepared, engine, StopRequest(), Console(quiet=True))
     waits = group_timeouts()
     trainer.run()
     plan, zero = trainer.plan, getattr(engine, "zero", None)

@@ -35,7 +35,7 @@ from finetune.export.sampling import Sampling
 from finetune.export.trained import find_trained
 from finetune.models.config import load_tokenizer, model_config
 from finetune.recipe import load_recipe
-from finetune.training.run import _started, compute_reference
+from finetune.training.run import compute_reference, started
 from finetune.training.signals import StopRequest
 from finetune.training.teacher import with_teacher
 
@@ -151,7 +151,7 @@ def test_full_run_is_what_plain_transformers_computes(seeing: Path) -> None:
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert Plain(run).loss(model.eval()) == pytest.approx(evaluated(run), rel=1e-5)
-    with _started(load_recipe(run / "recipe.yaml"), "", StopRequest(), console(), None) as trainer:
+    with started(load_recipe(run / "recipe.yaml"), "", StopRequest(), console(), None) as trainer:
         assert trainer.evaluator is not None
         _, generations = trainer.evaluator.run()  # of the checkpoint, which is the result's
     (logged,) = [json.loads(line) for line in (run / "generations.jsonl").read_text().splitlines()]

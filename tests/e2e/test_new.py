@@ -16,8 +16,8 @@ import yaml
 from rich.console import Console
 
 from finetune.errors import UserError
-from finetune.planning.check import check_recipe
 from finetune.recipe import load_recipe
+from finetune.setup.check import check_recipe
 from finetune.setup.new import Wanted, write_new
 from finetune.setup.row_fit import GOAL_STEPS, ExampleLengths, RowsFound, fit_rows
 

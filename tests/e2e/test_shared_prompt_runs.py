@@ -12,7 +12,7 @@ import tiny
 from conftest import metrics, train_here
 
 from finetune.errors import UserError
-from finetune.planning.check import check_recipe
+from finetune.setup.check import check_recipe
 
 
 @pytest.fixture

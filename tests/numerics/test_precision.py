@@ -16,7 +16,7 @@ from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Quantization
-from finetune.training.run import _precision_there
+from finetune.training.parts import precision_there
 
 CPU = torch.device("cpu")
 LORA = {"mode": "lora", "lora": {"rank": 4, "alpha": 8}}
@@ -116,9 +116,7 @@ def test_quantised_storage_is_a_float_that_fsdp2_can_shard(recipe: dict[str, Any
 
 
 def test_a_plan_says_what_a_device_makes_of_a_precision() -> None:
-    said = [_precision_there(*case) for case in (("fp32", "cuda"), ("fp32", "cpu"), ("fp8", "cpu"), ("fp8", "cuda"))]
+    said = [precision_there(*case) for case in (("fp32", "cuda"), ("fp32", "cpu"), ("fp8", "cpu"), ("fp8", "cuda"))]
     assert said == ["fp32 (TF32 is off: no tensor cores)", "fp32", "fp8, emulated", "fp8"]
-    scaled = [
-        _precision_there("bf16", device, Quantization(type="fp8", compute="scaled")) for device in ("cpu", "cuda")
-    ]
+    scaled = [precision_there("bf16", device, Quantization(type="fp8", compute="scaled")) for device in ("cpu", "cuda")]
     assert scaled == ["bf16, packed layers in fp8, emulated", "bf16, packed layers in fp8"]

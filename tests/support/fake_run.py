@@ -74,7 +74,7 @@ def with_heaviest(loader: Loader, recipe: Recipe) -> Loader:
 
 
 class Steps(Protocol):
-    """A run that is ready: `training.run.build_trainer`'s result."""
+    """A run that is ready for its steps: a `Trainer`."""
 
     engine: Engine
     loader: Loader
@@ -117,8 +117,8 @@ def fake_run(
 ) -> DeviceMeter:
     """Runs set-up, two steps, the parts of a checkpoint and the tensors of the result; returns what was measured.
 
-    start: loads and wraps, as `build_trainer` does. rank: of the one that runs. block: bytes that a
-    tensor takes a multiple of.
+    start: loads and wraps, as `Trainer` does. rank: of the one that runs. block: bytes that a tensor takes a
+    multiple of.
     """
     with contextlib.suppress(ImportError):
         import bitsandbytes  # noqa: F401  (once there seem to be devices, it looks for functions of CUDA builds)

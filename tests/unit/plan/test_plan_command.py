@@ -34,8 +34,8 @@ from finetune.plan.memory_page import write_page
 from finetune.plan.search import Choice, Found, launches, spot_loss, verdict
 from finetune.plan.tables import parse_machines, read_prices
 from finetune.plan.what_if import values_of
-from finetune.planning.check import check_recipe
 from finetune.recipe import load_recipe
+from finetune.setup.check import check_recipe
 
 KEYS = {"config", "processes", "verdict", "peak_gib", "tensors_gib", "step_s", "tokens_per_s", "price", "why"}
 SHORT = ("train.max_steps=60", "schedule.warmup_steps=6", "train.precision=bf16", "data.max_length=64", "batch.rows=4")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.planning.check import check_recipe
+from finetune.setup.check import check_recipe
 
 QUIET = ("train.max_steps=1", "schedule.warmup_steps=0")
 
@@ -56,7 +56,14 @@ def test_all_problems_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("NETRC", "/nowhere")
     wrong = ["tracking.wandb.project=x", "data.train.0.path=nix.jsonl", "data.eval=[{path: nox.csv}]"]
     error = check_recipe(path, [*wrong, "model.name=./nomodel"]).error or ""
-    for part in ("4 problems", "no API key", "nix.jsonl: no such file", "nox.csv: no such file", "no tokenizer from"):
+    for part in (
+        "5 problems",
+        "no API key",
+        "no model config",
+        "nix.jsonl: no such file",
+        "nox.csv: no such file",
+        "no tokenizer from",
+    ):
         assert part in error
 
 

@@ -1,0 +1,67 @@
+"""From a loaded model to the module that a backend wraps: the same for a run, a plan and a check."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from finetune.models.activations import ActivationOffload
+from finetune.models.attention import AttentionChoice
+from finetune.models.config import dtypes
+from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.moe import Routers, compute_experts_in
+from finetune.models.score_model import ScoreModel
+from finetune.models.vision import ImagePart
+from finetune.models.weights import Placement, compute_in_fp8, fuse_adapters, keep_input_types, load_model
+from finetune.models.wrapped import WrappedModel
+from finetune.recipe import Recipe
+
+
+def skeleton(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, labels: tuple[str, ...] = ()) -> Any:
+    """Returns the model of a run on `meta`: adapters, types and packed weights as they will be. Arguments and errors as
+    of `load_model`."""
+    # Adapters would be made with random numbers. Added tokens are counted, and packed weights have tables.
+    alone = recipe.tokens is None and recipe.quantization is None
+    with torch.device("meta") if alone else contextlib.nullcontext():
+        return load_model(recipe, config, attention, Placement("meta", None), labels)
+
+
+def assemble(
+    model: Any,
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    has_scores: bool,
+    only_sums: bool,
+    routers: Routers | None = None,
+    schedule: str | None = None,
+    gathers_in_forward: bool = False,
+) -> WrappedModel:
+    """Returns the module that returns losses or scores, computing in the recipe's types; changes `model` in place.
+
+    model: of `load_model`, before an engine divides it; has_scores: whether its head has a score for each label;
+    only_sums: whether every objective is an unweighted sum of token losses; routers: those whose logits are recorded;
+    schedule: of a pipeline; gathers_in_forward: whether all ranks must run the image tower in each forward. Raises
+    UserError if a precision or a cross entropy of the recipe is not possible.
+    """
+    types = dtypes(recipe)
+    casts = types.compute != types.trained
+    if casts:
+        compute_experts_in(model, types.compute)
+        keep_input_types(model)
+    if recipe.train.precision == "fp8":
+        compute_in_fp8(model, device)
+    fuse_adapters(model, recipe.train.activation_checkpointing, schedule)
+    shared: dict[str, Any] = {
+        "device_type": device.type,
+        "autocast": types.compute if casts else None,
+        "offload": ActivationOffload(device) if recipe.train.activation_offload else None,
+        "routers": routers,
+    }
+    if has_scores:
+        return ScoreModel(model, **shared)
+    images = ImagePart(model, gathers_in_forward) if recipe.model.train is not None else None
+    return CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=only_sums, images=images, **shared)

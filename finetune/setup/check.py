@@ -1,0 +1,222 @@
+"""`check`: everything that `train` would refuse, without training: recipe, launch, tokenizer, data, model, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import UserError
+from finetune.recipe import Recipe, load_recipe
+from finetune.utils import readable_bytes
+
+if TYPE_CHECKING:
+    from finetune.data.dataset import Dataset, Stream
+    from finetune.engine.launch import Launch
+    from finetune.models.attention import AttentionChoice
+    from finetune.training.prepare import Prepared
+
+
+@dataclass
+class CheckReport:
+    """Result for one recipe: `error` if it would not run, else facts by name, and notes."""
+
+    recipe: str
+    error: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"recipe": self.recipe, "ok": self.error is None, "error": self.error, **self.facts, "notes": self.notes}
+
+    def text(self) -> str:
+        if self.error:
+            return self.error
+        facts = [
+            f"  {name.replace('_', ' ')}: {f'{value:,}' if isinstance(value, int) else value}"
+            for name, value in self.facts.items()
+        ]
+        return "\n".join([f"{self.recipe}: ok", *facts, *(f"  note: {note}" for note in self.notes)])
+
+
+def check_folder(
+    folder: Path, overrides: Sequence[str], config_file: Path | None = None, num_processes: int | None = None
+) -> list[CheckReport]:
+    """Checks every recipe below a folder, without data; files in a folder named `base` are parts of others.
+
+    Raises UserError if there is none.
+    """
+    paths = sorted(path for path in folder.rglob("*.yaml") if "base" not in path.relative_to(folder).parts[:-1])
+    if not paths:
+        raise UserError(f"{folder}: no recipes (*.yaml) in this folder")
+    return [check_recipe(path, overrides, config_file, num_processes, recipe_only=True) for path in paths]
+
+
+def check_recipe(
+    path: Path,
+    overrides: Sequence[str],
+    config_file: Path | None = None,
+    num_processes: int | None = None,
+    recipe_only: bool = False,
+) -> CheckReport:
+    """Checks schema and rules, the launch, and unless `recipe_only` all that a run prepares. Without an accelerate
+    config the launch is that of one process, or of `num_processes` replicas."""
+    report = CheckReport(str(path))
+    try:
+        recipe = load_recipe(path, overrides)
+        if recipe_only:
+            _check_launch_alone(recipe, path, config_file, num_processes)
+        else:
+            _check_run(recipe, path, config_file, num_processes, report)
+    except UserError as error:
+        report.error = str(error)
+    return report
+
+
+def _check_launch_alone(recipe: Recipe, path: Path, config_file: Path | None, processes: int | None) -> None:
+    """Checks the rules of a launch that do not depend on the model."""
+    from finetune.engine.compatibility import check_launch
+
+    if config_file or processes:
+        check_launch(recipe, str(path), _launch(config_file, processes))
+
+
+def _launch(config_file: Path | None, processes: int | None) -> Launch:
+    from finetune.engine.launch import Launch, read_config_file
+
+    return read_config_file(str(config_file), processes) if config_file else Launch("replicated", processes or 1)
+
+
+def _check_run(
+    recipe: Recipe, path: Path, config_file: Path | None, processes: int | None, report: CheckReport
+) -> None:
+    """Prepares the run as `train` does and makes its model without weights; collects the problems of both. Raises
+    UserError with all of them."""
+    import torch
+
+    from finetune.training.prepare import Problems, prepare
+
+    problems = Problems(collect=True)
+    launch = _launch(config_file, processes)
+    problems.attempt(_check_device, recipe)
+    prepared = prepare(recipe, str(path), launch, problems)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    on_device = problems.attempt(prepared.on, device.type if device else "cpu")
+    if on_device is not None:
+        prepared, attention = on_device
+        problems.attempt(_check_reference, prepared)
+        problems.attempt(_check_model, prepared, attention)
+    if problems.messages:
+        raise problems.error(str(path))
+    if config_file or processes:
+        _report_launch(prepared, report)
+    _report_data(recipe, "train", prepared.training, report)
+    if prepared.held_out is not None:
+        _report_data(recipe, "eval", prepared.held_out, report)
+    report.notes += prepared.notes
+    if config_file:
+        _report_memory(prepared, report)
+
+
+def _check_device(recipe: Recipe) -> None:
+    """Checks what a run on this machine's GPU would refuse, if it has one."""
+    import torch
+
+    from finetune.engine.compatibility import check_products
+
+    if torch.cuda.is_available():
+        check_products(recipe, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+
+
+def _check_reference(prepared: Prepared) -> None:
+    """Raises UserError if another model's log-probabilities are compared with, and have not been computed."""
+    from finetune.training.reference import find_reference, reads_columns
+
+    if reads_columns(prepared.recipe):
+        find_reference(prepared.recipe, prepared.training, prepared.held_out)
+
+
+def _check_model(prepared: Prepared, attention: AttentionChoice) -> None:
+    """Makes the model as a run does, without its weights: modules that a recipe names, its head and its losses."""
+    import torch
+
+    from finetune.models.assemble import skeleton
+    from finetune.objectives import score_labels
+    from finetune.training.parts import with_objective
+
+    recipe = prepared.recipe
+    model = skeleton(recipe, prepared.config, attention, score_labels(recipe.objective))
+    with_objective(prepared, model, attention, torch.device("cpu"))
+
+
+def _report_launch(prepared: Prepared, report: CheckReport) -> None:
+    """Adds processes and micro-batches, and a note if processes would wait for each other."""
+    batch, launch = prepared.recipe.batch, prepared.launch
+    automatic = batch.rows_per_device == "auto"
+    at_most = "at most " if automatic or batch.tokens_per_device is not None else ""
+    steps = f"{at_most}{prepared.micro_batches} micro-batches per process and step"
+    if automatic:
+        steps += " (batch.rows_per_device: auto, measured at the first run)"
+    sizes = "" if launch.parallelism.is_plain else f" ({launch.parallelism.summary()})"
+    report.facts["launch"] = f"{launch.where}, {launch.processes} processes{sizes}, {steps}"
+    _note_balance(prepared.recipe, launch.parallelism.data, report)
+
+
+def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
+    """Adds a note if more packed sequences are computed at once than are grouped by attention work."""
+    from finetune.data.packing import group_rows
+
+    if recipe.batch.rows_per_device == "auto":
+        return
+    at_once = processes * recipe.batch.rows_per_device
+    group = group_rows(recipe.data.balance, recipe.batch.rows)
+    if processes > 1 and group % at_once and recipe.batch.tokens_per_device is None:
+        report.notes.append(
+            f"{at_once} packed sequences are computed at once, and those of similar attention work are grouped by "
+            f"{group}: processes wait less for each other with `data.balance: {at_once}`"
+        )
+
+
+def _report_data(recipe: Recipe, name: str, data: Dataset | Stream, report: CheckReport) -> None:
+    """Adds sizes of the data. name: train or eval."""
+    from finetune.data.dataset import Stream
+    from finetune.data.predictions import Predictions
+    from finetune.training.run_plan import run_length
+
+    if isinstance(data, Stream):
+        window = data.rows.window(0)
+        report.facts["train_data"] = f"a stream; its first window has {len(window.sizes):,} examples"
+        report.facts["steps"] = run_length(recipe, None)[0]
+        return
+    if isinstance(predictions := data.examples.predictions, Predictions):
+        report.facts["teacher"] = f"{predictions.per_target} ids for each supervised token"
+    share = data.supervised_tokens / data.tokens
+    report.facts[f"{name}_data"] = f"{len(data.examples):,} examples, {data.tokens:,} tokens, {share:.0%} supervised"
+    full = data.efficiency(recipe.data.max_length)
+    report.facts[f"{name}_rows"] = (
+        f"{len(data.rows):,} sequences of up to {recipe.data.max_length:,} tokens, {full:.1%} full"
+    )
+    if name == "train":
+        report.facts["steps"] = run_length(recipe, len(data.rows))[0]
+
+
+def _report_memory(prepared: Prepared, report: CheckReport) -> None:
+    """Adds the most that the recipe can take on a GPU of this launch, by formula."""
+    from finetune.plan.lengths import widest
+    from finetune.plan.memory import Place, estimate_memory
+    from finetune.plan.micro_batch import NotEstimated
+    from finetune.plan.search import heaviest
+
+    recipe, config, launch = prepared.recipe, prepared.config, prepared.launch
+    place, batch = Place(launch, launch.processes), heaviest(recipe, widest(recipe, "not asked", config))
+    try:
+        memory = estimate_memory(recipe, config, place, batch, prepared.micro_batches)
+    except NotEstimated as reason:
+        report.notes.append(f"memory is not estimated: {reason}")
+        return
+    phase = max(memory.phases, key=lambda name: memory.phases[name])
+    host = f", {readable_bytes(memory.host)} of host memory" if memory.host else ""
+    report.facts["memory"] = (
+        f"at most {readable_bytes(memory.tensors)} of tensors on a GPU{host}, in {phase}, by formula; `plan` has more"
+    )

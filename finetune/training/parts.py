@@ -1,0 +1,252 @@
+"""The parts of a trainer that follow from a prepared recipe and an engine: model and objective, micro-batch size, plan,
+loaders and evaluator.
+
+`Trainer.__init__` makes each once, in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from finetune.data.batch import Batch, ImageInputs
+from finetune.data.dataset import Dataset
+from finetune.data.loader import Loader, OrderedRows, RunRows
+from finetune.engine.base import Engine
+from finetune.engine.hardware import peak_tflops
+from finetune.models.assemble import assemble
+from finetune.models.attention import AttentionChoice
+from finetune.models.config import dtypes, model_config
+from finetune.models.flops import ModelFlops, model_flops
+from finetune.models.moe import adapts_experts, find_routers
+from finetune.models.vision import part_sizes, row_positions
+from finetune.models.weights import load_model, parameter_counts
+from finetune.models.wrapped import CrossEntropyChoice, WrappedModel
+from finetune.objectives import Objective, make_objective, score_labels
+from finetune.objectives.forward import ForwardPass
+from finetune.objectives.objective import ONE_RANK, TokenRanks
+from finetune.objectives.shared_prompts import sharing_summary
+from finetune.recipe import Recipe
+from finetune.recipe.schema import Quantization
+from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
+from finetune.training.evaluation import Evaluator
+from finetune.training.optim import build_optimizers
+from finetune.training.prepare import Prepared
+from finetune.training.run_plan import Plan, git_commit, processor, run_length, versions
+
+Say = Callable[[str], None]  # prints a line, on the main rank only
+
+
+def load(prepared: Prepared, engine: Engine, attention: AttentionChoice, say: Say) -> tuple[WrappedModel, Objective]:
+    """Returns the module that the engine wraps, and the objective; notes what a user may not expect of it."""
+    recipe, labels = prepared.recipe, score_labels(prepared.recipe.objective)
+    with engine.loading(recipe):
+        model = load_model(recipe, prepared.config, attention, engine.placement(recipe), labels)
+    if recipe.train.activation_offload and engine.device.type == "cpu":
+        say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
+    if adapts_experts(model):
+        say(
+            "note: experts have adapters, which servers have loaded without effect (vLLM issue 41754): serve the "
+            "merged model, by `finetune merge`"
+        )
+    return with_objective(prepared, model, attention, engine.device, engine.token_ranks, engine.gathers_in_forward)
+
+
+def with_objective(
+    prepared: Prepared,
+    model: Any,
+    attention: AttentionChoice,
+    device: torch.device,
+    token_ranks: TokenRanks = ONE_RANK,
+    gathers_in_forward: bool = False,
+) -> tuple[WrappedModel, Objective]:
+    """Returns a loaded model as the module that returns losses, and the objective that reads them. Raises UserError."""
+    recipe, parallelism = prepared.recipe, prepared.launch.parallelism
+    divided = parallelism.summary() if parallelism.tokens * parallelism.pipeline > 1 else None
+    routers = find_routers(model)
+    objective = make_objective(
+        recipe.objective,
+        prepared.training.source_names,
+        config=model.config.get_text_config(),
+        routers=routers,
+        divided=divided,
+        token_ranks=token_ranks,
+        shares_prompts=attention.shares_prompts,
+    )
+    wrapped = assemble(
+        model,
+        recipe,
+        device,
+        has_scores=bool(objective.num_scores),
+        only_sums=objective.only_sums,
+        routers=routers if divided is None else None,
+        schedule=parallelism.schedule,
+        gathers_in_forward=gathers_in_forward,
+    )
+    return wrapped, objective
+
+
+class ModelFacts(NamedTuple):
+    """Sizes of a model that the plan and the meters report, counted before an engine shards it."""
+
+    parameters: tuple[int, int]  # all, and the trained ones
+    parts: dict[str, tuple[int, int]]  # the same of a multimodal model's parts
+    flops: ModelFlops
+    cross_entropy: CrossEntropyChoice
+
+
+def model_facts(recipe: Recipe, model: WrappedModel, attention: AttentionChoice) -> ModelFacts:
+    """Returns the sizes of a model. attention: as if a rank had full rows."""
+    causal_lm = model.causal_lm
+    flops = model_flops(causal_lm, attention.implementation, recipe.train.activation_checkpointing)
+    return ModelFacts(parameter_counts(causal_lm), part_sizes(causal_lm), flops, model.choice)
+
+
+def rows_per_device(prepared: Prepared, engine: Engine, forward: ForwardPass, say: Say) -> RowsPerDevice:
+    """Returns the micro-batch size, measured if `auto`. Collective."""
+    recipe = prepared.recipe
+    if recipe.batch.rows_per_device != "auto":
+        return RowsPerDevice(recipe.batch.rows_per_device, "asked for in the recipe")
+    if not forward.attention.isolates_documents:
+        return RowsPerDevice(1, f"auto: {forward.attention.reason}")
+    build = partial(build_optimizers, recipe.optimizer)
+    return find_rows(engine, recipe, prepared.config, forward, prepared.training, build, memory_of(engine), say)
+
+
+def make_plan(
+    prepared: Prepared,
+    engine: Engine,
+    model: ModelFacts,
+    rows: RowsPerDevice,
+    attention: AttentionChoice,
+    reference: str | None,
+    predicted: dict[str, Any],
+) -> Plan:
+    """Returns the plan of the run. reference: where its log-probabilities are from; predicted: of plan.json."""
+    recipe, training, micro_batches = prepared.recipe, prepared.training, prepared.micro_batches
+    size = training.size(recipe.data.max_length)
+    shared_share = size.shared_tokens / size.tokens if size else None
+    steps, total_rows = run_length(recipe, size.rows if size else None)
+    budget, precision = recipe.batch.tokens_per_device, recipe.train.precision
+    if budget is None:
+        micro_batches = recipe.batch.rows // (rows.rows * engine.parallelism.data)
+    return Plan(
+        where=engine.launch.where,
+        world_size=engine.world_size,
+        device=torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type,
+        steps=steps,
+        micro_batches=micro_batches,
+        rows_per_device=rows.rows if budget is None else None,
+        rows_per_device_reason=rows.reason if budget is None else "batch.tokens_per_device",
+        rows_per_epoch=size.rows if size else None,
+        total_rows=total_rows,
+        examples=size.examples if size else None,
+        tokens_per_epoch=size.tokens if size else None,
+        supervised_tokens_per_epoch=size.supervised_tokens if size else None,
+        packing_efficiency=size.packing_efficiency if size else None,
+        parameters=model.parameters[0],
+        trainable_parameters=model.parameters[1],
+        parts=model.parts,
+        attention=f"{attention.implementation} ({attention.reason})",
+        cross_entropy=f"{model.cross_entropy.implementation} ({model.cross_entropy.reason})",
+        shared_prompts=sharing_summary(recipe.objective, attention, shared_share),
+        shared_token_share=shared_share if attention.shares_prompts else None,
+        reference=reference,
+        precision=precision_there(precision, engine.device.type, recipe.quantization),
+        launch={
+            "kind": engine.launch.kind,
+            "config": engine.launch.config,
+            "per_host": engine.local_processes,
+        },
+        division=engine.summary(micro_batches),
+        versions=versions(),
+        git_commit=git_commit(),
+        processor=processor(),
+        predicted=predicted,
+    )
+
+
+def precision_there(precision: str, device_type: str, quantization: Quantization | None = None) -> str:
+    """Returns `train.precision`, and how this device computes it and the products of packed layers."""
+    if quantization is not None and quantization.compute == "scaled":
+        return f"{precision}, packed layers in fp8" + (", emulated" if device_type != "cuda" else "")
+    if device_type == "cuda" and precision == "fp32" and torch.get_float32_matmul_precision() == "highest":
+        return "fp32 (TF32 is off: no tensor cores)"
+    return "fp8, emulated" if device_type != "cuda" and precision == "fp8" else precision
+
+
+def device_peak(recipe: Recipe, engine: Engine, plan: Plan, say: Say) -> float | None:
+    """Returns the TFLOP/s of one device, the denominator of MFU; None if unknown."""
+    if engine.device.type != "cuda":
+        return None
+    peak = peak_tflops(plan.device, dtypes(recipe).compute)
+    if peak is None:
+        say(f"note: no MFU: engine/hardware.yaml has no peak for {plan.device}")
+    return peak
+
+
+class Loaders(NamedTuple):
+    """Makes the loaders of a run: of its training rows in their order, or of any rows once, as they come."""
+
+    recipe: Recipe
+    engine: Engine
+    rows_per_device: RowsPerDevice
+    attention: AttentionChoice
+    images: ImageInputs | None
+
+    def training(self, rows: RunRows, total_rows: int) -> Loader:
+        alike = _alike(self.recipe, self.rows_per_device) if self.engine.forwards_alike else 0
+        return self._loader(rows, total_rows, alike)
+
+    def each_once(self, data: Dataset) -> Loader:
+        return self._loader(OrderedRows(data.examples, data.rows), len(data.rows))
+
+    def _loader(self, rows: RunRows, total_rows: int, alike: int = 0) -> Loader:
+        """Returns a loader; under `train.compile` it pads every micro-batch to the length layers are compiled for."""
+        recipe, engine = self.recipe, self.engine
+        budget = recipe.batch.tokens_per_device
+        longest = budget or self.rows_per_device.rows * recipe.data.max_length
+        return Loader(
+            rows,
+            recipe.batch.rows,
+            self.rows_per_device.rows,
+            engine.data_rank,
+            engine.parallelism.data,
+            total_rows,
+            budget and budget * engine.parallelism.tokens,
+            longest if recipe.train.compile else None,
+            engine.context_shard,
+            alike=alike,
+            shares_prompts=self.attention.shares_prompts,
+            image_inputs=self.images,
+            positions=None if recipe.model.train is None else row_positions(model_config(recipe.model)),
+        )
+
+
+def _alike(recipe: Recipe, rows_per_device: RowsPerDevice) -> int:
+    """Returns the multiple that forwards of a pipeline are padded to: 3 % of the longest, so that packed steps nearly
+    always have one length, and stages need not exchange shapes again."""
+    longest = recipe.batch.tokens_per_device or rows_per_device.rows * recipe.data.max_length
+    return max(1, int(longest) // 32)
+
+
+def make_evaluator(
+    prepared: Prepared,
+    engine: Engine,
+    held_out: Dataset,
+    loader: Loader,
+    attention: AttentionChoice,
+    ends: set[int],
+    with_reference: Callable[[list[Batch]], list[Batch]] | None,
+) -> Evaluator:
+    """Returns the evaluator of held-out data.
+
+    loader: of all held-out rows; ends: tokens that end a generation; with_reference: see `Evaluator`.
+    """
+    recipe, names, shares = prepared.recipe, held_out.source_names, attention.shares_prompts
+    objective = make_objective(recipe.objective, names, True, token_ranks=engine.token_ranks, shares_prompts=shares)
+    forward, examples = ForwardPass(attention, objective), held_out.examples
+    return Evaluator(engine, loader, examples, forward, prepared.tokenizer, ends, recipe.evaluate, with_reference)

@@ -1,0 +1,163 @@
+"""The way into a run: all that is known before processes join a group and weights are read.
+
+    recipe, launch -> config -> tokenizer -> sources -> rows of tokens      `prepare`
+                   -> attention on a device -> packed or not                `Prepared.on`
+
+`train`, `reference` and `check` enter here, so `check` refuses what `train` refuses, in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
+
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+from finetune.data.building import OpenedSources
+from finetune.data.dataset import (
+    Dataset,
+    Stream,
+    build_held_out,
+    build_training,
+    check_questions,
+    data_notes,
+    template_notes,
+)
+from finetune.data.examples import check_same_images
+from finetune.engine.compatibility import check_launch
+from finetune.engine.context_parallel import divided
+from finetune.engine.launch import Launch
+from finetune.errors import UserError
+from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
+from finetune.models.config import (
+    check_no_dropout,
+    check_same_vocabulary,
+    check_sizes,
+    check_token_ids,
+    load_tokenizer,
+    training_config,
+)
+from finetune.objectives.shared_prompts import with_shared_prompts
+from finetune.recipe import Recipe
+from finetune.recipe.schema import Source
+from finetune.tracking import check_trackers
+from finetune.training.run_plan import length_notes
+from finetune.training.teacher import with_teacher
+
+Data = Dataset | Stream
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe on a launch, with its data as tokens; nothing of it depends on which process this is."""
+
+    recipe: Recipe
+    recipe_file: str
+    launch: Launch
+    config: PretrainedConfig  # as the objective trains it
+    micro_batches: int  # per step and process, see `check_launch`
+    tokenizer: PreTrainedTokenizerFast
+    training: Data
+    held_out: Dataset | None
+    notes: tuple[str, ...]  # for the user
+
+    def on(self, device_type: str) -> tuple[Prepared, AttentionChoice]:
+        """Returns itself for a kind of device, with the attention there: unpacked, if that attention would let
+        documents see each other, and with notes on the run's length. Raises UserError."""
+        attention = attention_for(self.recipe, self.config, device_type)
+        parallelism = self.launch.parallelism
+        with_shared_prompts(self.recipe.objective, divided(attention, parallelism))
+        check_rows_per_forward(self.recipe, attention)
+        training, held_out, notes = self.training, self.held_out, list[str]()
+        if not attention.isolates_documents:
+            training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
+            if self.recipe.data.packing:
+                notes.append(f"{attention.reason}; packing is off")
+        notes += length_notes(self.recipe, training, parallelism.data)
+        return replace(self, training=training, held_out=held_out, notes=(*self.notes, *notes)), attention
+
+
+class Problems:
+    """What becomes of a problem: raised at once, as a run does, or collected with all others, as `check` does."""
+
+    def __init__(self, collect: bool = False):
+        self._collect = collect
+        self.messages: list[str] = []
+
+    def attempt(
+        self, call: Callable[Arguments, Result], *args: Arguments.args, **named: Arguments.kwargs
+    ) -> Result | None:
+        """Returns what the call returns; None if it raised a problem that was collected."""
+        try:
+            return call(*args, **named)
+        except UserError as error:
+            if not self._collect:
+                raise
+            if str(error) not in self.messages:
+                self.messages.append(str(error))
+            return None
+
+    def error(self, recipe_file: str) -> UserError:
+        """Returns one error of all collected problems."""
+        if len(self.messages) == 1:
+            return UserError(self.messages[0])
+        indented = [message.replace("\n", "\n    ") for message in self.messages]
+        return UserError("\n  ".join([f"{recipe_file}: {len(indented)} problems", *indented]))
+
+
+def prepare(recipe: Recipe, recipe_file: str, launch: Launch, problems: Problems | None = None) -> Prepared:
+    """Returns the recipe ready for a launch, with its tokens in the cache.
+
+    If problems are collected, a part is looked at although another has one, unless it needs that part. Raises
+    UserError.
+    """
+    problems = problems or Problems()
+    config = problems.attempt(_checked_config, recipe)
+    micro_batches = problems.attempt(check_launch, recipe, recipe_file, launch, config)
+    problems.attempt(check_trackers, recipe.tracking)
+    tokenizer = problems.attempt(load_tokenizer, recipe.model, recipe.tokens)
+    if config is not None and tokenizer is not None:
+        problems.attempt(_check_models, recipe, config, tokenizer)
+    opened = OpenedSources(recipe)
+    sources: tuple[Source, ...] = (*recipe.data.train, *recipe.data.eval_sources)
+    sources_open = None not in [problems.attempt(opened.open, source) for source in sources]
+    if config is None or tokenizer is None or not sources_open:
+        raise problems.error(recipe_file)
+    notes = problems.attempt(template_notes, recipe, tokenizer, opened)
+    if notes is None:
+        raise problems.error(recipe_file)
+    training = problems.attempt(_training, recipe, tokenizer, config, opened)
+    held_out = problems.attempt(_held_out, recipe, tokenizer, opened)
+    if problems.messages or micro_batches is None or training is None or held_out is None:
+        raise problems.error(recipe_file)
+    notes += [*held_out[1], *data_notes(recipe, opened, training, held_out[0])]
+    return Prepared(recipe, recipe_file, launch, config, micro_batches, tokenizer, training, held_out[0], tuple(notes))
+
+
+def _checked_config(recipe: Recipe) -> PretrainedConfig:
+    config = training_config(recipe)
+    check_sizes(recipe.model, config)
+    if recipe.batch.rows_per_device == "auto":
+        check_no_dropout(config)
+    return config
+
+
+def _check_models(recipe: Recipe, config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raises UserError unless tokenizer and model, and a reference model, belong together."""
+    check_token_ids(config, len(tokenizer), recipe.tokens)
+    key, reference = "objective.reference_model", recipe.objective.reference_model
+    check_same_vocabulary(key, reference, tokenizer, recipe.model)
+    check_same_images(key, reference, recipe, tokenizer)
+
+
+def _training(recipe: Recipe, tokenizer: Any, config: PretrainedConfig, opened: OpenedSources) -> Data:
+    return with_teacher(recipe, build_training(recipe, tokenizer, opened), tokenizer, config)
+
+
+def _held_out(recipe: Recipe, tokenizer: Any, opened: OpenedSources) -> tuple[Dataset | None, list[str]]:
+    """Returns the held-out data, if the recipe has any, and notes on its questions."""
+    held_out = build_held_out(recipe, tokenizer, opened)
+    return held_out, check_questions(recipe.evaluate, held_out.examples, tokenizer) if held_out else []

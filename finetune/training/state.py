@@ -1,0 +1,53 @@
+"""Progress of a run, and where a launch goes on: at step 0, or at the newest valid checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rich.markup import escape
+
+from finetune.checkpoints.resume import check_finished, chosen, newest_good, resume, set_newer_aside
+from finetune.data.dataset import Dataset, Stream
+from finetune.engine.base import Engine
+from finetune.recipe import Recipe
+from finetune.training.run_dir import run_folder
+
+
+@dataclass
+class TrainingState:
+    """Progress of a run: all of its state but weights, optimizer and loss scale."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # over all ranks, without padding
+    supervised_tokens: int = 0
+    padding_tokens: int = 0  # computed in addition, on as many processes as there were
+    tokens_by_source: dict[str, int] = field(default_factory=dict)  # where there are several
+    best: float | None = None  # of `train.stop_when.metric`, in all evaluations so far
+    evaluations_since_best: int = 0
+
+
+def resumed_state(
+    recipe: Recipe, engine: Engine, training: Dataset | Stream, steps: int, say: Callable[[str], None]
+) -> tuple[TrainingState, dict[str, float], dict[str, str]]:
+    """Returns the state to go on from, the evaluation at its step, and the ids of the trackers' runs.
+
+    steps: of the whole run. Collective. Raises UserError.
+    """
+    checkpoints, wanted = run_folder(recipe) / "checkpoints", recipe.checkpoint.resume
+    if wanted == "never":
+        for folder in set_newer_aside(checkpoints) if engine.is_main else []:
+            say(f"note: the checkpoint of an earlier run is now {folder}")
+        return TrainingState(), {}, {}
+    checkpoint = newest_good(engine, checkpoints) if wanted == "auto" else chosen(engine, checkpoints, wanted)
+    if checkpoint is None:
+        return TrainingState(), {}, {}
+    resumed = resume(engine, recipe, checkpoint, training.summary())
+    state = TrainingState(**resumed.progress)
+    check_finished(checkpoint, resumed.changes, state.step, steps)
+    for folder in set_newer_aside(checkpoints, state.step) if engine.is_main else []:
+        say(f"note: a checkpoint after the chosen one is now {folder}")
+    say(f"resuming from {checkpoint}: step {state.step} of {steps}")
+    for change in resumed.changes:
+        say(f"changed since then: {escape(change)}")
+    return state, resumed.metrics, resumed.trackers
