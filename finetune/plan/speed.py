@@ -57,13 +57,8 @@ _FRESH = 2.0**27  # bytes of a pass over new memory, such as an engine's copies 
 
 @dataclass(frozen=True)
 class Shape(ModelSize):
-    """Sizes of a model that times depend on."""
+    """Counts of a model that times depend on."""
 
-    hidden: int
-    inner: float  # width of the feed-forward that a token goes through
-    queries: int  # width of all heads
-    keys: int
-    experts_per_token: int  # 0: no experts
     flops: ModelFlops
 
     @classmethod
@@ -74,23 +69,22 @@ class Shape(ModelSize):
         text = config.get_text_config()
         widths = [_attention_widths(layer) for layer in layer_configs(text)]  # which may differ: the mean of all
         chosen = getattr(text, "num_experts_per_tok", 0) or 0
-        inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-        if chosen:
-            inner = (getattr(text, "moe_intermediate_size", None) or inner) * chosen
         implementation = recipe.model.attention
         if implementation == "auto":
             implementation = DOCUMENTS if on_cpu else "varlen"
         trained = [weight.numel for weight in weights if weight.trains]
+        counts = [(weight, weight.packed or weight.numel) for weight in weights]
         return cls(
-            parameters=sum(weight.packed or weight.numel for weight in weights),
+            parameters=sum(count for _, count in counts),
             trained=sum(trained),
-            ends=sum(weight.packed or weight.numel for weight in weights if weight.layer is None),
+            ends=sum(count for weight, count in counts if weight.layer is None),
+            tail=sum(count for weight, count in counts if weight.unit == "tail"),
+            experts=sum(count for weight, count in counts if weight.expert),
             weights=len(weights),
             tensors=len(trained),
             gathered=sum(weight.numel > PERSISTENT for weight in weights),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
-            inner=inner,
             queries=sum(queries for queries, _ in widths) // len(widths),
             keys=sum(keys for _, keys in widths) // len(widths),
             experts_per_token=chosen,
@@ -357,10 +351,10 @@ class Job:
     # --- communication
 
     def _traffic(self) -> Iterator[Traffic]:
-        for one in self.costs.transfers(self.shape, self.micro_batches):
+        rows = self.costs.transfers_of_rows(self.shape, self.micro_batches, self.row_tokens)
+        for one in (*self.costs.transfers_of_weights(self.shape, self.micro_batches), *rows):
             link = self._link(one.ranks) if one.ranks else self.host_link
             yield Traffic(one.moved, one.collectives, link, one.overlaps, self._copied(one.copied))
-        yield from self._of_rows()
         if self.recipe.train.activation_offload and self.machines.key != CPU:
             moved = 2 * self.row_tokens / self.launch.parallelism.tokens * self.shape.hidden * self._element
             yield Traffic(moved * self.shape.layers, 0, self.host_link, overlaps=True)
@@ -372,29 +366,6 @@ class Job:
     @property
     def _element(self) -> int:
         return 4 if self.recipe.train.precision == "fp32" else 2
-
-    def _of_rows(self) -> Iterator[Traffic]:
-        """Yields what ranks that share rows hand to each other."""
-        sizes, shape, times = self.launch.parallelism, self.shape, self.micro_batches
-        through = 2 + bool(self.recipe.train.activation_checkpointing)  # forwards and the backward
-        layers, tokens = shape.layers / sizes.pipeline, self.row_tokens / sizes.tokens
-        wide = tokens * shape.hidden * self._element  # bytes of hidden states
-        if (n := sizes.tensor) > 1:
-            moved = 2 * through * 2 * (n - 1) / n * wide * layers
-            yield Traffic(moved, 2 * through * layers * times, self._link(n))
-        if (n := sizes.context) > 1:
-            moved = through * 2 * (n - 1) / n * self.row_tokens * shape.keys * self._element * layers
-            yield Traffic(moved, through * layers * times, self._link(sizes.tensor * sizes.tokens))
-        if (n := sizes.sequence) > 1:
-            heads = 2 * (shape.queries + shape.keys) * tokens * self._element
-            link = self._link(sizes.tensor * sizes.tokens)
-            yield Traffic(through * (n - 1) / n * heads * layers, 4 * through * layers * times, link)
-        if (n := sizes.expert) > 1:
-            moved = through * 2 * wide * shape.experts_per_token * layers * (n - 1) / n
-            link = self._link(sizes.tensor * sizes.tokens * sizes.shard)
-            yield Traffic(moved, 2 * through * layers * times, link)
-        if sizes.pipeline > 1:
-            yield Traffic(2 * wide, 2 * times * sizes.stages_per_rank, self._link(sizes.processes))
 
     def _copied(self, moved: float) -> float:
         """Returns the seconds of an engine's copies, which a device hides during the collective."""

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism
@@ -63,10 +64,16 @@ class ModelSize:
     parameters: int
     trained: int
     ends: int  # parameters outside of layers: embedding and head
+    tail: int  # of these, final norm and head
+    experts: int
     weights: int  # tensors
     tensors: int  # that train
     gathered: int  # that DeepSpeed's stage 3 gathers one by one
     layers: int
+    hidden: int
+    queries: int  # width of all heads
+    keys: int
+    experts_per_token: int  # 0: no experts
 
 
 # --- what a rank has
@@ -126,13 +133,25 @@ class Moving:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that one rank sends in a step."""
+    """Bytes that one rank sends in a step, by the algorithm that sends the least
+    (https://andrew.gibiansky.com/blog/machine-learning/baidu-allreduce/). Headers, sizes and small reductions (loss,
+    norm) are left out. Compared with what gloo sent (benchmarks/communication.py)."""
 
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "host"]
     moved: float
     collectives: float
     ranks: int  # neighbours that talk with each other; 0: between device and host
     overlaps: bool = True  # with compute; else compute waits for it
     copied: float = 0.0  # bytes of copies around it
+
+
+def all_reduce(ranks: int, size: float) -> float:
+    return 2 * (ranks - 1) / ranks * size
+
+
+def one_way(ranks: int, size: float) -> float:
+    """Returns the bytes sent by an all-gather to `size`, a reduce-scatter from `size`, or an all-to-all of `size`."""
+    return (ranks - 1) / ranks * size
 
 
 @dataclass(frozen=True)
@@ -228,15 +247,43 @@ class Costs(abc.ABC):
         return 4
 
     @abc.abstractmethod
-    def transfers(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
+    def transfers_of_weights(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
         """Yields what keeps or makes the ranks' weights equal."""
 
     def replicas(self, model: ModelSize) -> Iterator[Transfer]:
         """Yields the sums of DDP's buckets."""
         trained = 4 * model.trained / (self.sizes.tensor * self.sizes.pipeline)
         if (ranks := self.sizes.data * self.sizes.tokens) > 1:
-            moved = 2 * trained * (ranks - 1) / ranks
-            yield Transfer(moved, max(1.0, trained / _BUCKET), self.sizes.processes)
+            buckets = max(1.0, trained / _BUCKET)
+            yield Transfer("all-reduce", all_reduce(ranks, trained), buckets, self.sizes.processes)
+
+    def transfers_of_rows(self, model: ModelSize, micro_batches: int, tokens: float) -> Iterator[Transfer]:
+        """Yields what ranks that share rows send each other; compute waits for it. tokens: of a step, over all ranks
+        that share its rows."""
+        sizes, passes = self.sizes, 2 + bool(self.recipe.train.activation_checkpointing)  # forwards and the backward
+        element = 4 if self.recipe.train.precision == "fp32" else 2
+        layers, here = model.layers / sizes.pipeline, tokens / sizes.tokens
+        hidden, keys, times = here * model.hidden * element, 2 * model.keys * element, layers * micro_batches
+        wait = functools.partial(Transfer, overlaps=False)
+        if (n := sizes.tensor) > 1:
+            yield wait("all-reduce", layers * passes * 2 * all_reduce(n, hidden), 2 * passes * times, n)
+        neighbours = sizes.tensor * sizes.tokens
+        if (n := sizes.context) > 1:
+            row = layers * one_way(n, here * n * keys)
+            if sizes.exchange == "allgather":
+                yield wait("all-gather", passes * row, passes * times, neighbours)
+                yield wait("reduce-scatter", row, times, neighbours)
+            else:
+                yield wait("send", (passes + 1) * row, (passes + 1) * times, neighbours)
+        if (n := sizes.sequence) > 1:
+            heads = here * (2 * model.queries * element + keys)
+            yield wait("all-to-all", layers * passes * one_way(n, heads), 4 * passes * times, neighbours)
+        if (n := sizes.expert) > 1:
+            routed = layers * passes * 2 * one_way(n, hidden * model.experts_per_token)
+            yield wait("all-to-all", routed, 2 * passes * times, neighbours * sizes.shard)
+        if (n := sizes.pipeline) > 1:
+            borders = (n * sizes.stages_per_rank - 1) / n  # of a rank, on average
+            yield wait("send", 2 * borders * hidden, 2 * micro_batches * sizes.stages_per_rank, sizes.processes)
 
 
 # --- pipelines: which weights

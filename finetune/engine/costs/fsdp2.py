@@ -17,6 +17,8 @@ from finetune.engine.costs.base import (
     State,
     Transfer,
     Weight,
+    all_reduce,
+    one_way,
 )
 from finetune.models.config import dtypes
 
@@ -125,26 +127,31 @@ class Sharded(Costs):
         casts = self.recipe.mode == "full" and self.is_fsdp and self.recipe.train.precision != "fp32"
         return 2 if casts else super().weight_bytes()
 
-    def transfers(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
-        sizes, times, each = self.sizes, micro_batches, self.weight_bytes()
-        local, shards = sizes.tensor * sizes.pipeline, sizes.shard * sizes.tokens
-        weights, trained = model.parameters / local * each, 4 * model.trained / local
-        if self.is_fsdp and shards > 1:
-            share, units, ranks = (shards - 1) / shards, model.layers + 2, sizes.tensor * shards
-            yield Transfer(2 * times * weights * share, 2 * times * units, ranks, copied=2 * times * weights * COPIES)
-            copied = times * trained * COPIES_OF_GRADIENTS
-            yield Transfer(times * trained * share, times * units, ranks, copied=copied)
-        if sizes.tensor > 1:  # FSDP2 shards over them what they do not share
-            ranks = sizes.tensor * shards
-            share, whole = (ranks - 1) / ranks, 2 * times * model.ends * each
-            yield Transfer(whole * share, 4 * times, ranks, copied=whole * COPIES)
-            whole = times * 4 * model.ends if self.recipe.mode == "full" else 0.0
-            yield Transfer(whole * share, 2 * times, ranks, copied=whole * COPIES_OF_GRADIENTS)
+    def transfers_of_weights(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
+        """Each micro-batch gathers for forward and backward, the tail once, and scatters gradients. Ranks of a tensor
+        parallel group shard what they do not divide: embedding, norm and head. Divided experts are units of their
+        own."""
+        sizes, each, share = self.sizes, self.weight_bytes(), model.trained / model.parameters
+        group, gathers, times = sizes.shard * sizes.tokens, 2 if self.is_fsdp else 1, micro_batches
+        ranks, divided = group * sizes.tensor, model.experts if sizes.expert > 1 else 0
+        layers = (model.parameters - model.ends - divided) / (sizes.tensor * sizes.pipeline)
+        ends, units = model.ends / sizes.pipeline, model.layers / sizes.pipeline
+        gathered_ends = gathers * ends - (gathers - 1) * model.tail / sizes.pipeline
+        for size, again, count, n in ((layers, gathers * layers, units, group), (ends, gathered_ends, 2, ranks)):
+            if n > 1:
+                gathered, reduced = times * again * each, times * size * share * 4
+                copies = COPIES * gathered, COPIES_OF_GRADIENTS * reduced
+                yield Transfer("all-gather", one_way(n, gathered), gathers * times * count, ranks, copied=copies[0])
+                yield Transfer("reduce-scatter", one_way(n, reduced), times * count, ranks, copied=copies[1])
+        if divided and (n := group // sizes.expert) > 1:
+            experts = times * divided / sizes.expert / sizes.pipeline
+            yield Transfer("all-gather", one_way(n, gathers * experts * each), gathers * times * units, ranks)
+            yield Transfer("reduce-scatter", one_way(n, experts * share * 4), times * units, ranks)
         if self.is_fsdp and sizes.replicate > 1:
-            moved = times * 2 * trained / shards * (sizes.replicate - 1) / sizes.replicate
-            yield Transfer(moved, model.layers * times, sizes.processes)
+            shard = times * 4 * share * (layers / group + ends / ranks)
+            yield Transfer("all-reduce", all_reduce(sizes.replicate, shard), units * times, sizes.processes)
         if self.is_fsdp and self.is_away:
-            yield Transfer(times * 2 * weights / shards, 0, 0)
+            yield Transfer("host", times * 2 * (layers / group + ends / ranks) * each, 0, 0)
         if not self.is_fsdp:
             yield from self.replicas(model)
 

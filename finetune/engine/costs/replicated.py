@@ -14,5 +14,5 @@ class Replicated(Costs):
     def begins_with_gradients(self, micro_batches: int) -> bool:
         return self.gradients_there(micro_batches)
 
-    def transfers(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
+    def transfers_of_weights(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
         yield from self.replicas(model)

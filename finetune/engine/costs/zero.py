@@ -18,6 +18,8 @@ from finetune.engine.costs.base import (
     State,
     Transfer,
     Weight,
+    all_reduce,
+    one_way,
 )
 
 PERSISTENT = 100_000  # elements: weights up to these stay gathered under stage 3; DeepSpeed's default, as the next
@@ -160,17 +162,21 @@ class Zero(Costs):
     def owners(self) -> int:
         return self.sizes.processes
 
-    def transfers(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
+    def transfers_of_weights(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
+        """Stages 1 and 2 reduce every micro-batch on every rank, keep a part (`allreduce_and_scatter`), and gather what
+        was stepped. Stage 3 gathers a layer once more for its recomputation."""
         ranks, times, units = self.sizes.processes, micro_batches, model.gathered
         if ranks == 1:
             return
-        local, share = self.sizes.tensor * self.sizes.pipeline, (ranks - 1) / ranks
-        weights, trained = model.parameters / local * self.weight_bytes(), 4 * model.trained / local
-        if self.stage == 3:
-            yield Transfer(2 * times * weights * share, 2 * times * units, ranks, copied=2 * times * weights * COPIES)
-        yield Transfer(times * trained * share, times * units, ranks, copied=times * trained * COPIES_OF_GRADIENTS)
+        weights, trained = model.parameters * self.weight_bytes(), 4 * model.trained
+        copied = times * trained * COPIES_OF_GRADIENTS
         if self.stage < 3:
-            yield Transfer(trained * share, 1, ranks, overlaps=False)
+            yield Transfer("all-reduce", times * all_reduce(ranks, trained), times * units, ranks, copied=copied)
+            yield Transfer("all-gather", one_way(ranks, trained), 1, ranks, overlaps=False)
+            return
+        gathered = times * weights * (3 if self.recipe.train.activation_checkpointing else 2)
+        yield Transfer("all-gather", one_way(ranks, gathered), 2 * times * units, ranks, copied=gathered * COPIES)
+        yield Transfer("reduce-scatter", times * one_way(ranks, trained), times * units, ranks, copied=copied)
 
 
 def _touched(group: Sequence[Weight], begin: int, end: int) -> int:
