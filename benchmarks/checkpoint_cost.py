@@ -116,7 +116,8 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
     from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_launch
     from finetune.engine.start import start_engine
-    from finetune.models.config import load_tokenizer, model_config
+    from finetune.models.config import model_config
+    from finetune.models.tokenizer import load_tokenizer
     from finetune.training.run import build_trainer
     from finetune.training.signals import StopRequest
 

@@ -149,7 +149,7 @@ def save_model(folder: Path, shape: dict[str, Any], rows: list[dict[str, Any]]) 
 def prepare(folder: Path, work: Work, trained: list[str]) -> Cell:
     """Model, rows and recipe; returns what the steps hold. The others read the rows in the order of our steps."""
     from finetune.data.dataset import build_dataset
-    from finetune.models.config import load_tokenizer
+    from finetune.models.tokenizer import load_tokenizer
     from finetune.recipe import load_recipe
 
     rows = rows_of(folder, work.steps * work.row_tokens // 200 + 20)

@@ -78,7 +78,7 @@ def with_a_wrong_number(text: str, rng: random.Random) -> str:
 def prepare(folder: Path, work: Work, path: Path | None) -> Cell:
     """Model, tokenizer, rows, recipe; returns what the steps of ours hold."""
     from finetune.data.dataset import build_dataset
-    from finetune.models.config import load_tokenizer
+    from finetune.models.tokenizer import load_tokenizer
     from finetune.recipe import load_recipe
 
     rows = pairs_of(path, work.steps * work.row_tokens // 200 + 100)

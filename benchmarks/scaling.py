@@ -159,7 +159,7 @@ def start_up(folder: Path) -> Point:
     from stopwatch import peak_resident, resident
 
     from finetune.data.dataset import build_dataset
-    from finetune.models.config import load_tokenizer
+    from finetune.models.tokenizer import load_tokenizer
     from finetune.recipe import load_recipe
 
     recipe = load_recipe(folder / "recipe.yaml", [])

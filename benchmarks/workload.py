@@ -229,7 +229,8 @@ def write_steps(folder: Path, work: Work) -> None:
     from finetune.data.chat.renderer import labels_of
     from finetune.data.dataset import build_dataset
     from finetune.models.attention import attention_for
-    from finetune.models.config import load_tokenizer, model_config
+    from finetune.models.config import model_config
+    from finetune.models.tokenizer import load_tokenizer
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(folder / "recipe.yaml", list(work.overrides))

@@ -106,6 +106,13 @@ CASES = (
         rows="pictures",
         on=SEES_IMAGES,
     ),
+    Case(  # of seven steps in ten without a picture, which leave tower and projector as they are
+        "full images rare",
+        (*IMAGES, "data.packing=false", "optimizer.weight_decay=0.1", "model.train=[language, projector, vision]"),
+        model="smolvlm_sees",
+        rows="rare_pictures",
+        on=SEES_IMAGES,
+    ),
     Case("full images projector", (*IMAGES, "model.train=[projector]"), "gemma3_sees", rows="pictures", on=SEES_IMAGES),
     Case("lora images", (*LORA, *IMAGES, "optimizer.lr=1e-3"), "qwen3_vl_sees", rows="pictures", on=SEES_IMAGES),
     Case(
@@ -186,6 +193,9 @@ CASES = (
     Case("lora tokens", (*LORA, TOKENS, "optimizer.lr=1e-3")),
     Case("lora tied tokens", (*LORA, TOKENS, "optimizer.lr=1e-3"), model="llama_tied"),
     Case("lora tokens whole", (*LORA, TOKENS, "tokens.train=all"), on=("ddp", "fsdp2", "zero2", "zero3")),
+    # The trained copy of a tied table is one parameter with two names.
+    Case("lora tied and whole head", (*LORA, "lora.modules_to_save=[lm_head]", "optimizer.lr=1e-3"), "llama_tied"),
+    Case("lora tied tokens whole", (*LORA, TOKENS, "tokens.train=all", "optimizer.lr=1e-3"), "llama_tied"),
     Case("qlora tokens", (*QLORA, TOKENS), on=("fsdp2", "zero3")),
     Case("lora mixtral tokens", (*LORA, TOKENS, "optimizer.lr=1e-3"), model="mixtral", on=("ep",)),
     Case(
@@ -350,7 +360,7 @@ TENSOR = (
     *("full plain head", "full bf16", "lora bf16", "full qwen3", "lora qwen3", "full text part", "lora text part"),
     *PREFERENCES,
     "lora reward",
-    *("lora tokens", "lora tied tokens"),
+    *("lora tokens", "lora tied tokens", "lora tied and whole head", "lora tied tokens whole"),
 )
 EXPERTS = tuple(
     case.name for case in CASES if case.model in ("mixtral", "qwen3_moe") and (case.on is None or "ep" in case.on)
@@ -396,7 +406,7 @@ LAUNCHES = (
         4,
         (
             *("full", "lora", "full tied", "full unpacked", "full in backward", "lora dropout rslora", "full reward"),
-            *("qlora", "qlora fp8"),
+            *("qlora", "qlora fp8", "lora tied tokens whole", "full images rare"),
             *OF_PAIRS,
             *OF_IMAGES,
         ),
@@ -455,6 +465,8 @@ def prepare(folder: Path) -> None:
     for name, pairs in (("pictures", False), ("picture_pairs", True)):
         tiny.write_pictures(folder, name, 120, pairs=pairs)
         tiny.write_pictures(folder, f"held_out_{name}", 16, seed=1, pairs=pairs)
+    tiny.write_pictures(folder, "rare_pictures", 160, numbers=(0,) * 23 + (1,))
+    tiny.write_pictures(folder, "held_out_rare_pictures", 16, seed=1)
     tiny.write_rows(folder / "rows.jsonl", tiny.conversations(300))
     tiny.write_rows(folder / "held_out.jsonl", tiny.conversations(24, seed=1))
     made_rows = {"preference": tiny.preferences, "unpaired": tiny.unpaired, "classification": tiny.texts}
@@ -482,7 +494,7 @@ def write_seeing_teacher(folder: Path) -> None:
 def write_teachers(folder: Path) -> None:
     """What qwen3 predicts of the training rows, for llama to learn, at two temperatures."""
     from finetune.data.dataset import Dataset, build_training
-    from finetune.models.config import load_tokenizer
+    from finetune.models.tokenizer import load_tokenizer
     from finetune.recipe import load_recipe
 
     recipe = load_recipe(folder / "recipe.yaml", ())
@@ -539,7 +551,8 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
         start = ["model.name=null", f"model.config={shape}", f"model.tokenizer={folder / case.model}"]
     if case.rows != "messages":
         sources = {"train": f"{case.rows}.jsonl", "eval": f"held_out_{case.rows}.jsonl"}
-        format = {"pictures": "messages", "picture_pairs": "preference"}.get(case.rows, case.rows)
+        formats = {"pictures": "messages", "rare_pictures": "messages", "picture_pairs": "preference"}
+        format = formats.get(case.rows, case.rows)
         start += [f"data.{key}=[{{path: {folder / name}, format: {format}}}]" for key, name in sources.items()]
     if case.teacher:
         start.append(f"objective.teacher={folder / case.teacher}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -402,16 +403,18 @@ def save_seeing(folder: Path, name: str, **changes: Any) -> Path:
     return made.rename(folder / f"{name}_sees")
 
 
-def write_pictures(folder: Path, name: str, count: int, seed: int = 0, pairs: bool = False) -> Path:
-    """Rows `name.jsonl` with none, one or two pictures of one colour, whose names are the answer. pairs: preferred to
-    another one."""
+def write_pictures(
+    folder: Path, name: str, count: int, seed: int = 0, pairs: bool = False, numbers: Sequence[int] = (0, 1, 1, 2)
+) -> Path:
+    """Rows `name.jsonl` with pictures of one colour, whose names are the answer. pairs: preferred to another one;
+    numbers: of pictures, one of which is drawn for each row."""
     from PIL import Image
 
     rng, colours = random.Random(seed), {"red": (220, 30, 40), "green": (20, 180, 60), "blue": (40, 60, 220)}
     (folder / name).mkdir(exist_ok=True)
     rows = []
     for i, row in enumerate(conversations(count, seed)):
-        seen = [rng.choice(sorted(colours)) for _ in range(rng.choice((0, 1, 1, 2)))]
+        seen = [rng.choice(sorted(colours)) for _ in range(rng.choice(numbers))]
         parts: list[dict[str, str]] = []
         for n, colour in enumerate(seen):
             size = (rng.randrange(56, 120), rng.randrange(56, 120))

@@ -29,6 +29,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
+from finetune.checkpoints.reading import alone, hold
 from finetune.errors import UserError
 from finetune.recipe.schema import Checkpoint, metric_direction
 from finetune.utils import fsync, print_line, readable_bytes, sha256_file
@@ -123,9 +124,17 @@ def find_problem(folder: Path, read: bool = True) -> str | None:
     return None
 
 
-def remove(folder: Path) -> None:
-    """Delete a checkpoint; a kill in between leaves nothing that looks like one."""
-    _delete(_renamed_for_removal(folder))
+def remove(folder: Path) -> bool:
+    """Delete a checkpoint, unless it is being read; a kill in between leaves nothing that looks like one.
+
+    Returns whether it was deleted.
+    """
+    with alone(folder) as free:
+        if not free:
+            return False
+        doomed = _renamed_for_removal(folder)
+    _delete(doomed)
+    return True
 
 
 def _renamed_for_removal(folder: Path) -> Path:
@@ -178,7 +187,8 @@ def best_checkpoint(root: Path, metric: str | None) -> Path | None:
 
 
 class Retention:
-    """Keeps the newest checkpoints and the best by a metric. Only verified ones count, so that a good one remains."""
+    """Keeps the newest checkpoints and the best by a metric. Only verified ones count, so that a good one remains; one
+    that is read by an export is deleted when that has ended."""
 
     def __init__(self, root: Path, settings: Checkpoint):
         self._root, self._settings = root, settings
@@ -196,9 +206,8 @@ class Retention:
             return
         best = self._best(folders)
         for folder in folders:
-            if folder < kept[-1] and folder != best:
+            if folder < kept[-1] and folder != best and remove(folder):
                 self._verified.discard(folder)
-                remove(folder)
         for pattern in (_PARTIAL, _REMOVED):
             for path in self._root.glob(f"{pattern}*"):
                 _delete(path)
@@ -250,14 +259,16 @@ class CheckpointInfo:
 
 
 def describe_checkpoints(run_dir: Path, verify: bool) -> list[CheckpointInfo]:
-    """Returns a run's checkpoints, newest first, those that were set aside last. Raises UserError without a folder."""
+    """Returns a run's checkpoints, newest first, those that were set aside last; without those that a run deletes
+    meanwhile. Raises UserError without a folder."""
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
     root = run_dir / "checkpoints"
     folders = [*list_checkpoints(root), *list_set_aside(root)]
     tracked = track(folders, "reading", transient=True, console=Console(stderr=True), disable=not verify)
     best = best_checkpoint(root, _best_metric(run_dir))
-    return [_describe(folder, verify, folder == best) for folder in tracked]
+    described = [_describe(folder, verify, folder == best) for folder in tracked]
+    return [info for info in described if info is not None]
 
 
 def _best_metric(run_dir: Path) -> str | None:
@@ -269,7 +280,21 @@ def _best_metric(run_dir: Path) -> str | None:
     return ((recipe or {}).get("checkpoint") or {}).get("best")
 
 
-def _describe(folder: Path, verify: bool, best: bool) -> CheckpointInfo:
+def _describe(folder: Path, verify: bool, best: bool) -> CheckpointInfo | None:
+    """Returns None for a checkpoint that is gone, or is deleted while it is read, where files cannot be locked."""
+    held = hold(folder)
+    if held is None:
+        return None
+    try:
+        described = _described(folder, verify, best)
+    except FileNotFoundError:
+        described = None
+    finally:
+        held.release()
+    return described if folder.is_dir() else None
+
+
+def _described(folder: Path, verify: bool, best: bool) -> CheckpointInfo:
     problem = find_problem(folder, read=verify)
     fields: dict[str, Any] = {}
     try:

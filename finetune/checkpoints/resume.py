@@ -12,7 +12,9 @@ from typing import Any, get_args
 import yaml
 
 from finetune.checkpoints.folder import find_problem, list_checkpoints, list_set_aside, set_aside, step_folder
+from finetune.checkpoints.inputs import PARTS, InputChange, Inputs, input_changes, on_main, saved_inputs
 from finetune.checkpoints.shards import PartReader
+from finetune.data.dataset import Dataset, Stream
 from finetune.engine.base import Engine
 from finetune.errors import UserError
 from finetune.recipe import Recipe, dump_recipe
@@ -27,7 +29,8 @@ class Resumed:
 
     progress: dict[str, Any]  # the fields of `training.trainer.TrainingState`
     metrics: dict[str, float]  # of the evaluation at its step; empty where there was none
-    changes: list[str]  # of the recipe since
+    changes: list[str]  # of the recipe and of what it reads, since
+    notes: list[str]  # differences that change nothing in the steps to come, and what cannot be compared
     trackers: dict[str, str]  # run ids by tracker
 
 
@@ -83,13 +86,37 @@ def set_newer_aside(root: Path, step: int = -1) -> list[Path]:
     return [set_aside(folder) for folder in list_checkpoints(root) if folder.name > step_folder(root, step).name]
 
 
-def resume(engine: Engine, recipe: Recipe, folder: Path, data: dict[str, Any]) -> Resumed:
+def resume(engine: Engine, recipe: Recipe, folder: Path, inputs: Inputs, data: Dataset | Stream) -> Resumed:
     """Restore weights, optimizer state and loss scale. Collective; each rank reads what it trains.
 
-    data: summary of the training data, compared with the checkpoint's. Raises UserError where this is another run.
+    inputs: what this run reads, compared with the checkpoint's; data: that it trains on. Raises UserError if this is
+    another run.
     """
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    changes = recipe_changes(recipe, folder, data, state["data"])
+    saved = saved_inputs(state)
+    if isinstance(data, Stream) and "consumed" in state:
+        inputs, saved = _with_consumed(engine, inputs, saved, state["consumed"], data)
+    of_inputs = input_changes(saved, inputs)
+    changes = changes_since(recipe, folder, of_inputs)
+    return _restore(engine, folder, state, changes, [change.text for change in of_inputs if change.part is None])
+
+
+def resume_own(engine: Engine, folder: Path) -> Resumed:
+    """Restore a checkpoint of this run, which began with it or went on from it: nothing is compared. Collective."""
+    return _restore(engine, folder, json.loads((folder / "state.json").read_text(encoding="utf-8")), [], [])
+
+
+def _with_consumed(
+    engine: Engine, inputs: Inputs, saved: Inputs, consumed: dict[str, Any], data: Stream
+) -> tuple[Inputs, Inputs]:
+    """Returns both inputs with the digest of the windows of the stream that were trained on. Collective."""
+    windows = consumed["windows"]
+    now = {"windows": windows, "content": on_main(engine, lambda: data.rows.consumed(windows))}
+    both = [({**values, "data": {**values["data"], "consumed": c}}) for values, c in ((inputs, now), (saved, consumed))]
+    return both[0], both[1]
+
+
+def _restore(engine: Engine, folder: Path, state: dict[str, Any], changes: list[str], notes: list[str]) -> Resumed:
     reader = PartReader(sorted(folder.glob("rank-*.safetensors")))
     reader.restore(engine.parts(reading=True), engine.optimizers, state["scalars"], engine.make_room)
     engine.restored()
@@ -99,7 +126,7 @@ def resume(engine: Engine, recipe: Recipe, folder: Path, data: dict[str, Any]) -
     # Older checkpoints lack these.
     absent = {"padding_tokens": 0, "best": None, "evaluations_since_best": 0}
     progress |= {name: state.get(name, value) for name, value in absent.items()}
-    return Resumed(progress, state["metrics"], changes, state["trackers"])
+    return Resumed(progress, state["metrics"], changes, notes, state["trackers"])
 
 
 # Where checkpoints lie and how they are kept: these may differ from those of a finished run.
@@ -124,36 +151,51 @@ def check_finished(folder: Path, changes: list[str], step: int, steps: int) -> N
 # Stored weights and counts cannot be used if these change.
 _FIXED = ("mode", "lora", "optimizer.name", "batch.rows")
 # Weights or the order of samples depend on these; `checkpoint.accept_changes` allows another value.
-_ACCEPTABLE: tuple[str, ...] = get_args(Acceptable)
+_ACCEPTABLE: tuple[str, ...] = tuple(key for key in get_args(Acceptable) if key not in PARTS)
 # Among these, and free: the same numbers, computed in another way.
 _SAME_MATHS = ("objective.share_prompts:",)
 
 
-def recipe_changes(recipe: Recipe, folder: Path, data: dict[str, Any], saved_data: dict[str, Any]) -> list[str]:
-    """Returns `key: before -> now` of every allowed difference to the checkpoint's recipe.
+def changes_since(recipe: Recipe, folder: Path, of_inputs: list[InputChange]) -> list[str]:
+    """Returns `key: before -> now` of every allowed difference to the checkpoint's recipe and inputs.
 
-    data: summary of the training data. Raises UserError listing the differences that are not allowed.
+    Raises UserError listing the differences that are not allowed, all of them.
     """
     saved = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     now = yaml.safe_load(dump_recipe(recipe))
-    rows = [f"data.train, the rows themselves: {line}" for line in _differences("", saved_data, data)]
-    refused_keys = [key for key in _ACCEPTABLE if key not in recipe.checkpoint.accept_changes]
-    fixed, others = _differences_at(_FIXED, saved, now), _differences_at(refused_keys, saved, now)
-    refused = [line for line in others if not line.startswith(_SAME_MATHS)]
-    if "data.train" in refused_keys:
-        refused += rows
+    accepted = recipe.checkpoint.accept_changes
+    refused = {
+        key: [line for line in _differences_at((key,), saved, now) if not line.startswith(_SAME_MATHS)]
+        for key in _ACCEPTABLE
+        if key not in accepted
+    }
+    refused |= {
+        part: [change.text for change in of_inputs if change.part == part] for part in PARTS if part not in accepted
+    }
+    fixed, refused = _differences_at(_FIXED, saved, now), {key: lines for key, lines in refused.items() if lines}
     if fixed or refused:
         raise UserError(_refusal(folder, fixed, refused))
-    return [*_differences("", saved, now), *rows]
+    return [*_differences("", saved, now), *(change.text for change in of_inputs if change.part is not None)]
 
 
-def _refusal(folder: Path, fixed: list[str], refused: list[str]) -> str:
-    keys = [key for key in _ACCEPTABLE if any(line.startswith(key) for line in refused)]
-    accept = f", or `checkpoint.accept_changes=[{','.join(keys)}]` to resume anyway" if not fixed else ""
+_RESTORE = {
+    "data": "the rows",
+    "tokenizer": "the tokenizer",
+    "config": "the config",
+    "base": "the weights",
+}
+
+
+def _refusal(folder: Path, fixed: list[str], refused: dict[str, list[str]]) -> str:
+    """refused: differences by the key of `checkpoint.accept_changes` that allows them."""
+    lines = [*fixed, *(line for of_key in refused.values() for line in of_key)]
+    other = [name for part, name in _RESTORE.items() if part in refused]
+    restore = f"restore {', '.join(other)}; " if other else ""
+    accept = f", or `checkpoint.accept_changes=[{','.join(refused)}]` to resume anyway" if not fixed else ""
     return (
         f"{folder} belongs to another run; these must not change on resume:\n  "
-        + "\n  ".join([*fixed, *refused])
-        + f"\nuse another `run.name`, or `checkpoint.resume=never` to start over{accept}"
+        + "\n  ".join(lines)
+        + f"\n{restore}use another `run.name`, or `checkpoint.resume=never` to start over{accept}"
     )
 
 

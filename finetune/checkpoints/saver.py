@@ -57,9 +57,18 @@ class _Snapshot:
 class Saver:
     """Saves one checkpoint at a time: a new one waits for the last."""
 
-    def __init__(self, engine: Engine, recipe: Recipe, root: Path, metadata: dict[str, Any]):
-        """metadata: what else state.json holds (data, versions, trackers), from the main process. Collective."""
+    def __init__(
+        self,
+        engine: Engine,
+        recipe: Recipe,
+        root: Path,
+        metadata: dict[str, Any],
+        is_ours: Callable[[], bool] = lambda: True,
+    ):
+        """metadata: what else state.json holds (data, versions, trackers), from the main process. is_ours: whether this
+        launch may still write the folder, as the main process knows. Collective."""
         self._engine, self._recipe, self._root, self._metadata = engine, recipe, root, metadata
+        self._is_ours = is_ours
         self.asynchronous = recipe.checkpoint.asynchronous and engine.copies_state
         self._gather = engine.ranks.side_gather()
         self._staging = Staging()
@@ -110,7 +119,7 @@ class Saver:
 
     def tidy(self) -> None:
         """Delete what an earlier, killed launch left; at a run's end."""
-        if self._engine.is_main:
+        if self._engine.is_main and self._is_ours():
             self._prune()
 
     def close(self) -> None:
@@ -149,14 +158,20 @@ class Saver:
         partial, final = partial_folder(self._root, step), step_folder(self._root, step)
         file = partial / f"rank-{engine.rank:05d}-of-{engine.world_size:05d}.safetensors"
         try:
-            self._together(lambda: start_partial(partial) if engine.is_main else None)
+            self._together(lambda: self._if_ours(start_partial, partial) if engine.is_main else None)
             shares = self._together(lambda: (write_tensors(file, snapshot.tensors, snapshot.shapes), snapshot.scalars))
             self._together(lambda: self._complete(snapshot, shares, partial, final) if engine.is_main else None)
         except _NotWritten as error:
-            if engine.is_main:
+            if engine.is_main and self._is_ours():
                 shutil.rmtree(partial, ignore_errors=True)
             return f"{final} could not be written, earlier checkpoints are untouched: {error}"
         return None
+
+    def _if_ours(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Raises OSError if another launch has taken the folder, which is then left to it."""
+        if not self._is_ours():
+            raise OSError("another launch has taken this run's folder")
+        return work(*arguments)
 
     def _together(self, work: Callable[[], Result]) -> list[Result]:
         """Returns the results of every rank, in rank order; raises _NotWritten on all ranks if one could not write."""
@@ -189,7 +204,7 @@ class Saver:
         }
         (partial / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         (partial / "recipe.yaml").write_text(text, encoding="utf-8")
-        seal(partial, final, [entry for entry, _ in shares])
+        self._if_ours(seal, partial, final, [entry for entry, _ in shares])
         self._retention.trust(final)
         self._prune()
 

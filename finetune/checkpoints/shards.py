@@ -194,11 +194,20 @@ class WeightReader:
     def read(self, name: str) -> Tensor:
         """Returns a parameter in full. Raises UserError where elements are missing."""
         if self._read > self._limit:
-            self._parts, self._read = PartReader(self._files), 0
+            self._parts, self._read = self._opened_again(), 0
         weight = torch.empty_like(self.shapes[name], device="cpu")
         self._parts.fill_weight(name, weight)
         self._read += weight.nbytes
         return weight
+
+    def _opened_again(self) -> PartReader:
+        try:
+            return PartReader(self._files)
+        except FileNotFoundError:
+            raise UserError(
+                f"{self._files[0].parent}: was deleted while it was read, by the run that trains here (its file system "
+                "has no locks): raise `checkpoint.keep`, or export when the run has ended"
+            ) from None
 
 
 def _fill(tensor: Tensor, pieces: list[StoredPiece]) -> None:

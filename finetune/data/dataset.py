@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.building import OpenedSources
 from finetune.data.chat.template_check import check_template
 from finetune.data.chat.template_choice import template_of
+from finetune.data.content import digest
 from finetune.data.examples import Examples, check_caps, prepare_examples
 from finetune.data.loader import OrderedRows
 from finetune.data.objective_rows import trained_part
@@ -105,6 +107,10 @@ class Dataset:
             **({"teacher": predictions.identity[:16]} if predictions is not None else {}),
         }
 
+    def content(self) -> dict[str, Any]:
+        """Returns what the rows hold, source by source, whatever files they are from."""
+        return {**self.summary(), **self.examples.content("train")}
+
     def identity(self) -> dict[str, int | str]:
         """Identifies the tokens themselves and the rows that they are in."""
         places = (self.rows.offsets.astype("<i8").tobytes(), self.rows.members.astype("<i8").tobytes())
@@ -137,6 +143,7 @@ class Stream:
     source_names: tuple[str, ...]
     formats: tuple[str, ...]  # of each source
     identity: str  # changes when the content or what it is made into does
+    digests: tuple[str, ...]  # of each source's content: its bytes, or the commit of a dataset of the hub
 
     def size(self, max_length: int) -> None:
         """Not known before its end."""
@@ -144,6 +151,10 @@ class Stream:
     def summary(self) -> dict[str, int | str]:
         """Identifies the stream: a checkpoint keeps it."""
         return {"stream": self.identity}
+
+    def content(self) -> dict[str, Any]:
+        """Returns the identity of each source. Rows are known when they have been read: `StreamedRows.consumed`."""
+        return {f"train[{i}]": {"source": digest(source)} for i, source in enumerate(self.digests)}
 
     def in_order(self, recipe: Recipe) -> StreamedRows:
         return self.rows
@@ -173,7 +184,8 @@ def build_training(
     """The data of `data.train`. opened: see `prepare_examples`. Raises UserError."""
     if recipe.data.streaming:
         stream = open_stream(recipe, tokenizer, opened)
-        data = Stream(StreamedRows(recipe, stream.streams), stream.names, tuple(stream.formats), stream.identity)
+        rows, formats = StreamedRows(recipe, stream.streams), tuple(stream.formats)
+        data = Stream(rows, stream.names, formats, stream.identity, stream.digests)
     else:
         data = build_dataset(recipe, recipe.data.train, tokenizer, opened=opened)
         if (steps := recipe.train.max_steps) is not None:  # the run's length is known

@@ -36,6 +36,7 @@ from finetune.data.building import EntryBuild, OpenedSource, OpenedSources, buil
 from finetune.data.chat.renderer import Renderer, build_renderer
 from finetune.data.chat.template import asks_for_today, dated
 from finetune.data.chat.template_choice import template_of
+from finetune.data.content import source_content
 from finetune.data.objective_rows import objective_rows, trained_part
 from finetune.data.samples import Example, concatenate_sizes
 from finetune.data.token_cache import CacheEntry, DataReport, entries_folder, find_or_build, load
@@ -111,6 +112,10 @@ class Examples:
             digest.update(f"{entry.key} {len(indices)} ".encode())
             digest.update(indices.astype("<i8").tobytes())
         return digest.hexdigest()
+
+    def content(self, key: str) -> dict[str, dict[str, Any]]:
+        """Returns what each source holds, see `source_content`, by its place in the recipe. key: `train` or `eval`."""
+        return {f"{key}[{i}]": source_content(entry) for i, entry in enumerate(self._entries)}
 
     def image_files(self) -> list[str]:
         """Returns the paths of all files of images that entries name, sorted."""

@@ -33,7 +33,7 @@ class RunRows(Protocol):
         ...
 
     def examples(self, position: int) -> list[Example]:
-        """The examples themselves, their sequences in the order of `lengths`; of the rows that this process trains."""
+        """The examples themselves, their sequences in the order of `lengths`; with images, of all rows of a step."""
         ...
 
     def epochs(self, position: int) -> float:
@@ -74,6 +74,7 @@ class StepBatches:
     counts: dict[str, int]  # of the whole step over all ranks, by the names of `ExampleSizes.counts`
     padding: int  # tokens of its forwards that count for nothing: padding and dummies
     epoch: float  # passes over the data that are done after this step
+    has_images: bool = False  # in any row of any rank
 
     def map_tensors(self, call: Callable[[Tensor], Tensor]) -> StepBatches:
         """Returns the same with every tensor as `call` returns it."""
@@ -134,7 +135,11 @@ class Loader:
             counts=self._counts(positions),
             padding=computed - sum(assignment.micro_batch_tokens),
             epoch=self.rows.epochs(positions.stop),
+            has_images=self.image_inputs is not None and any(map(self._has_images, positions)),
         )
+
+    def _has_images(self, position: int) -> bool:
+        return any(sequence.images for one in self.rows.examples(position) for sequence in one.sequences)
 
     def row_positions(self, step: int) -> list[list[int]]:
         """Returns the positions of the rows in each micro-batch of a step, over all ranks, by `Batch.index`."""

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.building import EntryBuild, OpenedSources, build_part, read_items
+from finetune.data.content import digest
 from finetune.data.examples import entry_key, entry_metadata, recipe_renderer, rendering_key, source_names
 from finetune.data.packing import Rows, group_rows, pack, row_work, shuffled
 from finetune.data.samples import Example, ExampleSizes, concatenate_sizes
@@ -92,9 +93,10 @@ class StreamedRows:
         self._recipe, self._streams = recipe, tuple(streams)
         mixture = recipe.data.mixture
         self._by_tokens = mixture is not None and mixture.by == "tokens"
-        # Where each window begins: (its first row, positions before it). The windows themselves are built on demand.
+        # Where each window begins: (its first row, positions before it, digest of all windows before it). The windows
+        # themselves are built on demand.
         begin = tuple(StreamPosition() for _ in streams)
-        self._starts: list[tuple[int, tuple[StreamPosition, ...]]] = [(0, begin)]
+        self._starts: list[tuple[int, tuple[StreamPosition, ...], str]] = [(0, begin, "")]
         self._window = lru_cache(WINDOWS_KEPT)(self._build_window)
 
     def examples(self, position: int) -> list[Example]:
@@ -120,7 +122,7 @@ class StreamedRows:
 
     def epochs(self, position: int) -> float:
         """How often every source had been read to its end before the window of the row before this position."""
-        _, positions = self._starts[self._window_index(max(0, position - 1))]
+        _, positions, _ = self._starts[self._window_index(max(0, position - 1))]
         return float(min(one.passes for one in positions))
 
     def window(self, index: int) -> Window:
@@ -141,10 +143,30 @@ class StreamedRows:
 
     def _find_next(self) -> None:
         last = self._window(len(self._starts) - 1)
-        self._starts.append((last.end_row, last.after))
+        self._starts.append((last.end_row, last.after, self._content_after(last, self._starts[-1][2])))
+
+    def num_consumed(self, position: int) -> int:
+        """Returns the windows that a run has read to their end, of those that are known; also while a thread reads."""
+        return bisect_right(list(self._starts), position, key=lambda start: start[0]) - 1
+
+    def consumed(self, windows: int) -> str:
+        """Digest of the tokens and masks of so many windows from the start. Raises UserError where there are fewer."""
+        while len(self._starts) <= windows:
+            self._find_next()
+        return self._starts[windows][2]
+
+    def _content_after(self, window: Window, before: str) -> str:
+        parts = []
+        for source, chunk in np.unique(np.stack([window.sources, window.chunks]), axis=1).T.tolist():
+            entry = self._streams[source].chunk(chunk)
+            within = window.within[(window.sources == source) & (window.chunks == chunk)]
+            first, end = (int(entry.example_offsets[i]) for i in (within.min(), within.max() + 1))
+            tokens = slice(int(entry.sequence_offsets[first]), int(entry.sequence_offsets[end]))
+            parts += [entry.hashes[within], entry.loss_mask[tokens]]
+        return digest(before, *parts)
 
     def _build_window(self, index: int) -> Window:
-        first_row, positions = self._starts[index]
+        first_row, positions, _ = self._starts[index]
         taken, after = self._take(list(positions))
         sources, chunks, within = np.array(taken, np.int64).reshape(-1, 3).T
         sizes = concatenate_sizes(self._streams[source].sizes(chunk).take(np.array([i])) for source, chunk, i in taken)
@@ -209,6 +231,7 @@ class OpenedStream:
     names: tuple[str, ...]
     formats: list[str]
     identity: str  # hash of content, tokenizer, template, mask policy and window of all of them
+    digests: tuple[str, ...]  # of each source's content
 
 
 def open_stream(
@@ -222,7 +245,8 @@ def open_stream(
     of_sources = [opened.open(source) for source in recipe.data.train]
     opened.check_heads(renderer)
     rendering = rendering_key(renderer)
-    keys = [entry_key(recipe, one.source, one.reader.digest(), rendering) for one in of_sources]
+    digests = tuple(one.reader.digest() for one in of_sources)
+    keys = [entry_key(recipe, one.source, content, rendering) for one, content in zip(of_sources, digests, strict=True)]
     builds = [EntryBuild(recipe, one, renderer) for one in of_sources]
     streams = [_source_stream(recipe, build, key) for build, key in zip(builds, keys, strict=True)]
     for one in of_sources:
@@ -230,7 +254,7 @@ def open_stream(
             log.warning("%s", one.note)
     identity = hashlib.sha256(" ".join([*keys, str(recipe.data.window)]).encode()).hexdigest()[:16]
     formats = [one.source.format for one in of_sources]
-    return OpenedStream(streams, tuple(source_names(recipe.data.train)), formats, identity)
+    return OpenedStream(streams, tuple(source_names(recipe.data.train)), formats, identity, digests)
 
 
 def _source_stream(recipe: Recipe, build: EntryBuild, key: str) -> SourceStream:

@@ -166,10 +166,13 @@ class CacheEntry:
         stored = self.image_sources[int(ends[i - 1]) if i else 0 : int(ends[i])].tobytes()
         return stored[1:] if stored[:1] == b"\1" else os.fsdecode(stored[1:])
 
+    def image_list(self) -> list[str | bytes]:
+        """Returns the path of each image, or the image itself where the row has it."""
+        return [self._image_source(i) for i in range(len(self.image_numbers) // 6)]
+
     def image_files(self) -> set[str]:
         """Returns the paths of images that are files of their own."""
-        sources = map(self._image_source, range(len(self.image_numbers) // 6))
-        return {source for source in sources if isinstance(source, str)}
+        return {source for source in self.image_list() if isinstance(source, str)}
 
 
 def entries_folder() -> Path:

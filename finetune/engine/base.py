@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from finetune.data.batch import TokenShare
 from finetune.engine.context_parallel import token_ranks
 from finetune.engine.launch import Launch
-from finetune.engine.optimizer_step import LossScale, NonFinite, StepInBackward, squared_norm
+from finetune.engine.optimizer_step import IDLE, OF_IMAGES, LossScale, NonFinite, StepInBackward, squared_norm
 from finetune.engine.ranks import Ranks
 from finetune.engine.state_shards import ShardPart, Types, make_room
 from finetune.engine.timing import Stopwatch
@@ -193,18 +193,21 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def step(self) -> float | None:
-        """Clip and update at the rate of `set_lr`. Returns the global gradient norm before clipping.
+        """Clip and update at the rate of `prepare_groups`. Returns the global gradient norm before clipping.
 
         None: fp16 only, the step was skipped for a smaller loss scale. Raises NonFinite before anything is stepped;
         afterwards, with `stepped` set, where `steps_in_backward`.
         """
 
-    def set_lr(self, lr_factor: float) -> None:
-        """Set `lr_factor` times each group's own rate, before the step's first backward."""
+    def prepare_groups(self, lr_factor: float, has_images: bool) -> None:
+        """Set `lr_factor` times each group's own rate, and leave out tower and projector of a step without an image:
+        what plain torch does, where their gradient is None. Before the step's first backward.
+        """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
                 group["lr"] = group["initial_lr"] * lr_factor
+                group[IDLE] = group.get(OF_IMAGES, False) and not has_images
 
     # --- meters
 

@@ -11,12 +11,14 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+OF_IMAGES, IDLE = "of_images", "idle"  # of a parameter group: what it has, and whether the next step leaves it out
 _CHUNK = 2**18  # elements: 2 MB in fp64, which stays in a core's cache; 2**17 to 2**20 take as long
 
 
@@ -82,6 +84,30 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
             wide = buffer[: len(chunk)].copy_(chunk)
             cpu_total += torch.dot(wide, wide)
     return total + cpu_total.to(device) if on_cpu else total
+
+
+def hold_back_idle_groups(optimizer: Optimizer) -> None:
+    """Let `optimizer.step()` pass by groups that are `IDLE`: weights, momentum and number of steps stay as they are.
+
+    torch's optimizers pass by parameters without a gradient. Backends give all of them one, zeros if nothing has used
+    them, and DeepSpeed steps one flat tensor for many: it is out of sight during the step, then back, because under
+    offload it is a buffer that DeepSpeed fills again.
+    """
+    hidden: list[tuple[Tensor, Tensor | None]] = []
+
+    def hide(*_: Any) -> None:
+        idle = [p for group in optimizer.param_groups if group.get(IDLE) for p in group["params"]]
+        hidden[:] = [(parameter, parameter.grad) for parameter in idle]
+        for parameter in idle:
+            parameter.grad = None
+
+    def show(*_: Any) -> None:
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
+        hidden.clear()
+
+    optimizer.register_step_pre_hook(hide)
+    optimizer.register_step_post_hook(show)
 
 
 class StepInBackward:

@@ -25,6 +25,7 @@ from torch.nn.functional import dropout, linear
 
 from finetune.engine.parallelism_rules import nearest_divisors, tensor_plan
 from finetune.errors import UserError
+from finetune.models.patches import replace_forward
 from finetune.utils import unwrap_peft
 
 
@@ -221,7 +222,7 @@ def _make_row_parallel(module: Any, group: TensorGroup, scatter_input: bool) -> 
         output = _Reduce.apply(linear(features, module.weight), group)
         return output if module.bias is None else output + module.bias.to(output.dtype)  # once, not on each rank
 
-    module.forward = forward  # replaced: the bias is added after the sum over ranks, so no hook on the output will do
+    replace_forward(module, forward, "row parallel")
 
 
 def sharded_dropout(module: Any, group: TensorGroup) -> None:
@@ -233,7 +234,7 @@ def sharded_dropout(module: Any, group: TensorGroup) -> None:
         mask = dropout(x.new_ones(*x.shape[:-1], x.shape[-1] * group.size), module.p)
         return x * _own_features(mask, group)
 
-    module.forward = forward  # replaced: the mask is drawn in another size than the input has
+    replace_forward(module, forward, "sharded dropout")
 
 
 def _own_features(features: Tensor, group: TensorGroup) -> Tensor:

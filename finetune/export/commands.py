@@ -26,7 +26,8 @@ from finetune.export.scoring import is_scoring, read_labels
 from finetune.export.trained import check_model_folder
 from finetune.models.added_tokens import grow_to
 from finetune.models.base_checkpoint import base_checkpoint
-from finetune.models.config import first_line, model_config
+from finetune.models.base_config import first_line
+from finetune.models.config import model_config
 from finetune.models.score_model import labelled
 from finetune.models.text_part import is_multimodal
 from finetune.recipe.schema import Model

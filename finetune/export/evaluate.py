@@ -30,7 +30,7 @@ from finetune.export.commands import auto_class, load_result
 from finetune.export.trained import Trained, find_trained
 from finetune.export.verify_models import load_reference
 from finetune.models.added_tokens import grow_to
-from finetune.models.config import first_line
+from finetune.models.base_config import first_line
 from finetune.recipe import Recipe
 from finetune.startup import is_verbose
 from finetune.tracking import Trackers

@@ -25,7 +25,7 @@ from torch import Tensor
 from finetune.errors import UserError
 from finetune.export.trained import Trained
 from finetune.models.added_tokens import ROWS
-from finetune.models.config import load_tokenizer
+from finetune.models.tokenizer import load_tokenizer
 
 _BLOCK = 1 << 24  # elements that are added at a time, 64 MB in fp32
 _PREFIX = "base_model.model."  # peft's, before transformers' names

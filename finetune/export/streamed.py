@@ -33,11 +33,12 @@ from finetune.export.tensor_files import TensorFiles
 from finetune.export.trained import Trained
 from finetune.export.weight_files import INDEX, DiskLayout
 from finetune.models.base_checkpoint import base_checkpoint
-from finetune.models.config import dtypes, first_line, model_config
+from finetune.models.base_config import first_line, without_weights
+from finetune.models.config import dtypes, model_config
 from finetune.models.score_model import labelled
 from finetune.models.text_part import TextPart, text_part_of
 from finetune.models.vision import adapted_modules, family_of
-from finetune.models.weights import add_adapters, without_weights
+from finetune.models.weights import add_adapters
 from finetune.models.wrapped import has_scores
 from finetune.objectives import score_labels
 from finetune.recipe.schema import Model, Parts

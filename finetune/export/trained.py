@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from finetune.checkpoints.folder import best_checkpoint, find_problem, list_checkpoints, step_folder
+from finetune.checkpoints.reading import Held, hold
 from finetune.checkpoints.shards import WeightReader
 from finetune.errors import UserError
 from finetune.export.tensor_files import TensorFiles
@@ -36,6 +37,7 @@ class Trained:
     shapes: Mapping[str, Tensor]  # (device meta) by the name in the file
     read: Callable[[str], Tensor]
     averaged: tuple[Path, ...] = ()  # the checkpoints, where it is the mean of several; `folder` is the newest
+    held: tuple[Held, ...] = ()  # keeps a run that is training from deleting the checkpoints
 
     @property
     def is_checkpoint(self) -> bool:
@@ -89,17 +91,28 @@ def find_trained(run_dir: Path, step: str | None = None, average: int | None = N
     result = next((f for f in (run_dir / "model", run_dir) if _has_weights(f)), None)
     if step is None and average is None and result is not None:
         return _result(run_dir, recipe, check_model_folder(result))
-    checkpoints = list_checkpoints(run_dir / "checkpoints")
-    if not checkpoints or recipe is None:
-        what = "no checkpoint either" if step is None else "no checkpoint"
-        raise UserError(
-            f"{run_dir}: no result here (no model/config.json or model/adapter_config.json), and {what}; has the run "
-            "saved anything? `checkpoint.every_steps` saves while it trains"
-        )
-    last = _chosen(run_dir, recipe, step) if step else checkpoints[0]
-    if average is None:
-        return _checkpoint(run_dir, recipe, last)
-    return _mean(run_dir, recipe, [path for path in checkpoints if path <= last][:average], average)
+    for _ in range(_TRIES):
+        checkpoints = list_checkpoints(run_dir / "checkpoints")
+        if not checkpoints or recipe is None:
+            what = "no checkpoint either" if step is None else "no checkpoint"
+            raise UserError(
+                f"{run_dir}: no result here (no model/config.json or model/adapter_config.json), and {what}; has the "
+                "run saved anything? `checkpoint.every_steps` saves while it trains"
+            )
+        last = _chosen(run_dir, recipe, step) if step else checkpoints[0]
+        folders = [path for path in checkpoints if path <= last][: average or 1]
+        held = tuple(one for one in map(hold, folders) if one is not None)
+        if len(held) == len(folders):
+            parts = [_checkpoint(run_dir, recipe, folder) for folder in folders]
+            trained = parts[0] if average is None else _mean(run_dir, recipe, parts, average)
+            return replace(trained, held=held)
+    raise UserError(
+        f"{run_dir}: the run that trains here deletes its checkpoints as fast as they are found: raise "
+        "`checkpoint.keep`, or wait for its end"
+    )
+
+
+_TRIES = 20  # to find checkpoints that are not deleted in the same moment
 
 
 def _has_weights(folder: Path) -> bool:
@@ -136,19 +149,18 @@ def _checkpoint(run_dir: Path, recipe: Recipe, folder: Path) -> Trained:
     return Trained(run_dir, recipe, folder, step, reader.shapes, reader.read)
 
 
-def _mean(run_dir: Path, recipe: Recipe, folders: list[Path], count: int) -> Trained:
+def _mean(run_dir: Path, recipe: Recipe, parts: list[Trained], count: int) -> Trained:
     """Returns the mean of the weights of checkpoints, newest first. Raises UserError where there are fewer."""
     if recipe.mode != "full":
         raise UserError(
             f"--average-checkpoints: {run_dir} trains adapters, and the product of two means is not the mean of the "
             "products: average a run of `mode: full`"
         )
-    if len(folders) < count:
+    if len(parts) < count:
         raise UserError(
-            f"--average-checkpoints {count}: {run_dir} has {len(folders)} checkpoints up to there; `checkpoint.keep` "
+            f"--average-checkpoints {count}: {run_dir} has {len(parts)} checkpoints up to there; `checkpoint.keep` "
             "says how many a run keeps"
         )
-    parts = [_checkpoint(run_dir, recipe, folder) for folder in folders]
 
     def read(name: str) -> Tensor:
         total = parts[0].read(name).float()
@@ -156,7 +168,7 @@ def _mean(run_dir: Path, recipe: Recipe, folders: list[Path], count: int) -> Tra
             total += part.read(name)
         return total / len(parts)
 
-    return replace(parts[0], read=read, averaged=tuple(folders))
+    return replace(parts[0], read=read, averaged=tuple(part.folder for part in parts))
 
 
 def _chosen(run_dir: Path, recipe: Recipe, step: str) -> Path:

@@ -40,7 +40,8 @@ from finetune.export.verify_answers import AnswerReference, Pictures, end_tokens
 from finetune.export.verify_models import load_export, load_reference, quiet_loading, recipe_of
 from finetune.export.verify_scores import ScoreReference
 from finetune.export.verify_settings import compare_settings, other_class, read_settings, rounded_here
-from finetune.models.config import first_line, load_tokenizer
+from finetune.models.base_config import first_line
+from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut
 from finetune.utils import write_atomically

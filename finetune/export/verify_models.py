@@ -29,8 +29,10 @@ from finetune.export.streamed import StreamedModel
 from finetune.export.trained import Trained
 from finetune.models.added_tokens import add_tokens, start_rows, train_rows
 from finetune.models.base_checkpoint import base_checkpoint
-from finetune.models.config import first_line, load_tokenizer, model_config
+from finetune.models.base_config import first_line
+from finetune.models.config import model_config
 from finetune.models.score_model import labelled
+from finetune.models.tokenizer import load_tokenizer
 from finetune.models.vision import adapted_modules, family_of
 from finetune.models.weights import add_adapters
 from finetune.objectives import score_labels

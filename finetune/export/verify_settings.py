@@ -19,7 +19,8 @@ from finetune.export.hf_folder import METADATA, modelfile
 from finetune.export.quantised import settings_of
 from finetune.export.trained import Trained
 from finetune.export.verify_models import model_of
-from finetune.models.config import base_config, first_line, model_config
+from finetune.models.base_config import base_config, first_line
+from finetune.models.config import model_config
 from finetune.models.score_model import labelled
 from finetune.models.vision import processor_settings
 from finetune.objectives import score_labels

@@ -21,6 +21,7 @@ from torch.nn.functional import embedding, linear
 from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import UserError
+from finetune.models.patches import mix_in
 from finetune.recipe.schema import Tokens
 from finetune.utils import full_shape, unwrap_peft
 
@@ -150,7 +151,7 @@ def train_rows(model: Any, first: int, count: int, dtype: torch.dtype) -> None:
             shared[id(weight)] = nn.Parameter(_rows_of(weight, first, count).to(dtype))
         module.register_parameter(ROWS, shared[id(weight)])
         vars(module)["first_added"] = first
-        module.__class__ = type(kind.__name__, (_WithRows, kind), {})
+        mix_in(module, _WithRows, "added rows")
     names = [name for name, module in base.named_modules() if ROWS in module._parameters]
     if len(shared) < len(names):  # so that whoever ties the weights again ties these, too
         base._tied_weights_keys = {**(base._tied_weights_keys or {}), f"{names[1]}.{ROWS}": f"{names[0]}.{ROWS}"}

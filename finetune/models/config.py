@@ -1,23 +1,27 @@
-"""A recipe's model without its weights: its Hugging Face config, its types in memory and its tokenizer."""
+"""The Hugging Face config of the model that a recipe trains, and its types in memory."""
 
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub import constants
-from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PretrainedConfig
 
 from finetune.errors import UserError
-from finetune.models.added_tokens import add_tokens
+from finetune.models.base_config import base_config, depends_on_length, rope_types, short_message, without_weights
+
+# Re-exported until every importer names their own files.
+from finetune.models.base_config import first_line as first_line
+from finetune.models.base_config import why_not_found as why_not_found
 from finetune.models.checkpoint_files import tensor_names
-from finetune.recipe.schema import Model, Recipe, Tokens
+from finetune.models.text_part import check_text_part, is_multimodal, text_part_of
+from finetune.models.tokenizer import check_same_vocabulary as check_same_vocabulary
+from finetune.models.tokenizer import check_token_ids as check_token_ids
+from finetune.models.tokenizer import load_tokenizer as load_tokenizer
+from finetune.models.vision import family_of
+from finetune.recipe.schema import Model, Recipe
 
 
 def model_config(model: Model) -> PretrainedConfig:
@@ -25,15 +29,11 @@ def model_config(model: Model) -> PretrainedConfig:
     `model.train` is given. Raises UserError."""
     config = base_config(model)
     if model.train is not None:
-        from finetune.models.vision import family_of
-
         family_of(config)
         _tie_as_in_files(model, config)
         return config
     if not config.sub_configs:
         return config
-    from finetune.models.text_part import is_multimodal, text_part_of
-
     if model.config is None:
         part = text_part_of(model)
         return copy.deepcopy(part.text.config) if part else config
@@ -54,22 +54,6 @@ def _tie_as_in_files(model: Model, config: PretrainedConfig) -> None:
     config.tie_word_embeddings = config.tie_word_embeddings and (text.tie_word_embeddings or not has_head)
 
 
-def base_config(model: Model) -> PretrainedConfig:
-    """Returns the Hugging Face config of the recipe's model as it is. Raises UserError where there is none."""
-    try:
-        if model.config is not None:
-            _check_config_keys(model.config)
-            return AutoConfig.for_model(**model.config)
-        assert model.name is not None
-        return AutoConfig.from_pretrained(
-            model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
-        where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
-        reason = why_not_found(model.name, error) or _short(error)
-        raise UserError(f"{where}: no model config: {reason}") from error
-
-
 MAX_LAYERS = 1000
 
 
@@ -81,19 +65,15 @@ def check_sizes(model: Model, config: PretrainedConfig) -> None:
     """
     if model.config is None:
         if base_config(model).sub_configs:
-            from finetune.models.text_part import check_text_part
-
             check_text_part(model)
         return
-    from finetune.models.weights import without_weights
-
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
     if not 1 <= layers <= MAX_LAYERS:
         raise UserError(f"model.config.num_hidden_layers: expected 1 to {MAX_LAYERS:,}, got {layers:,}")
     try:
         without_weights(config)
     except (RuntimeError, ArithmeticError, AssertionError, AttributeError, LookupError, ValueError, TypeError) as error:
-        raise UserError(f"model.config: no model can be made of these sizes: {_short(error)}") from error
+        raise UserError(f"model.config: no model can be made of these sizes: {short_message(error)}") from error
 
 
 def training_config(recipe: Recipe) -> PretrainedConfig:
@@ -101,17 +81,6 @@ def training_config(recipe: Recipe) -> PretrainedConfig:
     UserError."""
     config = model_config(recipe.model)
     return without_dropout(config) if recipe.objective.drops_nothing else config
-
-
-def _check_config_keys(config: dict[str, Any]) -> None:
-    """Raises UserError for an unknown key: transformers accepts any, and a misspelt one would train another
-    architecture."""
-    known = [*AutoConfig.for_model(config["model_type"]).to_dict(), "rope_theta", "rope_scaling"]
-    for name in config:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean `{close[0]}`?" if close else ""
-            raise UserError(f"model.config.{name}: not a setting of {config['model_type']}{hint}")
 
 
 def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
@@ -124,27 +93,6 @@ def length_dependent_rope(config: PretrainedConfig) -> list[str]:
     """Returns the types of RoPE whose frequencies depend on the length of a document: `dynamic`, `longrope`."""
     types = rope_types(getattr(config.get_text_config(), "rope_parameters", None))
     return sorted(name for name in types if depends_on_length(name))
-
-
-def rope_types(parameters: dict[str, Any] | None) -> set[str]:
-    """Returns the types of RoPE in a config's `rope_parameters`, which may be nested by kind of layer."""
-    nested = [inner for inner in (parameters or {}).values() if isinstance(inner, dict)]
-    return {str(one.get("rope_type")) for one in (parameters or {}, *nested)}
-
-
-def depends_on_length(rope_type: str) -> bool:
-    """Whether a type of RoPE has other frequencies for a long document than for a short one."""
-    return "dynamic" in rope_type or rope_type == "longrope"
-
-
-def check_token_ids(config: PretrainedConfig, tokenizer_size: int, tokens: Tokens | None = None) -> None:
-    """Raises UserError where the tokenizer has ids the embedding table does not. tokens: for which it grows."""
-    rows = config.get_text_config().vocab_size + (len(tokens.add) if tokens else 0)
-    if tokenizer_size > rows:
-        raise UserError(
-            f"the tokenizer has {tokenizer_size} tokens, the model's embedding {rows} rows: "
-            "they do not belong together; check `model.tokenizer` and `model.name` or `model.config.vocab_size`"
-        )
 
 
 _OF_OTHER_HEADS = ("classifier", "summary")
@@ -200,79 +148,3 @@ def dtypes(recipe: Recipe) -> Dtypes:
     trained = torch.bfloat16 if recipe.train.precision == "bf16_true" else torch.float32
     frozen = compute if recipe.model.dtype == "auto" else getattr(torch, recipe.model.dtype)
     return Dtypes(trained=trained, frozen=frozen, compute=compute)
-
-
-def load_tokenizer(model: Model, tokens: Tokens | None = None) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of `model.tokenizer`, else of `model.name`. Raises UserError where it cannot be loaded or
-    is not a fast one.
-
-    Padding never reaches the loss: training rows have none. It is used on the left when generating, so a tokenizer
-    without a pad token gets an end token for it, in memory and in the saved result alike. tokens: to add.
-    """
-    source = model.tokenizer or model.name
-    assert source is not None  # the schema wants one of the two
-    revision = model.revision if model.tokenizer is None else None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=revision or "main", trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        key = "model.tokenizer" if model.tokenizer else "model.name"
-        reason = why_not_found(source, error) or first_line(error)
-        raise UserError(f"{key}: no tokenizer from {source!r}: {reason}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise UserError(
-            f"{source!r} has only a slow tokenizer ({type(tokenizer).__name__}); exact masks need character offsets. "
-            "Give `model.tokenizer` a folder with a tokenizer.json"
-        )
-    if tokenizer.eos_token is None:
-        raise UserError(f"the tokenizer of {source!r} has no end token (eos_token): generation would never stop")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokens is not None:
-        add_tokens(tokenizer, tokens)
-    return tokenizer
-
-
-def check_same_vocabulary(key: str, name: str | None, tokenizer: PreTrainedTokenizerFast, model: Model) -> None:
-    """Raises UserError where the tokenizer of another model, `key: name`, has other tokens or ids than the recipe's.
-
-    name: None where there is no other model.
-    """
-    if name is None:
-        return
-    other = load_tokenizer(model.model_copy(update={"name": name, "tokenizer": None, "revision": None}))
-    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
-    if ours != theirs:
-        token = min(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
-        raise UserError(
-            f"{key}: {name!r} has another vocabulary than the model that is trained, so their log-probabilities cannot "
-            f"be compared: {token!r} is id {theirs.get(token)} there and {ours.get(token)} here"
-        )
-
-
-NO_FOLDER = "no such folder; give one, or the id of a model on the hub, as org/name"
-
-
-def is_missing_folder(name: str) -> bool:
-    """Whether the name of a model can only be that of a folder, which is not there."""
-    return (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).expanduser().is_dir()
-
-
-def why_not_found(name: str | None, error: BaseException) -> str | None:
-    """Returns why a library found nothing under a model's name; None where it found something, or tried the network."""
-    if name is not None and is_missing_folder(name):
-        return NO_FOLDER
-    if constants.HF_HUB_OFFLINE and isinstance(error.__cause__, LocalEntryNotFoundError):
-        return "it is neither a folder here nor in the hub's cache, and nothing is downloaded offline"
-    return None
-
-
-def _short(error: BaseException) -> str:
-    """Returns a library's message in one line, without the stop."""
-    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of a library's message, without its trailing stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -23,6 +23,7 @@ from torchao.float8.float8_linear import (  # pyright: ignore[reportMissingImpor
     matmul_with_hp_or_float8_args,
 )
 
+from finetune.models.patches import replace_class
 from finetune.models.quantized import multiplies_in_fp8
 
 
@@ -51,5 +52,5 @@ def use_fp8(layers: nn.Module, emulated: bool) -> int:
     )
     converted: list[Any] = [module for module in layers.modules() if type(module) is Float8Linear]
     for module in converted:
-        module.__class__ = Fp8TrainedLinear
+        replace_class(module, Fp8TrainedLinear, "trained product in 8 bits")
     return len(converted)

@@ -20,6 +20,8 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from finetune.models.patches import replace_class
+
 OF_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -29,7 +31,7 @@ def fuse_adapters(model: nn.Module) -> None:
     for module in modules:
         if type(module) is Linear:
             fused: Any = module
-            fused.__class__ = FusedLinear
+            replace_class(fused, FusedLinear, "fused adapter")
             fused.siblings = Siblings([fused])
     for parent in modules:
         for names in OF_ONE_INPUT:

@@ -34,6 +34,7 @@ from finetune.models.head.token_loss import (
     logit_map,
 )
 from finetune.models.moe import Routers
+from finetune.models.patches import mix_in
 from finetune.models.vision import ImagePart
 from finetune.models.wrapped import (
     CrossEntropyChoice,
@@ -159,11 +160,8 @@ def is_matrix(head: nn.Module) -> bool:
 
 
 def _give_losses(head: Any, implementation: str) -> None:
-    """Change the class of one instance, as FSDP2 itself does: names of parameters and isinstance stay as they are."""
     head.loss_implementation = implementation if is_matrix(head) else "module"
-    if not isinstance(head, HeadWithLoss):
-        kind: Any = type(head)
-        head.__class__ = type(kind.__name__, (HeadWithLoss, kind), {})
+    mix_in(head, HeadWithLoss, "losses in the head")
 
 
 def choose_cross_entropy(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from finetune.errors import UserError
 from finetune.models.activations import part_of_parameter
+from finetune.models.patches import replace_forward
 from finetune.utils import full_shape, unwrap_peft
 
 _ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")  # of transformers' experts, >= 5.17
@@ -116,8 +117,8 @@ def compute_experts_in(model: nn.Module, dtype: torch.dtype) -> None:
     """
     for experts in _stacked_experts(model).values():
         names = [name for name, _ in experts.named_parameters(recurse=False)]
-        # Replaced: the weights are cast inside of it, and no hook can change what a forward reads from `self`.
-        experts.forward = partial(_forward_in, experts, type(experts).forward, names, dtype)
+        forward = partial(_forward_in, experts, type(experts).forward, names, dtype)
+        replace_forward(experts, forward, "experts' type")
 
 
 def _forward_in(
@@ -139,11 +140,11 @@ def dispatch_tokens(experts: Any, exchange: Exchange, adapters: Mapping[str, Any
     Its parameters still have the shape (E, ...); `Exchange.weight` knows which of their rows are here. adapters: peft's
     wrappers by parameter, with the adapters of all experts. first: of the experts that are here.
     """
-    for wrapper in adapters.values():  # would add the adapters of all experts to the weight of all
-        wrapper.forward = wrapper.base_layer.__call__
-    # Replaced: its own forward is called on the rows that arrive here, with other weights, not on its inputs.
     weights = partial(_weights, experts, exchange, adapters, first)
-    experts.forward = partial(_forward, experts, type(experts).forward, exchange, weights)
+    forward = partial(_forward, experts, type(experts).forward, exchange, weights)
+    replace_forward(experts, forward, "experts of this rank")
+    for wrapper in adapters.values():
+        replace_forward(wrapper, wrapper.base_layer.__call__, "adapters of all experts")
 
 
 def _forward(

@@ -24,6 +24,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.errors import UserError
+from finetune.models.patches import replace_class
 from finetune.recipe.schema import Quantization
 
 META = torch.device("meta")
@@ -60,7 +61,7 @@ def quantise(
             move_states(packed.to(kept_on), kept_on)
         model.set_submodule(name, packed)
         if settings.compute == "scaled" and isinstance(packed, Fp8Linear) and multiplies_in_fp8(name, packed):
-            packed.__class__ = ScaledLinear
+            replace_class(packed, ScaledLinear, "packed product")
     model.is_loaded_in_4bit = settings.type != "fp8"  # peft asks
     if settings.compute == "scaled" and not any(isinstance(module, ScaledLinear) for module in model.modules()):
         raise UserError(

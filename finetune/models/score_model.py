@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from finetune.errors import UserError
 from finetune.models.activations import ActivationOffload
 from finetune.models.moe import Routers
+from finetune.models.patches import mix_in
 from finetune.models.wrapped import SCORE, CrossEntropyChoice, Outputs, WrappedModel, output_head, trained_head
 
 
@@ -75,11 +76,8 @@ def _at_least_fp32(tensor: Tensor) -> torch.dtype:
 
 
 def _score_in_fp32(head: Any, compute: torch.dtype | None) -> None:
-    """Change the class of one instance, as FSDP2 itself does: names of parameters and isinstance stay as they are."""
     head.compute = compute
-    if not isinstance(head, _InFp32):
-        kind: Any = type(head)
-        head.__class__ = type(kind.__name__, (_InFp32, kind), {})
+    mix_in(head, _InFp32, "scores in fp32")
 
 
 # --- the labels of the head, and its first weights where a base model has none

@@ -38,8 +38,8 @@ from transformers.models.auto.modeling_auto import (
 
 from finetune.errors import UserError
 from finetune.models.attention.isolation import FAILURES, quietly, randomize
+from finetune.models.base_config import base_config
 from finetune.models.checkpoint_files import tensor_names
-from finetune.models.config import base_config
 from finetune.models.tiny_config import PRETRAINED_POSITIONS, VOCABULARY, tiny_config
 from finetune.recipe.schema import Model
 

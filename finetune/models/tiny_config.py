@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from finetune.models.config import rope_types
+from finetune.models.base_config import rope_types
 
 VOCABULARY = 128
 HEAD_SIZE = 16

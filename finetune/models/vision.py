@@ -33,7 +33,7 @@ from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PRO
 from finetune.data.batch import Batch
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import checkpoint_file, renamed
-from finetune.models.config import load_tokenizer
+from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe.schema import Images, Lora, Model
 from finetune.utils import full_shape, unwrap_peft
 

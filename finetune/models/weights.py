@@ -24,7 +24,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.initialization import no_init_weights
 from transformers.utils.quantization_config import Mxfp4Config
 
 from finetune.errors import UserError
@@ -34,11 +33,14 @@ from finetune.models.attention import AttentionChoice
 from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint, check_adapted
+from finetune.models.base_config import first_line, why_not_found, without_weights
 from finetune.models.compiled import compile_layers
-from finetune.models.config import dtypes, first_line, load_tokenizer, model_config, why_not_found
+from finetune.models.config import dtypes, model_config
 from finetune.models.moe import reach_experts
+from finetune.models.patches import replace_class
 from finetune.models.quantized import MULTIPLE, is_stored_quantised, keep_weights_unpacked, linear_weights, quantise
 from finetune.models.score_model import labelled, score_head, start_score_head
+from finetune.models.tokenizer import load_tokenizer
 from finetune.models.vision import (
     adapted_modules,
     attention_of_parts,
@@ -242,7 +244,7 @@ def _unpacked_model(
         reason = why_not_found(name, error) or first_line(error)
         raise UserError(f"model.name: {recipe.model.name!r} cannot be loaded: {reason}") from error
     if load is not auto:
-        model.__class__ = load.__mro__[1]
+        replace_class(model, load.__mro__[1], "own class")
     if layers is not None:
         _complete(model, without_weights(config, auto, dtype=dtype, attn_implementation=attention.implementation))
     if conversions := getattr(model, "_weight_conversions", None):  # under ZeRO-3, those without a use as well
@@ -264,12 +266,6 @@ def stored_in_mxfp4(config: PretrainedConfig) -> bool:
     settings: Any = getattr(config, "quantization_config", None) or {}
     method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
     return method == "mxfp4"
-
-
-def without_weights(config: PretrainedConfig, auto: Any = AutoModelForCausalLM, **common: Any) -> Any:
-    """Returns a model of shapes alone (device `meta`), not tied; common: arguments of transformers' `from_config`."""
-    with torch.device("meta"), no_init_weights():
-        return auto.from_config(config, **common)
 
 
 def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str) -> Any:
@@ -328,6 +324,11 @@ def add_adapters(
     _check_names(model, lora)
     tables = _tables_to_train(model, lora) if tokens and tokens.train == "all" else ()
     whole = [*(lora.modules_to_save or ()), *tables]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = bool(model.config.tie_word_embeddings) and any(_is_named(model, one, whole) for one in (embedding, head))
+    if tied and not _is_named(model, head, whole):
+        # By the head peft knows that both are one, whatever the embedding is called (GPT-2: `wte`).
+        whole += [path for path, module in model.named_modules() if module is head]
     # Llama 4's router is a linear layer by class, but returns two tensors.
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     routers = [name for name, module in linear if type(module).__module__.startswith("transformers.models.")]
@@ -344,7 +345,7 @@ def add_adapters(
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=whole or None,
-        ensure_weight_tying=bool(whole) and bool(model.config.tie_word_embeddings),
+        ensure_weight_tying=tied,
         task_type="SEQ_CLS" if has_scores(model) else "CAUSAL_LM",  # the former trains the head of scores in full
     )
     try:
@@ -367,6 +368,12 @@ def add_adapters(
         if parameter.requires_grad and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+def _is_named(model: Any, module: Any, names: list[str]) -> bool:
+    """Returns whether one of peft's names is that of a module, by the end of its path."""
+    paths = [path for path, one in model.named_modules() if one is module]
+    return any(path == name or path.endswith(f".{name}") for path in paths for name in names)
 
 
 def _layers_without_a_call(model: Any) -> list[str]:
@@ -441,17 +448,19 @@ def _tables_to_train(model: Any, lora: Lora) -> list[str]:
 
 
 def _rename_tied(model: Any) -> None:
-    """Tell `tie_weights`, which FSDP2's wrapping calls again, where a tied weight lies that has an adapter now."""
+    """Tell `tie_weights`, which FSDP2's wrapping calls again, where peft has put a tied weight: below a layer with an
+    adapter, or into a frozen and a trained copy, both of which are tied."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
-    def renamed(name: str) -> str:
+    def places(name: str) -> list[str]:
         module, _, weight = name.rpartition(".")
-        below = f"{module}.base_layer.{weight}"
-        return below if below in names else name
+        inside = ("", "base_layer.", "original_module.", "modules_to_save.default.")
+        return [place for below in inside if (place := f"{module}.{below}{weight}") in names] or [name]
 
     tied = model._tied_weights_keys
     if isinstance(tied, dict):  # a model's own code may have the list of older versions
-        model._tied_weights_keys = {renamed(target): renamed(source) for target, source in tied.items()}
+        pairs = [zip(places(target), places(source), strict=False) for target, source in tied.items()]
+        model._tied_weights_keys = {target: source for of_weight in pairs for target, source in of_weight}
 
 
 def _check_magnitudes(model: Any) -> None:

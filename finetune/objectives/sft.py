@@ -5,6 +5,8 @@ Letters: S targets of a micro-batch.
 
 from __future__ import annotations
 
+import torch
+
 from finetune.data.batch import Batch
 from finetune.models.head import TokenLoss
 from finetune.models.wrapped import Outputs
@@ -32,8 +34,12 @@ def focal(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Obje
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         nll = outputs.token_losses  # (S,)
-        probability = (-nll).exp()
-        focal_sum = ((1 - probability).clamp(min=0) ** gamma * nll).sum()
+        others = -torch.expm1(-nll)  # 1 - p, with all its digits; 0 or less if p is rounded to 1
+        is_certain = others <= 0
+        # The slope of (1 - p)^gamma is infinite at p = 1 if gamma < 1, and 0 times it no number. In the limit, that of
+        # the product is 0^gamma, whatever gamma is.
+        factor = torch.where(is_certain, 0.0**gamma, torch.where(is_certain, 1.0, others) ** gamma)
+        focal_sum = (factor * nll).sum()
         return {"focal": Term(focal_sum, "target_tokens", 1.0), "nll": Term(nll.detach().sum(), "target_tokens")}
 
     return sft(settings, evaluating, token_ranks) if evaluating else Objective(terms, differentiable=True)

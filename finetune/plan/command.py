@@ -17,7 +17,8 @@ from transformers import PretrainedConfig
 
 from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.errors import UserError
-from finetune.models.config import base_config, training_config
+from finetune.models.base_config import base_config
+from finetune.models.config import training_config
 from finetune.plan.answer import as_dicts, price_lines, rests_on, show
 from finetune.plan.finished_runs import speeds_here
 from finetune.plan.lengths import Lengths, RowFacts, read_lengths, widest

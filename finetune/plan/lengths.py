@@ -16,7 +16,7 @@ from finetune.data.packing import Rows, one_per_row, pack
 from finetune.data.samples import ExampleSizes
 from finetune.data.token_cache import entries_folder, load
 from finetune.errors import UserError
-from finetune.models.config import load_tokenizer
+from finetune.models.tokenizer import load_tokenizer
 from finetune.plan.images import most_images
 from finetune.recipe import Recipe
 

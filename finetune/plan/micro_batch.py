@@ -22,6 +22,7 @@ from finetune.models.attention import AttentionChoice, Kernels, attention_for, k
 from finetune.models.head.chunked import rows_at_once
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import adapters_of, dispatch_tokens, experts_of
+from finetune.models.patches import replace_forward
 from finetune.models.quantized import linear_weights
 from finetune.objectives import make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
@@ -141,7 +142,8 @@ def _unpack_in_forwards(model: Any) -> None:
     for module in model.modules():
         if id(getattr(module, "weight", None)) in packed and isinstance(module, torch.nn.Linear):
             layer: Any = module
-            layer.forward = partial(unpacked_product, (layer.out_features, layer.in_features))
+            forward = partial(unpacked_product, (layer.out_features, layer.in_features))
+            replace_forward(layer, forward, "unpacked product")
 
 
 def _divide_experts(model: Any, ranks: int) -> None:

@@ -23,6 +23,7 @@ from finetune.engine.sharding import final_norm
 from finetune.engine.tensor_parallel import TensorGroup, parallelize
 from finetune.models import assemble
 from finetune.models.attention import AttentionChoice
+from finetune.models.parameter_roles import parameter_roles
 from finetune.models.quantized import linear_weights, state_tensors
 from finetune.models.text_part import name_body
 from finetune.models.vision import image_modules
@@ -77,7 +78,7 @@ def _shapes(key: ShapesKey) -> Shapes:
         for module in model.modules()
         if isinstance(module, torch.nn.Linear)
     }
-    units, of_images = _units(model), _of_images(model)
+    units, of_images, roles = _units(model), _of_images(model), parameter_roles(model)
     short_weights = [
         Weight(
             name=name,
@@ -89,6 +90,8 @@ def _shapes(key: ShapesKey) -> Shapes:
             packed=packed.get(id(parameter), 0),
             scales=scales.get(id(parameter), 0),
             expert=".experts." in name and parameter.ndim == 3,
+            table=name in roles.tables,
+            of_images=name in roles.of_images,
         )
         for name, parameter in model.named_parameters()
     ]

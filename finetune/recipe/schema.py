@@ -400,8 +400,9 @@ class ObjectiveSettings(Section):
     centering: NonNegative = 0.0
     # classify (required): names of the labels, in the order of the model's outputs; rows have a name or its index
     labels: Names | None = None
-    # distill: the teacher, a local folder or hub id of a model with the same vocabulary (its log-probabilities are
-    # computed before the first step), or a .parquet file with ids and log-probabilities of each token
+    # distill: the teacher, a local folder or hub id of a model with the same vocabulary (`finetune reference` computes
+    # its log-probabilities before; `train` refuses to start without them), or a .parquet file with ids and
+    # log-probabilities of each token
     teacher: str | None = None
     # distill: forward_kl: KL(teacher, student); reverse_kl: KL(student, teacher); jsd: the generalised one between the
     # two, with `jsd_beta` (https://arxiv.org/abs/2306.13649). null: forward_kl
@@ -416,8 +417,9 @@ class ObjectiveSettings(Section):
     # distill: in place of `top_k`, ids drawn from each of the teacher's distributions: an unbiased estimate of
     # forward_kl, 12 are enough in https://arxiv.org/abs/2503.16870
     samples: Count | None = None
-    # all but sft, focal and distill: apply the dropout of the model's config and of the adapters; without it a pair's
-    # two answers, and the reference, are compared under equal weights
+    # all but sft, focal and distill, which always apply it: apply the dropout of the model's config and of the adapters
+    # in training. false: the config's is set to 0 and `lora.dropout` above 0 is an error, so that a pair's two answers
+    # are compared under equal weights. A reference and `kto`'s z0 are computed without dropout either way
     dropout: bool = False
     # Mixture of experts: coefficient of the load-balancing loss (Fedus et al. 2021, https://arxiv.org/abs/2101.03961,
     # section 2.2), which is `num_experts_per_tok` under perfect balance. null: the model config's
@@ -458,7 +460,7 @@ class Optimizer(Section):
     name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "muon", "sgd"] = "adamw"
     lr: Positive
     weight_decay: NonNegative = 0.0  # decoupled (AdamW, Muon); not on biases, norms and other vectors
-    betas: Betas = (0.9, 0.95)  # adamw variants; muon: for parameters that are not matrices
+    betas: Betas = (0.9, 0.95)  # adamw variants; muon: for embeddings, positions, head and vectors
     eps: Positive = 1e-8
     momentum: Share = 0.95  # muon and sgd only
     max_grad_norm: Positive | None = 1.0  # L2 over all trained parameters; null: no clipping
@@ -471,7 +473,8 @@ class Schedule(Section):
     """Learning rate over steps, as a multiple of `optimizer.lr`."""
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0  # linear from 0
+    # Linear: step i, from 1, has i / (warmup_steps + 1) of the rate, and the first step after the warm-up all of it
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
     warmup_ratio: Share | None = None  # instead: share of the run's steps
     min_lr_ratio: Share = 0.0  # at the end of the decay
     decay_ratio: Share = 0.1  # wsd: share of the steps that decay (Hu et al. 2024, https://arxiv.org/abs/2404.06395)
@@ -571,6 +574,11 @@ Acceptable = Literal[
     "data.streaming",
     "data.window",
     "objective",
+    # What the recipe's paths hold, rather than a key of it: rows, tokenizer, model config, weights.
+    "data",
+    "tokenizer",
+    "config",
+    "base",
 ]
 
 
@@ -588,7 +596,8 @@ class Checkpoint(Section):
     # auto: from the newest valid checkpoint in the run directory; never: start over; or a checkpoint by name, such as
     # step-00000200 (each launch then begins there). What is not resumed from is renamed to aside-*, never deleted.
     resume: Literal["auto", "never"] | Annotated[str, Field(pattern=CHECKPOINT_NAME)] = "auto"
-    # Keys that may differ from the checkpoint's although weights or the order of samples depend on them.
+    # Keys that may differ from the checkpoint's although weights or the order of samples depend on them; and of what
+    # the run reads under the same paths: data (rows), tokenizer (with its chat template), config, base (weights).
     accept_changes: Annotated[tuple[Acceptable, ...], BeforeValidator(_list_to_tuple), Field(strict=False)] = ()
 
 

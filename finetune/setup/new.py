@@ -19,7 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.samples import Conversation, Labelled, Preference, PromptCompletion, Ranked, Sample
 from finetune.errors import UserError
-from finetune.models.config import NO_FOLDER, is_missing_folder, load_tokenizer, model_config
+from finetune.models.base_config import NO_FOLDER, is_missing_folder
+from finetune.models.config import model_config
+from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import MODES, RUN_NAME, Model
 from finetune.setup.row_fit import (
@@ -157,7 +159,7 @@ def _tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase | None, str]:
 
 def _model_facts(model: Model) -> tuple[int | None, int | None]:
     """Returns the tokens of the model's context, and its number of parameters."""
-    from finetune.models.weights import without_weights
+    from finetune.models.base_config import without_weights
 
     config = model_config(model)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -45,7 +45,7 @@ class Prepared:
 def prepare(recipe: Recipe) -> tuple[list[Prepared], list[str]]:
     """Tokenise every source of a recipe into the cache; returns them and notes on the template. Raises UserError."""
     from finetune.data.dataset import template_notes  # torch, which the commands of the cache do without
-    from finetune.models.config import load_tokenizer
+    from finetune.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model, recipe.tokens)
     opened = OpenedSources(recipe)

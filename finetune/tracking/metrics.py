@@ -93,6 +93,15 @@ def _parsed(line: bytes) -> Entry | None:
     return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
 
 
+def missing_steps(path: Path, first_step: int) -> str:
+    """Returns the steps before `first_step` that have no line with a loss, as `1 to 3, 7`; "" if there are none."""
+    logged = {entry["step"] for entry in read_steps(path) if "loss" in entry}
+    missing = [step for step in range(1, first_step) if step not in logged]
+    begins = [step for i, step in enumerate(missing) if not i or missing[i - 1] != step - 1]
+    ends = [step for i, step in enumerate(missing, 1) if i == len(missing) or missing[i] != step + 1]
+    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in zip(begins, ends, strict=True))
+
+
 def sample_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.jsonl"
 

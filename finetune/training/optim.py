@@ -11,31 +11,43 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.engine.costs import Shard
+from finetune.engine.optimizer_step import OF_IMAGES, hold_back_idle_groups
 from finetune.errors import UserError
+from finetune.models.parameter_roles import ParameterRoles
 from finetune.recipe.schema import Optimizer as OptimizerRecipe
 from finetune.recipe.schema import Schedule
 from finetune.utils import full_shape
 
 NamedTensors = list[tuple[str, Tensor]]
 Group = dict[str, Any]
+Builder = Callable[[OptimizerRecipe, ParameterRoles, NamedTensors], list[Optimizer]]
 
 
-def build_optimizers(recipe: OptimizerRecipe, named: NamedTensors) -> list[Optimizer]:
+def build_optimizers(recipe: OptimizerRecipe, roles: ParameterRoles, named: NamedTensors) -> list[Optimizer]:
     """Returns one optimizer; for Muon also an AdamW for all but hidden matrices. Raises UserError if a package is
     missing.
+
+    roles: by the names of `named`.
     """
-    return BUILDERS[recipe.name](recipe, named)
+    optimizers = BUILDERS[recipe.name](recipe, roles, named)
+    if any(name in roles.of_images for name, _ in named):
+        for optimizer in optimizers:
+            hold_back_idle_groups(optimizer)
+    return optimizers
 
 
-def decay_groups(named: NamedTensors, weight_decay: float) -> list[Group]:
+def decay_groups(roles: ParameterRoles, named: NamedTensors, weight_decay: float) -> list[Group]:
     """Returns parameter groups: weight decay on matrices, none on biases, norms and other vectors (Loshchilov & Hutter
-    2017, https://arxiv.org/abs/1711.05101, in the convention of GPT-2). Empty groups are left out: DeepSpeed rejects
-    them.
+    2017, https://arxiv.org/abs/1711.05101, in the convention of GPT-2); tower and projector by themselves, because
+    steps without an image leave them out. Empty groups are left out: DeepSpeed rejects them.
     """
-    matrices = [tensor for _, tensor in named if is_matrix(tensor)]
-    vectors = [tensor for _, tensor in named if not is_matrix(tensor)]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    groups: list[Group] = []
+    for of_images in (False, True):
+        of_part = [tensor for name, tensor in named if (name in roles.of_images) == of_images]
+        for matrices, decay in ((True, weight_decay), (False, 0.0)):
+            if params := [tensor for tensor in of_part if is_matrix(tensor) == matrices]:
+                groups.append({"params": params, "weight_decay": decay, OF_IMAGES: of_images})
+    return groups
 
 
 def is_matrix(tensor: Tensor) -> bool:
@@ -43,52 +55,47 @@ def is_matrix(tensor: Tensor) -> bool:
     return len(full_shape(tensor)) >= 2
 
 
-def _adamw(recipe: OptimizerRecipe, named: NamedTensors) -> list[Optimizer]:
-    groups = decay_groups(named, recipe.weight_decay)
+def _adamw(recipe: OptimizerRecipe, roles: ParameterRoles, named: NamedTensors) -> list[Optimizer]:
+    groups = decay_groups(roles, named, recipe.weight_decay)
     return [torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)]
 
 
-def _bitsandbytes(name: str) -> Callable[[OptimizerRecipe, NamedTensors], list[Optimizer]]:
-    def build(recipe: OptimizerRecipe, named: NamedTensors) -> list[Optimizer]:
+def _bitsandbytes(name: str) -> Builder:
+    def build(recipe: OptimizerRecipe, roles: ParameterRoles, named: NamedTensors) -> list[Optimizer]:
         try:
             import bitsandbytes
         except ImportError:
             raise UserError(
                 f"`optimizer.name: {recipe.name}` needs bitsandbytes: pip install 'bitsandbytes>=0.49'"
             ) from None
-        groups = decay_groups(named, recipe.weight_decay)
+        groups = decay_groups(roles, named, recipe.weight_decay)
         return [getattr(bitsandbytes.optim, name)(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)]
 
     return build
 
 
-def _sgd(recipe: OptimizerRecipe, named: NamedTensors) -> list[Optimizer]:
-    groups = decay_groups(named, recipe.weight_decay)
+def _sgd(recipe: OptimizerRecipe, roles: ParameterRoles, named: NamedTensors) -> list[Optimizer]:
+    groups = decay_groups(roles, named, recipe.weight_decay)
     return [torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum)]
 
 
-def _muon(recipe: OptimizerRecipe, named: NamedTensors) -> list[Optimizer]:
+def _muon(recipe: OptimizerRecipe, roles: ParameterRoles, named: NamedTensors) -> list[Optimizer]:
     """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) for hidden matrices, AdamW for embeddings, head
     and vectors. The update is scaled to AdamW's size, so one `lr` serves both (Liu et al. 2025,
     https://arxiv.org/abs/2502.16982).
     """
-    hidden = [(n, t) for n, t in named if _is_hidden(n, t.ndim)]
-    rest = [(n, t) for n, t in named if all(t is not other for _, other in hidden)]
+    hidden = [(name, tensor) for name, tensor in named if tensor.ndim == 2 and name not in roles.tables]
+    rest = [(name, tensor) for name, tensor in named if tensor.ndim != 2 or name in roles.tables]
     muon = torch.optim.Muon(
-        [tensor for _, tensor in hidden],
+        decay_groups(roles, hidden, recipe.weight_decay),
         lr=recipe.lr,
-        weight_decay=recipe.weight_decay,
         momentum=recipe.momentum,
         adjust_lr_fn="match_rms_adamw",
     )
-    return [muon, *(_adamw(recipe, rest) if rest else [])]
+    return [muon, *(_adamw(recipe, roles, rest) if rest else [])]
 
 
-def _is_hidden(name: str, dimensions: int) -> bool:
-    return dimensions == 2 and not any(word in name for word in ("embed", "lm_head", "score."))
-
-
-BUILDERS: dict[str, Callable[[OptimizerRecipe, NamedTensors], list[Optimizer]]] = {
+BUILDERS: dict[str, Builder] = {
     "adamw": _adamw,
     "adamw_8bit": _bitsandbytes("AdamW8bit"),
     "paged_adamw": _bitsandbytes("PagedAdamW32bit"),
@@ -109,9 +116,9 @@ def state_bytes(recipe: OptimizerRecipe, shards: Sequence[Shard], device: str) -
     if recipe.name == "sgd":
         return (sum(numel * weight.size for numel, weight in steps) if recipe.momentum else 0), 0
     if recipe.name == "muon":
-        hidden = [(n, w) for n, w in steps if _is_hidden(w.name, len(w.shape))]
-        rest = [(n, w) for n, w in steps if not _is_hidden(w.name, len(w.shape))]
-        return sum(n * w.size for n, w in hidden) + sum(2 * n * w.size + 4 for n, w in rest), 0
+        hidden = [len(weight.shape) == 2 and not weight.table for _, weight in steps]
+        sizes = [numel * weight.size for numel, weight in steps]
+        return sum(n if alone else 2 * n + 4 for n, alone in zip(sizes, hidden, strict=True)), 0
     if recipe.name == "adamw":
         return sum(2 * numel * weight.size + 4 for numel, weight in steps), 0
     here = away = 0

@@ -22,6 +22,7 @@ from finetune.models.attention import AttentionChoice
 from finetune.models.config import dtypes, model_config
 from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.moe import adapts_experts, find_routers
+from finetune.models.parameter_roles import parameter_roles
 from finetune.models.vision import part_sizes, row_positions
 from finetune.models.weights import load_model, parameter_counts
 from finetune.models.wrapped import CrossEntropyChoice, WrappedModel
@@ -112,7 +113,7 @@ def rows_per_device(prepared: Prepared, engine: Engine, forward: ForwardPass, sa
         return RowsPerDevice(recipe.batch.rows_per_device, "asked for in the recipe")
     if not forward.attention.isolates_documents:
         return RowsPerDevice(1, f"auto: {forward.attention.reason}")
-    build = partial(build_optimizers, recipe.optimizer)
+    build = partial(build_optimizers, recipe.optimizer, parameter_roles(engine.unwrapped))
     return find_rows(engine, recipe, prepared.config, forward, prepared.training, build, memory_of(engine), say)
 
 

@@ -30,14 +30,8 @@ from finetune.engine.context_parallel import divided
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
-from finetune.models.config import (
-    check_no_dropout,
-    check_same_vocabulary,
-    check_sizes,
-    check_token_ids,
-    load_tokenizer,
-    training_config,
-)
+from finetune.models.config import check_no_dropout, check_sizes, training_config
+from finetune.models.tokenizer import check_same_vocabulary, check_token_ids, load_tokenizer
 from finetune.objectives.shared_prompts import with_shared_prompts
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source

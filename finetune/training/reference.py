@@ -11,6 +11,8 @@ Both are the sums over the targets of each sequence, in fp32, of the same micro-
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from finetune.checkpoints.folder import list_checkpoints
+from finetune.checkpoints.inputs import on_main
 from finetune.data.batch import Batch
 from finetune.data.dataset import Dataset, Stream
 from finetune.data.loader import Loader, OrderedRows
@@ -110,13 +113,18 @@ class ReferenceColumns:
         """Looks for them. Raises UserError as `find_reference`."""
         self._recipe, self._engine, self._console = recipe, engine, console
         self._folder, self._parts = run_folder(recipe) / "reference", _parts(training, held_out)
-        self._disk: ReferenceOnDisk = self._on_main(partial(find_reference, recipe, training, held_out))
+        self._disk: ReferenceOnDisk = on_main(engine, partial(find_reference, recipe, training, held_out))
         self._sources = {
             part: f"from {place}" if place == self._folder / part else f"from the cache, {place}"
             for part, place in self._disk.places.items()
             if place is not None
         }
-        self._on_main(self._copy_from_cache)
+        on_main(self._engine, self._copy_from_cache)
+
+    @property
+    def weights_identity(self) -> str:
+        """Returns a digest of the weights of the reference."""
+        return hashlib.sha256(json.dumps(self._disk.model["model"], sort_keys=True).encode()).hexdigest()[:16]
 
     def columns(self, forward: ForwardPass, loader: Callable[[Dataset], Loader]) -> tuple[Dataset, Dataset | None, str]:
         """Returns training and held-out data with the column, and where that of the training data came from.
@@ -134,19 +142,6 @@ class ReferenceColumns:
             computed[part] = replace(data, examples=data.examples.with_columns({REFERENCE: values}))
         return computed["train"], computed.get("eval"), self._sources["train"]
 
-    def _on_main(self, call: Callable[[], Any]) -> Any:
-        """Returns, or raises, on every rank what `call` returns on the main one, or raises as UserError."""
-        value, problem = None, None
-        if self._engine.is_main:
-            try:
-                value = call()
-            except UserError as error:
-                problem = str(error)
-        value, problem = self._engine.ranks.gather((value, problem))[0]
-        if problem is not None:
-            raise UserError(problem)
-        return value
-
     def _copy_from_cache(self) -> None:
         """Copies log-probabilities of the cache to the run's folder: the run resumes without the cache."""
         for part, place in self._disk.places.items():
@@ -160,7 +155,7 @@ class ReferenceColumns:
         Returns the seconds."""
         begun, steps = time.monotonic(), -(-loader.total_rows // loader.rows_per_step)
         unfinished = Unfinished(self._folder / f"{self._disk.keys[part]}.npy", _count(data))
-        done = self._on_main(lambda: _done(loader, data, steps, unfinished.open()))
+        done = on_main(self._engine, lambda: _done(loader, data, steps, unfinished.open()))
         with (
             fed_steps(loader, range(done, steps), self._engine.device) as feed,
             PassProgress(self._console, f"reference, {part}", steps, done, self._engine.is_main) as progress,
@@ -173,7 +168,7 @@ class ReferenceColumns:
                     unfinished.values[np.concatenate(places)] = values
                 progress.update(step + 1)
         seconds = time.monotonic() - begun
-        self._on_main(lambda: self._keep(part, data, unfinished, seconds))
+        on_main(self._engine, lambda: self._keep(part, data, unfinished, seconds))
         return seconds
 
     def _keep(self, part: str, data: Dataset, unfinished: Unfinished, seconds: float) -> None:

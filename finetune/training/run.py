@@ -21,11 +21,13 @@ from finetune.engine.base import Engine
 from finetune.engine.launch import read_launch
 from finetune.engine.start import start_engine
 from finetune.errors import Stopped, UserError
-from finetune.models.config import check_same_vocabulary, load_tokenizer, model_config
+from finetune.models.config import model_config
+from finetune.models.tokenizer import check_same_vocabulary, load_tokenizer
 from finetune.recipe import Recipe
 from finetune.training.prepare import Prepared, prepare
 from finetune.training.reference import reads_columns, recipe_of_reference
-from finetune.training.run_dir import in_use, make_run_folder, run_folder
+from finetune.training.run_dir import make_run_folder, run_folder
+from finetune.training.run_lock import in_use
 from finetune.training.signals import StopRequest
 from finetune.training.teacher import TeacherPass, recipe_of_teacher
 from finetune.training.teacher_pass import compute_predictions
@@ -107,9 +109,9 @@ def started(
     prepared = prepare(recipe, recipe_file, launch)
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
-    with in_use(engine, run_folder(recipe)):
+    with in_use(engine, run_folder(recipe)) as run_lock:
         predicted = predict(prepared, engine) if predict is not None and engine.is_main else None
-        trainer = Trainer(prepared, engine, stop, console, predicted)
+        trainer = Trainer(prepared, engine, stop, console, predicted, run_lock)
         try:
             yield trainer
         finally:

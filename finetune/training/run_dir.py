@@ -1,37 +1,29 @@
-"""The run directory, runs/<name>/: created before the model is loaded, locked by one launch, written by a thread."""
+"""The run directory, runs/<name>/: created before the model is loaded, written by a thread."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
 import logging
-import os
-import socket
-from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from finetune.data.samples import Image
 from finetune.engine.base import Engine
-from finetune.engine.launch import hosts_without_shared_folder
 from finetune.errors import STOPPED_STATUS, RunFailure, UserError
 from finetune.recipe import Recipe
 from finetune.tracking import StepLog, Trackers, prepare_samples, sample_file
-from finetune.tracking.metrics import GENERATIONS, PICTURES, Background
+from finetune.tracking.metrics import GENERATIONS, PICTURES, Background, missing_steps
 from finetune.utils import write_atomically
 
 log = logging.getLogger(__name__)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _OF_DISKS = _FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.EISDIR, errno.ENOTDIR}
-
-_WAIT_S = 60  # for a launch that is stopping and saves
 
 
 def run_folder(recipe: Recipe) -> Path:
@@ -50,58 +42,6 @@ def make_run_folder(recipe: Recipe) -> None:
     except OSError as error:
         reason = f"run.dir: {folder} cannot be written to: {error.strerror}"
         raise UserError(f"{reason}; choose another `run.dir`") from None
-
-
-@contextlib.contextmanager
-def in_use(engine: Engine, folder: Path) -> Iterator[None]:
-    """Holds the run's lock, which the system releases at the end of the process. Collective.
-
-    Raises UserError on all ranks if another launch of the same run has it, or if the path is a different folder on
-    other machines.
-    """
-    lock = FileLock(folder / ".lock")
-    if holder := engine.ranks.gather(_held_by_another(lock, folder) if engine.is_main else None)[0]:
-        raise UserError(
-            f"another launch is training in {folder}{holder}: stop it, or use another `run.name`; "
-            f"if it is gone, remove {folder / '.lock'}"
-        )
-    several_machines = engine.local_processes < engine.world_size
-    if several_machines and (hosts := hosts_without_shared_folder(engine.ranks.gather, engine.rank, folder)):
-        raise UserError(
-            f"run.dir: {folder.resolve()} is another folder on {', '.join(hosts)} than on rank 0's machine, and a "
-            "checkpoint has a file of every rank: choose a `run.dir` on a file system that all machines share"
-        )
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _held_by_another(lock: FileLock, folder: Path) -> str | None:
-    """Takes the lock, or returns who holds it, for a message. Raises RunFailure where the disk refuses."""
-    launch = folder / ".launch.json"
-    for seconds in (0, _WAIT_S):
-        try:
-            lock.acquire(timeout=seconds)
-            since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            write_atomically(
-                launch, json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since}) + "\n"
-            )
-            return None
-        except Timeout:
-            if seconds == 0:
-                log.warning("%s is locked by another launch: waiting up to %d s for its end", lock.lock_file, _WAIT_S)
-        except NotImplementedError:
-            log.warning("%s: this file system has no locks: make sure that a run is launched only once", lock.lock_file)
-            return None
-        except OSError as error:
-            lock.release()
-            raise disk_failure(folder, error) from error
-    try:
-        holder = json.loads(launch.read_bytes())
-        return f" (process {holder['process']} on {holder['host']}, since {holder['since']})"
-    except (OSError, ValueError, LookupError, TypeError):
-        return " (not known which)"
 
 
 def disk_failure(folder: Path, error: OSError) -> RunFailure:
@@ -127,6 +67,14 @@ class RunLog:
         self, engine: Engine, recipe: Recipe, folder: Path, first_step: int, config: dict[str, Any], ids: dict[str, str]
     ):
         self._folder, main = folder, engine.is_main
+        if main and (missing := missing_steps(folder / "metrics.jsonl", first_step)):
+            log.warning(
+                "%s has no lines of steps %s, which the checkpoint has: it was cut or removed. Reports lack these "
+                "steps; training goes on with step %d",
+                folder / "metrics.jsonl",
+                missing,
+                first_step,
+            )
         self._metrics = StepLog(folder / "metrics.jsonl", first_step) if main else None
         generates = main and recipe.evaluate.generate > 0
         self._generations = StepLog(folder / GENERATIONS, first_step) if generates else None
@@ -134,9 +82,9 @@ class RunLog:
             self._samples = _samples(engine, folder / "samples", first_step) if recipe.tracking.samples else None
             self._trackers = Trackers(recipe, folder, config, ids) if main else None
         except BaseException:
-            for log in (self._metrics, self._generations):
-                if log:
-                    log.close()
+            for opened in (self._metrics, self._generations):
+                if opened:
+                    opened.close()
             raise
         self._thread = Background("run-log")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rich.markup import escape
 
+from finetune.checkpoints.inputs import Inputs
 from finetune.checkpoints.resume import check_finished, chosen, newest_good, resume, set_newer_aside
 from finetune.data.dataset import Dataset, Stream
 from finetune.engine.base import Engine
@@ -28,11 +29,16 @@ class TrainingState:
 
 
 def resumed_state(
-    recipe: Recipe, engine: Engine, training: Dataset | Stream, steps: int, say: Callable[[str], None]
+    recipe: Recipe,
+    engine: Engine,
+    training: Dataset | Stream,
+    inputs: Inputs,
+    steps: int,
+    say: Callable[[str], None],
 ) -> tuple[TrainingState, dict[str, float], dict[str, str]]:
     """Returns the state to go on from, the evaluation at its step, and the ids of the trackers' runs.
 
-    steps: of the whole run. Collective. Raises UserError.
+    inputs: what this run reads; steps: of the whole run. Collective. Raises UserError.
     """
     checkpoints, wanted = run_folder(recipe) / "checkpoints", recipe.checkpoint.resume
     if wanted == "never":
@@ -42,7 +48,7 @@ def resumed_state(
     checkpoint = newest_good(engine, checkpoints) if wanted == "auto" else chosen(engine, checkpoints, wanted)
     if checkpoint is None:
         return TrainingState(), {}, {}
-    resumed = resume(engine, recipe, checkpoint, training.summary())
+    resumed = resume(engine, recipe, checkpoint, inputs, training)
     state = TrainingState(**resumed.progress)
     check_finished(checkpoint, resumed.changes, state.step, steps)
     for folder in set_newer_aside(checkpoints, state.step) if engine.is_main else []:
@@ -50,4 +56,6 @@ def resumed_state(
     say(f"resuming from {checkpoint}: step {state.step} of {steps}")
     for change in resumed.changes:
         say(f"changed since then: {escape(change)}")
+    for note in resumed.notes:
+        say(f"note: {escape(note)}")
     return state, resumed.metrics, resumed.trackers

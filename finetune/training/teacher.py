@@ -22,7 +22,8 @@ from finetune.data.predictions import (
 )
 from finetune.data.teacher_file import file_predictions, is_teacher_file
 from finetune.errors import UserError
-from finetune.models.config import check_same_vocabulary, model_config
+from finetune.models.config import model_config
+from finetune.models.tokenizer import check_same_vocabulary
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Evaluate, HeldOut
 from finetune.training.reference_files import image_states, model_dependencies

@@ -8,6 +8,7 @@ It knows no objective by name and nothing of how tensors lie on devices; the eng
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import time
@@ -23,9 +24,11 @@ from rich.markup import escape
 from torch import Tensor
 
 from finetune.checkpoints.folder import best_checkpoint
-from finetune.checkpoints.resume import resume
+from finetune.checkpoints.inputs import read_inputs
+from finetune.checkpoints.resume import resume_own
 from finetune.checkpoints.saver import Saver
 from finetune.data.batch import Batch
+from finetune.data.dataset import Stream
 from finetune.data.examples import image_reader
 from finetune.data.loader import StepBatches
 from finetune.data.prefetch import Feed, fed_steps
@@ -39,6 +42,7 @@ from finetune.errors import RunFailure, Stopped, UserError
 from finetune.export.result import model_card, save_result, write_tokenizer
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.config import dtypes
+from finetune.models.parameter_roles import parameter_roles
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, TermSums
@@ -56,6 +60,7 @@ from finetune.training.prepare import Prepared
 from finetune.training.profile import Profiler, show_profile
 from finetune.training.reference import AdaptersOff, ReferenceColumns, reads_columns
 from finetune.training.run_dir import ExpertLoad, RunLog, disk_failure, run_folder
+from finetune.training.run_lock import RunLock
 from finetune.training.run_plan import measure_run
 from finetune.training.signals import StopRequest
 from finetune.training.state import TrainingState, resumed_state
@@ -72,6 +77,7 @@ class StepFlags:
     stop: bool  # a signal was received
     save: bool  # `checkpoint.every_minutes` have passed
     settle: bool  # a checkpoint that was being written has failed
+    lost: bool  # another launch has taken the run's folder
 
 
 class Trainer:
@@ -84,23 +90,25 @@ class Trainer:
         stop: StopRequest,
         console: Console,
         predicted: dict[str, Any] | None = None,
+        run_lock: RunLock | None = None,
     ):
         """Loads the model, wraps it by the engine, and resumes from the newest checkpoint. Collective.
 
-        predicted: of plan.json. Raises UserError.
+        predicted: of plan.json; run_lock: of the run's folder. Raises UserError.
         """
         self.recipe, self.engine, self.stop, self.console = prepared.recipe, engine, stop, console
-        self.tokenizer, self.folder = prepared.tokenizer, run_folder(prepared.recipe)
+        self.tokenizer, self.folder, self.run_lock = prepared.tokenizer, run_folder(prepared.recipe), run_lock
         prepared, full_rows = prepared.on(engine.device.type)
         for note in prepared.notes:
             self.say(f"note: {escape(note)}")
         recipe, training, held_out = prepared.recipe, prepared.training, prepared.held_out
         attention = apply_context_parallel(full_rows, engine.context_shard, engine.parallelism, engine.rank)
         columns = ReferenceColumns(recipe, engine, training, held_out, console) if reads_columns(recipe) else None
-        attention = with_shared_prompts(recipe.objective, attention)
+        attention, config = with_shared_prompts(recipe.objective, attention), copy.deepcopy(prepared.config)
         model, objective = parts.load(prepared, engine, attention, self.say)
         self.forward, facts = ForwardPass(attention, objective), parts.model_facts(recipe, model, full_rows)
-        engine.wrap(model, partial(build_optimizers, recipe.optimizer), prepared.micro_batches)
+        build = partial(build_optimizers, recipe.optimizer, parameter_roles(model.causal_lm))
+        engine.wrap(model, build, prepared.micro_batches)
         set_group_timeouts(collective_timeout())
         rows = parts.rows_per_device(prepared, engine, self.forward, self.say)
         loaders = parts.Loaders(recipe, engine, rows, attention, image_reader(recipe, self.tokenizer))
@@ -119,9 +127,12 @@ class Trainer:
             self.evaluator = parts.make_evaluator(
                 prepared, engine, held_out, loaders.each_once(held_out), attention, self.end_ids, self.with_reference
             )
+        weights = columns.weights_identity if columns is not None else None
+        # What this run reads, as checkpoints keep it. config: before the load, which changes it.
+        self.inputs = read_inputs(engine, recipe, self.tokenizer, config, (training, held_out), weights)
         # evaluation: the last one, as far as it is finite; tracker_ids: of the runs that a checkpoint knows
         self.state, self.evaluation, self.tracker_ids = resumed_state(
-            recipe, engine, training, self.plan.steps, self.say
+            recipe, engine, training, self.inputs, self.plan.steps, self.say
         )
         self.meters = Meters(engine, facts.flops, parts.device_peak(recipe, engine, self.plan, self.say))
         self.profiler = Profiler(recipe.profile, engine, self.folder, self.plan.steps) if recipe.profile else None
@@ -153,7 +164,7 @@ class Trainer:
         except OSError as error:
             raise disk_failure(self.folder, error) from error
         finally:
-            if self.status in (None, "running"):
+            if self.status in (None, "running") and self._holds_folder():
                 with contextlib.suppress(OSError):  # the disk may be what has failed
                     self._write_status("failed")
                     self._write_measured()
@@ -162,6 +173,7 @@ class Trainer:
         if self.engine.is_main:
             write_atomically(self.folder / "recipe.yaml", dump_recipe(self.recipe))
             self.plan.write(self.folder / "plan.json")
+            write_atomically(self.folder / "inputs.json", json.dumps(self.inputs, indent=1) + "\n")
             write_tokenizer(self.engine.unwrapped, self.tokenizer, self.end_ids, self.folder / "tokenizer")
             firsts = [self.data.first_examples(i, RECORDED) for i in range(len(self.data.source_names))]
             examples = json.dumps(recorded(firsts, self.tokenizer), ensure_ascii=False)
@@ -170,7 +182,8 @@ class Trainer:
         config = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
         self.log = RunLog(self.engine, self.recipe, self.folder, self.state.step + 1, config, self.tracker_ids)
         self.first_step = self.state.step + 1
-        self.saver = Saver(self.engine, self.recipe, self.folder / "checkpoints", self._checkpoint_metadata())
+        metadata = self._checkpoint_metadata()
+        self.saver = Saver(self.engine, self.recipe, self.folder / "checkpoints", metadata, self._holds_folder)
         self.saved_at = time.monotonic()
         try:
             self.train()
@@ -205,6 +218,7 @@ class Trainer:
         ):
             for step_batches in self.steps(feed):
                 line, flags = self.train_step(step_batches)
+                self._check_folder(flags.lost)
                 self._record(line, step_batches)
                 progress.update(line["step"], line["loss"], line["tokens_per_s"], line.get("mfu"))
                 self._profile(line)
@@ -241,7 +255,7 @@ class Trainer:
         Raises RunFailure on all ranks before the optimizer step if loss or gradient is not finite.
         """
         factor = lr_factor(self.recipe.schedule, self.state.step, self.plan.steps)
-        self.engine.set_lr(factor)
+        self.engine.prepare_groups(factor, step.has_images)
         step = self._completed(step)
         micro_batches = _MicroBatches(self, step)
         self.engine.accumulate(step.batches, micro_batches.forward, micro_batches.loss)
@@ -294,10 +308,11 @@ class Trainer:
         minutes = self.recipe.checkpoint.every_minutes
         overdue = minutes is not None and time.monotonic() - self.saved_at >= minutes * 60
         flags = [self.stop.reason is not None, overdue and self.engine.is_main, self.saver.failed]  # by one clock
+        flags.append(not self._holds_folder())
         sums = micro_batches.sums
         totals = self.engine.ranks.total({**sums.totals, "flags": torch.tensor(flags, dtype=torch.float64)})
-        stop, save, settle = (flag > 0 for flag in totals.pop("flags").tolist())
-        return Sums(totals, sums.terms, micro_batches.counts), StepFlags(stop, save, settle)
+        stop, save, settle, lost = (flag > 0 for flag in totals.pop("flags").tolist())
+        return Sums(totals, sums.terms, micro_batches.counts), StepFlags(stop, save, settle, lost)
 
     def _advance(self, step: StepBatches, sums: Sums) -> None:
         state = self.state
@@ -424,7 +439,11 @@ class Trainer:
 
     def _save_checkpoint(self, measured: dict[str, float]) -> None:
         self.log.flush()
-        size = self.saver.save(asdict(self.state), measured)
+        progress = asdict(self.state)
+        if isinstance(self.data, Stream):
+            windows = self.data.rows.num_consumed(self.state.step * self.recipe.batch.rows)
+            progress["consumed"] = {"windows": windows, "content": self.data.rows.consumed(windows)}
+        size = self.saver.save(progress, measured)
         self.saved_at = time.monotonic()
         if not self.saved_before:
             how = ", copied to CPU memory and written while training continues" if self.saver.asynchronous else ""
@@ -462,16 +481,28 @@ class Trainer:
         return {
             "steps": self.plan.steps,
             "data": self.data.summary(),
+            "inputs": self.inputs,
             "trackers": self.log.run_ids(),
             "versions": self.plan.versions,
             "git_commit": self.plan.git_commit,
         }
+
+    def _holds_folder(self) -> bool:
+        """Whether this launch may write the run's folder: not if another has taken it. The main rank knows."""
+        return self.run_lock is None or not self.engine.is_main or not self.run_lock.is_lost()
+
+    def _check_folder(self, lost: bool) -> None:
+        """Raises RunFailure on all ranks. lost: as one of them knows."""
+        if lost:
+            assert self.run_lock is not None  # it says so
+            raise self.run_lock.failure()
 
     def _write_expert_load(self) -> None:
         if self.engine.is_main:
             self.expert_load.write(self.folder)
 
     def _save_result(self) -> None:
+        self._check_folder(any(self.engine.ranks.gather(not self._holds_folder())))
         # `last_loss` is None if a finished run was only evaluated again.
         state, loss, evaluation = self.state, self.last_loss, self.evaluation
         if self.recipe.train.result == "best":
@@ -498,7 +529,7 @@ class Trainer:
         best = self.engine.ranks.gather(best_checkpoint(root, metric) if self.engine.is_main else None)[0]
         if best is None:
             raise RunFailure(f"train.result: best: no checkpoint in {root} was measured by {metric}; use `last`")
-        resumed = resume(self.engine, self.recipe, best, self.data.summary())
+        resumed = resume_own(self.engine, best)
         step, value = resumed.progress["step"], resumed.metrics[str(metric)]
         self.say(f"the result is that of step {step}, the best by {metric} ({value:.4g})")
         return TrainingState(**resumed.progress), resumed.metrics

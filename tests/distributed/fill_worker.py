@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.sharding import Meshes, Sharding, device_meshes, fill_shards, shard_model, take_weights
 from finetune.errors import UserError
+from finetune.models.base_config import without_weights
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.tiny_config import tiny_config
-from finetune.models.weights import without_weights
 
 # Buffers that a module's `config` alone does not make; buffers that are saved; both; and tables of a config's own.
 TYPES = ("gemma3_text", "gpt_neo", "deepseek_v3", "nemotron_h", "minimax_m2")

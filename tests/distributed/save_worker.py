@@ -18,6 +18,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ def run_case(
     from finetune.engine.start import start_engine
     from finetune.errors import RunFailure
     from finetune.export.result import save_result
-    from finetune.models.config import dtypes, load_tokenizer
+    from finetune.models.config import dtypes
+    from finetune.models.tokenizer import load_tokenizer
     from finetune.recipe import load_recipe
 
     recipe, launch = load_recipe(recipe_file, [*overrides, f"run.name={name}"]), read_launch()
@@ -59,6 +61,7 @@ def wrap(engine: Any, recipe: Any, micro_batches: int) -> None:
     from finetune.models.attention import attention_for
     from finetune.models.config import model_config
     from finetune.models.loss_model import CausalLMWithLoss
+    from finetune.models.parameter_roles import parameter_roles
     from finetune.models.weights import load_model
     from finetune.training.optim import build_optimizers
 
@@ -66,7 +69,8 @@ def wrap(engine: Any, recipe: Any, micro_batches: int) -> None:
     with engine.loading(recipe):
         attention = attention_for(recipe, config, engine.device.type)
         model = load_model(recipe, config, attention, engine.placement(recipe))
-    engine.wrap(CausalLMWithLoss(model), lambda named: build_optimizers(recipe.optimizer, named), micro_batches)
+    build = partial(build_optimizers, recipe.optimizer, parameter_roles(model))
+    engine.wrap(CausalLMWithLoss(model), build, micro_batches)
 
 
 def generate(engine: Any) -> list[dict[str, Any]]:

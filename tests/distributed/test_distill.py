@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.data.dataset import Dataset, build_training
 from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.errors import UserError
-from finetune.models.config import load_tokenizer, model_config
+from finetune.models.config import model_config
+from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import load_recipe
 from finetune.training.run import compute_reference
 from finetune.training.signals import StopRequest

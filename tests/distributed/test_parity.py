@@ -28,7 +28,15 @@ BY_SCRIPT = {
     *("full plain head", "full paged_adamw", "full sgd no clip", "full checkpointing offloaded"),
     *("full dpo", "full dpo plain head", "full deep dpo", "lora simpo"),
     *("lora qwen3_5", "full qwen3_5 checkpointing"),
-    *("full images", "full images projector", "lora images", "lora images tower", "qlora images", "full images bf16"),
+    *(
+        "lora tied and whole head",
+        "full images",
+        "full images projector",
+        "lora images",
+        "lora images tower",
+        "qlora images",
+        "full images bf16",
+    ),
     *("full images dpo", "full images kto", "lora images dpo adapters off"),
     *("lora text part", "full chunked head", "full classify", "lora accumulate 1"),
     *("full granite_hybrid", "lora granite_hybrid checkpointing selective"),
@@ -77,11 +85,15 @@ SELECTED = {
     ("fsdp2", 2): ON_FSDP2
     - {"full from scratch", "lora dora", "lora mistral window", "lora dropout offloaded"}
     - {"lora qwen3", "full auto rows", "full token budget", "full mistral window", "lora unpacked"}
-    - {"lora tied chunked head", "lora and whole head", "lora", "qlora"},
+    - {"lora tied chunked head", "lora and whole head", "lora", "qlora", "full images rare"},
     ("fsdp2_offload", 2): {"full"},
     ("zero2", 2): {"full accumulate 1", "qlora"},
     ("zero3", 2): {"full", "full from scratch", "lora dora", "qlora", "lora dropout offloaded"}
-    | {"lora images", "full qwen3_5"},  # what is in its mixers runs as often as a rank has documents
+    | {
+        "full images rare",
+        "lora images",
+        "full qwen3_5",
+    },  # what is in its mixers runs as often as a rank has documents
     ("zero3_offload", 2): {"full"},
     ("pp", 2): {
         *("full", "lora", "full token budget", "full tied", "full bf16"),
@@ -107,7 +119,7 @@ SELECTED = {
     ("ulysses", 2): {"full unpacked", "full auto rows", "full mistral window", "full dpo ipo unpacked"},
     **{launch: set() for launch in BY_SCRIPT_ALONE},
     ("hsdp", 4): {"full"},
-    ("tp", 2): {"full tied", "lora dropout rslora", "lora qwen3"},
+    ("tp", 2): {"full tied", "lora dropout rslora", "lora qwen3", "lora tied tokens whole"},
     ("tp", 4): set(),
     ("fsdp2_tp", 4): set(),  # in test_tensor_parallel.py
 }

@@ -408,7 +408,7 @@ def test_a_run_folder_that_cannot_be_written_to(saving: dict[str, Any], write_re
 def test_a_lock_of_another_launch_names_it(
     saving: dict[str, Any], write_recipe: Any, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finetune.training.run_dir._WAIT_S", 0.1)
+    monkeypatch.setattr("finetune.training.run_lock._WAIT_S", 0.1)
     run.mkdir(parents=True)
     with FileLock(run / ".lock"):
         (run / ".launch.json").write_text('{"host": "node7", "process": 123, "since": "2026-01-01T00:00:00+00:00"}')

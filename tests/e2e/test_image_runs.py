@@ -33,7 +33,8 @@ from finetune.export.commands import ExportOptions, export_run, load_trained, ve
 from finetune.export.live import verify_url
 from finetune.export.sampling import Sampling
 from finetune.export.trained import find_trained
-from finetune.models.config import load_tokenizer, model_config
+from finetune.models.config import model_config
+from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import load_recipe
 from finetune.training.run import compute_reference, started
 from finetune.training.signals import StopRequest
@@ -76,7 +77,7 @@ def train_on_pictures(folder: Path, name: str, mode: str = "full", **changes: An
     if {"teacher", "reference_model"} & set(recipe.get("objective", {})):
         compute_reference(load_recipe(path), str(path), StopRequest(), console())
     train_here(path)
-    return folder / "runs" / recipe["run"]["name"]
+    return Path(recipe["run"]["dir"]) / recipe["run"]["name"]
 
 
 OTHER_SETTINGS = '{"size": {"shortest_edge": 784, "longest_edge": 1568}}'  # of a processor of images
@@ -94,7 +95,8 @@ def surer(base: Path, folder: Path) -> Path:
 class Plain:
     """The examples of a run, each sequence alone through plain transformers."""
 
-    def __init__(self, run: Path, part: str = "eval"):
+    def __init__(self, run: Path, part: str = "eval", differentiable: bool = False):
+        self.differentiable = differentiable
         recipe = load_recipe(run / "recipe.yaml")
         tokenizer = load_tokenizer(recipe.model)
         data, reader = build_held_out(recipe, tokenizer), image_reader(recipe, tokenizer)
@@ -104,13 +106,13 @@ class Plain:
         assert reader is not None
         self.examples, self._reader = data.examples, reader
 
-    @torch.no_grad()
     def logits(self, model: Any, ids: Any, images: tuple[Any, ...]) -> torch.Tensor:  # (T, V)
         ids = torch.tensor(np.asarray(ids)[None], dtype=torch.int64)
         pictures = dict(self._reader(images, ids)) if images else {}
         if "image_grid_thw" in pictures:
             pictures["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-        return model(input_ids=ids, use_cache=False, **pictures).logits[0]
+        with torch.set_grad_enabled(self.differentiable):
+            return model(input_ids=ids, use_cache=False, **pictures).logits[0]
 
     def log_probs(self, model: Any, one: Sequence) -> tuple[torch.Tensor, torch.Tensor]:  # (S,), (S, V)
         """Returns those of the targets, and of all tokens in their places."""
@@ -173,6 +175,56 @@ def test_full_run_is_what_plain_transformers_computes(seeing: Path) -> None:
     assert not [name for name in moved if "visual" in name and "merger" not in name]
     assert (run / "model" / "preprocessor_config.json").is_file()
     assert json.loads((run / "plan.json").read_text())["parts"]["vision"][1] == 0
+
+
+def test_steps_without_a_picture_leave_tower_and_projector_as_plain_torch_does(seeing: Path, tmp_path: Path) -> None:
+    """Their gradient is None there: neither weight decay nor momentum moves them. Also after a resume before the first
+    picture, where they have no state yet."""
+    tiny.write_pictures(seeing, "rare", 40, seed=3, numbers=(0,) * 7 + (1,))
+    changes = {
+        "run": {"name": "rare", "dir": str(tmp_path)},
+        "model": {"name": str(seeing / "smolvlm_sees"), "train": ["language", "projector", "vision"]},
+        "data": {"train": [{"path": str(seeing / "rare.jsonl"), "format": "messages"}], "packing": False},
+        "batch": {"rows": 2},
+        "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "max_grad_norm": None, "betas": [0.9, 0.95]},
+        "schedule": {"name": "constant"},
+        "train": {"max_steps": 10, "precision": "fp32"},
+        "evaluate": {"at_start": False},
+        "checkpoint": {"every_steps": 1, "keep": 20},
+        "tracking": {"samples": True},
+    }
+    run = train_on_pictures(seeing, "smolvlm", **changes)
+    losses = [line["loss"] for line in metrics(run) if "loss" in line]
+    samples = [json.loads(line) for line in (run / "samples" / "rank-00000.jsonl").read_text().splitlines()]
+
+    plain, model = Plain(run, "train", True), AutoModelForImageTextToText.from_pretrained(seeing / "smolvlm_sees")
+    by_row = {f"{example.path}:{example.row}": example.sequences[0] for example in plain.examples}
+    groups = [[p for p in model.parameters() if (p.ndim >= 2) == matrices] for matrices in (True, False)]
+    optimizer = torch.optim.AdamW(
+        [{"params": params, "weight_decay": decay} for params, decay in zip(groups, (0.1, 0.0), strict=True)],
+        lr=3e-3,
+        betas=(0.9, 0.95),
+    )
+    seen = []
+    for line, loss in zip(samples, losses, strict=True):
+        sequences = [by_row[row] for row in line["rows"]]
+        seen.append(any(one.images for one in sequences))
+        nll = -torch.cat([plain.log_probs(model, one)[0] for one in sequences]).mean()
+        assert loss == pytest.approx(nll.item(), rel=2e-6)
+        nll.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    assert not seen[0]
+    assert seen[1:-1].count(True) >= 2
+    assert False in seen[seen.index(True) :]
+    for name, tensor in load_file(run / "model" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=0, atol=1e-5)
+
+    for step in range(2, 11):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    train_here(seeing / "rare.yaml")
+    again = [line["loss"] for line in metrics(run) if "loss" in line]
+    assert again == losses
 
 
 @pytest.fixture(scope="module")

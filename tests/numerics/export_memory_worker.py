@@ -20,7 +20,7 @@ from finetune.export.hf_folder import export_folder
 from finetune.export.tensor_files import TensorFiles, write_shards
 from finetune.export.trained import find_trained
 from finetune.export.verify import verify_export
-from finetune.models.weights import without_weights
+from finetune.models.base_config import without_weights
 
 
 def main(folder: Path, layers: int, hidden: int, files: int, gate: int) -> None:

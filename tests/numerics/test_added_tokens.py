@@ -20,7 +20,8 @@ from finetune.export.hf_folder import export_folder
 from finetune.export.trained import find_trained
 from finetune.models.added_tokens import ROWS, add_tokens, start_rows
 from finetune.models.attention import attention_for
-from finetune.models.config import load_tokenizer, model_config
+from finetune.models.config import model_config
+from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Tokens

@@ -14,8 +14,9 @@ from finetune.data.batch import Batch
 from finetune.data.dataset import build_dataset
 from finetune.data.loader import Loader
 from finetune.models.attention import AttentionChoice, attention_for
-from finetune.models.config import load_tokenizer, model_config
+from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
-from finetune.models.config import check_token_ids, load_tokenizer, model_config
+from finetune.models.config import model_config
 from finetune.models.moe import adapts_experts
-from finetune.models.weights import Placement, load_model, parameter_counts
+from finetune.models.tokenizer import check_token_ids, load_tokenizer
+from finetune.models.weights import Placement, add_adapters, load_model, parameter_counts
 from finetune.recipe import load_recipe
-from finetune.recipe.schema import Model
+from finetune.recipe.schema import Lora, Model
 
 CPU = torch.device("cpu")
 
@@ -145,3 +148,34 @@ def test_adapters_on_experts_are_known(
     recipe["model"]["name"] = str(made / "mixtral")
     recipe.update(mode="lora", lora={"rank": 4, "targets": targets})
     assert adapts_experts(load(recipe, write_recipe, "meta")) == adapted
+
+
+def gpt2_with_trained(name: str) -> Any:
+    """Returns GPT-2, whose tables are tied, with adapters and a module that is trained whole."""
+    config = AutoConfig.for_model("gpt2", vocab_size=40, n_embd=16, n_layer=1, n_head=2, eos_token_id=0, bos_token_id=0)
+    lora = Lora.model_validate({"rank": 2, "targets": ["c_attn"], "modules_to_save": [name]})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out", UserWarning)  # peft's, of Conv1D
+        return add_adapters(AutoModelForCausalLM.from_config(config), lora, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["wte", "lm_head"])
+def test_a_trained_copy_of_a_tied_table_is_one_for_embedding_and_head(name: str) -> None:
+    """By the name of either, also that of GPT-2's embedding, which peft does not know; and still after `tie_weights`,
+    which sharding calls."""
+    model = gpt2_with_trained(name)
+    for _ in range(2):
+        base = model.get_base_model()
+        embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+        trained = embedding.modules_to_save["default"].weight
+        assert head.modules_to_save["default"].weight is trained
+        assert trained.requires_grad
+        assert head.original_module.weight is embedding.original_module.weight
+        assert not head.original_module.weight.requires_grad
+        base.to("meta")
+        base.tie_weights()
+
+
+def test_a_tied_table_is_not_trained_with_another_module() -> None:
+    whole = [name for name, p in gpt2_with_trained("wpe").named_parameters() if p.requires_grad and "lora_" not in name]
+    assert whole == ["base_model.model.transformer.wpe.modules_to_save.default.weight"]

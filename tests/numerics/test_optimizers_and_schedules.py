@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.recipe.schema import Optimizer, Schedule
+from finetune.engine.optimizer_step import IDLE, OF_IMAGES
+from finetune.models.added_tokens import train_rows
+from finetune.models.parameter_roles import ParameterRoles, parameter_roles
+from finetune.models.weights import add_adapters
+from finetune.recipe.schema import Lora, Optimizer, Schedule
 from finetune.training.optim import BUILDERS, SHAPES, build_optimizers, decay_groups, lr_factor
 
 
@@ -53,9 +58,9 @@ def test_no_step_stands_still(name: str, warmup: int) -> None:
 
 def test_matrices_decay_vectors_do_not() -> None:
     matrix, vector = torch.zeros(2, 2), torch.zeros(2)
-    groups = decay_groups([("w", matrix), ("b", vector)], 0.1)
+    groups = decay_groups(ParameterRoles(), [("w", matrix), ("b", vector)], 0.1)
     assert [(g["params"], g["weight_decay"]) for g in groups] == [([matrix], 0.1), ([vector], 0.0)]
-    assert len(decay_groups([("w", matrix)], 0.1)) == 1
+    assert len(decay_groups(ParameterRoles(), [("w", matrix)], 0.1)) == 1
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -64,7 +69,8 @@ def test_each_optimizer_goes_downhill(name: str) -> None:
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(64, 64))
     bias = torch.nn.Parameter(torch.randn(64))
-    optimizers = build_optimizers(Optimizer.model_validate({"name": name, "lr": 0.01}), [("w", weight), ("b", bias)])
+    recipe = Optimizer.model_validate({"name": name, "lr": 0.01})
+    optimizers = build_optimizers(recipe, ParameterRoles(), [("w", weight), ("b", bias)])
     before = (weight.square().sum() + bias.square().sum()).item()
     for _ in range(20):
         (weight.square().sum() + bias.square().sum()).backward()
@@ -74,11 +80,87 @@ def test_each_optimizer_goes_downhill(name: str) -> None:
     assert (weight.square().sum() + bias.square().sum()).item() < 0.97 * before
 
 
+@pytest.mark.parametrize(
+    ("architecture", "tables"),
+    [
+        ("gpt2", {"transformer.wte.weight", "transformer.wpe.weight"}),  # the head is tied
+        ("gpt_neox", {"gpt_neox.embed_in.weight", "lm_head.weight"}),
+        ("llama", {"model.embed_tokens.weight", "lm_head.weight"}),
+    ],
+)
+def test_muon_steps_no_table(architecture: str, tables: set[str]) -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if architecture != "gpt2":  # whose own names for them `for_model` maps
+        sizes["intermediate_size"] = 32
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes))
+    named = list(model.named_parameters())
+    recipe = Optimizer.model_validate({"name": "muon", "lr": 0.01})
+    muon, adamw = build_optimizers(recipe, parameter_roles(model), named)
+    names = {id(parameter): name for name, parameter in named}
+    of_muon, of_adamw = (
+        {names[id(parameter)] for group in one.param_groups for parameter in group["params"]} for one in (muon, adamw)
+    )
+    assert of_muon == {name for name, parameter in named if parameter.ndim == 2} - tables
+    assert of_adamw == set(names.values()) - of_muon
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")  # peft's, of Conv1D
+def test_muon_steps_no_trained_copy_and_no_added_row() -> None:
+    """Under adapters the tables are modules of peft: a copy with a name of its own, rows of added tokens."""
+    config = AutoConfig.for_model("gpt2", vocab_size=40, n_embd=16, n_layer=1, n_head=2)
+    lora = Lora.model_validate({"rank": 2, "targets": ["c_attn"], "modules_to_save": ["wpe"]})
+    model = add_adapters(AutoModelForCausalLM.from_config(config), lora, torch.float32)
+    train_rows(model, 38, 2, torch.float32)
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    muon, adamw = build_optimizers(Optimizer(name="muon", lr=0.01), parameter_roles(model), trained)
+    names = {id(parameter): name for name, parameter in trained}
+    of_muon = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    assert of_muon
+    assert all(".lora_A." in name or ".lora_B." in name for name in of_muon)
+    rest = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+    assert sorted(name.split("transformer.")[1] for name in rest) == [
+        "wpe.modules_to_save.default.weight",
+        "wte.added_rows",
+    ]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.filterwarnings("ignore:Paged optimizers:UserWarning")
+def test_an_idle_group_stays_as_it_is(name: str) -> None:
+    """What plain torch does with parameters without a gradient: no decay, no momentum, no step."""
+
+    def steps(idle: set[int], without_gradient: bool) -> list[Any]:
+        torch.manual_seed(0)
+        tower, norm, other = (torch.nn.Parameter(torch.randn(shape)) for shape in ((64, 64), (64,), (64, 64)))
+        recipe = Optimizer.model_validate({"name": name, "lr": 0.01, "weight_decay": 0.1})
+        roles = ParameterRoles(of_images=frozenset({"tower", "norm"}))
+        optimizers = build_optimizers(recipe, roles, [("tower", tower), ("norm", norm), ("other", other)])
+        for step in range(4):
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group[IDLE] = group[OF_IMAGES] and step in idle and not without_gradient
+            for parameter in (tower, norm, other):
+                parameter.grad = torch.randn(parameter.shape)
+            for parameter in (tower, norm) if step in idle else ():
+                parameter.grad = None if without_gradient else torch.zeros_like(parameter)
+            gradient = tower.grad
+            for optimizer in optimizers:
+                optimizer.step()
+            assert tower.grad is gradient  # DeepSpeed's own buffer under offload
+        return [tower, norm, other]
+
+    for idle in ({1, 2}, {0}):
+        ours, plain = steps(idle, without_gradient=False), steps(idle, without_gradient=True)
+        for mine, theirs in zip(ours, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
 def test_adamw_by_the_paper() -> None:
     """Loshchilov & Hutter 2017, algorithm 2, one matrix, three steps."""
     recipe = Optimizer(lr=0.1, weight_decay=0.01, betas=(0.9, 0.95), eps=1e-8)
     weight = torch.nn.Parameter(torch.tensor([[1.0, -2.0]], dtype=torch.float64))
-    (optimizer,) = build_optimizers(recipe, [("w", weight)])
+    (optimizer,) = build_optimizers(recipe, ParameterRoles(), [("w", weight)])
     w, m, v = weight.detach().clone(), torch.zeros(1, 2), torch.zeros(1, 2)
     for t in range(1, 4):
         gradient = torch.tensor([[0.5, -t / 2]], dtype=torch.float64)

@@ -33,8 +33,9 @@ from finetune.export.commands import ExportOptions, export_run, load_result, mer
 from finetune.export.score import load_scorer
 from finetune.models.added_tokens import grow_to
 from finetune.models.attention import attention_for
-from finetune.models.config import load_tokenizer, model_config
+from finetune.models.config import model_config
 from finetune.models.text_part import text_part_of
+from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Model, Recipe

@@ -33,7 +33,8 @@ from finetune.engine.start import start_engine
 from finetune.engine.zero import Zero
 from finetune.models import quantized
 from finetune.models.attention import attention_for
-from finetune.models.weights import Placement, without_weights
+from finetune.models.base_config import without_weights
+from finetune.models.weights import Placement
 from finetune.objectives.table import OF_TOKENS_ALONE
 from finetune.plan.meter import BLOCK
 from finetune.plan.micro_batch import HeaviestBatch, examples_of

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import architecture
 import example_path
@@ -11,6 +13,8 @@ import golden_losses
 import numpy as np
 import structure
 import torch
+
+from finetune.models.patches import PATCHES, PatchName
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -50,6 +54,24 @@ def test_names_of_classes_and_files_are_unique_in_the_package():
     measured = structure.measure(ROOT)
     assert measured["class names used more than once"] == []
     assert measured["file names used more than once"] == []
+
+
+def test_forwards_and_classes_are_replaced_by_the_table_of_patches_alone():
+    """No assignment to an instance's `forward` or `__class__` elsewhere, by `setattr` neither; no row without a use."""
+    elsewhere, used = [], set()
+    for path in sorted((ROOT / "finetune").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            assigned = {target.attr for target in targets if isinstance(target, ast.Attribute)}
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                if node.func.id == "setattr" and isinstance(node.args[1], ast.Constant):
+                    assigned.add(str(node.args[1].value))
+                if node.func.id in ("replace_forward", "replace_class", "mix_in"):
+                    used |= {one.value for one in node.args if isinstance(one, ast.Constant)}
+            if assigned & {"forward", "__class__"} and path.name != "patches.py":
+                elsewhere.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert elsewhere == []
+    assert used == set(PATCHES) == set(get_args(PatchName))
 
 
 def test_structure_counts_what_a_reader_has_to_follow(tmp_path: Path):

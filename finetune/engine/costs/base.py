@@ -39,6 +39,8 @@ class Weight:
     packed: int = 0  # weights in few bits that its elements hold; 0: it is as it is
     scales: int = 0  # bytes of what unpacks them
     expert: bool = False  # dimension 0 counts experts
+    table: bool = False  # see `ParameterRoles`, as the next
+    of_images: bool = False
 
     @functools.cached_property  # asked for many times
     def numel(self) -> int:

@@ -43,10 +43,12 @@ class Zero(Costs):
 
     @property
     def decay_groups(self) -> list[list[Weight]]:
-        """Returns matrices and vectors, as `training/optim.py` groups what is trained."""
-        trained = [weight for weight in self.shapes.weights if weight.trains]
-        groups = [[weight for weight in trained if (len(weight.shape) >= 2) == matrices] for matrices in (True, False)]
-        return [group for group in groups if group]
+        """Returns matrices and vectors, of images by themselves, as `training/optim.py` groups what is trained."""
+        groups: dict[tuple[bool, bool], list[Weight]] = {}
+        for weight in self.shapes.weights:
+            if weight.trains:
+                groups.setdefault((weight.of_images, len(weight.shape) < 2), []).append(weight)
+        return [groups[key] for key in sorted(groups)]
 
     # --- memory
 

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from finetune.models.patches import replace_forward
+
 
 class Mixer(TypedDict):
     """How a class of modules takes documents. Of plain types, for it is kept as JSON."""
@@ -117,7 +119,8 @@ def run_per_document(model: Any, mixers: Mixers) -> list[Any]:
     """Let a model's mixers, in place, take the documents of a row one by one; returns them."""
     found = [module for module in model.modules() if type(module).__name__ in mixers]
     for module in found:
-        module.forward = _per_document(module.forward, mixers[type(module).__name__])
+        forward = _per_document(module.forward, mixers[type(module).__name__])
+        replace_forward(module, forward, "mixer per document")
         module.mixes_documents = True
     return found
 
@@ -291,7 +294,7 @@ def find_mixers(model: Any, forward: Callable[[], Any], lengths: tuple[int, ...]
                 mixers[name] = places
                 continue
             for other, original in before.items():
-                other.forward = original
+                replace_forward(other, original, "mixer per document")  # it was not this one
     if not mixers:
         raise NoMixers("no module was seen to mix documents")
     return mixers

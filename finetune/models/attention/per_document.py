@@ -19,7 +19,8 @@ from finetune.models.attention.kernels import (
     register,
     soft_capped,
 )
-from finetune.models.config import depends_on_length
+from finetune.models.base_config import depends_on_length
+from finetune.models.patches import replace_forward
 
 DOCUMENTS = "finetune_documents"  # in transformers' table of attention functions
 
@@ -235,8 +236,7 @@ def rotate_per_document(model: Any) -> None:
     """Let the rotary modules of a model, in place, compute each document's angles as if it were alone."""
     for module in model.modules():
         if any(depends_on_length(name) for _, name in _rotary_types(module)):
-            # Replaced: it is called several times, once for each document, which hooks cannot do.
-            module.forward = _per_document(module, module.forward)
+            replace_forward(module, _per_document(module, module.forward), "rotations per document")
 
 
 def _rotary_types(module: Any) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from finetune.data.chat.template_choice import template_of
 from finetune.data.dataset import build_dataset, template_notes
 from finetune.data.token_text import Look, to_json_lines
 from finetune.errors import UserError
-from finetune.models.config import load_tokenizer
+from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut, Source
 from finetune.view.inspect.dataset_view import DatasetView, dataset_statistics, find_row, first_examples

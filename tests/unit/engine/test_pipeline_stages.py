@@ -17,8 +17,8 @@ from finetune.engine.compatibility import check_launch
 from finetune.engine.launch import Launch
 from finetune.engine.stages import Layout, StageModel, check_cuttable, holders, keep_only, lay_out, stage_bounds
 from finetune.errors import UserError
+from finetune.models.base_config import without_weights
 from finetune.models.loss_model import CausalLMWithLoss
-from finetune.models.weights import without_weights
 from finetune.recipe import load_recipe
 
 LLAMA_8B = {  # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json

@@ -93,6 +93,26 @@ def test_focal_loss_is_its_formula() -> None:
     assert objective.metrics(sums_of(objective, [batch])).keys() == {"nll"}
 
 
+@pytest.mark.parametrize("gamma", [0.0, 0.01, 0.5, 0.9, 1.0, 2.0])
+def test_focal_loss_of_tokens_that_are_certain(gamma: float) -> None:
+    """In fp32 a probability is rounded to 1 below a loss of 6e-8, and a loss to 0 or a little less."""
+    losses = [0.0, -6e-8, 1e-30, 3e-8, 1e-7, 1e-4, 0.7, 9.0]
+    objective = make_objective(Settings(name="focal", gamma=gamma))
+
+    def gradient(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        nll = torch.tensor(losses, dtype=dtype, requires_grad=True)
+        (term,) = (t for t in objective.terms(Outputs(nll.sum(), nll), batch_of(len(losses))).values() if t.weight)
+        return term.total, torch.autograd.grad(term.total, nll)[0]
+
+    total, ours = gradient(torch.float32)
+    nll = torch.tensor(losses, dtype=torch.float64).clamp(min=0)
+    p, others = torch.exp(-nll), -torch.expm1(-nll)
+    slope = gamma * nll * p * others ** (gamma - 1)  # of (1 - p)^gamma, times the loss: 0 at p = 1
+    wanted = others**gamma + torch.where(nll > 0, slope, 0.0)
+    torch.testing.assert_close(ours.double(), wanted, rtol=2e-6, atol=1e-12)
+    torch.testing.assert_close(total.double(), (others**gamma * nll).sum(), rtol=1e-6, atol=1e-7)
+
+
 def test_losses_by_source_are_means_over_their_own_tokens() -> None:
     batches = [batch_of(5, source=0), batch_of(9, source=1)]
     sums = sums_of(objective := make_objective(Settings(), ("first", "second")), batches)

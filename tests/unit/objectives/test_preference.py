@@ -22,10 +22,11 @@ from finetune.data.dataset import Dataset, build_training
 from finetune.data.loader import Loader
 from finetune.data.samples import Example, Sequence
 from finetune.models.attention import attention_for
-from finetune.models.config import load_tokenizer, model_config
+from finetune.models.config import model_config
 from finetune.models.head.chunked import HeadTask, matrix_losses
 from finetune.models.head.token_loss import LogitMap
 from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, load_model
 from finetune.models.wrapped import Outputs
 from finetune.objectives import make_objective

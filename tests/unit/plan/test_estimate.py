@@ -17,9 +17,11 @@ from finetune.engine.costs import Shapes, Weight, costs_of
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
+from finetune.models.base_config import without_weights
 from finetune.models.config import training_config
+from finetune.models.parameter_roles import parameter_roles
 from finetune.models.quantized import state_tensors
-from finetune.models.weights import Placement, load_model, without_weights
+from finetune.models.weights import Placement, load_model
 from finetune.plan import tables
 from finetune.plan.command import config_of
 from finetune.plan.comparison import compare_run
@@ -69,7 +71,7 @@ def test_state_is_that_of_real_tensors(recipe: Any, overrides: tuple[str, ...]) 
     config = training_config(loaded)
     model = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", torch.device("cpu")))
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    optimizers = build_optimizers(loaded.optimizer, trained)
+    optimizers = build_optimizers(loaded.optimizer, parameter_roles(model), trained)
     for _, parameter in trained:
         parameter.grad = torch.ones_like(parameter)
     for optimizer in optimizers:

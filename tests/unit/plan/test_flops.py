@@ -22,11 +22,11 @@ from finetune.engine.hardware import find_device, peak_tflops, shipped_hardware
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import DOCUMENTS
 from finetune.models.attention.per_document import prepare
+from finetune.models.base_config import without_weights
 from finetune.models.flops import ModelFlops, causal_pairs, model_flops
 from finetune.models.head import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
 from finetune.models.tiny_config import tiny_config
-from finetune.models.weights import without_weights
 
 LENGTHS = (7, 16, 3)
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}

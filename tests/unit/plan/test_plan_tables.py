@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from finetune.engine.hardware import read_hardware, shipped_hardware
 from finetune.errors import UserError
-from finetune.models.weights import without_weights
+from finetune.models.base_config import without_weights
 from finetune.plan import tables
 from finetune.plan.tables import parse_machines, read_prices, shapes_source, shipped_config
 from finetune.recipe import load_recipe

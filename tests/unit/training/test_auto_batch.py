@@ -23,8 +23,10 @@ from finetune.engine.launch import Launch
 from finetune.engine.start import start_engine
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, attention_for
-from finetune.models.config import load_tokenizer, model_config
+from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.parameter_roles import parameter_roles
+from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
@@ -125,8 +127,8 @@ class Started:
         self.data: Dataset = build_dataset(recipe, recipe.data.train, load_tokenizer(recipe.model))
         self.engine: Engine = start_engine(recipe, Launch("replicated", 1))
         self.attention: AttentionChoice = attention_for(recipe, self.config, "cpu")
-        self.build = partial(build_optimizers, recipe.optimizer)
         model = load_model(recipe, self.config, self.attention, self.engine.placement(recipe))
+        self.build = partial(build_optimizers, recipe.optimizer, parameter_roles(model))
         self.forward = ForwardPass(self.attention, make_objective(recipe.objective))
         self.engine.wrap(CausalLMWithLoss(model, recipe.model.cross_entropy), self.build, 1)
         self.said: list[str] = []

@@ -1,0 +1,75 @@
+"""What the examples of a source hold, as digests: the same wherever its files are, another where a token, a mask, a
+number or an image is another. A checkpoint keeps it, and a resume compares it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import numpy as np
+
+from finetune.data.token_cache import CacheEntry
+from finetune.errors import UserError
+
+DIGITS = 16  # of a digest, in hex: 64 bits
+_READ_WHOLE = 1 << 16  # bytes; of a larger image its middle is read
+_BLOCK = 1 << 12
+_IMAGES_READ = 10_000  # of a source; of all others the size
+
+
+def source_content(entry: CacheEntry) -> dict[str, Any]:
+    """Returns the number of examples, and digests of their tokens, masks, columns and images.
+
+    Tokens by the hash that the cache keeps of each example; it has the paths of images, so with these the ids are read.
+    Raises UserError where an image is gone.
+    """
+    has_images = len(entry.image_numbers) > 0
+    tokens = (entry.input_ids, entry.sequence_offsets, entry.example_offsets) if has_images else (entry.hashes,)
+    count = len(entry.columns)
+    return {
+        "examples": len(entry),
+        "tokens": digest(*tokens),
+        "loss masks": digest(entry.loss_mask),
+        **{name: digest(entry.numbers[i::count]) for i, name in enumerate(entry.columns)},
+        **({"images": _images_content(entry)} if has_images else {}),
+    }
+
+
+def digest(*parts: np.ndarray | bytes | str) -> str:
+    """Returns the first 64 bits of the sha256 of all parts, one after the other."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else _bytes(part))
+    return whole.hexdigest()[:DIGITS]
+
+
+def _bytes(part: bytes | str) -> bytes:
+    return part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+
+
+def _images_content(entry: CacheEntry) -> str:
+    """Digest of places and sizes in tokens and pixels, and of the files: in full where the rows have them, else of
+    their sizes, and of the bytes of at most `_IMAGES_READ` of them."""
+    places = entry.image_numbers.reshape(-1, 6)[:, :5]
+    sources = entry.image_list()
+    every = -(-len(sources) // _IMAGES_READ)
+    whole = hashlib.sha256(np.ascontiguousarray(places).data)
+    for i, source in enumerate(sources):
+        whole.update(hashlib.sha256(source).digest() if isinstance(source, bytes) else _file(source, i % every == 0))
+    return whole.hexdigest()[:DIGITS]
+
+
+def _file(path: str, read: bool) -> bytes:
+    """Returns the size of a file, and what is read of its bytes."""
+    try:
+        size = os.stat(path).st_size
+        content = b""
+        if read:
+            with open(path, "rb", buffering=0) as file:
+                file.seek(0 if size <= _READ_WHOLE else (size - _BLOCK) // 2)
+                content = file.read(_READ_WHOLE if size <= _READ_WHOLE else _BLOCK)
+    except OSError as error:
+        raise UserError(f"{path}: an image of the data cannot be read: {error.strerror}") from None
+    return size.to_bytes(8, "little") + hashlib.sha256(content).digest()

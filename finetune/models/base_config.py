@@ -1,0 +1,87 @@
+"""A recipe's base model without its weights: its Hugging Face config as it is, its shapes, and why it was not found."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from finetune.errors import UserError
+from finetune.recipe.schema import Model
+
+
+def base_config(model: Model) -> PretrainedConfig:
+    """Returns the Hugging Face config of the recipe's model as it is. Raises UserError where there is none."""
+    try:
+        if model.config is not None:
+            _check_config_keys(model.config)
+            return AutoConfig.for_model(**model.config)
+        assert model.name is not None
+        return AutoConfig.from_pretrained(
+            model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
+        where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
+        reason = why_not_found(model.name, error) or short_message(error)
+        raise UserError(f"{where}: no model config: {reason}") from error
+
+
+def _check_config_keys(config: dict[str, Any]) -> None:
+    """Raises UserError for an unknown key: transformers accepts any, and a misspelt one would train another
+    architecture."""
+    known = [*AutoConfig.for_model(config["model_type"]).to_dict(), "rope_theta", "rope_scaling"]
+    for name in config:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean `{close[0]}`?" if close else ""
+            raise UserError(f"model.config.{name}: not a setting of {config['model_type']}{hint}")
+
+
+def without_weights(config: PretrainedConfig, auto: Any = AutoModelForCausalLM, **common: Any) -> Any:
+    """Returns a model of shapes alone (device `meta`), not tied; common: arguments of transformers' `from_config`."""
+    with torch.device("meta"), no_init_weights():
+        return auto.from_config(config, **common)
+
+
+def rope_types(parameters: dict[str, Any] | None) -> set[str]:
+    """Returns the types of RoPE in a config's `rope_parameters`, which may be nested by kind of layer."""
+    nested = [inner for inner in (parameters or {}).values() if isinstance(inner, dict)]
+    return {str(one.get("rope_type")) for one in (parameters or {}, *nested)}
+
+
+def depends_on_length(rope_type: str) -> bool:
+    """Whether a type of RoPE has other frequencies for a long document than for a short one."""
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
+NO_FOLDER = "no such folder; give one, or the id of a model on the hub, as org/name"
+
+
+def is_missing_folder(name: str) -> bool:
+    """Whether the name of a model can only be that of a folder, which is not there."""
+    return (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).expanduser().is_dir()
+
+
+def why_not_found(name: str | None, error: BaseException) -> str | None:
+    """Returns why a library found nothing under a model's name; None where it found something, or tried the network."""
+    if name is not None and is_missing_folder(name):
+        return NO_FOLDER
+    if constants.HF_HUB_OFFLINE and isinstance(error.__cause__, LocalEntryNotFoundError):
+        return "it is neither a folder here nor in the hub's cache, and nothing is downloaded offline"
+    return None
+
+
+def short_message(error: BaseException) -> str:
+    """Returns a library's message in one line, without the stop."""
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of a library's message, without its trailing stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,69 @@
+"""The tokenizer of a recipe, and whether it belongs to a model."""
+
+from __future__ import annotations
+
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+
+from finetune.errors import UserError
+from finetune.models.added_tokens import add_tokens
+from finetune.models.base_config import first_line, why_not_found
+from finetune.recipe.schema import Model, Tokens
+
+
+def load_tokenizer(model: Model, tokens: Tokens | None = None) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of `model.tokenizer`, else of `model.name`. Raises UserError where it cannot be loaded or
+    is not a fast one.
+
+    Padding never reaches the loss: training rows have none. It is used on the left when generating, so a tokenizer
+    without a pad token gets an end token for it, in memory and in the saved result alike. tokens: to add.
+    """
+    source = model.tokenizer or model.name
+    assert source is not None  # the schema wants one of the two
+    revision = model.revision if model.tokenizer is None else None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=revision or "main", trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        key = "model.tokenizer" if model.tokenizer else "model.name"
+        reason = why_not_found(source, error) or first_line(error)
+        raise UserError(f"{key}: no tokenizer from {source!r}: {reason}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(
+            f"{source!r} has only a slow tokenizer ({type(tokenizer).__name__}); exact masks need character offsets. "
+            "Give `model.tokenizer` a folder with a tokenizer.json"
+        )
+    if tokenizer.eos_token is None:
+        raise UserError(f"the tokenizer of {source!r} has no end token (eos_token): generation would never stop")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokens is not None:
+        add_tokens(tokenizer, tokens)
+    return tokenizer
+
+
+def check_same_vocabulary(key: str, name: str | None, tokenizer: PreTrainedTokenizerFast, model: Model) -> None:
+    """Raises UserError where the tokenizer of another model, `key: name`, has other tokens or ids than the recipe's.
+
+    name: None where there is no other model.
+    """
+    if name is None:
+        return
+    other = load_tokenizer(model.model_copy(update={"name": name, "tokenizer": None, "revision": None}))
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if ours != theirs:
+        token = min(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
+        raise UserError(
+            f"{key}: {name!r} has another vocabulary than the model that is trained, so their log-probabilities cannot "
+            f"be compared: {token!r} is id {theirs.get(token)} there and {ours.get(token)} here"
+        )
+
+
+def check_token_ids(config: PretrainedConfig, tokenizer_size: int, tokens: Tokens | None = None) -> None:
+    """Raises UserError where the tokenizer has ids the embedding table does not. tokens: for which it grows."""
+    rows = config.get_text_config().vocab_size + (len(tokens.add) if tokens else 0)
+    if tokenizer_size > rows:
+        raise UserError(
+            f"the tokenizer has {tokenizer_size} tokens, the model's embedding {rows} rows: "
+            "they do not belong together; check `model.tokenizer` and `model.name` or `model.config.vocab_size`"
+        )

@@ -1,0 +1,140 @@
+"""One launch writes a run's folder: it locks .lock, and goes on as long as the file at that path is the one it has.
+
+Whoever removes .lock and launches again locks another file of the same name. The first launch notices after its next
+step, and stops without writing; if nobody has launched yet, it locks the new file instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from finetune.engine.base import Engine
+from finetune.engine.launch import hosts_without_shared_folder
+from finetune.errors import RunFailure, UserError
+from finetune.training.run_dir import disk_failure
+from finetune.utils import write_atomically
+
+log = logging.getLogger(__name__)
+
+_WAIT_S = 60  # for a launch that is stopping and saves
+
+
+class RunLock:
+    """The lock of a run's folder, which the system releases at the end of the process. For rank 0."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._path, self._launch = folder, folder / ".lock", folder / ".launch.json"
+        self._locks: list[FileLock] = []
+        self._file: tuple[int, int] | None = None  # device and inode of what is locked; None: nothing can be
+        self._written = ""  # of this launch, in .launch.json
+        self._checking = threading.Lock()  # the thread that saves asks as well
+
+    def acquire(self) -> str | None:
+        """Takes the lock, or returns who holds it, for a message. Raises RunFailure if the disk refuses."""
+        for seconds in (0, _WAIT_S):
+            try:
+                self._lock(seconds)
+                about = {"host": socket.gethostname(), "process": os.getpid(), "id": uuid.uuid4().hex}
+                since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+                self._written = json.dumps({**about, "since": since}) + "\n"
+                write_atomically(self._launch, self._written)
+                return None
+            except Timeout:
+                if seconds == 0:
+                    log.warning("%s is locked by another launch: waiting up to %d s for its end", self._path, _WAIT_S)
+            except NotImplementedError:
+                log.warning("%s: this file system has no locks: make sure that a run is launched only once", self._path)
+                return None
+            except OSError as error:
+                self.release()
+                raise disk_failure(self._folder, error) from error
+        return self._holder()
+
+    def is_lost(self) -> bool:
+        """Whether another launch has taken the folder since .lock was removed. A missing file is locked again."""
+        with self._checking:
+            if self._file is None or _identity(self._path) == self._file:
+                return False
+            if self._launch_text() != self._written:  # another was here, even if it is gone
+                return True
+            try:
+                self._lock(0)
+            except (Timeout, OSError):
+                return self._path.exists()  # else the folder is gone: the next write says so
+            log.warning("%s was removed while this run trains: it is locked again", self._path)
+            return False
+
+    def failure(self) -> RunFailure:
+        """Returns the error of a launch that has lost its folder."""
+        return RunFailure(
+            f"{self._path} was removed and another launch{self._holder()} has taken {self._folder}: this one stops and "
+            "leaves the folder to it. Stop a launch before another one begins, or use another `run.name`"
+        )
+
+    def release(self) -> None:
+        for lock in self._locks:
+            lock.release()
+        self._locks, self._file = [], None
+
+    def _lock(self, seconds: float) -> None:
+        lock = FileLock(self._path, thread_local=False)
+        lock.acquire(timeout=seconds)
+        self._locks.append(lock)
+        self._file = _identity(self._path)
+
+    def _launch_text(self) -> str | None:
+        try:
+            return self._launch.read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            return None
+
+    def _holder(self) -> str:
+        try:
+            holder = json.loads(self._launch_text() or "")
+            return f" (process {holder['process']} on {holder['host']}, since {holder['since']})"
+        except (ValueError, LookupError, TypeError):
+            return " (not known which)"
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino
+
+
+@contextlib.contextmanager
+def in_use(engine: Engine, folder: Path) -> Iterator[RunLock]:
+    """Holds the run's lock, on rank 0. Collective.
+
+    Raises UserError on all ranks if another launch of the same run has it, or if the path is a different folder on
+    other machines.
+    """
+    lock = RunLock(folder)
+    if holder := engine.ranks.gather(lock.acquire() if engine.is_main else None)[0]:
+        raise UserError(
+            f"another launch is training in {folder}{holder}: stop it, or use another `run.name`; "
+            f"if it is gone, remove {folder / '.lock'}"
+        )
+    several_machines = engine.local_processes < engine.world_size
+    if several_machines and (hosts := hosts_without_shared_folder(engine.ranks.gather, engine.rank, folder)):
+        raise UserError(
+            f"run.dir: {folder.resolve()} is another folder on {', '.join(hosts)} than on rank 0's machine, and a "
+            "checkpoint has a file of every rank: choose a `run.dir` on a file system that all machines share"
+        )
+    try:
+        yield lock
+    finally:
+        lock.release()
