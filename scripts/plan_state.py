@@ -142,7 +142,7 @@ def config_file(folder: Path, cell: Cell) -> Path:
 def predicted(folder: Path, cell: Cell) -> list[dict[str, int]] | str:
     """Returns the bytes of each rank; or why such a run is refused."""
     from finetune.engine.compatibility import check_launch
-    from finetune.engine.costs.base import GRADIENTS, OPTIMIZER, WEIGHTS
+    from finetune.engine.costs.common import GRADIENTS, OPTIMIZER, WEIGHTS
     from finetune.engine.launch import read_config_file
     from finetune.errors import UserError
     from finetune.models.config import training_config

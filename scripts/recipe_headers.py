@@ -19,7 +19,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from finetune.engine.compatibility import check_launch
-from finetune.engine.costs.base import PARTS, State
+from finetune.engine.costs.common import PARTS, State
 from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 
 from finetune.data.dataset import Dataset, Stream
 from finetune.engine.base import Engine
-from finetune.engine.costs.base import different_ranks
+from finetune.engine.costs.common import different_ranks
 from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.engine.launch import Launch
 from finetune.errors import UserError

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
-from finetune.engine.costs.base import different_ranks
+from finetune.engine.costs.common import different_ranks
 from finetune.engine.launch import Launch
 from finetune.export.weight_files import SHARD_BYTES
 from finetune.models.config import dtypes

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from finetune.engine.costs import Costs, Moving, Shapes, State
-from finetune.engine.costs.base import GRADIENTS, layout_of
+from finetune.engine.costs.common import GRADIENTS, layout_of
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.stages import schedulable_micro_batches
 from finetune.models.config import dtypes, layer_configs

@@ -26,8 +26,8 @@ import torch
 from transformers import PretrainedConfig
 
 from finetune.engine.costs import Costs, ModelSize, Weight
-from finetune.engine.costs.base import different_ranks
-from finetune.engine.costs.zero import PERSISTENT
+from finetune.engine.costs.common import different_ranks
+from finetune.engine.costs.deepspeed import PERSISTENT
 from finetune.engine.hardware import CPU, Hardware, Link
 from finetune.engine.launch import Launch
 from finetune.models.attention import DOCUMENTS

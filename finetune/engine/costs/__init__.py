@@ -6,10 +6,10 @@ scripts/plan_errors.py and scripts/plan_times.py).
 
 from __future__ import annotations
 
-from finetune.engine.costs.base import Costs, ModelSize, Moving, OptimizerBytes, Shapes, Shard, State, Weight
-from finetune.engine.costs.fsdp2 import Sharded
-from finetune.engine.costs.replicated import Replicated
-from finetune.engine.costs.zero import Zero
+from finetune.engine.costs.common import Costs, ModelSize, Moving, OptimizerBytes, Shapes, Shard, State, Weight
+from finetune.engine.costs.deepspeed import ZeroCosts
+from finetune.engine.costs.replicated import ReplicatedCosts
+from finetune.engine.costs.sharded import ShardedCosts
 from finetune.engine.launch import Launch
 from finetune.recipe import Recipe
 
@@ -18,6 +18,7 @@ __all__ = ["Costs", "ModelSize", "Moving", "Shapes", "Shard", "State", "Weight",
 
 def costs_of(recipe: Recipe, launch: Launch, shapes: Shapes, device: str, optimizer_bytes: OptimizerBytes) -> Costs:
     """shapes: of one rank of a tensor parallel group. device: of the compute, cuda or cpu."""
-    if launch.kind == "fsdp2" or launch.parallelism.tensor > 1:  # as `start_engine` chooses
-        return Sharded(recipe, launch, shapes, device, optimizer_bytes)
-    return {"zero": Zero, "replicated": Replicated}[launch.kind](recipe, launch, shapes, device, optimizer_bytes)
+    backend = {"replicated": ReplicatedCosts, "fsdp2": ShardedCosts, "zero": ZeroCosts}[launch.kind]
+    if launch.parallelism.tensor > 1:  # as `start_engine` chooses
+        backend = ShardedCosts
+    return backend(recipe, launch, shapes, device, optimizer_bytes)

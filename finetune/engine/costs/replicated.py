@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from finetune.engine.costs.base import Costs, ModelSize, Transfer
+from finetune.engine.costs.common import Costs, ModelSize, Transfer
 
 
-class Replicated(Costs):
+class ReplicatedCosts(Costs):
     def gradients_there(self, micro_batches: int) -> bool:
         return not self.recipe.optimizer.in_backward and (self.launch.processes > 1 or micro_batches > 1)
 

@@ -13,7 +13,7 @@ import yaml
 from conftest import ROOT
 from transformers import AutoConfig
 
-from finetune.engine.costs.base import all_reduce, one_way
+from finetune.engine.costs.common import all_reduce, one_way
 from finetune.engine.launch import read_config_file
 from finetune.plan.shapes import costs_at, shapes_of
 from finetune.plan.speed import Shape

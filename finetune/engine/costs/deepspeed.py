@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from finetune.engine.costs.base import (
+from finetune.engine.costs.common import (
     BUFFERS,
     COPIES,
     COPIES_OF_GRADIENTS,
@@ -27,7 +27,7 @@ _BUCKET, _SUB_GROUP = 500_000_000, 1_000_000_000  # elements
 _REUSED_WITHIN, _PREFETCHED = 500_000_000, 50_000_000  # elements that stage 3 keeps gathered, and fetches
 
 
-class Zero(Costs):
+class ZeroCosts(Costs):
     @property
     def stage(self) -> int:
         """From accelerate's keys, or DeepSpeed's own."""

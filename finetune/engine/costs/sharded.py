@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from finetune.engine.costs.base import (
+from finetune.engine.costs.common import (
     COPIES,
     COPIES_OF_GRADIENTS,
     WEIGHTS,
@@ -23,7 +23,7 @@ from finetune.engine.costs.base import (
 from finetune.models.config import dtypes
 
 
-class Sharded(Costs):
+class ShardedCosts(Costs):
     """By FSDP2; of a config of tensor parallel replicas alone, each group is as one."""
 
     @property
