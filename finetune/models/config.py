@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-import torch
 from transformers import PretrainedConfig
 
 from finetune.errors import UserError
-from finetune.models.base_config import base_config, depends_on_length, rope_types, short_message, without_weights
 
 # Re-exported until every importer names their own files.
+from finetune.models.base_config import Dtypes as Dtypes
+from finetune.models.base_config import base_config, depends_on_length, rope_types, short_message, without_weights
+from finetune.models.base_config import dtypes as dtypes
 from finetune.models.base_config import first_line as first_line
+from finetune.models.base_config import layer_configs as layer_configs
 from finetune.models.base_config import why_not_found as why_not_found
 from finetune.models.checkpoint_files import tensor_names
 from finetune.models.text_part import check_text_part, is_multimodal, text_part_of
@@ -83,12 +84,6 @@ def training_config(recipe: Recipe) -> PretrainedConfig:
     return without_dropout(config) if recipe.objective.drops_nothing else config
 
 
-def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """Returns the config of each layer, where a setting such as `head_dim` differs between them; else the one of
-    all."""
-    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
-
-
 def length_dependent_rope(config: PretrainedConfig) -> list[str]:
     """Returns the types of RoPE whose frequencies depend on the length of a document: `dynamic`, `longrope`."""
     types = rope_types(getattr(config.get_text_config(), "rope_parameters", None))
@@ -131,20 +126,3 @@ def restore_dropout(config: PretrainedConfig, base: PretrainedConfig) -> None:
     for part, of_base in ((config, base), (config.get_text_config(), base.get_text_config())):
         for name, value in active_dropouts(of_base):
             setattr(part, name, value)
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """Types in memory. `compute` is what the matrix products run in."""
-
-    trained: torch.dtype
-    frozen: torch.dtype
-    compute: torch.dtype
-
-
-def dtypes(recipe: Recipe) -> Dtypes:
-    """Returns the types by `train.precision` and `model.dtype`; see Precision in the README."""
-    compute = {"fp32": torch.float32, "fp16": torch.float16}.get(recipe.train.precision, torch.bfloat16)
-    trained = torch.bfloat16 if recipe.train.precision == "bf16_true" else torch.float32
-    frozen = compute if recipe.model.dtype == "auto" else getattr(torch, recipe.model.dtype)
-    return Dtypes(trained=trained, frozen=frozen, compute=compute)
