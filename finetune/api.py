@@ -66,8 +66,8 @@ def generate(
     sampling: top_p, top_k, repetition_penalty, seed, stop, as options of the command line.
     """
     quiet_libraries()
-    from finetune.export.answering import answers
-    from finetune.export.sampling import Sampling
+    from finetune.inference.answering import answers
+    from finetune.inference.sampling import Sampling
 
     chosen = Sampling(max_new_tokens, temperature, **sampling)
     return answers(Path(run_dir), prompts, chosen, system, [Path(image) for image in images])

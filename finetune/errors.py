@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import traceback
+import uuid
 from pathlib import Path
 
 
@@ -27,17 +29,43 @@ class Stopped(Exception):
 STOPPED_STATUS = 75
 
 
+_SECRETS = (  # of URLs in a traceback, whatever their scheme; finetune/recipe/urls.py does so for messages
+    (re.compile(r"(://)[^\s/'\"@]+@"), r"\1***@"),
+    (re.compile(r"(://[^\s'\"<>?]+\?)[^\s'\"<>]*=[^\s'\"<>]*"), r"\1***"),
+)
+_folder: Path | None = None
+
+
+def log_errors_to(folder: Path) -> None:
+    """Name the folder of the run, in which the traceback of an unforeseen error is written."""
+    global _folder
+    _folder = folder
+
+
+def without_secrets(text: str) -> str:
+    for pattern, replacement in _SECRETS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
 def unforeseen(error: BaseException) -> str:
-    """Returns one line for an error that is no UserError, and writes its traceback to a file that the line names."""
-    text = "".join(traceback.format_exception(error))
-    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
-        path = folder / f"finetune-error-{os.getpid()}.log"
+    """Returns one line for an error that is no UserError, and writes its traceback to a file that the line names.
+
+    It is in the run's folder if there is one, else in the system's folder of temporary files, for its owner alone.
+    """
+    text = without_secrets("".join(traceback.format_exception(error)))
+    where = f"the traceback could not be written:\n{text}"
+    for folder in (_folder, Path(tempfile.gettempdir())):
+        if folder is None or not folder.is_dir():
+            continue
+        path = folder / f"finetune-error-{os.getpid()}-{uuid.uuid4().hex[:8]}.log"
         try:
-            path.write_text(text, encoding="utf-8", errors="replace")
-            where = f"the traceback is in {path}"
-            break
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", errors="replace") as file:
+                file.write(text)
         except OSError:
-            where = f"the traceback could not be written:\n{text}"
-    reason = " ".join(str(error).split())[:300]
+            continue
+        where = f"the traceback is in {path}"
+        break
+    reason = without_secrets(" ".join(str(error).split()))[:300]
     fault = "If no other process and no machine failed, this is a fault of finetune"
     return f"{type(error).__name__}: {reason or 'no reason given'}. {fault}; {where}"

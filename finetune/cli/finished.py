@@ -13,7 +13,7 @@ from rich.console import Console
 
 from finetune.cli.options import AsJson, BaseModel, RunDir, ServedModel, ServerUrl, System, with_sampling
 from finetune.errors import UserError
-from finetune.export.sampling import Sampling
+from finetune.inference.sampling import Sampling
 from finetune.startup import quiet_libraries
 
 _ANSWER, _IN_CHAT = Sampling(), Sampling(max_new_tokens=1024)
@@ -52,7 +52,7 @@ def generate(
     if rows is not None and images:
         raise UserError("generate: --image is for prompts; rows of --input name their pictures, as rows of data do")
     quiet_libraries()
-    from finetune.export.answering import answer_file, answer_prompts
+    from finetune.inference.answering import answer_file, answer_prompts
 
     if rows is None or output is None:
         answer_prompts(run_dir, prompt or [], sampling, system, images or [], as_json)
@@ -83,13 +83,13 @@ def chat(
     if model is not None and url is None:
         raise UserError("chat: --model is of a server: give --url")
     if url is not None:
-        from finetune.export.chat import chat_with_server
+        from finetune.inference.chat import chat_with_server
 
         chat_with_server(url, model, sampling, system)
     else:
         assert run_dir is not None
         quiet_libraries()
-        from finetune.export.answering import chat_with
+        from finetune.inference.answering import chat_with
 
         chat_with(run_dir, sampling, system)
 
@@ -101,8 +101,12 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; requests need no key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     device: Annotated[str, typer.Option(help="auto: over all GPUs; or cpu, cuda:1, ...")] = "auto",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Also answer requests to this host name; may be repeated. '*': to any."),
+    ] = None,
 ) -> None:
-    """Serve trained models by their names, for OpenAI clients: transformers' own server, one request after the other.
+    """Serve trained models by their names, for OpenAI clients, one request after the other.
 
     Example: [bold]python -m finetune serve runs/quickstart-lora other=runs/quickstart-full --port 8000[/bold]
     """
@@ -112,10 +116,10 @@ def serve(
 
     if not is_serve_available():
         raise UserError("serve: pip install 'finetune[serve]' (fastapi, uvicorn and openai), then again")
-    from finetune.export.serving import serve as run_server
+    from finetune.inference.serve import serve as run_server
 
     with contextlib.suppress(KeyboardInterrupt):
-        run_server(named, host, port, device)
+        run_server(named, host, port, device, allow_host or ())
 
 
 def _name_and_path(run: str) -> tuple[str, str, str]:
@@ -137,7 +141,7 @@ def score(
     Example: [bold]python -m finetune score runs/reward --data pairs.jsonl --output scores.jsonl[/bold]
     """
     quiet_libraries()
-    from finetune.export.score import score_file, show_metrics, source_of
+    from finetune.inference.score import score_file, show_metrics, source_of
 
     metrics = score_file(run_dir, source_of(data, format, limit), output, Console(stderr=True))
     if as_json:
@@ -249,8 +253,8 @@ def verify(
         raise UserError("verify: --model is of a server: give --url")
     quiet_libraries()
     from finetune.export.commands import verify_run
-    from finetune.export.live import verify_url
     from finetune.export.trained import find_trained
+    from finetune.inference.live import verify_url
 
     console = Console(stderr=as_json)
     if url is not None:
@@ -307,7 +311,7 @@ def evaluate(
     Example: [bold]python -m finetune evaluate runs/gsm8k-full --tasks gsm8k_local --task-folder tasks[/bold]
     """
     quiet_libraries()
-    from finetune.export.evaluate import EvaluateOptions, evaluate_runs
+    from finetune.inference.evaluate import EvaluateOptions, evaluate_runs
 
     options = EvaluateOptions(tuple(tasks.split(",")), task_folder, limit, fewshot, batch_size, base, step)
     every = evaluate_runs(run_dirs, options, Console(stderr=as_json))

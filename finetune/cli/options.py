@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.export.sampling import Sampling
+from finetune.inference.sampling import Sampling
 
 
 def _recipe_keys(incomplete: str) -> Iterator[str]:

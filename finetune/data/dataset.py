@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -16,11 +17,12 @@ from finetune.data.building import OpenedSources
 from finetune.data.chat.template_check import check_template
 from finetune.data.chat.template_choice import template_of
 from finetune.data.content import digest
-from finetune.data.examples import Examples, check_caps, prepare_examples
+from finetune.data.epochs import EpochOrder, EpochRows, RunLength, epochs_differ
+from finetune.data.examples import Draw, Examples, check_caps, draw_examples, prepare_examples
 from finetune.data.loader import OrderedRows
 from finetune.data.objective_rows import trained_part
 from finetune.data.packing import RowOrder, Rows, group_rows, one_per_row, pack, row_work
-from finetune.data.samples import Example, Image
+from finetune.data.samples import Example, ExampleSizes, Image
 from finetune.data.streaming import StreamedRows, open_stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe
@@ -37,23 +39,30 @@ class EpochSize:
     supervised_tokens: int
     packing_efficiency: float  # tokens / (rows * max_length)
     shared_tokens: int  # that pairs have in common, see `ExampleSizes`
+    run_rows: int | None  # of the whole run, if its epochs take different examples
 
 
 @dataclass(frozen=True)
 class Dataset:
     """Examples that are all on the disk."""
 
-    examples: Examples
-    rows: Rows
+    examples: Examples  # of every epoch; with `epochs` all that the run takes, each once
+    rows: Rows  # of the first epoch
+    epochs: EpochRows | None = None  # if they take different examples
+
+    @cached_property
+    def epoch_sizes(self) -> ExampleSizes:
+        """Sizes of the examples of the first epoch."""
+        return self.examples.sizes if self.epochs is None else self.examples.sizes.take(self.epochs.members(0))
 
     @property
     def tokens(self) -> int:
         """Tokens of an epoch."""
-        return int(self.examples.lengths.sum())
+        return int(self.epoch_sizes.tokens.sum())
 
     @property
     def supervised_tokens(self) -> int:
-        return int(self.examples.num_targets.sum())
+        return int(self.epoch_sizes.target_tokens.sum())
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -61,12 +70,13 @@ class Dataset:
 
     def size(self, max_length: int) -> EpochSize:
         return EpochSize(
-            len(self.examples),
+            len(self.epoch_sizes),
             len(self.rows),
             self.tokens,
             self.supervised_tokens,
             self.efficiency(max_length),
-            int(self.examples.sizes.shared.sum()),
+            int(self.epoch_sizes.shared.sum()),
+            len(self.epochs) if self.epochs else None,
         )
 
     @property
@@ -85,25 +95,30 @@ class Dataset:
         """Returns (tokens that the longest row computes, most trained tokens of a row)."""
         sizes = self.examples.sizes
         computed = sizes.tokens - sizes.shared if shares_prompts else sizes.tokens
-        return tuple(  # pyright: ignore[reportReturnType]  (two)
-            int(np.add.reduceat(counts[self.rows.members], self.rows.offsets[:-1]).max())
+        of_epochs = map(self.epochs.epoch, range(self.epochs.num_epochs)) if self.epochs else [self.rows]
+        packed = [rows for rows in of_epochs if len(rows)]
+        tokens, targets = (
+            max(int(np.add.reduceat(counts[rows.members], rows.offsets[:-1]).max()) for rows in packed)
             for counts in (computed, sizes.target_tokens)
         )
+        return tokens, targets
 
-    def summary(self) -> dict[str, int | str]:
+    def summary(self) -> dict[str, float | str]:
         """Identifies these rows: a checkpoint keeps it. `lengths`: checksum over the tokens, all and trained, of every
-        sequence, which decide how examples are packed and ordered."""
-        sizes = self.examples.sizes
+        sequence, which decide how examples are packed and ordered; both of the first epoch."""
+        sizes = self.epoch_sizes
         checksum = hashlib.sha256(sizes.lengths.astype("<i8").tobytes())
         checksum.update(sizes.targets.astype("<i8").tobytes())
         if len(sizes.lengths) > len(sizes):
             checksum.update(sizes.offsets.astype("<i8").tobytes())
         predictions = self.examples.predictions
         return {
-            "examples": len(self.examples),
+            "examples": len(sizes),
             "rows": len(self.rows),
             "tokens": self.tokens,
             "lengths": checksum.hexdigest()[:16],
+            # The last of 2.5 epochs has other rows than the third of 3.
+            **({"epochs": end} if self.epochs and (end := self.epochs.length.epochs or 0) % 1 else {}),
             **({"teacher": predictions.identity[:16]} if predictions is not None else {}),
         }
 
@@ -111,7 +126,7 @@ class Dataset:
         """Returns what the rows hold, source by source, whatever files they are from."""
         return {**self.summary(), **self.examples.content("train")}
 
-    def identity(self) -> dict[str, int | str]:
+    def identity(self) -> dict[str, float | str]:
         """Identifies the tokens themselves and the rows that they are in."""
         places = (self.rows.offsets.astype("<i8").tobytes(), self.rows.members.astype("<i8").tobytes())
         return {
@@ -122,17 +137,30 @@ class Dataset:
 
     def efficiency(self, max_length: int) -> float:
         """Tokens over the room in all rows."""
-        return self.rows.efficiency(self.examples.lengths, max_length)
+        return self.rows.efficiency(self.epoch_sizes.tokens, max_length)
 
     def in_order(self, recipe: Recipe) -> OrderedRows:
         """The rows in the order of a run: a pure function of the recipe and the rows, on any number of processes."""
-        group = group_rows(recipe.data.balance, recipe.batch.rows)
-        work = row_work(self.rows, self.examples.sizes.attention_work)
-        return OrderedRows(self.examples, self.rows, RowOrder(len(self.rows), recipe.run.seed, work, group))
+        group, work = group_rows(recipe.data.balance, recipe.batch.rows), self.examples.sizes.attention_work
+        if self.epochs is not None:
+            order = EpochOrder(self.epochs, recipe.run.seed, work, group)
+            return OrderedRows(self.examples, self.epochs, order)
+        order = RowOrder(len(self.rows), recipe.run.seed, row_work(self.rows, work), group)
+        return OrderedRows(self.examples, self.rows, order)
 
     def unpacked(self) -> Dataset:
         """The same examples, each in a row of its own."""
-        return Dataset(self.examples, one_per_row(self.examples.lengths))
+        if self.epochs is None:
+            return Dataset(self.examples, one_per_row(self.examples.lengths))
+        epochs = self.epochs.unpacked()
+        return Dataset(self.examples, epochs.epoch(0), epochs)
+
+    def once(self) -> Dataset:
+        """Every example of the run, for what is computed of each beforehand."""
+        if self.epochs is None:
+            return self
+        lengths, max_length = self.examples.lengths, self.epochs.max_length
+        return Dataset(self.examples, one_per_row(lengths) if max_length is None else pack(lengths, max_length))
 
 
 @dataclass(frozen=True)
@@ -148,7 +176,7 @@ class Stream:
     def size(self, max_length: int) -> None:
         """Not known before its end."""
 
-    def summary(self) -> dict[str, int | str]:
+    def summary(self) -> dict[str, float | str]:
         """Identifies the stream: a checkpoint keeps it."""
         return {"stream": self.identity}
 
@@ -187,12 +215,30 @@ def build_training(
         rows, formats = StreamedRows(recipe, stream.streams), tuple(stream.formats)
         data = Stream(rows, stream.names, formats, stream.identity, stream.digests)
     else:
-        data = build_dataset(recipe, recipe.data.train, tokenizer, opened=opened)
-        if (steps := recipe.train.max_steps) is not None:  # the run's length is known
-            by_steps = steps * recipe.batch.rows / len(data.rows)
-            passes = [source.passes for source in data.examples.report.sources]
-            check_caps(recipe.data.train, passes, min(by_steps, recipe.train.epochs or by_steps))
+        data = _over_epochs(recipe, draw_examples(recipe, recipe.data.train, tokenizer, opened=opened))
     return data
+
+
+def _over_epochs(recipe: Recipe, draw: Draw) -> Dataset:
+    """Returns the data of a run. Raises UserError if it is longer than `max_epochs` of its sources allow."""
+    examples, steps = draw.first_epoch, recipe.train.max_steps
+    packed = _packed(recipe, examples)
+    length = RunLength(recipe.train.epochs, steps and steps * recipe.batch.rows)
+    if length.rows is not None:  # the run's length is known
+        by_steps = length.rows / len(packed)
+        passes = [source.passes for source in examples.report.sources]
+        check_caps(recipe.data.train, passes, min(by_steps, length.epochs or by_steps))
+    if not epochs_differ(draw.shares, length, len(packed)):
+        return Dataset(examples, packed)
+    examples, epochs = draw.run(length, recipe.data.max_length if recipe.data.packing else None)
+    if not len(epochs):
+        raise UserError("data: the weights of the sources leave no example at all; raise `weight` or `max_epochs`")
+    if length.epochs is None and len(epochs) < (length.rows or 0):
+        raise UserError(
+            f"data.train: after {len(epochs) // recipe.batch.rows} steps every source was read `max_epochs` times: "
+            "lower train.max_steps, or raise `max_epochs`"
+        )
+    return Dataset(examples, epochs.epoch(0), epochs)
 
 
 def build_held_out(
@@ -220,8 +266,11 @@ def build_dataset(
     opened, held_out: see `prepare_examples`.
     """
     examples = prepare_examples(recipe, sources, tokenizer, progress, opened, held_out)
-    packed = pack(examples.lengths, recipe.data.max_length) if recipe.data.packing else one_per_row(examples.lengths)
-    return Dataset(examples, packed)
+    return Dataset(examples, _packed(recipe, examples))
+
+
+def _packed(recipe: Recipe, examples: Examples) -> Rows:
+    return pack(examples.lengths, recipe.data.max_length) if recipe.data.packing else one_per_row(examples.lengths)
 
 
 def template_notes(

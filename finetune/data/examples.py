@@ -16,7 +16,7 @@ import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
 from itertools import accumulate
@@ -37,6 +37,7 @@ from finetune.data.chat.renderer import Renderer, build_renderer
 from finetune.data.chat.template import asks_for_today, dated
 from finetune.data.chat.template_choice import template_of
 from finetune.data.content import source_content
+from finetune.data.epochs import UNBOUNDED, EpochRows, RunLength, SourceShare, source_order
 from finetune.data.objective_rows import objective_rows, trained_part
 from finetune.data.samples import Example, concatenate_sizes
 from finetune.data.token_cache import CacheEntry, DataReport, entries_folder, find_or_build, load
@@ -47,7 +48,7 @@ from finetune.recipe.schema import HeldOut, Mixture, Source
 if TYPE_CHECKING:
     from finetune.data.images.expansion import RowImages
 
-CODE_VERSION = 7  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
+CODE_VERSION = 8  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
 # Of a source: what chooses among its examples, or names them.
 _NOT_IN_AN_ENTRY = {"weight", "name", "max_epochs"}
 
@@ -66,7 +67,7 @@ class TargetColumns(Protocol):
 
 
 class Examples:
-    """The examples of an epoch, source after source, chosen by `weight`; a sequence that reads from disk.
+    """The examples of an epoch, chosen by `weight`, or of a run, source after source; a sequence that reads from disk.
 
     sizes: of all examples; lengths, num_targets: (N,) int64, tokens and trained tokens of every example.
     report: what was read and dropped. build_s: for every source the seconds that tokenising it took just now; None
@@ -150,6 +151,23 @@ class Examples:
         return (self[i] for i in range(len(self)))
 
 
+@dataclass(frozen=True)
+class Draw:
+    """The examples of an epoch, and how much of each source every epoch takes."""
+
+    first_epoch: Examples
+    entries: Sequence[CacheEntry]
+    present: Sequence[NDArray[np.int64]]  # (n,) of each source, in its entry: without those that are held out
+    tokens: Sequence[NDArray[np.int64]]  # (n,)
+    shares: Sequence[SourceShare]  # of `present`
+
+    def run(self, length: RunLength, max_length: int | None) -> tuple[Examples, EpochRows]:
+        """Returns every example of the run once, and the rows of its epochs. max_length: see `EpochRows`."""
+        rows, first = EpochRows(self.shares, self.tokens, length, max_length), self.first_epoch
+        chosen = [indices[of_source] for indices, of_source in zip(self.present, rows.chosen, strict=True)]
+        return Examples(self.entries, chosen, first.report, first.build_s), rows
+
+
 def prepare_examples(
     recipe: Recipe,
     sources: Sequence[Source],
@@ -158,7 +176,8 @@ def prepare_examples(
     opened: OpenedSources | None = None,
     held_out: bool = False,
 ) -> Examples:
-    """Read, render, mask and tokenise `sources` (`recipe.data.train` or `.eval`), or load it from the cache.
+    """Reads, renders, masks and tokenises `sources` (`recipe.data.train` or `.eval`), or loads them from the cache;
+    returns the examples of an epoch.
 
     Uses no process group: every process may call it at once, the first builds each entry and the others wait at a file
     lock. Before anything is tokenised the first rows of all the recipe's sources are rendered.
@@ -167,6 +186,18 @@ def prepare_examples(
     of the others.
     Raises UserError with file and row for data that cannot be used, and where nothing trainable is left.
     """
+    return draw_examples(recipe, sources, tokenizer, progress, opened, held_out).first_epoch
+
+
+def draw_examples(
+    recipe: Recipe,
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Callable[[int], None] | None = None,
+    opened: OpenedSources | None = None,
+    held_out: bool = False,
+) -> Draw:
+    """Returns the examples of the first epoch as `prepare_examples`, and what later epochs take."""
     opened = opened or OpenedSources(recipe)
     of_sources = [opened.open(source) for source in sources]
     renderer = recipe_renderer(recipe, tokenizer)
@@ -176,16 +207,18 @@ def prepare_examples(
         entries_folder() / entry_key(recipe, one.source, digest, rendering)
         for one, digest in zip(of_sources, digests, strict=True)
     ]
-    if any(load(folder) is None for folder in folders):
+    cached = [load(folder) for folder in folders]
+    if any(entry is None for entry in cached):
         opened.check_heads(renderer)
     entries, build_s = [], []
-    for one, digest, folder in zip(of_sources, digests, folders, strict=True):
+    for one, digest, folder, entry in zip(of_sources, digests, folders, cached, strict=True):
         if one.note:
             log.warning("%s", one.note)
-        build = EntryBuild(recipe, one, renderer, progress)
-        entry, seconds = find_or_build(
-            folder, entry_metadata(recipe, one, renderer), partial(build_source, build=build, digest=digest)
-        )
+        seconds = None
+        if entry is None:
+            build = EntryBuild(recipe, one, renderer, progress)
+            fill = partial(build_source, build=build, digest=digest)
+            entry, seconds = find_or_build(folder, entry_metadata(recipe, one, renderer), fill)
         entries.append(entry)
         build_s.append(seconds)
     return _choose_from(recipe, sources, entries, build_s, held_out)
@@ -240,7 +273,7 @@ def _choose_from(
     entries: Sequence[CacheEntry],
     build_s: Sequence[float | None],
     held_out: bool,
-) -> Examples:
+) -> Draw:
     """Raises UserError where the weights, or the share that is held out, leave nothing."""
     is_training = sources is recipe.data.train and not held_out
     mixture = recipe.data.mixture if is_training else None
@@ -250,6 +283,7 @@ def _choose_from(
         share, seed = recipe.data.eval.share, recipe.run.seed
         present = [np.flatnonzero(rows_held_out(e, share, seed, i) == held_out) for i, e in enumerate(entries)]
     tokens = [entry.sizes().tokens[indices] for entry, indices in zip(entries, present, strict=True)]
+    shares: list[SourceShare] = []
     if held_out:
         passes, chosen = [1.0] * len(entries), present
     else:
@@ -257,14 +291,16 @@ def _choose_from(
         passes = passes_per_epoch(sizes, sources, mixture, recipe.train.epochs if is_training else None)
         if (count := sum(each * len(part) for each, part in zip(passes, present, strict=True))) > MAX_EXAMPLES:
             raise UserError(f"data: the weights of the sources make an epoch of {count:.3g} examples: lower `weight`")
-        chosen = [
-            indices[
-                choose_by_tokens(lengths, each, recipe.run.seed, source_index)
-                if by_tokens
-                else choose(len(indices), each, recipe.run.seed, source_index)
-            ]
-            for source_index, (indices, lengths, each) in enumerate(zip(present, tokens, passes, strict=True))
+        shares = [
+            SourceShare(
+                source_order(len(lengths), recipe.run.seed, i),
+                each,
+                source.max_epochs or UNBOUNDED if is_training else UNBOUNDED,
+                lengths if by_tokens else None,
+            )
+            for i, (source, lengths, each) in enumerate(zip(sources, tokens, passes, strict=True))
         ]
+        chosen = [indices[share.taken(0, 1)] for indices, share in zip(present, shares, strict=True)]
     if not sum(len(indices) for indices in chosen):
         problem = "data: the weights of the sources leave no example at all; raise `weight`"
         raise UserError("data.eval.share: it holds out no row at all; raise it" if held_out else problem)
@@ -272,7 +308,8 @@ def _choose_from(
     for entry, source, name, each, indices in zip(entries, sources, names, passes, chosen, strict=True):
         entry.report.name, entry.report.weight = name, source.weight
         entry.report.passes, entry.report.taken = round(each, 6), len(indices)
-    return Examples(entries, chosen, DataReport(tuple(entry.report for entry in entries)), build_s)
+    report = DataReport(tuple(entry.report for entry in entries))
+    return Draw(Examples(entries, chosen, report, build_s), entries, present, tokens, shares)
 
 
 def rows_held_out(entry: CacheEntry, share: float, seed: int, source_index: int) -> NDArray[np.bool_]:
@@ -345,11 +382,10 @@ def entry_metadata(recipe: Recipe, opened: OpenedSource, renderer: Renderer) -> 
     }
 
 
-# --- how often an epoch takes each source, and which of its examples
+# --- how often an epoch takes each source
 
 
 MAX_EXAMPLES = 10**9  # of an epoch: their indices alone are 8 GB
-UNBOUNDED = 1e30  # passes; not infinity, for 0 times that is not a number
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
@@ -404,36 +440,6 @@ def filled(wanted: NDArray[np.float64], room: NDArray[np.float64], total: float)
         total -= room[over].sum()
         open_parts &= ~over
     return amounts
-
-
-def choose(count: int, weight: float, seed: int, source_index: int) -> NDArray[np.int64]:
-    """The round(weight * count) examples that an epoch takes of a source: full passes, then a fixed choice.
-
-    choose(4, 1.5, ...) -> 0 1 2 3 and two of them again, always the same two for a seed.
-    """
-    passes, rest = divmod(round(weight * count), count) if count else (0, 0)
-    return _passes_and_rest(count, passes, _permutation(count, seed, source_index)[:rest])
-
-
-def choose_by_tokens(lengths: NDArray[np.integer], weight: float, seed: int, source_index: int) -> NDArray[np.int64]:
-    """The same by tokens: as many examples as come nearest to weight * sum(lengths) tokens."""
-    passes, rest = divmod(weight, 1.0)
-    order = _permutation(len(lengths), seed, source_index)
-    reached = np.cumsum(np.asarray(lengths, np.int64)[order])
-    wanted = rest * (reached[-1] if len(reached) else 0)
-    last = int(np.searchsorted(reached, wanted))  # the first example that reaches it
-    before = int(reached[last - 1]) if last else 0
-    nearer = last < len(reached) and reached[last] - wanted < wanted - before
-    return _passes_and_rest(len(lengths), int(passes), order[: last + nearer])
-
-
-def _permutation(count: int, seed: int, source_index: int) -> NDArray[np.int64]:
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, source_index])))
-    return generator.permutation(count)
-
-
-def _passes_and_rest(count: int, passes: int, again: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([np.tile(np.arange(count), passes), np.sort(again)]).astype(np.int64)
 
 
 def check_caps(sources: Sequence[Source], passes: Sequence[float], epochs: float) -> None:

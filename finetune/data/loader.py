@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.data.batch import UNSHARDED, Batch, ImageInputs, TokenShare, collate, dummy_batch, token_shard
+from finetune.data.epochs import EpochOrder, EpochRows
 from finetune.data.examples import Examples
 from finetune.data.packing import RowOrder, Rows
 from finetune.data.samples import Example
@@ -43,11 +44,11 @@ class RunRows(Protocol):
 
 @dataclass(frozen=True)
 class OrderedRows:
-    """Rows of examples on disk, in an order; in that of the rows where there is none (evaluation)."""
+    """Rows of examples on disk, in an order; in that of the rows if there is none (evaluation)."""
 
     data: Examples
-    rows: Rows
-    order: RowOrder | None = None
+    rows: Rows | EpochRows
+    order: RowOrder | EpochOrder | None = None
 
     def lengths(self, position: int) -> NDArray[np.int64]:
         return self.data.sizes.take(self.members(position)).lengths
@@ -59,7 +60,7 @@ class OrderedRows:
         return [self.data[int(member)] for member in self.members(position)]
 
     def epochs(self, position: int) -> float:
-        return position / len(self.rows)
+        return position / len(self.rows) if self.order is None else self.order.epochs(position)
 
     def members(self, position: int) -> NDArray[np.int64]:
         """Examples of the row at a position."""

@@ -273,6 +273,10 @@ class RowOrder:
         epoch, within = divmod(position, self.num_rows)
         return int(self.epoch(epoch)[within])
 
+    def epochs(self, position: int) -> float:
+        """Epochs that are done when the rows before this position are."""
+        return position / self.num_rows
+
     def epoch(self, epoch: int) -> NDArray[np.int64]:
         """The permutation of one epoch, (num_rows,)."""
         if epoch not in self._epochs:

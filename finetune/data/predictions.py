@@ -3,8 +3,8 @@
 An entry of the cache is a folder that numpy maps (S trained tokens of R examples), found by the key of where they are
 from; examples in it are found by a hash of their tokens:
 
-    ids.bin (S, k) int32      log_probs.bin (S, k) float32
-    keys.npy (R,) uint64      offsets.npy (R + 1,) int64      report.json
+    ids.bin (S, k) int32      log_probs.bin (S, k) float32      checksums.npy (R,) uint32, of both for each example
+    keys.npy (R,) uint64      offsets.npy (R + 1,) int64        report.json, with checksums of all arrays
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import json
+import logging
 import os
 import shutil
 import time
@@ -26,16 +28,19 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
+from finetune.data.checksums import VERIFIED_AT_ONCE, Damaged, checksum, sealed, unsealed, verify
 from finetune.data.samples import Example, Sequence
-from finetune.data.token_cache import entries_folder, load_or_write, temporary_folder
-from finetune.errors import UserError
+from finetune.data.token_cache import entries_folder, load_or_write, removed, temporary_folder
+from finetune.errors import RunFailure, UserError
 
-CODE_VERSION = 1  # raise it where an entry's layout changes, or what is accepted in a file
+CODE_VERSION = 2  # raise it where an entry's layout changes, or what is accepted in a file
 IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"  # columns of targets: (S, k) int64, float32
 
 _MAPPED = {"ids": "<i4", "log_probs": "<f4"}
 
 Tokens = NDArray[np.int32]
+
+log = logging.getLogger(__name__)
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -70,20 +75,30 @@ class Predictions:
     log_probs: NDArray[np.float32]  # (S, k)
     keys: NDArray[np.uint64]  # (R,) sorted
     begins: NDArray[np.int64]  # (R,) of the targets of each key
+    checksums: NDArray[np.uint32]  # (R,)
     largest_id: int
+    folder: Path
+    is_verified: bool  # if not, what is looked up is
 
     @property
     def per_target(self) -> int:
         return self.ids.shape[1]
 
     def of(self, example: Example) -> dict[str, NDArray[Any]] | None:
-        """Returns the columns (n, k) of an example's n targets; None where it has none."""
+        """Returns the columns (n, k) of an example's n targets; None if it has none. Raises RunFailure if they are not
+        what was written."""
         (sequence,) = example.sequences
         key = np.uint64(key_of_sequence(sequence))
         at = int(np.searchsorted(self.keys, key))
         if at == len(self.keys) or self.keys[at] != key:
             return None
         place = slice(self.begins[at], self.begins[at] + sequence.num_targets)
+        if not self.is_verified and checksum(self.ids[place], self.log_probs[place]) != self.checksums[at]:
+            raise RunFailure(
+                f"{removed(self.folder)}: the cached predictions of {example.path}:{example.row} are not what was "
+                "written. Start again: those of a file are read again; a model's are computed again by "
+                "`python -m finetune reference`"
+            )
         return {IDS: self.ids[place].astype(np.int64), LOG_PROBS: np.array(self.log_probs[place])}
 
 
@@ -93,7 +108,8 @@ class PredictionsWriter:
     def __init__(self, folder: Path, per_target: int):
         folder.mkdir(parents=True)
         self.folder, self.per_target = folder, per_target
-        self.keys, self.counts, self.tokens, self.largest_id = [], [], 0, -1
+        self.keys, self.counts, self.checksums, self.tokens, self.largest_id = [], [], [], 0, -1
+        self._whole = {"ids.bin": 0, "log_probs.bin": 0}  # checksums so far
         self._ids, self._log_probs = (folder / "ids.bin").open("wb"), (folder / "log_probs.bin").open("wb")
 
     def append(
@@ -110,22 +126,31 @@ class PredictionsWriter:
         self.counts.append(len(ids))
         self.tokens += len(input_ids)
         self.largest_id = max(self.largest_id, int(ids.max(initial=-1)))
-        self._ids.write(np.ascontiguousarray(ids, np.int32).data)
-        self._log_probs.write(np.ascontiguousarray(log_probs, np.float32).data)
+        parts = np.ascontiguousarray(ids, np.int32), np.ascontiguousarray(log_probs, np.float32)
+        self.checksums.append(checksum(*parts))
+        for (name, before), file, part in zip(self._whole.items(), (self._ids, self._log_probs), parts, strict=True):
+            file.write(part.data)
+            self._whole[name] = checksum(part, before=before)
 
     def finish(self, of: dict[str, Any]) -> None:
         """of: for people, see `finetune cache list`."""
         self.close()
-        np.save(self.folder / "keys.npy", np.array(self.keys, np.uint64))
-        np.save(self.folder / "offsets.npy", np.concatenate(([0], np.cumsum(self.counts))).astype(np.int64))
+        arrays = {
+            "keys.npy": np.array(self.keys, np.uint64),
+            "offsets.npy": np.concatenate(([0], np.cumsum(self.counts))).astype(np.int64),
+            "checksums.npy": np.array(self.checksums, np.uint32),
+        }
+        for name, array in arrays.items():
+            np.save(self.folder / name, array)
         report = {
             "of": {**of, "finetune": __version__, "code_version": CODE_VERSION},
             "made": {"at": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())},
             "report": {"examples": len(self.keys), "tokens": self.tokens},
+            "checksums": self._whole | {name: checksum((self.folder / name).read_bytes()) for name in arrays},
             "per_target": self.per_target,
             "largest_id": self.largest_id,
         }
-        (self.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (self.folder / "report.json").write_text(sealed(report), encoding="utf-8")
 
     def close(self) -> None:
         self._ids.close()
@@ -133,24 +158,42 @@ class PredictionsWriter:
 
 
 def load_predictions(key: str) -> Predictions | None:
-    """Returns the entry of this key; None where there is none, or its files are incomplete."""
-    folder = entries_folder() / key
+    """Returns the entry of this key; None if there is none, or it is damaged, which is logged."""
     try:
-        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        keys, offsets = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("keys", "offsets"))
-        shape = (int(offsets[-1]), int(report["per_target"]))
-        ids, log_probs = (_map(folder / f"{name}.bin", kind, shape) for name, kind in _MAPPED.items())
-        largest_id = int(report["largest_id"])
-    except (OSError, ValueError, KeyError, IndexError, EOFError):
+        return open_predictions(key)
+    except Damaged as damage:
+        log.warning("%s: damaged on the disk (%s); it is not used", entries_folder() / key, damage)
         return None
+
+
+def open_predictions(key: str) -> Predictions | None:
+    """Returns the entry of this key; None if there is none. Raises Damaged if a part is missing, or not what was
+    written."""
+    folder = entries_folder() / key
+    if not folder.is_dir():
+        return None
+    try:
+        report = unsealed(folder / "report.json")
+        small = {name: (folder / f"{name}.npy").read_bytes() for name in ("keys", "offsets", "checksums")}
+        for name, content in small.items():
+            verify(folder / f"{name}.npy", content, report["checksums"][f"{name}.npy"])
+        keys, offsets, checksums = (np.load(io.BytesIO(content), allow_pickle=False) for content in small.values())
+        shape = (int(offsets[-1]), int(report["per_target"]))
+        ids, log_probs = large = [_map(folder / f"{name}.bin", kind, shape) for name, kind in _MAPPED.items()]
+        is_small = ids.nbytes + log_probs.nbytes <= VERIFIED_AT_ONCE
+        for name, array in zip(_MAPPED, large, strict=True) if is_small else ():
+            verify(folder / f"{name}.bin", array, report["checksums"][f"{name}.bin"])
+    except OSError as error:
+        raise Damaged(f"{Path(error.filename or folder).name}: {error.strerror or error}") from None
     order = np.argsort(keys, kind="stable")
-    return Predictions(key, ids, log_probs, keys[order], offsets[:-1][order], largest_id)
+    ordered = (keys[order], offsets[:-1][order], checksums[order])
+    return Predictions(key, ids, log_probs, *ordered, int(report["largest_id"]), folder, is_small)
 
 
 def _map(path: Path, dtype: str, shape: tuple[int, int]) -> np.ndarray:
-    """Raises ValueError where the file is of another size."""
+    """Raises Damaged if the file is of another size."""
     if path.stat().st_size != shape[0] * shape[1] * 4:
-        raise ValueError(f"{path}: not what was written")
+        raise Damaged(f"{path.name}: its size differs")
     return np.memmap(path, dtype, "r", shape=shape)
 
 
@@ -160,7 +203,7 @@ def find_or_write(
     """Returns the entry, which one process fills while others wait. Raises UserError, also what `fill` raises."""
     folder = entries_folder() / key
     write = functools.partial(write_entry, folder, per_target, of, fill)
-    return load_or_write(folder, lambda: load_predictions(key), write, "reads a teacher's file")[0]
+    return load_or_write(folder, lambda: open_predictions(key), write, "reads a teacher's file")[0]
 
 
 def write_entry(folder: Path, per_target: int, of: dict[str, Any], fill: Callable[[PredictionsWriter], None]) -> None:

@@ -185,7 +185,10 @@ class StreamedRows:
             # The first end may be that of an empty chunk, after rows that filled the one before: nothing is taken yet.
             if taken and all(now.passes > then.passes for now, then in zip(positions, before, strict=True)):
                 break
-            source = self._next_source(positions)
+            readable = self._readable(positions)
+            if taken and not readable:  # every source has been read as often as it may be
+                break
+            source = self._next_source(positions, readable)
             position = positions[source]
             tokens = self._streams[source].sizes(position.chunk).tokens
             if position.within < len(tokens):
@@ -203,14 +206,17 @@ class StreamedRows:
             raise UserError(f"data.train[{source}]: no row of it can be trained on; look at it with `finetune inspect`")
         return replace(position, chunk=0, within=0, passes=position.passes + 1)
 
-    def _next_source(self, positions: Sequence[StreamPosition]) -> int:
-        """Index of the source, of those that may still be read, that has emitted least for its weight (stride
-        scheduling, Waldspurger and Weihl 1995, MIT/LCS/TM-528)."""
-        readable = [
+    def _readable(self, positions: Sequence[StreamPosition]) -> list[int]:
+        """Returns the sources that may still be read."""
+        return [
             source
             for source, (position, stream) in enumerate(zip(positions, self._streams, strict=True))
             if stream.source.max_epochs is None or position.passes < stream.source.max_epochs
         ]
+
+    def _next_source(self, positions: Sequence[StreamPosition], readable: list[int]) -> int:
+        """Index of the readable source that has emitted least for its weight (stride scheduling, Waldspurger and Weihl
+        1995, MIT/LCS/TM-528)."""
         if not readable:
             steps = self._starts[-1][0] // self._recipe.batch.rows
             raise UserError(

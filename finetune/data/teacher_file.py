@@ -83,7 +83,7 @@ _METADATA = {"vocabulary": str, "temperature": (int, float), "sampled": bool}
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
     try:
-        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as table:
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as table:
             yield table
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: cannot be read as parquet: {str(error).splitlines()[0][:200]}") from None

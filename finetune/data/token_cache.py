@@ -13,9 +13,11 @@ An entry is a folder of flat arrays (`T` tokens in `M` sequences of `N` examples
     numbers.npy          (N * C,) float64, the report's `columns` of each example
     image_numbers.npy    (I * 6,) int64, of each of `I` images, see `ImageArrays`; the last: where its source ends
     image_sources.npy    (B,) uint8, paths of their files, or the files themselves where rows have them; no pixels
-    report.json
+    example_checksums.npy (N,) uint32, of all that is read of an example, see `CacheEntry.checksum`
+    report.json          counts, and checksums of the arrays
 
-Its name is the key: a hash of everything that its tokens depend on, so that nothing stale can be found. Next to it are
+Its name is the key: a hash of everything that its tokens depend on, so that nothing stale can be found. Small arrays
+are verified when an entry is opened, large ones then or example by example (`checksums.py`). Next to it are
 `<key>.lock`, held while it is built or removed, `<key>.builder`, who builds, and `<key>.*.tmp`, what is being written.
 """
 
@@ -30,20 +32,21 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import filelock
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from finetune.data.checksums import VERIFIED_AT_ONCE, Damaged, checksum, sealed, unsealed, verify
 from finetune.data.samples import Example, ExampleSizes, Image, Sequence
 from finetune.data.sources.files import cache_root
-from finetune.data.tokenizing import ChunkResult
+from finetune.data.tokenizing import ChunkResult, ExampleArrays
 from finetune.errors import RunFailure, UserError
 
 Entry = TypeVar("Entry")
@@ -102,7 +105,9 @@ ARRAYS = {
     "numbers": np.dtype(np.float64),
     "image_numbers": np.dtype(np.int64),
     "image_sources": np.dtype(np.uint8),
+    "example_checksums": np.dtype(np.uint32),
 }
+_LARGE = ("input_ids", "loss_mask", "image_sources")
 
 BAD_ROWS_LISTED = 10
 
@@ -125,10 +130,18 @@ class CacheEntry:
     numbers: NDArray[np.float64]  # (N * C,)
     image_numbers: NDArray[np.int64]  # (I * 6,)
     image_sources: NDArray[np.uint8]  # (B,)
+    example_checksums: NDArray[np.uint32]  # (N,)
     names: tuple[str, ...]  # of files
     columns: tuple[str, ...]  # names of the `C` numbers of each example
     report: SourceReport
-    key: str  # of all that the arrays depend on
+    folder: Path
+    checksums: Mapping[str, int]  # of each array: equal for equal content
+    is_verified: bool  # if not, each example is when it is read
+
+    @property
+    def key(self) -> str:
+        """The key of all that the arrays depend on."""
+        return self.folder.name
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -137,7 +150,9 @@ class CacheEntry:
         return ExampleSizes(self.example_offsets, np.diff(self.sequence_offsets), self.targets, self.shared)
 
     def example(self, i: int, source: int) -> Example:
-        """Example `i`, of the recipe's source with this index."""
+        """Example `i`, of the recipe's source with this index. Raises RunFailure if it is not what was written."""
+        if not self.is_verified and self.checksum(i) != self.example_checksums[i]:
+            self._remove(i)
         first, end = self.example_offsets[i], self.example_offsets[i + 1]
         places = [slice(self.sequence_offsets[j], self.sequence_offsets[j + 1]) for j in range(first, end)]
         # Copies: torch wants memory it may write to.
@@ -149,6 +164,24 @@ class CacheEntry:
         numbers = self.numbers[i * len(self.columns) : (i + 1) * len(self.columns)].tolist()
         columns = dict(zip(self.columns, numbers, strict=True))
         return Example(self.names[self.files[i]], int(self.rows[i]), source, tuple(sequences), columns)
+
+    def checksum(self, i: int) -> int:
+        """Returns the checksum of the tokens, mask, numbers and images of an example."""
+        first, end = int(self.example_offsets[i]), int(self.example_offsets[i + 1])
+        tokens = slice(self.sequence_offsets[first], self.sequence_offsets[end])
+        width = len(self.columns)
+        content = (self.input_ids[tokens], self.loss_mask[tokens], self.numbers[i * width : (i + 1) * width])
+        if not len(self.image_numbers):
+            return checksum(*content)
+        images = self.image_numbers.reshape(-1, 6)
+        begin, stop = np.searchsorted(images[:, 0], (first, end)).tolist()
+        ends = images[begin:stop, 5]
+        sources = self.image_sources[int(images[begin - 1, 5]) if begin else 0 : int(ends[-1])] if len(ends) else b""
+        return checksum(*content, images[begin:stop, 1:5], sources)
+
+    def _remove(self, i: int) -> NoReturn:
+        place = f"the cached tokens of {self.names[self.files[i]]}:{self.rows[i]} are not what was written"
+        raise RunFailure(f"{removed(self.folder)}: {place}. Start again: they are made again, and the run resumes")
 
     def _images(self, first: int, end: int) -> list[tuple[Image, ...]]:
         """Returns the images of each of the sequences [first, end)."""
@@ -180,34 +213,44 @@ def entries_folder() -> Path:
 
 
 def load(folder: Path) -> CacheEntry | None:
-    """A complete entry; None where there is none, or a part of it is missing, cut off or of the wrong size."""
+    """A complete entry; None if there is none, or it is damaged."""
     try:
-        metadata = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        return open_entry(folder)
+    except Damaged:
+        return None
+
+
+def open_entry(folder: Path) -> CacheEntry | None:
+    """A complete entry; None if there is none. Raises Damaged if a part is missing, or not what was written."""
+    if not folder.is_dir():
+        return None
+    try:
+        metadata = unsealed(folder / "report.json")
         arrays = {name: _map(folder, name, metadata["arrays"][name]) for name in ARRAYS}
+        checksums = {name: int(metadata["checksums"][name]) for name in ARRAYS}
+        is_small = sum(arrays[name].nbytes for name in _LARGE) <= VERIFIED_AT_ONCE
+        for name, array in arrays.items():
+            if name not in _LARGE or is_small:
+                verify(folder / f"{name}.npy", array, checksums[name])
         names, columns = tuple(metadata["files"]), tuple(metadata["columns"])
         report = SourceReport(**metadata["report"])
-        entry = CacheEntry(**arrays, names=names, columns=columns, report=report, key=folder.name)
-        sizes = (len(entry.input_ids), len(entry.targets), len(entry) * len(columns))
-        is_complete = sizes == (entry.sequence_offsets[-1], entry.example_offsets[-1], len(entry.numbers))
-        of_images = entry.image_numbers.reshape(-1, 6)
-        is_complete &= len(entry.image_sources) == (of_images[-1, 5] if len(of_images) else 0)
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return None
-    if not is_complete:
-        return None
+    except OSError as error:
+        raise Damaged(f"{Path(error.filename or folder).name}: {error.strerror or error}") from None
     with contextlib.suppress(OSError):  # a cache on read-only storage is as good
         os.utime(folder / "report.json")
-    return entry
+    return CacheEntry(
+        **arrays, names=names, columns=columns, report=report, folder=folder, checksums=checksums, is_verified=is_small
+    )
 
 
 def _map(folder: Path, name: str, count: int) -> np.ndarray:
-    """Raises ValueError where the file is not of `count` items of its type, which reads nothing but its header."""
+    """Raises Damaged if the file is not of `count` items of its type, which reads nothing but its header."""
     path, dtype = folder / f"{name}.npy", ARRAYS[name]
     header = _header(dtype, count)
     with path.open("rb") as file:
         written = file.read(len(header))
     if written != header or path.stat().st_size != len(header) + count * dtype.itemsize:
-        raise ValueError(f"{path}: not what was written")
+        raise Damaged(f"{path.name}: its header or its size differs")
     return np.memmap(path, dtype, "r", len(header), (count,))
 
 
@@ -231,24 +274,28 @@ def find_or_build(
     written, and what `build` raises.
     """
     what = f"tokenises {metadata.get('source', folder.name)}"
-    return load_or_write(folder, lambda: load(folder), lambda: _build(folder, metadata, build), what)
+    return load_or_write(folder, lambda: open_entry(folder), lambda: _build(folder, metadata, build), what)
 
 
 def load_or_write(
     folder: Path, load: Callable[[], Entry | None], write: Callable[[], None], what: str
 ) -> tuple[Entry, float | None]:
-    """Returns what `load` finds in a folder of the cache, and the seconds of `write` where it had to be written first.
+    """Returns what `load` finds in a folder of the cache, and the seconds of `write` if it had to be written first.
 
-    Any number of processes may ask at once: one writes, the others wait for it and log that it `what`. Raises UserError
-    where the cache cannot be written, and what `write` raises.
+    Any number of processes may ask at once: one writes, the others wait for it and log that it `what`. What is Damaged
+    is logged, and written again. Raises UserError if the cache cannot be written, and what `write` raises.
     """
-    if (entry := load()) is not None:
-        return entry, None
+    with contextlib.suppress(Damaged):
+        if (entry := load()) is not None:
+            return entry, None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder, what):
-            if (entry := load()) is not None:
-                return entry, None
+            try:
+                if (entry := load()) is not None:
+                    return entry, None
+            except Damaged as damage:
+                log.warning("%s: damaged on the disk (%s); it is made again", folder, damage)
             begun = time.monotonic()
             write()
     except OSError as error:
@@ -256,9 +303,10 @@ def load_or_write(
             f"{error.filename or folder}: the data cache cannot be written: {error.strerror or error}; "
             "set FINETUNE_CACHE to a folder with room"
         ) from None
-    if (entry := load()) is None:
-        raise RunFailure(f"{folder}: was written a moment ago and cannot be read; is the disk in order?")
-    return entry, time.monotonic() - begun
+    with contextlib.suppress(Damaged):
+        if (entry := load()) is not None:
+            return entry, time.monotonic() - begun
+    raise RunFailure(f"{folder}: was written a moment ago and cannot be read; is the disk in order?")
 
 
 def lock_of(folder: Path) -> filelock.BaseFileLock:
@@ -325,6 +373,17 @@ def discard(folder: Path) -> None:
     shutil.rmtree(aside)
 
 
+def removed(folder: Path) -> str:
+    """Removes an entry whose damage was found in use, so that the next start makes it again; says what was done."""
+    try:
+        discard(folder)
+    except FileNotFoundError:  # another process was first
+        pass
+    except OSError as error:
+        return f"{folder}: damaged on the disk; remove it ({error.strerror or error})"
+    return f"{folder}: damaged on the disk, and removed"
+
+
 class EntryWriter:
     """An entry's files as they grow: nothing of it is kept in memory."""
 
@@ -368,13 +427,14 @@ class EntryWriter:
         arrays["image_numbers"], arrays["image_sources"] = images.reshape(-1), chunk.images.sources
         for name, array in arrays.items():
             self._files[name].append(array)
+        self._files["example_checksums"].append(_example_checksums(chunk, len(self.columns)))
         self._num_image_bytes += len(chunk.images.sources)
         self._num_tokens += len(chunk.input_ids)
         self._num_sequences += len(chunk.lengths)
 
     def finish(self, metadata: dict[str, Any]) -> None:
         """Count what can only be counted at the end, and close every file, flushed to the disk."""
-        counts = {name: file.finish() for name, file in self._files.items()}
+        parts = {name: file.finish() for name, file in self._files.items()}
         hashes = np.load(self.folder / "hashes.npy", mmap_mode="r", allow_pickle=False)
         self.report.duplicates = len(hashes) - len(np.unique(hashes))
         everything = {
@@ -384,34 +444,57 @@ class EntryWriter:
                 "host": socket.gethostname(),
                 "seconds": round(time.monotonic() - self._begun, 1),
             },
-            "arrays": counts,
+            "arrays": {name: count for name, (count, _) in parts.items()},
+            "checksums": {name: of_array for name, (_, of_array) in parts.items()},
             "files": list(self._file_indices),
             "columns": list(self.columns),
             "report": asdict(self.report),
         }
         with (self.folder / "report.json").open("w", encoding="utf-8") as file:
-            json.dump(everything, file, indent=1, ensure_ascii=False)
+            file.write(sealed(everything))
             _flush(file)
+
+
+def _example_checksums(chunk: ExampleArrays, width: int) -> NDArray[np.uint32]:
+    """(N,) see `CacheEntry.checksum`; width: numbers of an example."""
+    ends = np.concatenate(([0], np.cumsum(chunk.sizes)))  # of sequences
+    places = np.concatenate(([0], np.cumsum(chunk.lengths)))[ends]  # of tokens
+    images = chunk.images.numbers
+    image_ends = np.searchsorted(images[:, 0], ends)
+    byte_ends = np.concatenate(([0], np.cumsum(images[:, 5])))[image_ends]
+    checksums = [
+        checksum(
+            chunk.input_ids[places[i] : places[i + 1]],
+            chunk.loss_mask[places[i] : places[i + 1]],
+            chunk.numbers[i * width : (i + 1) * width],
+            images[image_ends[i] : image_ends[i + 1], 1:5],
+            chunk.images.sources[byte_ends[i] : byte_ends[i + 1]],
+        )
+        for i in range(len(chunk.sizes))
+    ]
+    return np.array(checksums, np.uint32)
 
 
 class _ArrayFile:
     """A .npy file of one dimension whose length is known at the end, when its header is written again."""
 
     def __init__(self, path: Path, dtype: np.dtype):
-        self._file, self._dtype, self._count = path.open("wb"), dtype, 0
+        self._file, self._dtype, self._count, self._checksum = path.open("wb"), dtype, 0, 0
         self._file.write(_header(dtype, 0))
 
     def append(self, array: np.ndarray) -> None:
-        self._file.write(np.ascontiguousarray(array, self._dtype).data)
-        self._count += len(array)
+        items = np.ascontiguousarray(array, self._dtype)
+        self._file.write(items.data)
+        self._count += len(items)
+        self._checksum = checksum(items, before=self._checksum)
 
-    def finish(self) -> int:
-        """Returns the number of items. The file is complete then, and on the disk."""
+    def finish(self) -> tuple[int, int]:
+        """Returns the number of items, and their checksum. The file is complete then, and on the disk."""
         self._file.seek(0)
         self._file.write(_header(self._dtype, self._count))
         _flush(self._file)
         self.close()
-        return self._count
+        return self._count, self._checksum
 
     def close(self) -> None:
         self._file.close()

@@ -52,8 +52,8 @@ from finetune.engine.stages import (
     schedulable_micro_batches,
 )
 from finetune.engine.state_shards import ShardPart, replica_parts
-from finetune.models.base_config import without_weights
-from finetune.models.config import dtypes, model_config
+from finetune.models.base_config import dtypes, without_weights
+from finetune.models.config import model_config
 from finetune.models.weights import Placement
 from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.recipe.schema import Recipe
@@ -86,7 +86,7 @@ class Pipeline(Engine):
     def _lay_out(self, recipe: Recipe) -> Layout:
         """Returns a layout by the weights of the model alone, so that it is the same in every mode."""
         sizes = self.parallelism
-        skeleton = without_weights(model_config(recipe.model))
+        skeleton = without_weights(model_config(recipe.model), trusted=recipe.model.trust_remote_code)
         stages = sizes.pipeline * sizes.stages_per_rank
         return lay_out(skeleton, stages, sizes.pipeline, recipe.objective.scores_sequences)
 

@@ -1,1 +1,1 @@
-"""After training: the result folder, its card, generate, merge."""
+"""After training: the result folder, its card, merge, export and its gate."""

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from finetune.errors import UserError
 from finetune.export.hf_folder import Say, check_absent, describe, whole_or_absent, write_settings
@@ -31,6 +30,7 @@ from finetune.export.streamed import Base, StreamedModel, find_base, name_of_bas
 from finetune.export.tensor_files import write_shards
 from finetune.export.trained import Trained
 from finetune.export.weight_files import SHARD_BYTES
+from finetune.models.tokenizer import read_tokenizer
 from finetune.utils import sha256_file
 
 _PARALLEL = 0.9995  # cosine from which the arc is taken as a line
@@ -196,7 +196,7 @@ def _shapes(models: Sequence[StreamedModel], base: Base) -> dict[str, Tensor]:
 
 
 def _template(run: Trained) -> Any:
-    return AutoTokenizer.from_pretrained(run.settings).chat_template
+    return read_tokenizer(run.settings).chat_template
 
 
 def _card(about: dict[str, Any], how: Merge) -> str:

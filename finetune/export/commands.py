@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Sequence
@@ -12,24 +13,28 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     GenerationConfig,
 )
 
 from finetune.errors import RunFailure, UserError
+from finetune.export.adapter_files import FittingAdapter, read_lora
 from finetune.export.scoring import is_scoring, read_labels
 from finetune.export.trained import check_model_folder
 from finetune.models.added_tokens import grow_to
 from finetune.models.base_checkpoint import base_checkpoint
-from finetune.models.base_config import first_line
+from finetune.models.base_config import Parsing
 from finetune.models.config import model_config
+from finetune.models.damage import check_settings, check_weights, mismatched_sizes, read_object, why_no_weights
+from finetune.models.remote_code import load_auto, trusts_code
 from finetune.models.score_model import labelled
 from finetune.models.text_part import is_multimodal
+from finetune.models.tokenizer import read_tokenizer
 from finetune.recipe.schema import Model
 from finetune.utils import print_line
 
@@ -49,7 +54,7 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
     folder = model_folder(run_dir)
     if is_scoring(folder):
         raise UserError(f"{run_dir}: a model of scores generates nothing: `finetune score` is what it does")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = read_tokenizer(folder)
     model = load_trained(folder)
     if (folder / "generation_config.json").is_file():  # an adapter's model has its base's, which ends elsewhere
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -64,21 +69,25 @@ def load_trained(folder: Path, base: str | None = None, adapter: str = "default"
     adapters by itself as well, but not the magnitudes of DoRA, which it initialises again.
     """
     if not (folder / "adapter_config.json").is_file():
-        try:
-            return class_of_result(folder).from_pretrained(folder, dtype="auto", device_map=device_map)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder} cannot be loaded: {first_line(error)}") from None
+        with _LoadingModel(f"{folder} cannot be loaded", folder):
+            return load_auto(class_of_result(folder), folder, dtype="auto", device_map=device_map)
     from peft import PeftModel
 
     with warnings.catch_warnings():
         # For patterns that peft 0.21 itself adds for stacked experts, and that do match: it looks for modules only.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        return PeftModel.from_pretrained(load_base(folder, base, device_map), str(folder), adapter)
+        on = load_base(folder, base, device_map)
+        read_lora(folder)
+        with FittingAdapter(folder):
+            return PeftModel.from_pretrained(on, str(folder), adapter)
 
 
-def auto_class(name: str) -> Any:
-    """Returns transformers' auto class of a model that generates: another one, where it is multimodal."""
-    return AutoModelForMultimodalLM if is_multimodal(AutoConfig.from_pretrained(name)) else AutoModelForCausalLM
+def auto_class(name: str, trusted: bool | None = None) -> Any:
+    """Returns transformers' auto class of a model that generates: another one if it is multimodal. trusted: see
+    `load_auto`."""
+    with Parsing(f"{name}: no model config can be read", name):
+        config = load_auto(AutoConfig, name, trusted)
+    return AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
 
 
 def class_of_result(folder: Path) -> Any:
@@ -99,6 +108,7 @@ def merge_adapter(run_dir: Path, out: Path, base: str | None = None) -> Path:
         raise UserError(f"{run_dir}: no adapter here (no model/adapter_config.json); a full run needs no merging")
     check_absent(out)
     trained = find_trained(run_dir)
+    read_tokenizer(trained.settings)
     export_folder(trained, out, base=base)
     gate(trained, out, base, Console(stderr=True))
     return out
@@ -168,6 +178,7 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
             f"{run_dir}: a plain model folder that no run is around: there is nothing to merge; llama.cpp's "
             "convert_hf_to_gguf.py makes a GGUF file of it"
         )
+    read_tokenizer(trained.settings)  # before hours of writing
     suffix = f"-{options.quantised}" if options.quantised else ""
     suffix += f"-step-{trained.step}" if trained.is_checkpoint else ""
     suffix += f"-mean-of-{options.average}" if options.average else ""
@@ -236,21 +247,43 @@ def load_base(adapter: Path, elsewhere: str | None = None, device_map: str | Non
 
     elsewhere: where it is, if not where the adapter says.
     """
-    settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    settings = read_object(adapter / "adapter_config.json")
     name = elsewhere or settings["base_model_name_or_path"]
-    size = len(AutoTokenizer.from_pretrained(adapter))
-    try:
+    size, trusted = len(read_tokenizer(adapter)), trusts_code(adapter)
+    advice = (
+        "is it where it was when this was trained? `base_model_name_or_path` in adapter_config.json says where it is"
+    )
+    with _LoadingModel(f"the adapter's base {name!r} cannot be loaded", Path(name).expanduser(), advice):
         if settings.get("task_type") != "SEQ_CLS":
-            return grow_to(auto_class(name).from_pretrained(name, dtype="auto", device_map=device_map), size)
-        config = labelled(model_config(Model(name=name)), read_labels(adapter))
-        config.get_text_config().pad_token_id = AutoTokenizer.from_pretrained(adapter).pad_token_id
-        part = base_checkpoint(Model(name=name))
-        base = AutoModelForSequenceClassification.from_pretrained(
-            name, config=config, dtype="auto", key_mapping=part and part.renames
+            base = load_auto(auto_class(name, trusted), name, trusted, dtype="auto", device_map=device_map)
+            return grow_to(base, size)
+        about = Model(name=name, trust_remote_code=trusted)
+        config = labelled(model_config(about), read_labels(adapter))
+        config.get_text_config().pad_token_id = read_tokenizer(adapter).pad_token_id
+        part = base_checkpoint(about)
+        base = load_auto(
+            *(AutoModelForSequenceClassification, name, trusted),
+            config=config,
+            dtype="auto",
+            key_mapping=part and part.renames,
         )
         return grow_to(base, size)
-    except (OSError, ValueError) as error:  # a name that is neither a folder's nor the hub's is a ValueError
-        raise UserError(
-            f"the adapter's base {name!r} cannot be loaded: {first_line(error)}; is it where it was when this was "
-            "trained? `base_model_name_or_path` in adapter_config.json says where it is"
-        ) from error
+
+
+class _LoadingModel(contextlib.AbstractContextManager[None]):
+    """Turns what transformers raises for a model that is gone or damaged into a UserError.
+
+    folder: of the model, whose files are checked first if it is here; a hub id is no folder.
+    """
+
+    def __init__(self, what: str, folder: Path, advice: str = ""):
+        self._what, self._advice = what, f"; {advice}" if advice else ""
+        check_settings(folder)
+        check_weights(folder)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        # A name that is neither a folder's nor the hub's is a ValueError.
+        if isinstance(error, OSError | ValueError | SafetensorError):
+            raise UserError(f"{self._what}: {why_no_weights(error)}{self._advice}") from error
+        if isinstance(error, RuntimeError) and mismatched_sizes(error):
+            raise UserError(f"{self._what}: its weights have other shapes than its config.json says") from error

@@ -20,12 +20,14 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from finetune.errors import UserError
 from finetune.export.gguf_settings import UNKNOWN, WAY_OUT, open_gguf, package
+from finetune.models.remote_code import load_auto
+from finetune.models.tokenizer import read_tokenizer
 
 
 def add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
     """Add tokens, merges or scores, the template and the ids of special tokens. Raises UserError where llama.cpp would
     split text otherwise."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = read_tokenizer(folder)
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     split, prefix = split_name(content), sentencepiece_prefix(content)
     if split is None and prefix is None:
@@ -182,7 +184,7 @@ def split_name(content: dict[str, Any]) -> str | None:
 def gguf_tokenizer(file: Path) -> Any:
     """Returns the tokenizer of a GGUF file, which splits text as llama.cpp does by the name in the file."""
     with described(file) as readable:
-        tokenizer: Any = AutoTokenizer.from_pretrained(readable.parent, gguf_file=readable.name)
+        tokenizer: Any = load_auto(AutoTokenizer, readable.parent, gguf_file=readable.name)
     name = open_gguf(file).fields.get("tokenizer.ggml.pre")
     if name is not None and name.contents() == "smollm":
         digits, of_gpt2 = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)
@@ -193,7 +195,7 @@ def gguf_tokenizer(file: Path) -> Any:
 def other_tokens(settings: Path, file: Path) -> list[str]:
     """Returns what of a file's vocabulary is not the run's: a token, or a special one that llama.cpp would not find in
     text, as a template writes it. settings: the run's tokenizer."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(settings)
+    tokenizer: Any = read_tokenizer(settings)
     fields = open_gguf(file).fields
     texts, kinds = (fields[key].contents() if (key := f"tokenizer.ggml.{name}") in fields else [] for name in _LISTS)
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}

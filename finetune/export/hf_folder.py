@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from finetune.errors import RunFailure, UserError
 from finetune.export.quantised import QuantisedModel, settings_of
@@ -29,6 +29,7 @@ from finetune.export.streamed import StreamedModel
 from finetune.export.tensor_files import write_shards
 from finetune.export.trained import Trained
 from finetune.export.weight_files import SHARD_BYTES
+from finetune.models.tokenizer import read_tokenizer
 from finetune.models.vision import processor_settings
 from finetune.utils import fsync, write_atomically
 
@@ -122,7 +123,7 @@ def whole_or_absent(out: Path, about: dict[str, Any], how: dict[str, Any], card:
 
 def modelfile(trained: Trained, name: str) -> str:
     """Returns Ollama's description of a model: the file, which has the template, and where answers end."""
-    tokenizer = AutoTokenizer.from_pretrained(trained.settings)
+    tokenizer = read_tokenizer(trained.settings)
     ends = GenerationConfig.from_pretrained(trained.settings).eos_token_id
     texts = [tokenizer.convert_ids_to_tokens(end) for end in (ends if isinstance(ends, list) else [ends])]
     stops = "".join(f"PARAMETER stop {json.dumps(text)}\n" for text in texts)
@@ -194,7 +195,7 @@ def write_settings(model: StreamedModel, folder: Path) -> None:
                 (folder / name).write_bytes(content)
     else:
         if model.is_scoring:  # transformers scores the last token that is no padding
-            tokenizer = AutoTokenizer.from_pretrained(trained.settings)
+            tokenizer = read_tokenizer(trained.settings)
             model.model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         if (rows := model.added_rows) is not None:
             model.model.config.get_text_config().vocab_size = rows

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from finetune.errors import UserError
+from finetune.models.damage import read_object
 from finetune.models.wrapped import has_scores
 from finetune.utils import unwrap_peft
 
@@ -55,6 +56,6 @@ def read_labels(adapter: Path) -> tuple[str, ...]:
 def is_scoring(folder: Path) -> bool:
     """Returns whether a result, an adapter or a full model, has a head of scores."""
     if (folder / "adapter_config.json").is_file():
-        return json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("task_type") == "SEQ_CLS"
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return read_object(folder / "adapter_config.json").get("task_type") == "SEQ_CLS"
+    config = read_object(folder / "config.json")
     return any("ForSequenceClassification" in name for name in config.get("architectures") or ())

@@ -10,7 +10,6 @@ transformers loads (parts for prediction several tokens ahead, image towers).
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections import Counter
@@ -27,14 +26,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from finetune.errors import UserError
+from finetune.export.adapter_files import FittingAdapter, check_shapes, read_lora
 from finetune.export.merging import Patch, adapter_patches
 from finetune.export.scoring import is_scoring, read_labels
 from finetune.export.tensor_files import TensorFiles
 from finetune.export.trained import Trained
 from finetune.export.weight_files import INDEX, DiskLayout
 from finetune.models.base_checkpoint import base_checkpoint
-from finetune.models.base_config import first_line, without_weights
-from finetune.models.config import dtypes, model_config
+from finetune.models.base_config import dtypes, first_line, without_weights
+from finetune.models.config import model_config
+from finetune.models.damage import read_object, weight_map
 from finetune.models.score_model import labelled
 from finetune.models.text_part import TextPart, text_part_of
 from finetune.models.vision import adapted_modules, family_of
@@ -72,8 +73,7 @@ def find_base(name: str, revision: str | None) -> Base:
                 "the run found it, or give --base FOLDER"
             ) from None
     if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        files = [folder / file for file in sorted(set(index["weight_map"].values()))]
+        files = [folder / file for file in sorted(set(weight_map(folder / INDEX, whole=False).values()))]
     else:
         files = [folder / "model.safetensors"]
     if missing := [file.name for file in files if not file.is_file()]:
@@ -86,7 +86,7 @@ def find_base(name: str, revision: str | None) -> Base:
 
 
 def _check_not_quantised(folder: Path, name: str) -> None:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_object(folder / "config.json")
     if (settings := config.get("quantization_config")) is not None:
         raise UserError(
             f"the base model {name!r} is stored in {settings.get('quant_method')}: an update added to quantised "
@@ -207,7 +207,12 @@ class StreamedModel:
         if patch is not None and patch.kind == "full":
             shape: Any = self.trained.shapes[patch.keys[0]].shape
         elif in_base:
-            shape = self._base().files.meta(source).shape
+            shape, own = self._base().files.meta(source).shape, group.shapes[name]
+            if shape[1:] != own[1:] or shape[:1] < own[:1]:  # rows of a vocabulary may be more
+                raise UserError(
+                    f"{self._base().folder}: {source} has the shape {list(shape)} in its file, but {list(own)} by "
+                    "config.json: take both from one place"
+                )
             if patch is not None and patch.kind == "rows":
                 shape = (max(shape[0], max(patch.rows) + 1), *shape[1:])
         elif all(n in self._patches and self._patches[n].kind == "full" for n in group.names):
@@ -263,11 +268,12 @@ def _trained_parts(trained: Trained) -> Parts | None:
 def _skeleton(trained: Trained, base: str | None) -> Any:
     """Returns transformers' model without weights, tied."""
     config, labels = _config(trained, base), _labels(trained)
+    trusted = trained.recipe is not None and trained.recipe.model.trust_remote_code
     if labels:
-        model = without_weights(labelled(config, labels), AutoModelForSequenceClassification)
+        model = without_weights(labelled(config, labels), AutoModelForSequenceClassification, trusted)
     else:
         whole = _trained_parts(trained) is not None
-        model = without_weights(config, AutoModelForImageTextToText if whole else AutoModelForCausalLM)
+        model = without_weights(config, AutoModelForImageTextToText if whole else AutoModelForCausalLM, trusted)
     model.tie_weights()
     return model
 
@@ -290,7 +296,7 @@ def name_of_base(trained: Trained) -> tuple[str | None, str | None]:
     """Returns name and revision of the base; None for a model from scratch."""
     if trained.recipe is not None:
         return trained.recipe.model.name, trained.recipe.model.revision
-    settings = json.loads((trained.folder / "adapter_config.json").read_text(encoding="utf-8"))
+    settings = read_object(trained.folder / "adapter_config.json")
     return settings["base_model_name_or_path"], settings.get("revision")
 
 
@@ -341,7 +347,7 @@ def _patches(trained: Trained, base: str | None, part: TextPart | None) -> dict[
     in_base = part.in_base if part is not None else str
     if not trained.is_adapter:
         return {in_base(name): Patch("full", (name,), full=partial(trained.read, name)) for name in trained.shapes}
-    from peft import PeftConfig, get_peft_model
+    from peft import get_peft_model
 
     if part is None or trained.is_checkpoint:  # which has the names of the text part alone
         model = _skeleton(trained, base)
@@ -358,10 +364,13 @@ def _patches(trained: Trained, base: str | None, part: TextPart | None) -> dict[
                 paths = adapted_modules(model, family_of(model.config), parts, lora)
             adapted = add_adapters(model, lora, torch.float32, trained.recipe.tokens, paths)
         else:
-            config = PeftConfig.from_pretrained(str(trained.folder))
-            if config.peft_type != "LORA" or getattr(config, "bias", "none") != "none":
-                raise UserError(f"{trained.folder}: only LoRA without trained biases is merged, not {config.peft_type}")
-            adapted = get_peft_model(model, config)
+            config = read_lora(trained.folder)
+            if getattr(config, "bias", "none") != "none":
+                raise UserError(f"{trained.folder}: only LoRA without trained biases is merged")
+            with FittingAdapter(trained.folder):
+                adapted = get_peft_model(model, config)
+    if not trained.is_checkpoint:
+        check_shapes(trained, adapted)
     return {in_base(name): patch for name, patch in adapter_patches(adapted, trained).items()}
 
 

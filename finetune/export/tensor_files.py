@@ -23,6 +23,7 @@ from torch import Tensor
 
 from finetune.errors import UserError
 from finetune.export.weight_files import INDEX, SHARD_BYTES, shard_name
+from finetune.models.damage import check_tensors
 from finetune.utils import fsync
 
 DTYPES = {
@@ -57,6 +58,7 @@ class TensorFiles:
         self._places: dict[str, _Place] = {}
         digest = hashlib.sha256()
         for file in files:
+            check_tensors(file)
             header, start = _header(file)
             digest.update(f"{file.name} {file.stat().st_size} ".encode() + json.dumps(header, sort_keys=True).encode())
             for name, entry in header.items():
@@ -105,14 +107,10 @@ class TensorFiles:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > file.stat().st_size:
-                raise ValueError("its header is longer than the file")
-            return json.loads(opened.read(length)), 8 + length
-    except (OSError, ValueError, struct.error) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from None
+    """Returns a header that `check_tensors` has passed, and where the tensors begin."""
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        return json.loads(opened.read(length)), 8 + length
 
 
 # --- writing

@@ -20,6 +20,7 @@ from finetune.checkpoints.reading import Held, hold
 from finetune.checkpoints.shards import WeightReader
 from finetune.errors import UserError
 from finetune.export.tensor_files import TensorFiles
+from finetune.models.damage import check_settings, check_weights, read_object
 from finetune.recipe import Recipe, load_recipe
 from finetune.utils import sha256_file
 
@@ -124,13 +125,11 @@ def check_model_folder(folder: Path) -> Path:
     for name, key in (("config.json", "model_type"), ("adapter_config.json", "base_model_name_or_path")):
         if not (file := folder / name).is_file():
             continue
-        try:
-            settings = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            settings = None
-        if not isinstance(settings, dict) or key not in settings:
+        if not isinstance(read_object(file).get(key), str):
             raise UserError(f"{file}: not the settings of a model (no `{key}`): is this a folder of another program?")
-    for kind, patterns in (("weights", ("*.safetensors", "*.bin")), ("tokenizer", ("tokenizer*", "vocab*"))):
+    check_settings(folder)
+    check_weights(folder)
+    for kind, patterns in (("weights", ("*.safetensors",)), ("tokenizer", ("tokenizer*", "vocab*"))):
         if not any(path for pattern in patterns for path in folder.glob(pattern)):
             raise UserError(f"{folder}: no {kind} here ({', '.join(patterns)}), so this is no whole model")
     return folder

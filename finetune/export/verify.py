@@ -41,6 +41,7 @@ from finetune.export.verify_models import load_export, load_reference, quiet_loa
 from finetune.export.verify_scores import ScoreReference
 from finetune.export.verify_settings import compare_settings, other_class, read_settings, rounded_here
 from finetune.models.base_config import first_line
+from finetune.models.remote_code import load_auto
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut
@@ -69,7 +70,7 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
         with quiet_loading():
             model, dtype = load_reference(trained, base), rounded_here(export)
             if recipe.objective.scores_sequences:
-                run = ScoreReference.of(model, AutoTokenizer.from_pretrained(settings).pad_token_id, examples, figures)
+                run = ScoreReference.of(model, load_auto(AutoTokenizer, settings).pad_token_id, examples, figures)
             else:
                 pictures = _no_pictures if is_gguf else _pictures(recipe, trained.settings, base)
                 context = context_length(config) if is_gguf else None
@@ -201,7 +202,7 @@ def _compare_tokens(
     """Compare rows and conversations as both tokenizers and templates write them, and the tokens that end them."""
     try:
         theirs = held_out_examples(_by_own_processor(recipe), export, rows, str(export))
-        tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (settings, export)]
+        tokenizers = [load_auto(AutoTokenizer, folder) for folder in (settings, export)]
     except (UserError, OSError, ValueError, KeyError) as error:
         figures.problems.append(f"the export's tokenizer does not render the run's rows: {first_line(error)}")
         return
@@ -216,7 +217,7 @@ def _compare_tokens(
 
 def _compare_texts(figures: Figures, settings: Path, export: Path, examples: list[Example]) -> None:
     """Compare the tokens of rows whose images are taken out, for which there is no template."""
-    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (settings, export)]
+    tokenizers = [load_auto(AutoTokenizer, folder) for folder in (settings, export)]
     for example in examples:
         texts = [tokenizers[0].decode(one.input_ids) for one in example.sequences]
         if len({str([one(text)["input_ids"] for text in texts]) for one in tokenizers}) > 1:

@@ -31,6 +31,7 @@ from finetune.models.added_tokens import add_tokens, start_rows, train_rows
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.base_config import first_line
 from finetune.models.config import model_config
+from finetune.models.remote_code import from_config, load_auto
 from finetune.models.score_model import labelled
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.vision import adapted_modules, family_of
@@ -78,15 +79,13 @@ def _untrained(recipe: Recipe, base: str | None) -> tuple[Any, int]:
     if labels := score_labels(recipe.objective):
         auto, more["config"] = AutoModelForSequenceClassification, labelled(model_config(about), labels)
     if about.config is not None:
-        model: Any = auto.from_config(more.get("config") or model_config(about))
+        model: Any = from_config(auto, more.get("config") or model_config(about), about.trust_remote_code)
     else:
         if (checkpoint := base_checkpoint(about)) is not None:
             more = {"config": model_config(about), "key_mapping": checkpoint.renames, **more}
         code, revision = about.trust_remote_code, about.revision or "main"
         try:
-            model = auto.from_pretrained(
-                about.name, revision=revision, trust_remote_code=code, dtype=torch.float32, **more
-            )
+            model = load_auto(auto, about.name, code, revision=revision, dtype=torch.float32, **more)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"the base model {about.name!r} cannot be loaded: {first_line(error)}; give --base"
@@ -117,12 +116,12 @@ def load_export(export: Path, figures: Figures, config: Any, trained: Trained, b
         config = as_llama(config) if config.model_type == "mistral" else config
         more = {"gguf_file": file.name, "config": config}
     elif figures.format in ("int8", "fp8"):
-        own = AutoConfig.from_pretrained(export)
+        own = load_auto(AutoConfig, export)
         own.quantization_config["dequantize"] = True
         more = {"config": own}
     try:
         auto: Any = AutoModelForCausalLM if file is not None else class_of_result(export)
-        model, report = auto.from_pretrained(export, dtype=torch.float32, output_loading_info=True, **more)
+        model, report = load_auto(auto, export, dtype=torch.float32, output_loading_info=True, **more)
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         figures.problems.append(f"transformers cannot load it: {first_line(error)}")
         return None

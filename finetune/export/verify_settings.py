@@ -21,6 +21,7 @@ from finetune.export.trained import Trained
 from finetune.export.verify_models import model_of
 from finetune.models.base_config import base_config, first_line
 from finetune.models.config import model_config
+from finetune.models.remote_code import load_auto
 from finetune.models.score_model import labelled
 from finetune.models.vision import processor_settings
 from finetune.objectives import score_labels
@@ -75,7 +76,7 @@ def _run_config(recipe: Recipe, base: str | None, text_alone: bool) -> Any:
 
 def _config_of(export: Path) -> Any:
     try:
-        return AutoConfig.from_pretrained(export)
+        return load_auto(AutoConfig, export)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise UserError(f"{export / 'config.json'}: transformers makes no model by it: {first_line(error)}") from None
 
@@ -92,7 +93,7 @@ _IN_GGUF = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_
 
 def _as_transformers_reads(config: Any, file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the run's settings and a file's, of an architecture that is not written here: another tool made it."""
-    theirs = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    theirs = load_auto(AutoConfig, file.parent, gguf_file=file.name)
     found = [{key: getattr(one, key, None) for key in _IN_GGUF} for one in (config, theirs)]
     for one, values in zip((config, theirs), found, strict=True):
         values["rope_theta"] = rope_of(one).get("rope_theta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,27 +11,26 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from finetune.errors import UserError
+from finetune.models.damage import check_settings, is_from_rust, read_object, short
+from finetune.models.remote_code import from_config, load_auto
 from finetune.recipe.schema import Model, Recipe
 
 
 def base_config(model: Model) -> PretrainedConfig:
     """Returns the Hugging Face config of the recipe's model as it is. Raises UserError where there is none."""
-    try:
+    where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
+    with Parsing(f"{where}: no model config", model.name if model.config is None else None):
         if model.config is not None:
             _check_config_keys(model.config)
             return AutoConfig.for_model(**model.config)
         assert model.name is not None
-        return AutoConfig.from_pretrained(
-            model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
-        where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
-        reason = why_not_found(model.name, error) or short_message(error)
-        raise UserError(f"{where}: no model config: {reason}") from error
+        check_settings(Path(model.name).expanduser())
+        return load_auto(AutoConfig, model.name, model.trust_remote_code, revision=model.revision or "main")
 
 
 def _check_config_keys(config: dict[str, Any]) -> None:
@@ -44,10 +44,13 @@ def _check_config_keys(config: dict[str, Any]) -> None:
             raise UserError(f"model.config.{name}: not a setting of {config['model_type']}{hint}")
 
 
-def without_weights(config: PretrainedConfig, auto: Any = AutoModelForCausalLM, **common: Any) -> Any:
-    """Returns a model of shapes alone (device `meta`), not tied; common: arguments of transformers' `from_config`."""
+def without_weights(
+    config: PretrainedConfig, auto: Any = AutoModelForCausalLM, trusted: bool | None = None, **common: Any
+) -> Any:
+    """Returns a model of shapes alone (device `meta`), not tied. trusted: see `load_auto`; common: arguments of
+    transformers' `from_config`."""
     with torch.device("meta"), no_init_weights():
-        return auto.from_config(config, **common)
+        return from_config(auto, config, trusted, **common)
 
 
 def rope_types(parameters: dict[str, Any] | None) -> set[str]:
@@ -78,9 +81,31 @@ def why_not_found(name: str | None, error: BaseException) -> str | None:
     return None
 
 
-def short_message(error: BaseException) -> str:
-    """Returns a library's message in one line, without the stop."""
-    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+# What libraries raise while they parse settings and tokenizers of another shape than they expect.
+_PARSING = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError),
+    *(StrictDataclassError, SafetensorError),
+)
+
+
+class Parsing(contextlib.AbstractContextManager[None]):
+    """Turns whatever a library raises over a model's settings or tokenizer into a UserError.
+
+    It names the file that is damaged, if the folder is here and one is found; else `what`, such as a place in the
+    recipe. name: of the model, a folder or hub id.
+    """
+
+    def __init__(self, what: str, name: str | None):
+        self._what, self._name = what, name
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is None or not (isinstance(error, _PARSING) or is_from_rust(error)):
+            return
+        if self._name is not None and (folder := Path(self._name).expanduser()).is_dir():
+            if (file := folder / "tokenizer.json").is_file():
+                read_object(file)
+            check_settings(folder)
+        raise UserError(f"{self._what}: {why_not_found(self._name, error) or short(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from safetensors import safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from finetune.errors import UserError
+from finetune.models.damage import check_tensors, weight_map
 from finetune.recipe.schema import Model
 
 
@@ -33,12 +33,13 @@ def tensor_names(model: Model) -> dict[str, str]:
     Raises UserError where there are no safetensors files.
     """
     if index := checkpoint_file(model, SAFE_WEIGHTS_INDEX_NAME):
-        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return weight_map(index, whole=False)
     if (file := checkpoint_file(model, SAFE_WEIGHTS_NAME)) is None:
         raise UserError(
             f"model.name: {model.name!r} has neither {SAFE_WEIGHTS_INDEX_NAME} nor {SAFE_WEIGHTS_NAME}: the text part "
             "of a multimodal model is read from safetensors files"
         )
+    check_tensors(file)
     with safe_open(file, framework="pt") as tensors:
         return dict.fromkeys(tensors.keys(), SAFE_WEIGHTS_NAME)
 
@@ -49,6 +50,9 @@ def tensor_places(model: Model) -> dict[str, Path]:
     files = {name: checkpoint_file(model, name) for name in sorted({*names.values()})}
     if missing := [name for name, file in files.items() if file is None]:
         raise UserError(f"model.name: {model.name!r} lacks {missing[0]}")
+    for file in files.values():
+        if file is not None:
+            check_tensors(file)
     return {tensor: file for tensor, name in names.items() if (file := files[name])}
 
 

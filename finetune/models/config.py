@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 
 from transformers import PretrainedConfig
 
 from finetune.errors import UserError
-
-# Re-exported until every importer names their own files.
-from finetune.models.base_config import Dtypes as Dtypes
-from finetune.models.base_config import base_config, depends_on_length, rope_types, short_message, without_weights
-from finetune.models.base_config import dtypes as dtypes
-from finetune.models.base_config import first_line as first_line
-from finetune.models.base_config import layer_configs as layer_configs
-from finetune.models.base_config import why_not_found as why_not_found
+from finetune.models.base_config import base_config, depends_on_length, rope_types, without_weights
 from finetune.models.checkpoint_files import tensor_names
+from finetune.models.damage import check_weights, short
 from finetune.models.text_part import check_text_part, is_multimodal, text_part_of
-from finetune.models.tokenizer import check_same_vocabulary as check_same_vocabulary
-from finetune.models.tokenizer import check_token_ids as check_token_ids
-from finetune.models.tokenizer import load_tokenizer as load_tokenizer
 from finetune.models.vision import family_of
 from finetune.recipe.schema import Model, Recipe
 
@@ -65,6 +57,7 @@ def check_sizes(model: Model, config: PretrainedConfig) -> None:
     Call it before an engine starts: ZeRO-3 changes how models are made.
     """
     if model.config is None:
+        check_weights(Path(model.name or "").expanduser())
         if base_config(model).sub_configs:
             check_text_part(model)
         return
@@ -74,7 +67,7 @@ def check_sizes(model: Model, config: PretrainedConfig) -> None:
     try:
         without_weights(config)
     except (RuntimeError, ArithmeticError, AssertionError, AttributeError, LookupError, ValueError, TypeError) as error:
-        raise UserError(f"model.config: no model can be made of these sizes: {short_message(error)}") from error
+        raise UserError(f"model.config: no model can be made of these sizes: {short(error)}") from error
 
 
 def training_config(recipe: Recipe) -> PretrainedConfig:

@@ -40,6 +40,7 @@ from finetune.errors import UserError
 from finetune.models.attention.isolation import FAILURES, quietly, randomize
 from finetune.models.base_config import base_config
 from finetune.models.checkpoint_files import tensor_names
+from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import PRETRAINED_POSITIONS, VOCABULARY, tiny_config
 from finetune.recipe.schema import Model
 
@@ -206,7 +207,7 @@ def find_text_part(config: PretrainedConfig, files: Iterable[str] | None = None)
         raise _unclear(config, f"{type(base).__name__} has no LM head")
     head = _path_of(base, head)
     with torch.device("meta"), no_init_weights():
-        text: Any = AutoModelForCausalLM.from_config(text_config(config, f"{head}.weight" in files.values()))
+        text: Any = from_config(AutoModelForCausalLM, text_config(config, f"{head}.weight" in files.values()))
     name_body(text)
     body = getattr(text, text.base_model_prefix)
     found = [name for name, module in base.named_modules() if type(module) is type(body)]
@@ -260,7 +261,7 @@ def _logits_differ(part: TextPart, config: PretrainedConfig) -> float:
     """Returns the largest difference, relative to the largest logit."""
     small = tiny_config(part.text.config)
     torch.manual_seed(0)
-    text: Any = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+    text: Any = from_config(AutoModelForCausalLM, small, dtype=torch.float32).eval()
     randomize(text)
     config = copy.deepcopy(config)
     name = next(name for name in config.sub_configs if getattr(config, name) is config.get_text_config(decoder=True))

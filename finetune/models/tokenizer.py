@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.errors import UserError
 from finetune.models.added_tokens import add_tokens
-from finetune.models.base_config import first_line, why_not_found
+from finetune.models.base_config import Parsing
+from finetune.models.remote_code import load_auto
 from finetune.recipe.schema import Model, Tokens
 
 
@@ -20,14 +24,11 @@ def load_tokenizer(model: Model, tokens: Tokens | None = None) -> PreTrainedToke
     source = model.tokenizer or model.name
     assert source is not None  # the schema wants one of the two
     revision = model.revision if model.tokenizer is None else None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=revision or "main", trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        key = "model.tokenizer" if model.tokenizer else "model.name"
-        reason = why_not_found(source, error) or first_line(error)
-        raise UserError(f"{key}: no tokenizer from {source!r}: {reason}") from error
+    where = f"{'model.tokenizer' if model.tokenizer else 'model.name'}: no tokenizer from {source!r}"
+    with Parsing(where, source):
+        tokenizer = load_auto(AutoTokenizer, source, model.trust_remote_code, revision=revision or "main")
+        if isinstance(tokenizer, PreTrainedTokenizerFast):
+            tokenizer("a")  # settings such as `model_max_length` are used here for the first time
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(
             f"{source!r} has only a slow tokenizer ({type(tokenizer).__name__}); exact masks need character offsets. "
@@ -67,3 +68,11 @@ def check_token_ids(config: PretrainedConfig, tokenizer_size: int, tokens: Token
             f"the tokenizer has {tokenizer_size} tokens, the model's embedding {rows} rows: "
             "they do not belong together; check `model.tokenizer` and `model.name` or `model.config.vocab_size`"
         )
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Returns the tokenizer of a result as it is. Raises UserError if a file of it is damaged."""
+    with Parsing(f"{folder}: no tokenizer can be read", str(folder)):
+        tokenizer = load_auto(AutoTokenizer, folder)
+        tokenizer("a")  # settings such as `model_max_length` are used here for the first time
+        return tokenizer

@@ -14,9 +14,11 @@ import re
 import warnings
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -33,12 +35,14 @@ from finetune.models.attention import AttentionChoice
 from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint, check_adapted
-from finetune.models.base_config import first_line, why_not_found, without_weights
+from finetune.models.base_config import dtypes, first_line, why_not_found, without_weights
 from finetune.models.compiled import compile_layers
-from finetune.models.config import dtypes, model_config
+from finetune.models.config import model_config
+from finetune.models.damage import check_weights, mismatched_sizes, why_no_weights
 from finetune.models.moe import reach_experts
 from finetune.models.patches import replace_class
 from finetune.models.quantized import MULTIPLE, is_stored_quantised, keep_weights_unpacked, linear_weights, quantise
+from finetune.models.remote_code import from_config
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.vision import (
@@ -205,6 +209,7 @@ def _unpacked_model(
     auto: Any,
 ) -> tuple[Any, set[str] | None]:
     """Returns what `_base_model` does, with linear layers as they were published."""
+    trusted = recipe.model.trust_remote_code
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
     if recipe.model.train is not None:
         common["attn_implementation"] = attention_of_parts(config, attention.implementation)
@@ -214,11 +219,11 @@ def _unpacked_model(
             "use `mode: lora`, which computes with their exact values, or a checkpoint in bfloat16"
         )
     if placement.weights == "meta":
-        model = without_weights(config, auto, **common)
+        model = without_weights(config, auto, trusted=trusted, **common)
         model.tie_weights()  # no_init_weights leaves them apart
         return model, None
     if recipe.model.config is not None:
-        return auto.from_config(config, **common), None
+        return from_config(auto, config, trusted, **common), None
     if is_mxfp4:
         common["quantization_config"] = Mxfp4Config(dequantize=True)
     if placement.device is not None and (is_stored_quantised(config) or placement.direct):
@@ -231,22 +236,32 @@ def _unpacked_model(
         common["key_mapping"] = base.renames
     if layers is not None or base is not None:
         load = _partly(auto._model_mapping[type(config)], layers, r"\.layers\.\d+\." if base is None else "")
+    check_weights(Path(name).expanduser())
     try:
         model, report = load.from_pretrained(
             name,
             config=config,
+            use_safetensors=True,
             revision=recipe.model.revision or "main",
-            trust_remote_code=recipe.model.trust_remote_code,
+            trust_remote_code=trusted,
             output_loading_info=True,
             **common,
         )
-    except (OSError, ValueError) as error:
-        reason = why_not_found(name, error) or first_line(error)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = why_not_found(name, error) or why_no_weights(error)
         raise UserError(f"model.name: {recipe.model.name!r} cannot be loaded: {reason}") from error
+    except RuntimeError as error:
+        if not mismatched_sizes(error):
+            raise
+        raise UserError(
+            f"model.name: the weights of {recipe.model.name!r} have other shapes than its config.json says (listed "
+            "above): take both from one place"
+        ) from error
     if load is not auto:
         replace_class(model, load.__mro__[1], "own class")
     if layers is not None:
-        _complete(model, without_weights(config, auto, dtype=dtype, attn_implementation=attention.implementation))
+        common = {"dtype": dtype, "attn_implementation": attention.implementation}
+        _complete(model, without_weights(config, auto, trusted=trusted, **common))
     if conversions := getattr(model, "_weight_conversions", None):  # under ZeRO-3, those without a use as well
         model._weight_conversions = [one for one in conversions if one.was_used()]
     if base is not None:

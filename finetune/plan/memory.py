@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from finetune.engine.costs.common import different_ranks
 from finetune.engine.launch import Launch
 from finetune.export.weight_files import SHARD_BYTES
-from finetune.models.config import dtypes
+from finetune.models.base_config import dtypes
 from finetune.plan.micro_batch import HeaviestBatch
 from finetune.plan.phases import KEPT, phases_of
 from finetune.plan.shapes import costs_at, shapes_of

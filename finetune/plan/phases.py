@@ -13,7 +13,7 @@ from finetune.engine.costs import Costs, Moving, Shapes, State
 from finetune.engine.costs.common import GRADIENTS, layout_of
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.stages import schedulable_micro_batches
-from finetune.models.config import dtypes, layer_configs
+from finetune.models.base_config import dtypes, layer_configs
 from finetune.plan.micro_batch import HeaviestBatch, How
 from finetune.plan.shapes import shortened
 from finetune.plan.timeline import Part, Timeline, timeline_of

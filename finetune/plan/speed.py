@@ -31,7 +31,7 @@ from finetune.engine.costs.deepspeed import PERSISTENT
 from finetune.engine.hardware import CPU, Hardware, Link
 from finetune.engine.launch import Launch
 from finetune.models.attention import DOCUMENTS
-from finetune.models.config import dtypes, layer_configs
+from finetune.models.base_config import dtypes, layer_configs
 from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.vision import patches_of
 from finetune.plan.lengths import RowFacts

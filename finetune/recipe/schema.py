@@ -200,10 +200,12 @@ class Source(Section):
     # format ranked, pairs of a row's answers. best_worst: the one of the highest score against the one of the lowest;
     # all: every two whose scores differ
     pairs: Literal["best_worst", "all"] = "best_worst"
-    # Without `data.mixture`: rows per epoch as a multiple of the source's size (0.5: a fixed half, 2: twice).
-    # With it, or with `data.streaming`: sampling weight, relative to the other sources.
+    # Without `data.mixture`: rows per epoch as a multiple of the source's size (2: twice; 0.5: a half, and in the next
+    # epoch the other half). With it, or with `data.streaming`: sampling weight, relative to the other sources.
     weight: Positive = 1.0
-    max_epochs: Positive | None = None  # max passes over this source in the run; other sources fill its share
+    # Max passes over this source in the run, spread evenly over its epochs; other sources fill its share. 1: no row is
+    # trained on twice.
+    max_epochs: Positive | None = None
     limit: Count | None = None  # use only the first rows of the source
     # What is a row of a txt file: a line that is not blank, lines up to a blank one, or all of it. null: line
     text_unit: Literal["line", "paragraph", "file"] | None = None

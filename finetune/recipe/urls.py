@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
-_URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+_URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://[^\s'\"<>]+")
 
 
 def is_url(path: str) -> bool:
@@ -15,17 +15,19 @@ def is_url(path: str) -> bool:
 
 
 def without_credentials(url: str) -> str:
-    """Returns a path or URL without user, password and, for http(s), without the query, which may hold a signature.
+    """Returns a path or URL without user, password and query, which may hold a key or a signature.
 
     https://me:secret@host/a.jsonl?token=x -> https://host/a.jsonl?...
+    s3://bucket/a?.jsonl, a pattern, stays.
     """
     if not is_url(url):
         return url
     scheme, _, rest = url.partition("://")
+    rest, _, query = rest.partition("?")
     host, slash, path = rest.partition("/")
-    query = "?..." if "?" in path and scheme.lower() in ("http", "https") else ""
-    kept = path.partition("?")[0] if query else path
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{kept}{query}"
+    is_secret = "=" in query or scheme.lower() in ("http", "https")
+    kept = f"?{'...' if is_secret else query}" if query else ""
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}{kept}"
 
 
 def scrubbed(text: str, url: str = "") -> str:
@@ -33,6 +35,7 @@ def scrubbed(text: str, url: str = "") -> str:
     text = _URL_IN_TEXT.sub(lambda match: without_credentials(match.group()), text)
     if is_url(url):
         parts = urlsplit(url)
-        for secret in (parts.netloc.rpartition("@")[0], parts.password, parts.query):
+        values = [value for _, value in parse_qsl(parts.query) if len(value) > 3]
+        for secret in (parts.netloc.rpartition("@")[0], parts.password, parts.query, *values):
             text = text.replace(secret, "***") if secret else text
     return text

@@ -192,13 +192,13 @@ def _report_data(recipe: Recipe, name: str, data: Dataset | Stream, report: Chec
     if isinstance(predictions := data.examples.predictions, Predictions):
         report.facts["teacher"] = f"{predictions.per_target} ids for each supervised token"
     share = data.supervised_tokens / data.tokens
-    report.facts[f"{name}_data"] = f"{len(data.examples):,} examples, {data.tokens:,} tokens, {share:.0%} supervised"
+    report.facts[f"{name}_data"] = f"{len(data.epoch_sizes):,} examples, {data.tokens:,} tokens, {share:.0%} supervised"
     full = data.efficiency(recipe.data.max_length)
     report.facts[f"{name}_rows"] = (
         f"{len(data.rows):,} sequences of up to {recipe.data.max_length:,} tokens, {full:.1%} full"
     )
     if name == "train":
-        report.facts["steps"] = run_length(recipe, len(data.rows))[0]
+        report.facts["steps"] = run_length(recipe, len(data.rows), len(data.epochs) if data.epochs else None)[0]
 
 
 def _report_memory(prepared: Prepared, report: CheckReport) -> None:

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from finetune.data.batch import UNSHARDED, Batch, TokenShare, collate, token_shard
+from finetune.data.checksums import Damaged, sealed, unsealed
 from finetune.data.dataset import Dataset, Stream
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as TokenSequence
@@ -317,12 +318,12 @@ def entry_file(depends_on: dict[str, Any]) -> Path:
 
 
 def read_entry(path: Path) -> FittingSize | None:
-    """Returns None if the file is missing or unreadable."""
+    """Returns None if the file is missing, unreadable or damaged."""
     try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
+        entry = unsealed(path)
         after = entry["next_needs_bytes"]
         return FittingSize(int(entry["rows"]), float(entry["needs_bytes"]), math.inf if after is None else float(after))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, Damaged):
         return None
 
 
@@ -331,7 +332,7 @@ def write_entry(path: Path, depends_on: dict[str, Any], fitting: FittingSize) ->
     after = fitting.next_required_bytes if math.isfinite(fitting.next_required_bytes) else None
     entry = {"rows": fitting.size, "needs_bytes": fitting.required_bytes, "next_needs_bytes": after, "of": depends_on}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(entry, indent=1, default=str), shared=True)
+    write_atomically(path, sealed(json.loads(json.dumps(entry, default=str))), shared=True)
 
 
 # --- the memory limit of this process, and its peak while something runs

@@ -19,7 +19,8 @@ from finetune.engine.base import Engine
 from finetune.engine.hardware import peak_tflops
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
-from finetune.models.config import dtypes, model_config
+from finetune.models.base_config import dtypes
+from finetune.models.config import model_config
 from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.moe import adapts_experts, find_routers
 from finetune.models.parameter_roles import parameter_roles
@@ -130,7 +131,7 @@ def make_plan(
     recipe, training, micro_batches = prepared.recipe, prepared.training, prepared.micro_batches
     size = training.size(recipe.data.max_length)
     shared_share = size.shared_tokens / size.tokens if size else None
-    steps, total_rows = run_length(recipe, size.rows if size else None)
+    steps, total_rows = run_length(recipe, size.rows, size.run_rows) if size else run_length(recipe, None)
     budget, precision = recipe.batch.tokens_per_device, recipe.train.precision
     if budget is None:
         micro_batches = recipe.batch.rows // (rows.rows * engine.parallelism.data)

@@ -89,7 +89,7 @@ def find_reference(recipe: Recipe, training: Data, held_out: Dataset | None) -> 
 
 def _parts(training: Data, held_out: Dataset | None) -> dict[str, Dataset]:
     assert isinstance(training, Dataset)  # a rule refuses streams
-    return {"train": training, **({"eval": held_out} if held_out else {})}
+    return {"train": training.once(), **({"eval": held_out} if held_out else {})}
 
 
 def _check_same_reference(recipe: Recipe, own: Path, now: Dependencies) -> None:
@@ -112,6 +112,8 @@ class ReferenceColumns:
     def __init__(self, recipe: Recipe, engine: Engine, training: Data, held_out: Dataset | None, console: Console):
         """Looks for them. Raises UserError as `find_reference`."""
         self._recipe, self._engine, self._console = recipe, engine, console
+        assert isinstance(training, Dataset)  # a rule refuses streams
+        self._training = training
         self._folder, self._parts = run_folder(recipe) / "reference", _parts(training, held_out)
         self._disk: ReferenceOnDisk = on_main(engine, partial(find_reference, recipe, training, held_out))
         self._sources = {
@@ -140,7 +142,8 @@ class ReferenceColumns:
             if values is None:
                 raise RunFailure(f"{self._folder / part}: was written and cannot be read; is the disk in order?")
             computed[part] = replace(data, examples=data.examples.with_columns({REFERENCE: values}))
-        return computed["train"], computed.get("eval"), self._sources["train"]
+        training = replace(self._training, examples=computed["train"].examples)
+        return training, computed.get("eval"), self._sources["train"]
 
     def _copy_from_cache(self) -> None:
         """Copies log-probabilities of the cache to the run's folder: the run resumes without the cache."""
@@ -165,7 +168,7 @@ class ReferenceColumns:
                 values = self._block(forward, next(feed).batches, [len(of_batch) for of_batch in places])
                 _check_finite(values, np.concatenate(places), data)
                 if self._engine.is_main:
-                    unfinished.values[np.concatenate(places)] = values
+                    unfinished.put(np.concatenate(places), values)
                 progress.update(step + 1)
         seconds = time.monotonic() - begun
         on_main(self._engine, lambda: self._keep(part, data, unfinished, seconds))
@@ -175,7 +178,7 @@ class ReferenceColumns:
         key = self._disk.keys[part]
         report = described(recipe_of_reference(self._recipe), self._disk.model, data, key, seconds)
         for folder in (cache_folder(key), self._folder / part):
-            save(folder, np.array(unfinished.values), report)
+            save(folder, unfinished.values(), report)
         unfinished.remove()
 
     def _block(self, forward: ForwardPass, batches: list[Batch], sizes: list[int]) -> NDArray[np.float64]:
@@ -207,9 +210,8 @@ def _places(loader: Loader, step: int, data: Dataset) -> list[NDArray[np.int64]]
     ]
 
 
-def _done(loader: Loader, data: Dataset, steps: int, values: NDArray[np.float64]) -> int:
-    """Returns how many steps from the first on a stopped pass has computed."""
-    there = np.isfinite(values)
+def _done(loader: Loader, data: Dataset, steps: int, there: NDArray[np.bool_]) -> int:
+    """Returns how many steps from the first on a stopped pass has computed. there: (M,) log-probabilities that are."""
     missing = (i for i in range(steps) if not there[np.concatenate(_places(loader, i, data))].all())
     return next(missing, steps)
 

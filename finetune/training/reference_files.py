@@ -1,15 +1,17 @@
 """Reference log-probabilities on disk: what they depend on, the cache's entry, and the copy in the run's folder.
 
-<cache>/data/<key>/               log_probs.npy (M,) float64, one of each sequence; report.json, as of tokens
+<cache>/data/<key>/               log_probs.npy (M,) float64, one of each sequence; report.json, with its checksum
 <run>/reference/<train|eval>/     the same two files: the run resumes without the cache
-<run>/reference/<key>.npy         of a pass that has not ended, NaN where it has not been yet
+<run>/reference/<key>.npy         (2, M), of a pass that has not ended, see `Unfinished`
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
+import logging
 import os
 import shutil
 import socket
@@ -23,17 +25,20 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from finetune import __version__
+from finetune.data.checksums import Damaged, checksum, sealed, unsealed, verify
 from finetune.data.dataset import Dataset
 from finetune.data.examples import Examples
 from finetune.data.sources.files import file_digest
 from finetune.data.token_cache import discard, entries_folder, temporary_folder
 from finetune.errors import UserError
-from finetune.models.config import dtypes
+from finetune.models.base_config import dtypes
 from finetune.recipe import Recipe
 from finetune.utils import fsync
 
-CODE_VERSION = 1  # raise it whenever the same model gives other log-probabilities, beyond rounding
+CODE_VERSION = 2  # raise it whenever the same model gives other log-probabilities, or an entry's layout changes
 _WEIGHTS = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.py")
+
+log = logging.getLogger(__name__)
 
 Dependencies = dict[str, Any]  # by name; JSON
 
@@ -89,23 +94,30 @@ def _state(image: str) -> list[int]:
 
 
 def load(folder: Path, key: str, count: int) -> NDArray[np.float64] | None:
-    """Returns the (count,) log-probabilities of this key; None where there are none, or some are missing."""
+    """Returns the (count,) log-probabilities of this key; None if there are none, or they are damaged, which is
+    logged."""
     try:
-        if read_report(folder).get("key") != key:
+        report = unsealed(folder / "report.json")
+        if report.get("key") != key:
             return None
-        values = np.load(folder / "log_probs.npy", allow_pickle=False)
-        os.utime(folder / "report.json")  # last used
-    except (OSError, ValueError, EOFError):
+        content = (folder / "log_probs.npy").read_bytes()
+        verify(folder / "log_probs.npy", content, report["checksums"]["log_probs.npy"])
+        with contextlib.suppress(OSError):  # a cache on read-only storage is as good
+            os.utime(folder / "report.json")  # last used
+        values = np.load(io.BytesIO(content), allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except (Damaged, OSError) as damage:
+        log.warning("%s: damaged on the disk (%s); it is not used", folder, damage)
         return None
     complete = values.dtype == np.float64 and values.shape == (count,) and bool(np.isfinite(values).all())
     return values if complete else None
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """Returns what the files of a folder were computed from; {} where there are none."""
-    with contextlib.suppress(OSError, ValueError):
-        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        return report if isinstance(report, dict) else {}
+    """Returns what the files of a folder were computed from; {} if there are none, or they are damaged."""
+    with contextlib.suppress(OSError, Damaged):
+        return unsealed(folder / "report.json")
     return {}
 
 
@@ -115,7 +127,8 @@ def save(folder: Path, values: NDArray[np.float64], report: dict[str, Any]) -> N
     try:
         temporary.mkdir(parents=True)
         np.save(temporary / "log_probs.npy", values)
-        (temporary / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        checksums = {"log_probs.npy": checksum((temporary / "log_probs.npy").read_bytes())}
+        (temporary / "report.json").write_text(sealed({**report, "checksums": checksums}), encoding="utf-8")
         for file in ("log_probs.npy", "report.json"):
             fsync(temporary / file)
         if folder.exists():
@@ -158,30 +171,40 @@ def described(recipe: Recipe, dependencies: Dependencies, data: Dataset, key: st
 
 
 class Unfinished:
-    """The log-probabilities of a pass as it goes, on disk: one that was stopped continues. For one process."""
+    """The log-probabilities of a pass as it goes, on disk: one that was stopped continues. For one process.
+
+    Each is there twice, and counts if both are equal: what the disk has changed meanwhile is computed again.
+    """
 
     def __init__(self, file: Path, count: int):
         """count: of the sequences."""
         self._file, self._count = file, count
 
-    def open(self) -> NDArray[np.float64]:
-        """Returns what is there; what is written to it is kept. Raises UserError where the file cannot be written."""
+    def open(self) -> NDArray[np.bool_]:
+        """Returns which are there; what is put is kept. Raises UserError if the file cannot be written."""
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            self.values = self._opened()
+            self._copies = self._opened()
         except OSError as error:
             raise UserError(f"{self._file}: cannot be written: {error.strerror or error}") from None
-        return self.values
+        return np.isfinite(self._copies[0]) & (self._copies[0] == self._copies[1])
+
+    def put(self, places: NDArray[np.int64], values: NDArray[np.float64]) -> None:
+        self._copies[:, places] = values
+
+    def values(self) -> NDArray[np.float64]:
+        return np.array(self._copies[0])
 
     def _opened(self) -> NDArray[np.float64]:
+        shape = (2, self._count)
         with contextlib.suppress(OSError, ValueError, EOFError):
             there = np.lib.format.open_memmap(self._file, "r+")
-            if there.dtype == np.float64 and there.shape == (self._count,):
+            if there.dtype == np.float64 and there.shape == shape and there.flags.c_contiguous:
                 return there
         for left in self._file.parent.glob("*.npy"):  # of other keys, which nothing asks for any more
             left.unlink()
         temporary = self._file.with_suffix(".tmp.npy")  # half of a file must not pass for one that is computed
-        np.save(temporary, np.full(self._count, np.nan))
+        np.save(temporary, np.full(shape, np.nan))
         fsync(temporary)
         temporary.replace(self._file)
         return np.lib.format.open_memmap(self._file, "r+")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from finetune.data.samples import Image
 from finetune.engine.base import Engine
-from finetune.errors import STOPPED_STATUS, RunFailure, UserError
+from finetune.errors import STOPPED_STATUS, RunFailure, UserError, log_errors_to
 from finetune.recipe import Recipe
 from finetune.tracking import StepLog, Trackers, prepare_samples, sample_file
 from finetune.tracking.metrics import GENERATIONS, PICTURES, Background, missing_steps
@@ -35,6 +35,7 @@ def make_run_folder(recipe: Recipe) -> None:
     folder = run_folder(recipe)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        log_errors_to(folder)
     except OSError as error:
         raise UserError(f"run.dir: {folder} cannot be created: {error.strerror}; choose another `run.dir`") from None
     try:

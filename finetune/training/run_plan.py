@@ -62,13 +62,14 @@ class Plan:
         write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
-def run_length(recipe: Recipe, rows_per_epoch: int | None) -> tuple[int, int]:
+def run_length(recipe: Recipe, rows_per_epoch: int | None, run_rows: int | None = None) -> tuple[int, int]:
     """Returns (optimizer steps, packed sequences) of the run, by `epochs` and `max_steps`, whichever ends first.
 
     100 sequences per epoch, 64 per step, 2 epochs: 200 sequences, 4 steps, the last one with 8.
+    run_rows: of all epochs, if they do not have the same.
     """
     epochs = recipe.train.epochs if rows_per_epoch is not None else None  # a stream is bounded by steps alone
-    rows = math.inf if epochs is None else math.ceil(epochs * (rows_per_epoch or 0))
+    rows = run_rows or (math.inf if epochs is None else math.ceil(epochs * (rows_per_epoch or 0)))
     if recipe.train.max_steps is not None:
         rows = min(rows, recipe.train.max_steps * recipe.batch.rows)
     return math.ceil(rows / recipe.batch.rows), int(rows)
@@ -113,7 +114,7 @@ def length_notes(recipe: Recipe, data: Dataset | Stream, processes: int = 1) -> 
     Raises UserError where the data end before the warm-up does. With `train.max_steps` that is a note: a smoke test.
     """
     size = data.size(recipe.data.max_length)
-    steps, total_rows = run_length(recipe, size.rows if size else None)
+    steps, total_rows = run_length(recipe, size.rows, size.run_rows) if size else run_length(recipe, None)
     warmup, notes = recipe.schedule.warmup(steps), []
     more = _more_steps(recipe, data, steps, total_rows, processes) if isinstance(data, Dataset) else ""
     if warmup >= steps > 0:
@@ -141,7 +142,7 @@ def _more_steps(recipe: Recipe, data: Dataset, steps: int, total_rows: int, proc
     while recipe.data.packing and length // 2 >= longest and length * FEW_STEPS > recipe.data.max_length * steps:
         length //= 2
     if length < recipe.data.max_length:
-        shorter = run_length(recipe, len(pack(data.examples.lengths, length)))[0]
+        shorter = run_length(recipe, len(pack(data.epoch_sizes.tokens, length)))[0]
         choices += [f"data.max_length: {length} ({shorter} steps)"] if shorter > steps else []
     return f"More steps: {' or '.join(choices)}" if choices else ""
 

@@ -47,11 +47,12 @@ def compute_predictions(teacher: TeacherPass, trainer: Trainer) -> str:
     prediction = Prediction(teacher.count, settings.value("temperature"), teacher.common_ids(config))
     objective = Objective(lambda outputs, batch: {}, token_loss=prediction, num_details=2)
     forward = ForwardPass(trainer.forward.attention, objective)
-    examples = teacher.data.examples
+    data = teacher.data.once()
+    examples = data.examples
     if settings.samples:
         examples = examples.with_predictions(Draws(settings.samples))
-    in_order = OrderedRows(examples, teacher.data.rows)
-    loader = replace(trainer.loader, rows=in_order, total_rows=len(teacher.data.rows), alike=0)
+    in_order = OrderedRows(examples, data.rows)
+    loader = replace(trainer.loader, rows=in_order, total_rows=len(data.rows), alike=0)
     rows = _rows(engine, forward, loader, trainer.console)
     if not engine.is_main:
         for _ in rows:

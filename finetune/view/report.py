@@ -22,7 +22,8 @@ from markupsafe import Markup
 from finetune.checkpoints.folder import best_checkpoint
 from finetune.data.visible_text import Token, visible
 from finetune.errors import UserError
-from finetune.tracking.metrics import EXAMPLES, GENERATIONS, read_steps
+from finetune.tracking.metrics import EXAMPLES, GENERATIONS, num_damaged, read_steps
+from finetune.utils import LOCAL_HOSTS, host_name, write_atomically
 from finetune.view.token_html import sequence_names, tokens_html
 from finetune.view.web_page import head, page, text
 
@@ -32,6 +33,10 @@ EVALUATIONS = 12  # whose answers are shown, of a run
 COLOURS = ("#2f7fc1", "#c9772b", "#3f9a5f", "#a34fa8", "#b8433f", "#6b7280")
 REFRESH_S = 5
 _AXES = {"step", "epoch"}
+_LARGEST = 1e300  # of a number that is drawn
+_OF_A_RUN = ("metrics.jsonl", "recipe.yaml", "plan.json", "status.json")
+# What reading and showing a damaged file raises.
+_DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
 _GROUPS: dict[str, Callable[[str], bool]] = {
     "Held-out data": lambda key: key.startswith("eval_") or key == "exact_match",
     "Speed": lambda key: key.endswith("_per_s") or key in ("step_s", "mfu", "tflops_per_device"),
@@ -74,49 +79,99 @@ class RunData:
     evaluated: dict[str, dict[str, Any]]  # evaluate.json: scores by "task/metric"
     examples: list[dict[str, Any]]  # examples.json: what the model was trained on, as text
     generations: list[dict[str, Any]]  # generations.jsonl: {"step": .., "columns": .., "rows": ..} of each evaluation
+    problems: tuple[str, ...] = ()  # files that are missing or damaged, of which the page lacks something
 
     def curve(self, key: str) -> list[tuple[int, float]]:
-        return [(line["step"], line[key]) for line in self.lines if isinstance(line.get(key), int | float)]
+        return [(line["step"], line[key]) for line in self.lines if _is_number(line.get(key))]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value can be drawn."""
+    return isinstance(value, int | float) and -_LARGEST < value < _LARGEST
 
 
 def read_run(folder: Path) -> RunData:
-    """Raises UserError where the folder is no run."""
-    if not (folder / "metrics.jsonl").is_file():
+    """Returns what can be read, with a note of what cannot. Raises UserError if the folder has nothing of a run."""
+    if not any((folder / name).is_file() for name in _OF_A_RUN):
         raise UserError(f"{folder}: no run here (no metrics.jsonl); give a run directory, such as runs/quickstart-full")
-    recipe_file = folder / "recipe.yaml"
-    recipe = yaml.safe_load(recipe_file.read_text(encoding="utf-8")) if recipe_file.is_file() else {}
-    best = best_checkpoint(folder / "checkpoints", (recipe.get("checkpoint") or {}).get("best"))
+    problems = [f"{name} is missing" for name in _OF_A_RUN if not (folder / name).exists()]
+
+    def read(name: str, load: Callable[[Path], Any], empty: Any) -> Any:
+        """The content of a file that may be damaged, of the type of `empty`."""
+        try:
+            if not (folder / name).exists():
+                return empty
+            content = load(folder / name)
+            if type(content) is not type(empty):
+                raise TypeError(f"expected {type(empty).__name__}, got {type(content).__name__}")
+        except _DAMAGE as error:
+            problems.append(f"{name} cannot be read: {' '.join(str(error).split())[:200] or type(error).__name__}")
+            return empty
+        return content
+
+    lines = [line for line in read("metrics.jsonl", read_steps, []) if _is_number(line["step"])]
+    if damaged := read("metrics.jsonl", num_damaged, 0):
+        problems.append(f"metrics.jsonl: {damaged} lines are damaged and left out")
+    recipe = read("recipe.yaml", lambda path: yaml.safe_load(path.read_text(encoding="utf-8")), {})
+    verified = {path.parent.name: read(f"{path.parent.name}/verify.json", _json, {}) for path in _verified(folder)}
+    scores = _section(read("evaluate.json", _json, {}), "scores")
+    best = _section(recipe, "checkpoint").get("best")
+    best_folder = read("checkpoints", lambda path: [best_checkpoint(path, best)], [])
     return RunData(
         folder=folder,
         name=folder.name,
-        lines=list(read_steps(folder / "metrics.jsonl")),
+        lines=lines,
         recipe=recipe,
-        plan=_json(folder / "plan.json"),
-        status=_json(folder / "status.json"),
-        best_step=int(best.name.removeprefix("step-")) if best else None,
-        verified={path.parent.name: _json(path) for path in sorted(folder.glob("*/verify.json"))},
-        evaluated=_json(folder / "evaluate.json").get("scores", {}),
-        examples=_json(folder / EXAMPLES) or [],
-        generations=read_steps(folder / GENERATIONS),
+        plan=read("plan.json", _json, {}),
+        status=read("status.json", _json, {}),
+        best_step=int(best_folder[0].name.removeprefix("step-")) if any(best_folder) else None,
+        verified={name: figures for name, figures in verified.items() if figures},
+        evaluated={name: score for name, score in scores.items() if isinstance(score, dict)},
+        examples=read(EXAMPLES, _json, []),
+        generations=[entry for entry in read(GENERATIONS, read_steps, []) if _are_answers(entry.get("rows"))],
+        problems=tuple(problems),
     )
 
 
 def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _verified(folder: Path) -> list[Path]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+        return sorted(folder.glob("*/verify.json"))
+    except OSError:
+        return []
+
+
+def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns a part of a file; {} if it is absent or damaged."""
+    part = values.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _are_answers(rows: Any) -> bool:
+    """Whether they are [prompt, answer, expected], as a run writes them."""
+    return isinstance(rows, list) and all(isinstance(r, list) and list(map(type, r)) in _ANSWERS for r in rows)
+
+
+_ANSWERS = ([str, str, str], [str, str, type(None)])
 
 
 def write_report(folders: Sequence[Path], out: Path) -> None:
-    """Write the page. Raises UserError where a folder is no run, or the page cannot be written."""
-    whole = render([read_run(folder) for folder in folders])
+    """Write the page, whole or not at all. Raises UserError if a folder is no run, or the page cannot be written."""
+    whole = _bytes(render([read_run(folder) for folder in folders]))
     try:
-        out.write_text(whole, encoding="utf-8", newline="\n")
+        if out.exists() and not out.is_file():
+            out.write_bytes(whole)  # a device or pipe
+        else:
+            write_atomically(out, whole)
     except OSError as error:
         raise UserError(f"-o {out}: cannot be written: {error.strerror or error}") from None
+
+
+def _bytes(page: str) -> bytes:
+    return page.encode("utf-8", "replace")  # damaged files may have half a surrogate
 
 
 def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) -> None:
@@ -125,10 +180,13 @@ def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) ->
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if host_name(self.headers.get("Host", "")) not in LOCAL_HOSTS:
+                self.send_error(403, "this server is called localhost or 127.0.0.1")
+                return
             if self.path != "/":
                 self.send_error(404)
                 return
-            body = render([read_run(folder) for folder in folders], REFRESH_S).encode()
+            body = _bytes(render([read_run(folder) for folder in folders], REFRESH_S))
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
@@ -168,24 +226,56 @@ def _legend(runs: Sequence[RunData]) -> str:
 
 
 def _sections(runs: Sequence[RunData]) -> Iterator[str]:
+    if notes := [f"{run.name}: {problem}" for run in runs for problem in run.problems]:
+        listed = "".join(f"<li>{text(visible(note))}</li>" for note in notes)
+        yield f'<section><h2>Missing or damaged</h2><ul class="note">{listed}</ul></section>'
+    for title, part in _PARTS.items():
+        try:
+            yield "\n".join(part(runs))
+        except _DAMAGE as error:
+            reason = text(visible(" ".join(str(error).split())[:200] or type(error).__name__))
+            yield f'<section><h2>{title}</h2><p class="note">a damaged file: {reason}</p></section>'
+
+
+def _drawn(runs: Sequence[RunData]) -> list[str]:
+    """Returns the metrics that are not always 0."""
     keys = list(dict.fromkeys(key for run in runs for line in run.lines for key in line if key not in _AXES))
-    drawn = [key for key in keys if any(value for run in runs for _, value in run.curve(key))]  # some other than 0
+    return [key for key in keys if any(value for run in runs for _, value in run.curve(key))]
+
+
+def _charts(runs: Sequence[RunData]) -> Iterator[str]:
     grouped: dict[str, list[str]] = {"Training": []}
-    for key in drawn:
+    for key in _drawn(runs):
         name = next((name for name, belongs in _GROUPS.items() if belongs(key)), "Training")
         grouped.setdefault(name, []).append(key)
     for name in ("Training", *_GROUPS):
         if charts := [_chart(key, runs) for key in grouped.get(name, ())]:
             yield f'<section><h2>{name}</h2><div class="charts">{"".join(charts)}</div></section>'
+
+
+def _values(runs: Sequence[RunData]) -> Iterator[str]:
     names = [run.name for run in runs]
-    yield _table("Last values", ["", *names], [[k, *(_last(run, k) for run in runs)] for k in drawn])
+    yield _table("Last values", ["", *names], [[k, *(_last(run, k) for run in runs)] for k in _drawn(runs)])
+
+
+def _recipes(runs: Sequence[RunData]) -> Iterator[str]:
     if len(runs) > 1:
+        names = [run.name for run in runs]
         yield _table("What their recipes differ in", ["key", *names], _differences([run.recipe for run in runs]))
+
+
+def _plans(runs: Sequence[RunData]) -> Iterator[str]:
     settled = [{key: run.plan[key] for key in run.plan if key not in ("predicted", "measured")} for run in runs]
-    yield _table("Plan", ["", *names], _rows([_flat(plan) for plan in settled]))
+    yield _table("Plan", ["", *(run.name for run in runs)], _rows([_flat(plan) for plan in settled]))
+
+
+def _comparisons(runs: Sequence[RunData]) -> Iterator[str]:
     for run in runs:
         if measured := _measured(run):
             yield _table(f"Planned and measured: {run.name}", ["", "planned", "measured"], measured)
+
+
+def _tasks(runs: Sequence[RunData]) -> Iterator[str]:
     scores = [(run, name, score) for run in runs for name, score in run.evaluated.items()]
     if scores:
         fields = [f"{name}{end}" for name in ("base", "trained", "difference") for end in ("", "_stderr")]
@@ -193,8 +283,9 @@ def _sections(runs: Sequence[RunData]) -> Iterator[str]:
         titles = [title for one in ("base", "trained", "trained - base") for title in (one, "± standard error")]
         head = ["run, task", "rows", *titles, *fields[7:]]
         yield _table("Tasks", head, [[f"{run.name}: {n}", *(s.get(f) for f in fields)] for run, n, s in scores])
-    yield from _examples(runs)
-    yield from _answers(runs)
+
+
+def _exports(runs: Sequence[RunData]) -> Iterator[str]:
     exports = [(run, name, figures) for run in runs for name, figures in run.verified.items()]
     if exports:
         head = ["export", "format", "passed", "KL mean", "KL max", "same likeliest token", "same greedy text"]
@@ -209,13 +300,13 @@ def _measured(run: RunData) -> list[list[Any]]:
     rows: list[list[Any]] = []
     if run.lines and "steps" in plan:
         rows.append(["steps", plan["steps"], run.lines[-1]["step"]])
-    predicted, measured = (_flat(plan.get(side) or {}) for side in ("predicted", "measured"))
+    predicted, measured = (_flat(_section(plan, side)) for side in ("predicted", "measured"))
     rows += [[key, predicted[key], measured[key]] for key in measured if key in predicted]
-    line = next((line for line in reversed(run.lines) if line.get("epoch") and "tokens" in line), None)
+    line = next((line for line in reversed(run.lines) if line.get("epoch") and _is_number(line.get("tokens"))), None)
     if line is None:
         return rows
     for key in ("tokens", "supervised_tokens"):
-        if f"{key}_per_epoch" in plan and key in line:
+        if f"{key}_per_epoch" in plan and _is_number(line.get(key)) and _is_number(line["epoch"]):
             rows.append([f"{key} per epoch", plan[f"{key}_per_epoch"], round(line[key] / line["epoch"])])
     return rows
 
@@ -227,10 +318,17 @@ def _examples(runs: Sequence[RunData]) -> Iterator[str]:
         alike.setdefault(json.dumps(run.examples), []).append(run)
     legend = '<span class="text"><mark>supervised</mark></span> <span class="text"><span>context</span></span>'
     for group in alike.values():
-        objective = (group[0].recipe.get("objective") or {}).get("name", "sft")
-        if articles := "".join(_example(one, objective) for one in group[0].examples):
+        objective = _section(group[0].recipe, "objective").get("name", "sft")
+        if articles := "".join(_example_or_note(one, objective) for one in group[0].examples):
             title = text(f"First training examples: {', '.join(run.name for run in group)}")
             yield f'<section><h2>{title}</h2><p class="legend">{legend}</p>{articles}</section>'
+
+
+def _example_or_note(example: Any, objective: str) -> str:
+    try:
+        return _example(example, objective)
+    except _DAMAGE:
+        return '<article><p class="note">a damaged example</p></article>'
 
 
 def _example(example: dict[str, Any], objective: str) -> str:
@@ -254,8 +352,14 @@ def _answers(runs: Sequence[RunData]) -> Iterator[str]:
     for run in runs:
         every = max(1, -(-len(run.generations) // EVALUATIONS))
         for entry in [*run.generations[:-1:every], *run.generations[-1:]]:
-            shown = entry.get("pictures") or [None] * len(entry["rows"])
-            pictures |= {row[0]: run.folder / name for row, name in zip(entry["rows"], shown, strict=True) if name}
+            shown = entry.get("pictures")
+            if not isinstance(shown, list) or len(shown) != len(entry["rows"]):
+                shown = [None] * len(entry["rows"])
+            pictures |= {
+                row[0]: run.folder / name
+                for row, name in zip(entry["rows"], shown, strict=True)
+                if isinstance(name, str)
+            }
             for prompt, output, reference in entry["rows"]:
                 rows = prompts.setdefault(prompt, [["expected", reference, ""]])
                 rows.append([f"{run.name}, step {entry['step']}", output, output == reference])
@@ -374,3 +478,16 @@ def _curve(
         x, y = place(*kept[0])
         points = f"{x - 4},{y} {x + 4},{y}"  # a point would not be seen
     return f'<polyline class="{colour}" points="{points}" {data}><title>{text(name)}</title></polyline>'
+
+
+_PARTS: dict[str, Callable[[Sequence[RunData]], Iterator[str]]] = {
+    "Curves": _charts,
+    "Last values": _values,
+    "Recipes": _recipes,
+    "Plan": _plans,
+    "Planned and measured": _comparisons,
+    "Tasks": _tasks,
+    "Examples": _examples,
+    "Answers over time": _answers,
+    "Exports": _exports,
+}

@@ -110,6 +110,13 @@ def test_held_out_rows_are_not_the_teachers_either(distilling: Path, made: Path)
     assert len(predictions_of(distilling, *share).examples) == 16
 
 
+def test_examples_of_later_epochs_are_taught_too(distilling: Path, made: Path) -> None:
+    source = f"{{path: {made / 'rows.jsonl'}, format: messages, limit: 20, weight: 0.4}}"
+    parts = (f"data.train=[{source}]", "train={epochs: 2}")
+    assert "computed for 16 examples" in predict_here(distilling, *parts)
+    assert len(predictions_of(distilling, *parts).examples) == 16
+
+
 def test_draws_follow_from_the_example(distilling: Path, teacher: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """The same ones in another order and in other micro-batches; their mean is the teacher's."""
     draws = ("objective.top_k=null", "objective.samples=400", "objective.temperature=1")

@@ -15,9 +15,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.errors import RunFailure, UserError
-from finetune.export.answering import StopFilter, answer_file, answers, chat_with, load_answerer
 from finetune.export.commands import ExportOptions, export_run, verify_run
-from finetune.export.sampling import Sampling
+from finetune.inference.answering import StopFilter, answer_file, answers, chat_with, load_answerer
+from finetune.inference.sampling import Sampling
 
 ANSWERS = {"stones": "stone river", "lights": "green light cloud"}
 

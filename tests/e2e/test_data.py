@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Any
 
 import pytest
 import tiny
-from conftest import metrics, train_here
+from conftest import launch, metrics, train_here
 
+from finetune.data.dataset import build_training
 from finetune.errors import UserError
+from finetune.models.tokenizer import load_tokenizer
+from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
 from finetune.tracking.meters import is_measured
 
@@ -58,6 +62,30 @@ def test_each_source_is_logged_and_a_stop_changes_nothing(mixed, write_recipe, t
     assert whole[-1]["tokens/few"] / whole[-1]["tokens"] == pytest.approx(1 / 3, abs=0.1)
     evaluation = next(line for line in metrics(tmp_path / "runs" / "whole") if "eval_loss" in line)
     assert {"eval_loss", "eval_loss/first", "eval_loss/few"} <= set(evaluation)
+
+
+def test_parts_of_sources_are_the_same_on_another_launch(mixed, write_recipe, tmp_path):
+    """Epochs have different examples, and different numbers of packed sequences: stopped in the second of them."""
+    mixed["data"]["train"][0] = {**mixed["data"]["train"][0], "weight": 1.0, "max_epochs": 1.0}
+    mixed["data"]["train"][1]["weight"] = 0.7
+    mixed["train"] = {**mixed["train"], "max_steps": None, "epochs": 2.5}
+    path = write_recipe(mixed)
+    train_here(path, "run.name=whole")
+    whole = of_the_maths(tmp_path / "runs" / "whole")
+    middle = next(line["step"] for line in whole if line["epoch"] > 1.2)
+    done = launch("ddp", 2, "train", path, "run.name=stopped", f"train.max_steps={middle}", "batch.rows_per_device=1")
+    assert done.returncode == 0, done.stderr
+    assert "resuming from" in train_here(path, "run.name=stopped")
+    stopped = of_the_maths(tmp_path / "runs" / "stopped")
+    same = ("step", "epoch", "tokens", "supervised_tokens", "tokens/rows", "tokens/few")
+    assert [[line[key] for key in same] for line in whole] == [[line[key] for key in same] for line in stopped]
+    assert [line["loss"] for line in stopped] == pytest.approx([line["loss"] for line in whole], rel=5e-6)
+    plan = json.loads((tmp_path / "runs" / "whole" / "plan.json").read_text())
+    assert plan["total_rows"] != 2.5 * plan["rows_per_epoch"]
+    assert len(whole) == plan["steps"] == -(-plan["total_rows"] // mixed["batch"]["rows"])
+    assert whole[-1]["epoch"] == 2.5
+    examples = build_training(load_recipe(path), load_tokenizer(load_recipe(path).model)).examples
+    assert whole[-1]["tokens/rows"] == examples.lengths[examples.of_source(0)].sum()  # each of its rows once
 
 
 def test_one_source_is_not_logged_apart(recipe, write_recipe, tmp_path):

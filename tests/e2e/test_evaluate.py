@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from finetune.errors import RunFailure, UserError
 from finetune.export.commands import load_result
-from finetune.export.evaluate import EvaluateOptions, Score, evaluate_runs, paired, write_scores
 from finetune.export.trained import find_trained
 from finetune.export.verify_models import load_reference
+from finetune.inference.evaluate import EvaluateOptions, Score, evaluate_runs, paired, write_scores
 from finetune.tracking.metrics import add_to_step
 
 CHOICES = ["good", "bad"]

@@ -27,12 +27,12 @@ from finetune.data.examples import image_reader
 from finetune.data.predictions import LOG_PROBS
 from finetune.data.samples import Sequence
 from finetune.errors import RunFailure, UserError
-from finetune.export.answering import answer_file, answers, chat_with, load_answerer
-from finetune.export.chat import chat_with_server, image_part
 from finetune.export.commands import ExportOptions, export_run, load_trained, verify_run
-from finetune.export.live import verify_url
-from finetune.export.sampling import Sampling
 from finetune.export.trained import find_trained
+from finetune.inference.answering import answer_file, answers, chat_with, load_answerer
+from finetune.inference.chat import chat_with_server, image_part
+from finetune.inference.live import verify_url
+from finetune.inference.sampling import Sampling
 from finetune.models.config import model_config
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import load_recipe
@@ -272,7 +272,7 @@ def test_an_openai_client_gets_the_greedy_answers_to_pictures(
     """Of a run and of a model folder; a chat on the terminal has the same, here and there, and `verify --url`, too."""
     import openai
 
-    from finetune.export.serving import load_served
+    from finetune.inference.serve import load_served
 
     pictures = sorted((seeing / "held_out").iterdir())[:2]
     folders = {"qwen": full_run, "smol": seeing / "smolvlm_sees"}

@@ -59,6 +59,19 @@ def change(file: Path, name: str, call: Callable[[torch.Tensor], torch.Tensor]) 
     save_file({**tensors, name: call(tensors[name])}, file, {"format": "pt"})
 
 
+def test_epochs_of_different_examples_have_the_reference_of_each(pairs, write_recipe, tmp_path):
+    """Computed of each once beforehand, as without the adapters in each step; the last epoch is half as long."""
+    pairs["data"]["train"][0]["weight"] = 0.6
+    pairs |= {"mode": "lora", "lora": {"rank": 2}, "train": {**pairs["train"], "max_steps": None, "epochs": 2.5}}
+    path = write_recipe(pairs)
+    train_here(path, "run.name=before", "objective.reference=precomputed")
+    train_here(path, "run.name=within", "objective.reference=adapters_off")
+    before, within = (losses(tmp_path / "runs" / name) for name in ("before", "within"))
+    assert len(log_probs(tmp_path / "runs" / "before")) == 2 * 40
+    assert len(before) > 3
+    assert before == pytest.approx(within, rel=1e-6)
+
+
 # --- the key
 
 
@@ -167,7 +180,9 @@ def test_bad_files_are_computed_again(pairs: Values, write_recipe: Write, tmp_pa
     np.testing.assert_array_equal(log_probs(run), expected)
 
 
-def test_stopped_pass_goes_on(pairs: Values, write_recipe: Write, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_stopped_pass_goes_on(pairs: Values, write_recipe: Write, tmp_path: Path, damaged: bool) -> None:
+    """From the step in which the disk has changed a bit, if there is one."""
     path, run = write_recipe(pairs), tmp_path / "runs" / "run"
     train_here(path, "train.max_steps=1")
     expected = log_probs(run)
@@ -181,8 +196,13 @@ def test_stopped_pass_goes_on(pairs: Values, write_recipe: Write, tmp_path: Path
     shutil.rmtree(run / "reference" / "train")
     so_far = np.full(80, np.nan)
     so_far[computed] = expected[computed] - 1  # so that it shows where they come from
-    np.save(run / "reference" / f"{key(path)}.npy", so_far)
+    copies = np.stack([so_far, so_far])
+    copies.view(np.uint64)[0, computed[3]] ^= np.uint64(damaged)
+    np.save(run / "reference" / f"{key(path)}.npy", copies)
     train_here(path, "train.max_steps=1", "checkpoint.resume=never")
+    if damaged:
+        np.testing.assert_array_equal(log_probs(run), expected)
+        return
     rest = np.setdiff1d(np.arange(80), computed)
     np.testing.assert_array_equal(log_probs(run)[computed], expected[computed] - 1)
     np.testing.assert_array_equal(log_probs(run)[rest], expected[rest])

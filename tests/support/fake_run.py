@@ -235,7 +235,9 @@ def _weights_without_values() -> Iterator[None]:
         placed = (device_map or {"": None})[""]
         if is_deepspeed_zero3_enabled():
             with no_init_weights():
-                return AutoModelForCausalLM.from_config(config, **common), {"missing_keys": set()}
+                return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **common), {
+                    "missing_keys": set()
+                }
         model = without_weights(config, AutoModelForCausalLM, **common)
         _fill(model, placed or torch.device("cpu"))
         model.tie_weights()

@@ -98,7 +98,7 @@ class Renderer:
                 f"one of {', '.join(built_in_templates())} or to the path of a .jinja file"
             )
         self._check_no_special(sample)
-        chat = _with_arguments(self.chat, sample.template_arguments) if sample.template_arguments else self.chat
+        chat = with_arguments(self.chat, sample.template_arguments) if sample.template_arguments else self.chat
         parts = parts_of(chat, sample, self.train_on)
         return [(self._with_images(part, sample, data_file, chat.name),) for part in parts]
 
@@ -247,10 +247,10 @@ def _chat(template: Template, special: tuple[tuple[str, str], ...], tokens: tupl
     chat = Chat(jinja, traits_of(jinja, tokens), tokens)
     if EMPTY_THOUGHT not in template.text or EMPTY_THOUGHT in jinja.arguments:
         return chat
-    return replace(chat, thinking=_with_arguments(chat, {EMPTY_THOUGHT: False}))
+    return replace(chat, thinking=with_arguments(chat, {EMPTY_THOUGHT: False}))
 
 
-def _with_arguments(chat: Chat, arguments: Mapping[str, Any]) -> Chat:
+def with_arguments(chat: Chat, arguments: Mapping[str, Any]) -> Chat:
     """Returns the template as it is under more arguments. Raises BadRow for those it does not know."""
     if problem := unknown_argument(chat.jinja.template, arguments):
         raise BadRow(f"chat_template_arguments: {problem}")

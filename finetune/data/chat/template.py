@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 from transformers.utils import chat_template_utils
 
+from finetune.data.chat.limits import Limits, compile_with_limits
 from finetune.data.samples import BadRow
 from finetune.errors import UserError
 
@@ -23,7 +24,8 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DATE = date(2024, 7, 26)
 _ASKS = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
-REASONING = frozenset({"reasoning_content", "thinking", "reasoning"})  # its names that transformers knows
+_REASONING_FIRST = ("reasoning_content", "thinking", "reasoning")  # its names that transformers knows, in its order
+REASONING = frozenset(_REASONING_FIRST)
 
 Span = tuple[int, int]  # characters [begin, end) of a text
 Marked = tuple[str, list[Span]]  # a text and what its generation blocks wrote
@@ -61,36 +63,20 @@ def asks_for_today(template: str) -> bool:
     return "strftime_now(" in dated(template)
 
 
-MAX_TEXT = 10_000_000  # characters or items that a template may make at once
+@lru_cache(maxsize=256)
+def _compiled(template: str, _thread: int) -> tuple[Any, Limits] | None:
+    """The template in transformers' own sandbox, with limits, for one thread; None where this version of it does not
+    give it.
 
-
-def _bounded(_context: Any, operator: str, left: Any, right: Any) -> Any:
-    """Multiplies as Jinja does, but nothing that fills the memory."""
-    size = math.prod(value if isinstance(value, int | float) else len(value) for value in (left, right))
-    if operator == "*" and size > MAX_TEXT and not (isinstance(left, int | float) and isinstance(right, int | float)):
-        raise jinja2.TemplateError(f"it makes a text of more than {MAX_TEXT:,} characters")
-    if operator == "**" and (abs(left) > MAX_TEXT or abs(right) > 100):
-        raise jinja2.TemplateError("it computes a number that is too large")
-    return left * right if operator == "*" else left**right
-
-
-@lru_cache
-def _compiled(template: str) -> Any:
-    """The template in transformers' own sandbox; None where this version of it does not give it.
-
-    transformers' public function renders in the same one, but spends a third of the time on copies: of all values,
-    which are plain JSON here, and of what the sandbox knows, out of a chain of dicts.
+    transformers' public function renders in the same one, but without limits, and spends a third of the time on copies:
+    of all values, which are plain JSON here, and of what the sandbox knows, out of a chain of dicts.
     """
     compile_template: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
     # An environment of its own, by a text that nothing computes: of `template` it would compute constants right away.
     environment: Any = compile_template(f"{{{{ {template!r} }}}}").environment if compile_template else None
     if not hasattr(environment, "activate_tracker"):  # what `{% generation %}` marks
         return None
-    environment.intercepted_binops = frozenset({"*", "**"})
-    environment.call_binop = _bounded
-    compiled = environment.from_string(dated(template))
-    compiled.globals = dict(compiled.globals)
-    return compiled
+    return compile_with_limits(environment, dated(template))
 
 
 @dataclass(frozen=True)
@@ -125,15 +111,9 @@ class Jinja:
             **self.arguments,
         }
         try:
-            # transformers gives a message's reasoning the other names that templates know it by.
-            has_reasoning = any(not REASONING.isdisjoint(message) for message in messages)
-            compiled = None if has_reasoning else _compiled(self.template.text)
-            if compiled is None:
-                text, spans = _by_transformers(self.template, variables, mark)
-            elif mark:
-                text, spans = _tracked(compiled, variables)
-            else:
-                text, spans = compiled.render(variables), []
+            text, spans = _rendered(self.template, variables, mark)
+        except UserError as error:
+            raise UserError(f"{self.template.name} is not rendered for this row: {error}") from None
         except jinja2.TemplateSyntaxError as error:
             where = f"{self.template.name}, line {error.lineno}"
             raise UserError(f"{where}: not a Jinja template: {error.message}") from None
@@ -159,16 +139,34 @@ def _wants_parts(template: Template, special: tuple[tuple[str, str], ...]) -> bo
     question = probe(1)[:1]
     try:
         plain, parts = (
-            _by_transformers(template, {**variables, "messages": messages}, False)[0]
+            _rendered(template, {**variables, "messages": messages}, False)[0]
             for messages in (question, [_in_parts(message) for message in question])
         )
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, RecursionError, MemoryError):
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, RecursionError, MemoryError, UserError):
         return False  # rendering it again says why
     return QUESTION not in plain and QUESTION in parts
 
 
+def _rendered(template: Template, variables: dict[str, Any], mark: bool) -> Marked:
+    """Returns the text and its marked spans. Raises UserError beyond the limits, and what Jinja raises."""
+    compiled = _compiled(template.text, threading.get_ident())
+    if compiled is None:
+        return _by_transformers(template, variables, mark)
+    if any(not REASONING.isdisjoint(message) for message in variables["messages"]):
+        variables = {**variables, "messages": list(map(_with_all_names, variables["messages"]))}
+    program, limits = compiled
+    limits.begin(variables)
+    return _tracked(program, variables) if mark else (program.render(variables), [])
+
+
+def _with_all_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Gives a message's reasoning the other names that templates know it by, as transformers does."""
+    reasoning = next((message[name] for name in _REASONING_FIRST if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
 def _by_transformers(template: Template, variables: Mapping[str, Any], mark: bool) -> Marked:
-    """Renders by the public function, which wants conversations in the place of `messages`."""
+    """Renders by the public function, which wants conversations in the place of `messages`. Without limits."""
     render: Any = chat_template_utils.render_jinja_template  # annotated as str, returns (texts, spans of each)
     others = {name: value for name, value in variables.items() if name != "messages"}
     texts, spans = render(

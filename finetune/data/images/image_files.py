@@ -10,6 +10,9 @@ import base64
 import binascii
 import hashlib
 import io
+import logging
+import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +20,11 @@ from typing import Any
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from finetune.data.checksums import Damaged, verify_file, write_checksum
 from finetune.data.samples import BadRow
 from finetune.data.sources.files import cache_root, package_errors
 from finetune.recipe.schema import Images
 from finetune.recipe.urls import is_url, scrubbed, without_credentials
-from finetune.utils import write_atomically
 
 # Pixels of a file as it is stored: the bound above which Pillow warns of decompression bombs, once, and continues. Here
 # such a file is refused with its place, so Pillow need not look.
@@ -35,6 +38,9 @@ _TAIL = 4096  # bytes, in which a file's end mark has to be: some programs write
 
 # What Pillow raises for a file that is no image of its kind, is cut off, or wants too much memory.
 BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, MemoryError, Image.DecompressionBombError)
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,13 @@ def _source(reference: str, rules: Images, data_file: str) -> str | bytes:
     folder = Path(rules.folder).expanduser() if rules.folder else Path(data_file).parent
     if rules.folder is None and not Path(data_file).is_file():
         raise BadRow(f"{reference}: {data_file} is no local file, so it has no folder: set `data.image.folder`")
-    path = (folder / Path(reference)).resolve()
-    if not rules.outside and not path.is_relative_to(folder.resolve()):
+    try:
+        path, root = (folder / Path(reference)).resolve(), folder.resolve()
+        if os.path.lexists(path):
+            path.stat()
+    except (OSError, RuntimeError) as error:  # links that lead in circles: a RuntimeError before Python 3.13
+        raise BadRow(f"{reference}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not rules.outside and not path.is_relative_to(root):
         raise BadRow(
             f"{reference}: leads out of {folder}; `data.image: {{folder: ...}}` names another folder, and `outside: "
             "true` allows any"
@@ -97,8 +108,8 @@ def _fetched(url: str, rules: Images) -> Path:
         )
     if not url.lower().startswith(("http://", "https://")):
         raise BadRow(f"{label}: of addresses only http:// and https:// are fetched")
-    kept = cache_root() / "images" / hashlib.sha256(url.encode()).hexdigest()
-    if not kept.is_file():
+    kept = _copies() / hashlib.sha256(url.encode()).hexdigest()
+    if not _is_kept(kept):
         try:
             content = _download(url)
         except (OSError, ValueError, *package_errors()) as error:
@@ -107,8 +118,26 @@ def _fetched(url: str, rules: Images) -> Path:
         if len(content) > MAX_BYTES:
             raise BadRow(f"{label}: more than {MAX_BYTES:,} bytes")
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(kept, content, shared=True)
+        temporary = kept.with_name(f"{kept.name}.{uuid.uuid4().hex}.tmp")
+        temporary.write_bytes(content)
+        write_checksum(kept, temporary)
+        temporary.replace(kept)
     return kept
+
+
+def _copies() -> Path:
+    return cache_root() / "images"
+
+
+def _is_kept(copy: Path) -> bool:
+    try:
+        verify_file(copy)
+    except FileNotFoundError:
+        return False
+    except Damaged:
+        log.warning("%s: damaged on the disk; the image is fetched again", copy)
+        return False
+    return copy.is_file()
 
 
 def _download(url: str) -> bytes:
@@ -165,6 +194,11 @@ def decode(source: str | bytes) -> Image.Image:
 
     Grey of 16 bits is scaled to 8, where Pillow would clip it. Raises `BROKEN` for a damaged file.
     """
+    if isinstance(source, str) and Path(source).parent == _copies():
+        try:
+            verify_file(Path(source))
+        except Damaged:
+            raise ValueError("its copy in the cache is damaged; `finetune cache clean`, and start again") from None
     with _opened(source) as stored:
         image: Any = ImageOps.exif_transpose(stored)
     if image.mode.startswith("I;16"):

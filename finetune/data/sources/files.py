@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import lzma
 import os
 import re
@@ -25,6 +24,7 @@ from typing import IO, Any
 import filelock
 import pyarrow
 
+from finetune.data.checksums import Damaged, sealed, unsealed
 from finetune.data.samples import BadRow
 from finetune.errors import UserError
 from finetune.recipe.urls import scrubbed
@@ -254,10 +254,10 @@ def _key(path: Path) -> list[int]:
 
 def _remembered(memo: Path, key: list[int]) -> str | None:
     try:
-        memory = json.loads(memo.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # never written, or cut off
+        memory = unsealed(memo)
+    except (FileNotFoundError, Damaged):  # never written, cut off, or of an older version
         return None
-    return memory["sha256"] if isinstance(memory, dict) and memory.get("key") == key else None
+    return memory["sha256"] if memory["key"] == key else None
 
 
 def _hash_and_remember(path: Path, memo: Path, key: list[int]) -> str:
@@ -265,7 +265,7 @@ def _hash_and_remember(path: Path, memo: Path, key: list[int]) -> str:
     digest = _sha256(path, key)
     if begun - max(key[3:]) / 1e9 >= SETTLED_S:
         temporary = memo.with_suffix(f".{uuid.uuid4().hex}.tmp")
-        temporary.write_text(json.dumps({"key": key, "sha256": digest}), encoding="utf-8")
+        temporary.write_text(sealed({"key": key, "sha256": digest}), encoding="utf-8")
         temporary.replace(memo)
     return digest
 

@@ -11,6 +11,7 @@ import errno
 import glob
 import hashlib
 import json
+import logging
 import os
 import time
 import uuid
@@ -23,10 +24,13 @@ from urllib.parse import urlsplit
 
 import filelock
 
+from finetune.data.checksums import Damaged, verify_file, write_checksum
 from finetune.data.sources.files import BINARY_KINDS, SETTLED_S, File, cache_root, file_digest, kind_of, package_errors
 from finetune.data.sources.readers import expected_kinds, is_data
 from finetune.errors import UserError
 from finetune.recipe.urls import is_url, scrubbed, without_credentials
+
+log = logging.getLogger(__name__)
 
 
 def local_files(name: str) -> list[File]:
@@ -85,10 +89,14 @@ def _files_in_folder(folder: Path) -> list[Path]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
+    """Yields the files in a folder. A link is followed within the folder; one that leads out of it is an error: rows of
+    other people's folders would be trained on."""
     seen: set[tuple[int, int]] = set()  # folders, since links may lead in circles
     # Without onerror, os.walk leaves out folders that it may not read.
     for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
         here = Path(parent)
+        for name in [*folders, *names]:
+            _check_inside(here / name, folder)
         identity = (here.stat().st_dev, here.stat().st_ino)
         if identity in seen:
             folders.clear()
@@ -100,6 +108,23 @@ def _walk(folder: Path) -> Iterator[Path]:
             )
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (here / name for name in names if not name.startswith("."))
+
+
+def _check_inside(path: Path, folder: Path) -> None:
+    if path.name.startswith(".") or not path.is_symlink():
+        return
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError):  # broken or circular: an error if it is a file of data
+        return
+    root = folder.resolve()
+    if "snapshots" in root.parts:  # of the hub's cache, whose files are links to its blobs
+        root = root.parents[root.parts[::-1].index("snapshots")]
+    if not target.is_relative_to(root) and (target.is_dir() or is_data(path.name)):
+        raise UserError(
+            f"{path}: a link that leads out of {folder}, to {target}: give its target as a source of its own, or copy "
+            "it into the folder"
+        )
 
 
 def _raise(error: OSError) -> None:
@@ -154,6 +179,11 @@ INSTALL = {
     "sftp": "paramiko",
     "ssh": "paramiko",
 }
+# Protocols of fsspec that read other file systems, by more than an address.
+_NO_FILES = (
+    *("reference", "blockcache", "cached", "filecache", "simplecache", "dir", "generic", "zip", "tar", "libarchive"),
+    *("data", "asynclocal"),
+)
 # Metadata of file systems that change with a file's content, in lower case.
 _VERSION = ("etag", "last-modified", "last_modified", "lastmodified", "content-md5", "digest", "md5hash", "crc32c")
 _VERSION += ("generation", "versionid", "checksum", "blob_id", "sha", "mtime", "updated", "created", "modify")
@@ -225,9 +255,11 @@ def _remotes(url: str, label: str) -> list[_Remote]:
 
     if "::" in url:
         raise UserError(f"{label}: chained URLs (`::`) are not read; give the file itself")
+    if (scheme := url.partition("://")[0].lower()) in _NO_FILES:
+        raise UserError(f"{label}: {scheme}:// names no files; https://, s3://, gs:// and hf:// are read")
     try:
         system, path = fsspec.core.url_to_fs(url)
-    except ValueError as error:  # a protocol that it does not know
+    except (ValueError, TypeError) as error:  # a protocol that it does not know, or that needs more than an address
         raise UserError(f"{label}: {scrubbed(str(error), url)}; https://, s3://, gs:// and hf:// are read") from None
     system.invalidate_cache()  # a listing of before may be out of date
     paths = _paths(system, path, label)
@@ -306,10 +338,21 @@ def _fetched(remote: _Remote) -> File:
     return File(
         remote.label,
         _name(remote.path),
-        lambda: kept.open("rb", buffering=0),
+        lambda: _verified(remote, slot, kept).open("rb", buffering=0),
         lambda: file_digest(kept),
         lambda: kept.stat().st_size,
     )
+
+
+def _verified(remote: _Remote, slot: Path, kept: Path) -> Path:
+    """The copy, fetched again if it is damaged. Its bytes are read once more than they are needed."""
+    try:
+        verify_file(kept)
+    except Damaged:
+        log.warning("%s: its copy in the cache is damaged; it is fetched again", remote.label)
+        with filelock.FileLock(slot.with_suffix(".lock")):
+            _fetch(remote, slot, kept)
+    return kept
 
 
 def _kept(remote: _Remote, slot: Path) -> Path:
@@ -329,6 +372,7 @@ def _fetch(remote: _Remote, slot: Path, kept: Path | None) -> Path:
         if after.version != remote.version:
             raise UserError(f"{remote.label}: the file changes while it is fetched; start again when it is complete")
         kept = kept or slot.with_suffix(f".{file_digest(temporary)}")
+        write_checksum(kept, temporary)
         temporary.replace(kept)
     finally:
         temporary.unlink(missing_ok=True)

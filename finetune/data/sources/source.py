@@ -321,6 +321,7 @@ def _first_line(error: BaseException) -> str:
 
 FORMS = "train, train[:1000], train[100:200], train[-100:] or train[10%:20%]"
 _NUMBER = r"(?:(-?\d[\d_]*)(%)?)?"
+_MOST_ROWS = 10**15
 _SLICE = re.compile(rf"([\w.-]+)(?:\[{_NUMBER}:{_NUMBER}\])?")
 
 
@@ -367,8 +368,12 @@ def parse_split(path: str, split: str) -> Slice:
     units = {bool(percent) for bound, percent in ((begin, begin_percent), (end, end_percent)) if bound}
     if len(units) == 2:
         raise UserError(f"{path}: `split: {split}` mixes rows and percent; give both bounds in one of them")
+    if any(bound and len(bound) > 30 for bound in (begin, end)):  # Python refuses to read thousands of digits
+        raise UserError(f"{path}: `split: {split[:80]}...` counts more rows than any data has ({_MOST_ROWS:,} at most)")
     part = Slice(name, int(begin) if begin else None, int(end) if end else None, True in units)
     first, last = part.begin or 0, part.end
+    if max(abs(first), abs(last or 0)) > _MOST_ROWS:
+        raise UserError(f"{path}: `split: {split[:80]}` counts more rows than any data has ({_MOST_ROWS:,} at most)")
     if part.percent and max(abs(first), abs(last or 0)) > 100:
         raise UserError(f"{path}: `split: {split}` goes beyond 100 %")
     if last is not None and (first < 0) == (last < 0) and first >= last:

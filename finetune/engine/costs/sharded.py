@@ -20,7 +20,7 @@ from finetune.engine.costs.common import (
     all_reduce,
     one_way,
 )
-from finetune.models.config import dtypes
+from finetune.models.base_config import dtypes
 
 
 class ShardedCosts(Costs):

@@ -26,6 +26,7 @@ from finetune.models.attention.isolation import Computed, compare, quietly, rand
 from finetune.models.attention.kernels import with_unread_mask
 from finetune.models.attention.mixers import FAILURES
 from finetune.models.attention.per_document import prepare, with_whole_images
+from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import HEAD_SIZE, HEADS, HIDDEN_SIZE, VOCABULARY, tiny_config
 from finetune.models.vision import Family, attention_of_parts, family_of, image_tokens, row_positions
 from finetune.utils import write_atomically
@@ -113,8 +114,8 @@ class ImageTrial:
         self.config = copy.deepcopy(tiny)
         self.family: Family = family_of(tiny)
         attention = attention_of_parts(self.config, implementation or "sdpa")
-        self.model: Any = AutoModelForImageTextToText.from_config(
-            self.config, dtype=torch.float32, attn_implementation=attention
+        self.model: Any = from_config(
+            AutoModelForImageTextToText, self.config, dtype=torch.float32, attn_implementation=attention
         )
         randomize(self.model)
         with torch.no_grad():

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from transformers.integrations import deepspeed, hub_kernels
 from transformers.utils import logging
 
 from finetune.data.batch import row_places
+from finetune.data.checksums import Damaged, sealed, unsealed
 from finetune.data.sources.files import cache_root
 from finetune.models.attention.kernels import WITHIN_DOCUMENTS, with_unread_mask
 from finetune.models.attention.mixers import (
@@ -42,6 +42,7 @@ from finetune.models.attention.mixers import (
     takes_batches,
 )
 from finetune.models.attention.per_document import rotate_per_document
+from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config
 from finetune.models.wrapped import accepted, accepted_names
 
@@ -99,8 +100,8 @@ def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepa
         return _untried(error)
     path = verdict_file(tiny, implementation)
     try:
-        return Verdict(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return Verdict(**unsealed(path))
+    except (OSError, Damaged):
         outcome = _try(tiny, implementation, prepare)
     if not outcome.failed:  # what failed may work in another environment
         _store(path, outcome)
@@ -131,7 +132,7 @@ def _store(path: Path, outcome: Verdict) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+        temporary.write_text(sealed(asdict(outcome)), encoding="utf-8")
         temporary.replace(path)
     except OSError:
         pass
@@ -282,10 +283,10 @@ class Trial:
         config = copy.deepcopy(tiny)  # transformers writes the attention into it
         if implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
             implementation = "eager"  # transformers 5.17 takes sdpa, which leaves out the cap
-        common = {} if implementation is None else {"attn_implementation": implementation}
+        common: dict[str, Any] = {} if implementation is None else {"attn_implementation": implementation}
         if getattr(config.get_text_config(), "output_router_logits", False):
             config.get_text_config().output_router_logits = False  # `CausalLMWithLoss` does not ask for it, either
-        self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **common)
+        self.model: Any = from_config(AutoModelForCausalLM, config, dtype=torch.float32, **common)
         takes = inspect.signature(self.model.forward).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
         self._takes_use_cache = "use_cache" in takes or takes_any

@@ -20,7 +20,8 @@ from data_helpers import (
 )
 
 from finetune.data.chat.renderer import UNTRAINED
-from finetune.data.examples import choose, prepare_examples
+from finetune.data.epochs import source_order
+from finetune.data.examples import prepare_examples
 from finetune.data.token_cache import ARRAYS
 from finetune.errors import UserError
 
@@ -188,10 +189,9 @@ def test_weight_is_the_rows_of_an_epoch(texts, weight, expected):
 
 
 def test_the_choice_depends_on_seed_and_source_only():
-    assert choose(100, 0.5, 1, 0).tolist() == choose(100, 0.5, 1, 0).tolist()
-    assert choose(100, 0.5, 1, 0).tolist() != choose(100, 0.5, 2, 0).tolist()
-    assert choose(100, 0.5, 1, 0).tolist() != choose(100, 0.5, 1, 1).tolist()
-    assert choose(4, 1.5, 1, 0)[:4].tolist() == [0, 1, 2, 3]
+    assert source_order(100, 1, 0).tolist() == source_order(100, 1, 0).tolist()
+    assert source_order(100, 1, 0).tolist() != source_order(100, 2, 0).tolist()
+    assert source_order(100, 1, 0).tolist() != source_order(100, 1, 1).tolist()
 
 
 def test_weights_that_leave_nothing_are_an_error(texts):

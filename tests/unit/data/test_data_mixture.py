@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.examples import check_caps, choose, choose_by_tokens, filled, passes_per_epoch, source_names
+from finetune.data.epochs import SourceShare, source_order
+from finetune.data.examples import check_caps, filled, passes_per_epoch, source_names
 from finetune.errors import UserError
 from finetune.recipe.schema import Mixture, Source
 
@@ -77,17 +78,17 @@ def test_pouring_keeps_within_every_bound(parts, total):
 def test_a_choice_by_tokens_comes_nearest_to_them():
     lengths = np.array([10, 20, 30, 40, 50] * 20)
     for weight in (0.1, 0.33, 0.5, 1.0, 1.7, 3.0):
-        taken = choose_by_tokens(lengths, weight, seed=1, source_index=0)
+        taken = SourceShare(source_order(100, 1, 0), weight, lengths=lengths).taken(0, 1)
         assert abs(lengths[taken].sum() - weight * lengths.sum()) <= 25
         assert np.bincount(taken, minlength=100).max() <= np.ceil(weight)
         assert np.bincount(taken, minlength=100).min() >= np.floor(weight)
 
 
-def test_a_choice_is_the_same_every_time_and_not_that_of_another_source():
-    assert choose(100, 0.3, 1, 0).tolist() == choose(100, 0.3, 1, 0).tolist()
-    assert choose(100, 0.3, 1, 0).tolist() != choose(100, 0.3, 1, 1).tolist()
-    lengths = np.ones(100, int)
-    assert choose_by_tokens(lengths, 0.3, 1, 0).tolist() == choose(100, 0.3, 1, 0).tolist()
+def test_tokens_of_one_length_are_rows():
+    order, lengths = source_order(100, 1, 0), np.full(100, 7)
+    for epoch in range(5):
+        by_rows, by_tokens = SourceShare(order, 0.3), SourceShare(order, 0.3, lengths=lengths)
+        assert by_rows.taken(epoch, epoch + 1).tolist() == by_tokens.taken(epoch, epoch + 1).tolist()
 
 
 def test_names_are_distinct():

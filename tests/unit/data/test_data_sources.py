@@ -518,6 +518,25 @@ def test_a_web_file_is_fetched_once(server, cache):
     assert len(texts(f"http://{address}/*.gz")) == 1  # as the server lists its folder
 
 
+def test_a_damaged_copy_of_a_web_file_is_fetched_again(server, cache, caplog):
+    folder, address, _ = server
+    os.utime(written(folder / "a.jsonl"), (2e9, 1e9))
+    reader = SourceReader(source(f"http://{address}/a.jsonl"))
+    rows, digest = list(reader.rows()), reader.digest()
+    (copy,) = (path for path in cache.glob("remote/*") if path.suffix not in (".lock", ".crc32"))
+    for file in (copy, copy.with_name(f"{copy.name}.crc32")):
+        whole, told = file.read_bytes(), len(caplog.records)
+        for bit in range(0, 8 * len(whole), len(whole) // 4):
+            damaged = bytearray(whole)
+            damaged[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(damaged)
+            assert list(SourceReader(source(f"http://{address}/a.jsonl")).rows()) == rows
+            assert file.read_bytes() == whole
+            assert len(caplog.records) == (told := told + 1)
+    assert "its copy in the cache is damaged; it is fetched again" in caplog.text
+    assert SourceReader(source(f"http://{address}/a.jsonl")).digest() == digest
+
+
 def test_a_web_file_without_a_version_is_fetched_for_every_run(server):
     folder, address, handler = server
     handler.versions = False
@@ -667,6 +686,8 @@ def test_urls_as_they_are_shown():
         "https://u:p@host:8/a.jsonl?x=1#y": "https://host:8/a.jsonl?...",
         "https://host/a@b.jsonl": "https://host/a@b.jsonl",
         "sftp://u:p%40q@host/a.jsonl": "sftp://host/a.jsonl",
+        "s3://k:s@bucket/a.jsonl?X-Amz-Signature=1f": "s3://bucket/a.jsonl?...",
+        "abfs::az://c/a.jsonl?sig=1f": "abfs::az://c/a.jsonl?...",
     }
     assert {url: without_credentials(url) for url in shown} == shown
 

@@ -103,6 +103,27 @@ def test_a_file_is_converted_once_and_again_where_its_entry_is_damaged(tmp_path:
     assert not list(entries_folder().glob("*.tmp"))
 
 
+def test_a_flipped_bit_in_pages_with_checksums_names_the_file(tmp_path: Path) -> None:
+    examples = examples_of(tmp_path)
+    table = pyarrow.Table.from_pylist(rows_of(examples)).replace_schema_metadata({"finetune": json.dumps(METADATA)})
+    file = tmp_path / "teacher.parquet"
+    pyarrow.parquet.write_table(table, file, write_page_checksum=True, compression="none", write_statistics=False)
+    before = file_predictions(settings(file), text_tokenizer(), VOCABULARY)
+    whole, seen = file.read_bytes(), 0
+    end = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")  # of the pages; the footer follows
+    for bit in np.random.Generator(np.random.PCG64(0)).choice(8 * end, 30, replace=False).tolist():
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        try:
+            after = file_predictions(settings(file), text_tokenizer(), VOCABULARY)
+        except UserError as error:
+            seen += str(file) in str(error)
+            continue
+        assert all(np.array_equal(getattr(after, name), getattr(before, name)) for name in ("keys", "ids", "log_probs"))
+    assert seen > 20
+
+
 def test_a_checkpoint_knows_its_teacher(tmp_path: Path) -> None:
     examples = examples_of(tmp_path)
     summaries = []

@@ -17,7 +17,8 @@ from finetune.data.batch import Batch, ImagePlace, collate
 from finetune.engine.base import StorageCounter
 from finetune.engine.launch import Launch
 from finetune.models.attention import attention_for
-from finetune.models.config import dtypes, training_config
+from finetune.models.base_config import dtypes
+from finetune.models.config import training_config
 from finetune.models.flops import Flops, ModelFlops, model_flops
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.vision import ImagePart, family_of, image_tokens, patches_of, row_positions

@@ -17,6 +17,7 @@ from conftest import metrics, train_here
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finetune.data.checksums import sealed, unsealed
 from finetune.data.dataset import Dataset, build_dataset
 from finetune.engine.base import Engine
 from finetune.engine.launch import Launch
@@ -228,11 +229,11 @@ def test_found_once(started: Started, tmp_path: Path) -> None:
     assert started.said == [f"batch.rows_per_device: auto: 8 (cached in {entry})"]
     assert entry.stat().st_mtime_ns == made
     # Less memory than what was found needs, as where another process came to the device.
-    kept = json.loads(entry.read_text())
-    entry.write_text(json.dumps({**kept, "needs_bytes": 2**60}))
+    kept = unsealed(entry)
+    entry.write_text(sealed({**kept, "needs_bytes": 2**60}))
     assert started.find().reason.endswith("measured")
     # More than the next size would have needed then.
-    entry.write_text(json.dumps({**kept, "rows": 4, "next_needs_bytes": kept["needs_bytes"] + 1}))
+    entry.write_text(sealed({**kept, "rows": 4, "next_needs_bytes": kept["needs_bytes"] + 1}))
     assert started.find().rows == 8
     entry.write_text("{")
     assert started.find().rows == 8

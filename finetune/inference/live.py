@@ -24,12 +24,13 @@ from finetune.data.formats.detect import detect_format, parse_row
 from finetune.data.samples import BadRow, Conversation, Message, Preference, PromptCompletion, Ranked
 from finetune.data.sources.source import SourceReader
 from finetune.errors import RunFailure, UserError
-from finetune.export.answering import Answerer, Prompt, chat_template
-from finetune.export.chat import image_url_part
-from finetune.export.server_client import Server
 from finetune.export.trained import Trained
 from finetune.export.verify_answers import end_tokens
 from finetune.export.verify_models import load_reference, quiet_loading
+from finetune.inference.answering import Answerer, Prompt, chat_template
+from finetune.inference.chat import image_url_part
+from finetune.inference.server_client import Server
+from finetune.models.remote_code import load_auto
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut, Images
 
@@ -102,7 +103,7 @@ def verify_url(url: str, trained: Trained, model: str | None, base: str | None, 
 def _tokenizer(trained: Trained) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(trained.settings)
+    return load_auto(AutoTokenizer, trained.settings)
 
 
 def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:

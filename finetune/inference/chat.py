@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.export.sampling import Sampling
-from finetune.export.server_client import Server
+from finetune.inference.sampling import Sampling
+from finetune.inference.server_client import Server
 
 Messages = Sequence[Mapping[str, Any]]
 _HELP = (

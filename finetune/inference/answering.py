@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import GenerationConfig, TextStreamer
 
-from finetune.data.chat.renderer import chat_of
+from finetune.data.chat.renderer import chat_of, with_arguments
 from finetune.data.chat.template_choice import own_template
 from finetune.data.chat.trained_spans import Chat
 from finetune.data.dataset import until_end
@@ -32,9 +32,11 @@ from finetune.data.formats.converters import with_images_of
 from finetune.data.formats.messages import context_of, read_messages, read_tools
 from finetune.data.samples import BadRow, Conversation, Image
 from finetune.errors import RunFailure, UserError
-from finetune.export.chat import asked, converse, image_part
 from finetune.export.commands import load_result, model_folder
-from finetune.export.sampling import Sampling
+from finetune.inference.chat import asked, converse, image_part
+from finetune.inference.control_tokens import ControlTokens
+from finetune.inference.sampling import Sampling
+from finetune.models.remote_code import trusts_code
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Images, Model
 from finetune.utils import sha256_file, write_atomically
@@ -64,15 +66,15 @@ class StopFilter:
     """Text up to the first of some stops: keeps back what may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str]):
-        self._stops, self._held, self._ended = tuple(stops), "", False
+        self._stops, self._held, self.ended = tuple(stops), "", False
 
     def feed(self, text: str, is_last: bool = False) -> str:
         """Returns what may be shown of a text that goes on. is_last: nothing follows."""
-        if self._ended:
+        if self.ended:
             return ""
         text = self._held + text
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        self._ended = bool(places)
+        self.ended = bool(places)
         if places or is_last:
             self._held = ""
             return text[: min(places)] if places else text
@@ -123,17 +125,29 @@ class Answerer:
         return self.tokens(read_asked(messages, tools), data_file)
 
     def tokens(self, asked: Conversation, data_file: str = "") -> Prompt:
-        """Returns the tokens of a conversation that was read. Raises UserError."""
-        text, references = render_prompt(self.chat, asked), images_of(asked)
-        if self.chat is None or not references:
-            return Prompt(self.tokenizer(text, add_special_tokens=self.chat is None)["input_ids"])
+        """Returns the tokens of a conversation that was read; special tokens that were typed are text. Raises
+        UserError."""
+        if self.chat is None:
+            return self.plain(render_prompt(None, asked))
+        hidden = self._control.hide(asked)
+        text, references = render_prompt(self.chat, hidden.conversation), images_of(asked)
+        if not references:
+            return Prompt(self._control.ids(text, hidden.typed))
         try:
             text, _, found = self._row_images.expand(text, (), references, data_file, self.chat.name)
         except BadRow as error:
             raise UserError(str(error)) from None
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self._control.ids(text, hidden.typed)
         array = np.array(ids, np.int32)
         return Prompt(ids, self._row_images.place(array, np.zeros(len(ids), np.bool_), found))
+
+    def plain(self, text: str) -> Prompt:
+        """Returns the tokens of a text that the model continues, in which special tokens are tokens."""
+        return Prompt(self.tokenizer(text)["input_ids"])
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer)
 
     @cached_property
     def _row_images(self) -> RowImages:
@@ -195,10 +209,13 @@ def load_answerer(run_dir: Path) -> Answerer:
 
 def answerer_of(run_dir: Path, model: Any, tokenizer: Any) -> Answerer:
     """Returns a loaded result, which sees pictures as its run did; where no run is around it, as its folder says."""
-    folder, rules, processor = model_folder(run_dir), None, Model(name=str(model_folder(run_dir)))
+    folder, rules = model_folder(run_dir), None
+    trusted = trusts_code(folder)
+    processor = Model(name=str(folder), trust_remote_code=trusted)
     if (file := folder / "adapter_config.json").is_file():  # which has no config of the model
         settings = json.loads(file.read_text(encoding="utf-8"))
-        processor = Model(name=settings["base_model_name_or_path"], revision=settings.get("revision"))
+        base, revision = settings["base_model_name_or_path"], settings.get("revision")
+        processor = Model(name=base, revision=revision, trust_remote_code=trusted)
     if hasattr(model.config, "vision_config") and (run_dir / "recipe.yaml").is_file():
         rules = load_recipe(run_dir / "recipe.yaml").data.image
     return Answerer(model, tokenizer, chat_template(tokenizer), processor, rules or Images())
@@ -236,6 +253,7 @@ def render_prompt(chat: Chat | None, asked: Conversation) -> str:
             )
         return first.content
     try:
+        chat = with_arguments(chat, asked.template_arguments) if asked.template_arguments else chat
         return chat.jinja.text(chat.traits.as_dicts(asked), list(asked.tools), prompt=True)
     except BadRow as error:
         raise UserError(str(error)) from None

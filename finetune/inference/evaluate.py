@@ -22,7 +22,7 @@ import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from finetune.checkpoints.folder import best_checkpoint
 from finetune.errors import RunFailure, UserError
@@ -31,6 +31,8 @@ from finetune.export.trained import Trained, find_trained
 from finetune.export.verify_models import load_reference
 from finetune.models.added_tokens import grow_to
 from finetune.models.base_config import first_line
+from finetune.models.remote_code import load_auto
+from finetune.models.tokenizer import read_tokenizer
 from finetune.recipe import Recipe
 from finetune.startup import is_verbose
 from finetune.tracking import Trackers
@@ -156,7 +158,7 @@ def _load(trained: Trained) -> tuple[Any, Any]:
     if trained.recipe is not None and trained.recipe.objective.scores_sequences:
         raise UserError(f"{trained.run_dir}: a model of scores generates nothing: `finetune score` is what it does")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    return load_reference(trained).to(device), AutoTokenizer.from_pretrained(trained.settings)
+    return load_reference(trained).to(device), read_tokenizer(trained.settings)
 
 
 def _package() -> Any:
@@ -247,9 +249,7 @@ def _base_of(recipe: Recipe, tokens: int) -> Any:
     """Returns the model that full training began with. Raises UserError where it is gone."""
     name, code = str(recipe.model.name), recipe.model.trust_remote_code
     try:
-        base = auto_class(name).from_pretrained(
-            name, revision=recipe.model.revision or "main", trust_remote_code=code, dtype="auto"
-        )
+        base = load_auto(auto_class(name, code), name, code, revision=recipe.model.revision or "main", dtype="auto")
     except (OSError, ValueError) as error:
         raise UserError(f"the base model {name!r} cannot be loaded: {first_line(error)}; or give --no-base") from None
     return grow_to(base, tokens)

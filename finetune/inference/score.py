@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from finetune.data.chat.renderer import Rendered, Renderer, build_renderer
 from finetune.data.formats.detect import detect_format, parse_row
@@ -30,6 +29,7 @@ from finetune.data.sources.source import SourceReader
 from finetune.errors import RunFailure, UserError
 from finetune.export.commands import load_trained, model_folder
 from finetune.export.scoring import is_scoring
+from finetune.models.tokenizer import read_tokenizer
 from finetune.models.wrapped import output_head
 from finetune.recipe.schema import Source
 from finetune.utils import unwrap_peft
@@ -88,7 +88,7 @@ def load_scorer(run_dir: Path) -> Scorer:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     labels = tuple(unwrap_peft(model).config.id2label.values())
     train_on = "all" if len(labels) > 1 else "assistant"
-    renderer = build_renderer(AutoTokenizer.from_pretrained(folder), None, train_on, is_scored=len(labels) > 1)
+    renderer = build_renderer(read_tokenizer(folder), None, train_on, is_scored=len(labels) > 1)
     return Scorer(model.to(device).eval(), renderer, labels)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import RunFailure, UserError
-from finetune.export.sampling import Sampling
+from finetune.inference.sampling import Sampling
 
 KEY = "FINETUNE_SERVER_KEY"  # an environment variable: sent as the server's key, printed nowhere
 MAX_TOKENS, TIMEOUT_S = 32, 120.0

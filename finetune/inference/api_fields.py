@@ -1,0 +1,218 @@
+"""A request of an OpenAI client, checked before anything is computed for it: its body, its fields and their bounds."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+
+from finetune.recipe.schema import check_template_arguments
+
+MAX_BODY_BYTES = 32 * 2**20  # a prompt with pictures; of models that see none a quarter
+MAX_VALUES = 200_000  # of a body's JSON: lists, objects and their items
+MAX_DEPTH = 64
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+MAX_BIASES = 1024
+MAX_ARGUMENTS = 4096  # characters of a template's, as JSON: templates are kept with them
+DEFAULT_MAX_TOKENS = 1024
+
+# Numbers of a request: whether they are whole, their least and their largest value.
+_NUMBERS: dict[str, tuple[bool, float, float]] = {
+    "temperature": (False, 0, 100),
+    "top_p": (False, 0, 1),
+    "top_k": (True, 0, 2**31 - 1),
+    "repetition_penalty": (False, 0.01, 100),
+    "max_tokens": (True, 1, 2**31 - 1),
+    "max_completion_tokens": (True, 1, 2**31 - 1),
+    "seed": (True, 0, 2**63 - 1),
+}
+_LEAST_TEMPERATURE = 0.01  # above 0; logits divided by less overflow
+# Fields without an effect here, with the values that ask for none.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": (),
+    "audio": (),
+    "prediction": (),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "web_search_options": (),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+}
+_KINDS = {  # fields of other types, by what they must be
+    "model": (str, "a text"),
+    "messages": (list, "a list of messages"),
+    "prompt": (str, "a text"),
+    "stream": (bool, "true or false"),
+    "stream_options": (dict, "an object"),
+    "tools": (list, "a list of functions"),
+    "chat_template_kwargs": (dict, "an object"),
+    "logit_bias": (dict, "an object of token ids and numbers"),
+    "user": (str, "a text"),
+    "metadata": (dict, "an object"),
+}
+_OF_CHAT = {"messages", "tools", "chat_template_kwargs", "tool_choice", "parallel_tool_calls", "max_completion_tokens"}
+_OF_TEXT = {"prompt", "best_of", "echo", "suffix"}
+_KNOWN = {*_NUMBERS, *_WITHOUT_EFFECT, *_KINDS, "stop"}
+
+
+class Refused(Exception):
+    """A request that is not answered, with the status of HTTP."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+def parse_body(body: bytes) -> dict[str, Any]:
+    """Returns the object of a request's body. Raises Refused for what is none, and for what is out of bounds."""
+    if sum(body.count(sign) for sign in (b",", b"[", b"{")) > MAX_VALUES:
+        raise Refused(400, f"the body has more than {MAX_VALUES:,} values")
+    try:
+        fields = json.loads(body, parse_constant=_no_number)
+        _check_values(fields)
+        json.dumps(fields, ensure_ascii=False).encode()
+    except RecursionError:
+        raise Refused(400, f"the body is nested more than {MAX_DEPTH} deep") from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.start + 1]
+        raise Refused(400, f"the body has half a character ({half!a}): write it whole") from None
+    except ValueError as error:  # not UTF-8, not JSON, a number of thousands of digits
+        raise Refused(400, f"the body is not JSON: {str(error)[:200]}") from None
+    if not isinstance(fields, dict):
+        raise Refused(400, "the body is no JSON object")
+    return fields
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _check_values(fields: Any) -> None:
+    rest = [(fields, 0)]
+    while rest:
+        value, depth = rest.pop()
+        if depth > MAX_DEPTH:
+            raise RecursionError
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("a number is too large")
+        if isinstance(value, dict | list):
+            rest += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
+
+
+def check_fields(fields: dict[str, Any], is_chat: bool) -> None:
+    """Raises Refused for a field that is unknown, of another type, out of its bounds or not supported."""
+    known = _KNOWN - (_OF_TEXT if is_chat else _OF_CHAT)
+    if unknown := sorted(fields.keys() - known):
+        raise Refused(400, f"unknown field {unknown[0][:100]!r}: this server knows {', '.join(sorted(known))}")
+    for name, value in fields.items():
+        if value is None:
+            continue
+        if name in _WITHOUT_EFFECT and not any(value == one and type(value) is type(one) for one in _none_of(name)):
+            raise Refused(400, f"`{name}: {_shown(value)}` is not supported by this server")
+        if name in _NUMBERS:
+            _check_number(name, value)
+        if name in _KINDS and not isinstance(value, _KINDS[name][0]):
+            raise Refused(400, f"`{name}: {_shown(value)}`: expected {_KINDS[name][1]}")
+    required = "messages" if is_chat else "prompt"
+    if fields.get(required) is None:
+        raise Refused(400, f"`{required}` is missing")
+    temperature = fields.get("temperature") or 0
+    if 0 < temperature < _LEAST_TEMPERATURE:
+        raise Refused(400, f"`temperature: {temperature}`: expected 0, or at least {_LEAST_TEMPERATURE}")
+    _check_template_arguments(fields.get("chat_template_kwargs") or {})
+    options = fields.get("stream_options") or {}
+    if options.keys() - {"include_usage"} or not isinstance(options.get("include_usage", False), bool):
+        raise Refused(400, f"`stream_options: {_shown(options)}`: expected include_usage, true or false")
+
+
+def _check_template_arguments(arguments: dict[str, Any]) -> None:
+    if len(json.dumps(arguments)) > MAX_ARGUMENTS:
+        raise Refused(400, f"`chat_template_kwargs`: at most {MAX_ARGUMENTS:,} characters")
+    try:
+        check_template_arguments(arguments)
+    except ValueError as error:
+        raise Refused(400, f"`chat_template_kwargs`: {error}") from None
+
+
+def _none_of(name: str) -> tuple[Any, ...]:
+    """Returns the values of a field that ask for nothing; a number also as a decimal."""
+    values = _WITHOUT_EFFECT[name]
+    return (*values, *(float(one) for one in values if type(one) is int))
+
+
+def _check_number(name: str, value: Any) -> None:
+    is_whole, least, largest = _NUMBERS[name]
+    is_number = isinstance(value, int) or (isinstance(value, float) and not is_whole)
+    if isinstance(value, bool) or not is_number or not least <= value <= largest:
+        kind = "whole number" if is_whole else "number"
+        raise Refused(400, f"`{name}: {_shown(value)}`: expected a {kind} of at least {least} and at most {largest}")
+
+
+def stops_of(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the texts that end an answer. Raises Refused."""
+    stop = [] if fields.get("stop") is None else fields["stop"]
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
+        raise Refused(400, "`stop` is a text, or a list of texts, and none is empty")
+    if len(stops) > MAX_STOPS or max(map(len, stops), default=0) > MAX_STOP_CHARACTERS:
+        raise Refused(400, f"`stop`: at most {MAX_STOPS} texts of {MAX_STOP_CHARACTERS} characters")
+    return tuple(stops)
+
+
+def settings_of(fields: Mapping[str, Any], of_model: GenerationConfig, room: int, vocabulary: int) -> GenerationConfig:
+    """Returns the model's settings with what a request says. room: tokens that its context has left. Raises
+    Refused."""
+    settings = copy.deepcopy(of_model)
+    wanted = fields.get("max_completion_tokens") or fields.get("max_tokens")
+    settings.max_new_tokens = min(room, wanted or max(settings.max_new_tokens or 0, DEFAULT_MAX_TOKENS))
+    settings.max_length = None
+    settings.pad_token_id = 0 if settings.pad_token_id is None else settings.pad_token_id
+    if (temperature := fields.get("temperature")) is not None:
+        settings.do_sample = temperature > 0
+        settings.temperature = float(temperature)
+    for name in ("top_p", "top_k", "repetition_penalty"):
+        if fields.get(name) is not None:
+            setattr(settings, name, fields[name])
+    if not settings.do_sample:  # transformers' defaults: it warns of others, which greedy search does not use
+        settings.temperature, settings.top_p, settings.top_k = 1.0, 1.0, 50
+    if bias := fields.get("logit_bias"):
+        settings.sequence_bias = {(_token(key, vocabulary),): _bias(value) for key, value in _few(bias).items()}
+    return settings
+
+
+def _few(bias: dict[str, Any]) -> dict[str, Any]:
+    if len(bias) > MAX_BIASES:
+        raise Refused(400, f"`logit_bias`: at most {MAX_BIASES} tokens")
+    return bias
+
+
+def _token(key: str, vocabulary: int) -> int:
+    if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocabulary):
+        raise Refused(400, f"`logit_bias`: {key[:40]!r} is no token of this model, whose ids are below {vocabulary:,}")
+    return int(key)
+
+
+def _bias(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+        raise Refused(400, f"`logit_bias`: {_shown(value)}: expected a number from -100 to 100")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:100]

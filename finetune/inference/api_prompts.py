@@ -1,0 +1,95 @@
+"""From a request of an OpenAI client to what a lane answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from transformers.cli.serving.utils import build_response_parser
+
+from finetune.errors import UserError
+from finetune.inference.answering import Answerer, Prompt, images_of, read_asked
+from finetune.inference.api_fields import MAX_BODY_BYTES, Refused, check_fields, parse_body, settings_of, stops_of
+from finetune.inference.lane import Request
+
+_CONTEXT = 32_768  # tokens, of a model that states none
+
+
+def context_of(entry: Answerer) -> int:
+    """Returns how many tokens a model takes, prompt and answer together."""
+    config = entry.model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    stated = getattr(config, "max_position_embeddings", None) or _CONTEXT
+    original = rope.get("original_max_position_embeddings") or stated
+    return max(stated, int(original * (rope.get("factor") or 1)))
+
+
+class Prompts:
+    """Makes of requests what a lane answers, in one thread: tokenizers are not to be used by two at once."""
+
+    def __init__(self, entries: dict[str, Answerer]):
+        self.entries, self._thread = entries, ThreadPoolExecutor(1, "prompts")
+        sees = any(hasattr(entry.model.config, "vision_config") for entry in entries.values())
+        self.max_body = MAX_BODY_BYTES if sees else MAX_BODY_BYTES // 4
+        self._longest: dict[int, int] = {}  # characters of a token, by the tokenizer
+
+    async def make(self, body: bytes, is_chat: bool) -> tuple[dict[str, Any], Request]:
+        """Returns a request's fields, and what is to be answered. Raises Refused."""
+        return await asyncio.wrap_future(self._thread.submit(self._make, body, is_chat))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _make(self, body: bytes, is_chat: bool) -> tuple[dict[str, Any], Request]:
+        fields = parse_body(body)
+        check_fields(fields, is_chat)
+        stops, name = stops_of(fields), fields.get("model") or next(iter(self.entries))
+        if name not in self.entries:
+            raise Refused(404, f"there is no model {name[:100]!r}; there are {', '.join(self.entries)}")
+        entry, fields["model"] = self.entries[name], name
+        context = context_of(entry)
+        try:
+            prompt = self._chat(entry, fields, context) if is_chat else self._text(entry, fields["prompt"], context)
+            room = context - len(prompt.ids)
+            if room < 1:
+                raise Refused(400, f"the prompt has {len(prompt.ids):,} tokens, and the model takes {context:,}")
+        except (UserError, RecursionError) as error:
+            raise Refused(400, str(error)) from None
+        settings = settings_of(fields, entry.model.generation_config, room, len(entry.tokenizer))
+        parser = None
+        if is_chat:
+            tools = fields.get("tools") or None
+            parser = build_response_parser(entry.tokenizer, entry.model, prompt.ids, tools)
+        return fields, Request(entry, prompt, settings, stops, fields.get("seed"), parser)
+
+    def _chat(self, entry: Answerer, fields: dict[str, Any], context: int) -> Prompt:
+        if entry.chat is None:
+            raise Refused(400, "this model has no chat template: use /v1/completions")
+        asked = read_asked(fields["messages"], fields.get("tools"))
+        if not all(isinstance(one, str) and one[:5].lower() == "data:" for one in images_of(asked)):
+            raise Refused(
+                400, "pictures are taken as data URLs (data:image/png;base64,...): no file is read, no address fetched"
+            )
+        said = [(one.content, one.reasoning, one.tool_calls) for one in asked.messages]
+        if len(said) > context:
+            raise Refused(400, f"the prompt has {len(said):,} messages, and the model takes {context:,} tokens")
+        self._check_length(entry, len(json.dumps([said, asked.tools], ensure_ascii=False)), context)
+        return entry.tokens(replace(asked, template_arguments=fields.get("chat_template_kwargs") or {}))
+
+    def _text(self, entry: Answerer, text: str, context: int) -> Prompt:
+        self._check_length(entry, len(text), context)
+        prompt = entry.plain(text)
+        if not prompt.ids:
+            raise Refused(400, "`prompt` is empty")
+        return prompt
+
+    def _check_length(self, entry: Answerer, characters: int, context: int) -> None:
+        """Raises Refused for a text that has more tokens than the context if each were the longest there is."""
+        key = id(entry.tokenizer)
+        if key not in self._longest:
+            self._longest[key] = max(map(len, entry.tokenizer.get_vocab()))
+        if characters > context * self._longest[key]:
+            raise Refused(400, f"the prompt has {characters:,} characters, and the model takes {context:,} tokens")

@@ -1,0 +1,132 @@
+"""Special tokens that a person types: text, and not tokens.
+
+Training refuses rows with such texts (`Renderer`). In use anyone may type `<|im_end|>`, and must not end a turn by it:
+
+    content    say <|im_end|>                       typed by a user
+    hidden     say \\ue000                            one character, which no template knows
+    rendered   <|im_start|>user\\nsay \\ue000<|im_end|>\\n...
+    ids        1 872 198 36339 27 91 318 ...        the turn's own tokens are 1 and 2; what was typed is letters
+
+Texts without special tokens have the ids of training: they take the tokenizer's ordinary way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.samples import Conversation, Message
+
+_PRIVATE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # characters that Unicode gives no meaning
+_SAID = ("content", "reasoning", "name", "tool_call_id", "tool_calls")  # of a message, what a template may write
+_ALIASES = 0x100000  # the first of those that stand for a template's tokens
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A conversation with a character in the place of each special token, and the token of each character."""
+
+    conversation: Conversation
+    typed: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ControlTokens:
+    """A tokenizer's special tokens, as a template writes them and as a person types them."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    @cached_property
+    def _special(self) -> dict[str, tuple[int, AddedToken]]:
+        added: dict[int, Any] = self.tokenizer.added_tokens_decoder
+        return {token.content: (number, token) for number, token in added.items() if token.special and token.content}
+
+    @cached_property
+    def _typed(self) -> re.Pattern[str]:
+        """Finds what must stay text; as in training, the unknown token is a word of some corpora and marks nothing."""
+        return _any_of([text for text in self._special if text != self.tokenizer.unk_token])
+
+    def hide(self, conversation: Conversation) -> Hidden:
+        """Returns a conversation in which no text is a special token."""
+        said = [{name: getattr(message, name) for name in _SAID} for message in conversation.messages]
+        texts = "\n".join(_texts([conversation.tools, dict(conversation.template_arguments), said]))
+        tokens = dict.fromkeys(self._typed.findall(texts))
+        free = (chr(number) for number in _PRIVATE if chr(number) not in texts)
+        characters = dict(zip(tokens, free, strict=False))
+        if not characters:
+            return Hidden(conversation, {})
+
+        def hidden(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._typed.sub(lambda match: characters[match.group()], value)
+            if isinstance(value, Mapping):
+                return {hidden(key): hidden(item) for key, item in value.items()}
+            return [hidden(item) for item in value] if isinstance(value, list | tuple) else value
+
+        def of(message: Message) -> Message:
+            calls = tuple(map(hidden, message.tool_calls))
+            return replace(message, **{name: hidden(getattr(message, name)) for name in _SAID[:-1]}, tool_calls=calls)
+
+        messages, tools = tuple(map(of, conversation.messages)), tuple(map(hidden, conversation.tools))
+        typed = {character: token for token, character in characters.items()}
+        return Hidden(Conversation(messages, tools, hidden(conversation.template_arguments)), typed)
+
+    def ids(self, text: str, typed: Mapping[str, str]) -> list[int]:
+        """Returns the tokens of a rendered text, in which `typed` says what is written for some characters."""
+        if not typed:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        backend, aliases, numbers = self._by_alias
+        text = _any_of(aliases).sub(lambda match: aliases[match.group()], text)
+        text = re.sub("|".join(typed), lambda match: typed[match.group()], text)
+        return [numbers.get(number, number) for number in backend.encode(text, add_special_tokens=False).ids]
+
+    @cached_property
+    def _by_alias(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
+        """Returns a tokenizer to which special tokens are text, and characters that are those tokens to it instead:
+        token -> character, and the character's id -> the token's."""
+        fast: Any = self.tokenizer
+        backend = Tokenizer.from_str(fast.backend_tokenizer.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        aliases = {text: chr(_ALIASES + i) for i, text in enumerate(self._special)}
+        backend.add_tokens(
+            [
+                AddedToken(
+                    aliases[text],
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=False,
+                    special=False,
+                )
+                for text, (_, token) in self._special.items()
+            ]
+        )
+        backend.encode_special_tokens = True
+        numbers = {backend.token_to_id(aliases[text]): number for text, (number, _) in self._special.items()}
+        return backend, aliases, numbers
+
+
+def _any_of(texts: Sequence[str] | Mapping[str, Any]) -> re.Pattern[str]:
+    """Returns a pattern of any of some texts, the longest first, as tokenizers find them."""
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
+
+
+def _texts(value: Any) -> list[str]:
+    """Returns every text in a value of JSON, keys among them."""
+    found, rest = [], [value]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            rest += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            rest += value
+    return found
