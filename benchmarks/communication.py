@@ -5,7 +5,7 @@
 
 A launch has a network of its own (a namespace: Linux, root or unprivileged namespaces), in which everything that ranks
 say to each other crosses one loopback device that counts. Two launches of different length; what a step sends is their
-difference over the steps, so that start and end do not count. Predictions: `scripts/costs.py`; of
+difference over the steps, so that start and end do not count. Predictions: `finetune/engine/costs`; of
 the peak, what one process needs in addition to its state (libraries, activations) and the state predicted.
 A process has one thread. `time` is that of a step over the time that one process takes for it: with more processes than
 cores it cannot fall. Writes benchmarks/results/communication.json and .png.
@@ -29,12 +29,15 @@ import yaml
 sys.path += [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / "scripts")]
 
 import contenders
-from costs import ParameterCounts, StateBytes, StepSizes, Traffic, state_bytes, step_sizes, traffic
 from workload import llama, random_documents, save_padded_tokenizer, save_weights, write_rows
 
+from finetune.engine.costs import Costs, ModelSize
 from finetune.engine.launch import read_config_file
-from finetune.models.config import model_config
+from finetune.models.config import training_config
+from finetune.plan.shapes import costs_at, shapes_of
+from finetune.plan.speed import Shape
 from finetune.recipe import load_recipe
+from finetune.training.run_plan import STATE
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "accelerate_configs"
@@ -78,9 +81,8 @@ class Cell:
     sent: float  # bytes, a process and step
     predicted: float  # by the formula, of a library that has every collective
     gloo: float  # by the formula, of gloo
-    lines: list[Traffic]  # of the prediction
-    held: StateBytes  # bytes, of the process that needs most memory
-    predicted_held: StateBytes  # of the average process
+    held: dict[str, float]  # bytes of weights, gradients and optimizer state, of the process that needs most memory
+    predicted_held: dict[str, float]  # of the average process
     peak: float  # bytes, libraries included
     step_s: float  # median, but for the first two
     predicted_peak: float = 0.0  # bytes
@@ -92,8 +94,9 @@ class Cell:
 
     def relative_to(self, alone: Cell) -> Cell:
         """With what is known by the same model in one process."""
-        base = alone.peak - alone.held.total
-        return replace(self, predicted_peak=base + self.predicted_held.total, time=self.step_s / alone.step_s)
+        base = alone.peak - sum(alone.held.values())
+        predicted_peak = base + sum(self.predicted_held.values())
+        return replace(self, predicted_peak=predicted_peak, time=self.step_s / alone.step_s)
 
 
 def main() -> None:
@@ -128,7 +131,7 @@ def main() -> None:
 
 
 def line_of(cell: Cell) -> str:
-    held_mb, predicted_mb = cell.held.total / 1e6, cell.predicted_held.total / 1e6
+    held_mb, predicted_mb = (sum(sizes.values()) / 1e6 for sizes in (cell.held, cell.predicted_held))
     return (
         f"{cell.model:6}{cell.config:10} x{cell.processes}  sent {cell.sent / 1e6:7.2f} MB, predicted "
         f"{cell.predicted / 1e6:7.2f}, for gloo {cell.gloo / 1e6:7.2f} ({cell.ratio:5.3f})   held {held_mb:6.1f} MB, "
@@ -142,17 +145,21 @@ def prepare(folder: Path) -> None:
     for name, shape in MODELS.items():
         save_weights(shape, folder / name)
         save_padded_tokenizer(folder / name, DENSE["vocab_size"])
-        recipe = {
-            "run": {"name": name, "dir": str(folder / "runs")},
-            "model": {"name": str(folder / name)},
-            "mode": "full",
-            "data": {"train": [{"path": str(folder / "rows.jsonl"), "format": "tokens"}], "max_length": TOKENS},
-            "batch": {"rows": ROWS, "rows_per_device": 1},
-            "optimizer": {"lr": 1e-4},
-            "train": {"max_steps": STEPS[0], "precision": "fp32", "activation_checkpointing": False},
-            "checkpoint": {"resume": "never"},
-        }
+        recipe = recipe_of(name, folder)
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+
+
+def recipe_of(name: str, folder: Path) -> dict[str, Any]:
+    return {
+        "run": {"name": name, "dir": str(folder / "runs")},
+        "model": {"name": str(folder / name)},
+        "mode": "full",
+        "data": {"train": [{"path": str(folder / "rows.jsonl"), "format": "tokens"}], "max_length": TOKENS},
+        "batch": {"rows": ROWS, "rows_per_device": 1},
+        "optimizer": {"lr": 1e-4},
+        "train": {"max_steps": STEPS[0], "precision": "fp32", "activation_checkpointing": False},
+        "checkpoint": {"resume": "never"},
+    }
 
 
 def measure(folder: Path, model: str, config: str, processes: int) -> Cell:
@@ -160,22 +167,25 @@ def measure(folder: Path, model: str, config: str, processes: int) -> Cell:
     sent = [launched(folder, model, file, processes, steps) for steps in STEPS]
     a_step = (sent[1] - sent[0]) / (STEPS[1] - STEPS[0]) / processes
     launch = read_config_file(str(file), processes)
-    work, parameters = sizes(folder, model, ROWS // launch.parallelism.data)
-    lines = traffic(backend(config, launch), launch.parallelism, work)
+    recipe = load_recipe(folder / f"{model}.yaml", [])
+    shapes = training_config(recipe)
+    costs = costs_at(recipe, shapes, launch, "cpu")
+    sent_by_formula, sent_by_gloo = predicted(
+        costs, Shape.of(shapes_of(recipe, shapes).weights, recipe, shapes, on_cpu=True, recomputes=False)
+    )
+    states = [costs.state(rank).persistent for rank in range(processes)]
     logged = [json.loads(line) for line in (folder / "runs" / model / "metrics.jsonl").read_text().splitlines()]
     last = logged[-1]
-    gib = [last[f"memory/{name}_gib"] * 2**30 for name in ("weights", "gradients", "optimizer_state")]
     return Cell(
         model=model,
         config=config,
         processes=processes,
         divided=launch.parallelism.summary(),
         sent=a_step,
-        predicted=sum(line.sent for line in lines),
-        gloo=sum(line.sent * (1.0 if launch.kind == "zero" else GLOO.get(line.collective, 1.0)) for line in lines),
-        lines=lines,
-        held=StateBytes(*gib),
-        predicted_held=state_bytes(backend(config, launch), launch.parallelism, parameters),
+        predicted=sent_by_formula,
+        gloo=sent_by_gloo,
+        held={name: last[f"memory/{name}_gib"] * 2**30 for name in STATE},
+        predicted_held={name: sum(state[part] for state in states) / processes for name, part in STATE.items()},
         peak=last["memory_peak_gib"] * 2**30,
         step_s=statistics.median(line["step_s"] for line in logged[2:]),
     )
@@ -191,20 +201,12 @@ def config_of(folder: Path, config: str, processes: int) -> Path:
     return file
 
 
-def backend(config: str, launch: Any) -> str:
-    """As the formulas call it."""
-    return {"replicated": "ddp", "fsdp2": "fsdp2"}.get(launch.kind, config)
-
-
-def sizes(folder: Path, model: str, micro_batches: int) -> tuple[StepSizes, ParameterCounts]:
-    from transformers import AutoModelForCausalLM
-
-    config = model_config(load_recipe(folder / f"{model}.yaml", []).model)
-    found = AutoModelForCausalLM.from_pretrained(folder / model)
-    numels = {name: (p.numel(), True) for name, p in found.named_parameters()}
-    layers = sum(numel for name, (numel, _) in numels.items() if ".layers." in name)
-    others = sum(numel for numel, _ in numels.values()) - layers
-    return step_sizes(config, numels, micro_batches, TOKENS, recomputes=False), ParameterCounts(layers, others, 1.0)
+def predicted(costs: Costs, model: ModelSize) -> tuple[float, float]:
+    """Returns the bytes that a process sends in a step: by the formulas, and by gloo."""
+    rows = ROWS // costs.sizes.data
+    transfers = [*costs.transfers_of_weights(model, rows), *costs.transfers_of_rows(model, rows, rows * TOKENS)]
+    factors = {} if costs.launch.kind == "zero" else GLOO
+    return sum(one.moved for one in transfers), sum(one.moved * factors.get(one.kind, 1.0) for one in transfers)
 
 
 # --- a launch in a network of its own
@@ -241,8 +243,11 @@ def plot(cells: list[Cell], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 0.32 * len(cells) + 1.2), sharey=True)
     names = [f"{cell.model} {cell.config} x{cell.processes}" for cell in cells]
     bars(left, names, [c.sent / 1e6 for c in cells], [c.gloo / 1e6 for c in cells], "MB sent, a process and step")
-    totals = [cell.held.total / 1e6 for cell in cells], [cell.predicted_held.total / 1e6 for cell in cells]
-    bars(right, names, *totals, "MB of weights, gradients and optimizer state")
+    held, predicted = (
+        [sum(sizes.values()) / 1e6 for sizes in both]
+        for both in ([cell.held for cell in cells], [cell.predicted_held for cell in cells])
+    )
+    bars(right, names, held, predicted, "MB of weights, gradients and optimizer state")
     left.legend(loc="lower right", frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

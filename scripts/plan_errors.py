@@ -305,6 +305,7 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     from finetune.plan.micro_batch import HeaviestBatch
     from finetune.plan.phases import phases_of
     from finetune.plan.search import heaviest
+    from finetune.plan.shapes import costs_at
     from finetune.recipe import load_recipe
 
     files = [folder / f"{cell.name}-{rank}.json" for rank in range(cell.processes)]
@@ -327,9 +328,10 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     micro_batches = recipe.batch.rows // rows // launch.parallelism.data
     device = "cuda" if cell.level == "devices" else "cpu"
     numbers = range(cell.processes) if cell.level != "devices" else [cell.rank]
+    costs = costs_at(recipe, config, launch, device)
     found: list[dict[str, Any]] = []
     for rank, measured in zip(numbers, ranks, strict=True):
-        phases, state = phases_of(recipe, config, launch, rank, device, (9, 0), batch, micro_batches)
+        phases, state = phases_of(costs, config, rank, (9, 0), batch, micro_batches)
         if device == "cpu":
             peaks = {name: measured["peaks"][name] for name in PHASES if name in measured["peaks"]}
             kept = {name: (state.persistent[name], measured["state"][name]) for name in measured["state"]}

@@ -142,10 +142,11 @@ def config_file(folder: Path, cell: Cell) -> Path:
 def predicted(folder: Path, cell: Cell) -> list[dict[str, int]] | str:
     """Returns the bytes of each rank; or why such a run is refused."""
     from finetune.engine.compatibility import check_launch
+    from finetune.engine.costs.common import GRADIENTS, OPTIMIZER, WEIGHTS
     from finetune.engine.launch import read_config_file
     from finetune.errors import UserError
     from finetune.models.config import training_config
-    from finetune.plan.state import GRADIENTS, OPTIMIZER, WEIGHTS, state_of
+    from finetune.plan.shapes import costs_at
     from finetune.recipe import load_recipe
 
     file = make_recipe(folder, cell.model)
@@ -155,7 +156,8 @@ def predicted(folder: Path, cell: Cell) -> list[dict[str, int]] | str:
         check_launch(recipe, str(file), launch, config)
     except UserError as refusal:
         return " ".join(str(refusal).split())
-    states = [state_of(recipe, config, launch, rank, "cpu") for rank in range(cell.processes)]
+    costs = costs_at(recipe, config, launch, "cpu")
+    states = [costs.state(rank) for rank in range(cell.processes)]
     return [{part: state.persistent[part] for part in (WEIGHTS, GRADIENTS, OPTIMIZER)} for state in states]
 
 

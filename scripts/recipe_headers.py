@@ -19,6 +19,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from finetune.engine.compatibility import check_launch
+from finetune.engine.costs.common import PARTS, State
 from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
@@ -27,7 +28,7 @@ from finetune.plan.images import most_images
 from finetune.plan.lengths import widest
 from finetune.plan.memory import Memory, Place, estimate_memory
 from finetune.plan.search import heaviest
-from finetune.plan.state import PARTS, State, state_of
+from finetune.plan.shapes import costs_at
 from finetune.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +54,7 @@ def launch_of(text: str) -> Launch:
 
 
 def kept(recipe: Recipe, config: PretrainedConfig, launch: Launch) -> State:
-    return state_of(recipe, config, launch, 0, "cuda")
+    return costs_at(recipe, config, launch, "cuda").state(0)
 
 
 def memory(recipe: Recipe, config: PretrainedConfig, launch: Launch, path: Path) -> Memory:

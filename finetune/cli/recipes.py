@@ -187,8 +187,8 @@ def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = F
 
     loaded = load_recipe(recipe, overrides or ())
     quiet_libraries()
-    from finetune.setup.prepare import prepare as run
-    from finetune.setup.prepare import show_prepared
+    from finetune.setup.prepare_data import prepare as run
+    from finetune.setup.prepare_data import show_prepared
 
     prepared, notes = run(loaded)
     if as_json:
@@ -205,7 +205,7 @@ def list_cache(as_json: AsJson = False) -> None:
     quiet_libraries()
     from finetune.data.cache_entries import list_entries
     from finetune.data.token_cache import entries_folder
-    from finetune.setup.prepare import show_entries
+    from finetune.setup.prepare_data import show_entries
 
     entries = list_entries()
     if as_json:
@@ -228,7 +228,7 @@ def clean_cache(
     quiet_libraries()
     from finetune.data.cache_entries import age_in_seconds, list_entries, not_used_for, remove
     from finetune.data.token_cache import entries_folder
-    from finetune.setup.prepare import show_entries
+    from finetune.setup.prepare_data import show_entries
     from finetune.utils import readable_bytes
 
     age = age_in_seconds(older_than)

@@ -41,7 +41,8 @@ from finetune.engine.state_shards import ShardPart
 from finetune.engine.tensor_parallel import ParameterShard, ShardedParameters, TensorGroup, all_gathered, parallelize
 from finetune.engine.timing import Stopwatch
 from finetune.errors import UserError
-from finetune.models.config import dtypes, model_config
+from finetune.models.base_config import dtypes
+from finetune.models.config import model_config
 from finetune.models.quantized import is_stored_quantised, make_plain
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel

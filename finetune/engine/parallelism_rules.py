@@ -15,7 +15,8 @@ from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism, dimension_key
 from finetune.engine.stages import PLAN, SINGLE_STAGE_SCHEDULES, schedulable_micro_batches
 from finetune.errors import UserError
-from finetune.models.config import active_dropouts, layer_configs, length_dependent_rope
+from finetune.models.base_config import layer_configs
+from finetune.models.config import active_dropouts, length_dependent_rope
 from finetune.recipe.schema import Recipe
 from finetune.utils import divisors
 

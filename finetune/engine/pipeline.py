@@ -52,8 +52,8 @@ from finetune.engine.stages import (
     schedulable_micro_batches,
 )
 from finetune.engine.state_shards import ShardPart, replica_parts
-from finetune.models.base_config import without_weights
-from finetune.models.config import dtypes, model_config
+from finetune.models.base_config import dtypes, without_weights
+from finetune.models.config import model_config
 from finetune.models.weights import Placement
 from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.recipe.schema import Recipe

@@ -33,8 +33,8 @@ from finetune.export.tensor_files import TensorFiles
 from finetune.export.trained import Trained
 from finetune.export.weight_files import INDEX, DiskLayout
 from finetune.models.base_checkpoint import base_checkpoint
-from finetune.models.base_config import first_line, without_weights
-from finetune.models.config import dtypes, model_config
+from finetune.models.base_config import dtypes, first_line, without_weights
+from finetune.models.config import model_config
 from finetune.models.damage import read_object, weight_map
 from finetune.models.score_model import labelled
 from finetune.models.text_part import TextPart, text_part_of

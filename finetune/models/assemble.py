@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from finetune.models.activations import ActivationOffload
 from finetune.models.attention import AttentionChoice
-from finetune.models.config import dtypes
+from finetune.models.base_config import dtypes
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import Routers, compute_experts_in
 from finetune.models.score_model import ScoreModel

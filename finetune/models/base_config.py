@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.initialization import no_init_weights
 from finetune.errors import UserError
 from finetune.models.damage import check_settings, read_object, short
 from finetune.models.remote_code import from_config, load_auto
-from finetune.recipe.schema import Model
+from finetune.recipe.schema import Model, Recipe
 from finetune.utils import is_from_rust
 
 
@@ -111,3 +112,26 @@ class Parsing(contextlib.AbstractContextManager[None]):
 def first_line(error: BaseException) -> str:
     """Returns the first line of a library's message, without its trailing stop."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Returns the config of each layer, where a setting such as `head_dim` differs between them; else the one of
+    all."""
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Types in memory. `compute` is what the matrix products run in."""
+
+    trained: torch.dtype
+    frozen: torch.dtype
+    compute: torch.dtype
+
+
+def dtypes(recipe: Recipe) -> Dtypes:
+    """Returns the types by `train.precision` and `model.dtype`; see Precision in the README."""
+    compute = {"fp32": torch.float32, "fp16": torch.float16}.get(recipe.train.precision, torch.bfloat16)
+    trained = torch.bfloat16 if recipe.train.precision == "bf16_true" else torch.float32
+    frozen = compute if recipe.model.dtype == "auto" else getattr(torch, recipe.model.dtype)
+    return Dtypes(trained=trained, frozen=frozen, compute=compute)

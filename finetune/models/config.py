@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from transformers import PretrainedConfig
 
 from finetune.errors import UserError
@@ -79,12 +77,6 @@ def training_config(recipe: Recipe) -> PretrainedConfig:
     return without_dropout(config) if recipe.objective.drops_nothing else config
 
 
-def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """Returns the config of each layer, where a setting such as `head_dim` differs between them; else the one of
-    all."""
-    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
-
-
 def length_dependent_rope(config: PretrainedConfig) -> list[str]:
     """Returns the types of RoPE whose frequencies depend on the length of a document: `dynamic`, `longrope`."""
     types = rope_types(getattr(config.get_text_config(), "rope_parameters", None))
@@ -127,20 +119,3 @@ def restore_dropout(config: PretrainedConfig, base: PretrainedConfig) -> None:
     for part, of_base in ((config, base), (config.get_text_config(), base.get_text_config())):
         for name, value in active_dropouts(of_base):
             setattr(part, name, value)
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """Types in memory. `compute` is what the matrix products run in."""
-
-    trained: torch.dtype
-    frozen: torch.dtype
-    compute: torch.dtype
-
-
-def dtypes(recipe: Recipe) -> Dtypes:
-    """Returns the types by `train.precision` and `model.dtype`; see Precision in the README."""
-    compute = {"fp32": torch.float32, "fp16": torch.float16}.get(recipe.train.precision, torch.bfloat16)
-    trained = torch.bfloat16 if recipe.train.precision == "bf16_true" else torch.float32
-    frozen = compute if recipe.model.dtype == "auto" else getattr(torch, recipe.model.dtype)
-    return Dtypes(trained=trained, frozen=frozen, compute=compute)

@@ -27,7 +27,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from finetune.models.attention import DOCUMENTS
-from finetune.models.config import layer_configs
+from finetune.models.base_config import layer_configs
 from finetune.models.vision import family_of, image_modules, part_of, patches_in, patches_per_token
 from finetune.models.wrapped import has_scores, output_head
 from finetune.utils import full_shape, unwrap_peft

@@ -35,9 +35,9 @@ from finetune.models.attention import AttentionChoice
 from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint, check_adapted
-from finetune.models.base_config import first_line, why_not_found, without_weights
+from finetune.models.base_config import dtypes, first_line, why_not_found, without_weights
 from finetune.models.compiled import compile_layers
-from finetune.models.config import dtypes, model_config
+from finetune.models.config import model_config
 from finetune.models.damage import check_weights, mismatched_sizes, why_no_weights
 from finetune.models.moe import reach_experts
 from finetune.models.patches import replace_class

@@ -23,7 +23,7 @@ from finetune.plan.search import (
     cheapest,
     spot_loss,
 )
-from finetune.plan.speed import HIDES, StepTime
+from finetune.plan.speed import StepTime
 from finetune.training.run_plan import FEW_STEPS, run_length
 from finetune.utils import print_line
 
@@ -113,7 +113,7 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
         names = [machines.device.link, *([machines.device.network] if machines.machines > 1 else [])]
         links = ((name, hardware.links[name]) for name in names)
         lines += [f"collectives reach {x.share:.0%} of {name}'s {x.gb_s:g} GB/s ({x.source})" for name, x in links]
-        lines.append(f"{one.launch.kind}: communication is hidden by up to {HIDES[one.launch.kind]:.0%} of compute")
+        lines.append(f"{one.launch.kind}: communication is hidden by up to {one.step.hides:.0%} of compute")
     return lines
 
 

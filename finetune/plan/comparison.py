@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 
 from finetune.data.dataset import Dataset, Stream
 from finetune.engine.base import Engine
+from finetune.engine.costs.common import different_ranks
 from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
@@ -32,9 +33,8 @@ from finetune.plan.finished_runs import device_key, phases_of_time, read_plan, s
 from finetune.plan.lengths import RowFacts, facts_of, widest
 from finetune.plan.memory import Place, estimate_memory
 from finetune.plan.search import heaviest
-from finetune.plan.shapes import shapes_of
+from finetune.plan.shapes import costs_at, shapes_of
 from finetune.plan.speed import Job, Shape, processor_speeds
-from finetune.plan.state import different_ranks, state_of
 from finetune.plan.tables import Machines, this_machine
 from finetune.recipe import Recipe, load_recipe
 from finetune.tracking.metrics import read_steps
@@ -76,7 +76,8 @@ class Launched:
         """Of the fullest rank."""
         if self.device == CPU:
             ranks = different_ranks(self.launch.parallelism)
-            states = [state_of(self.recipe, self.config, self.launch, rank, CPU) for rank in ranks]
+            costs = costs_at(self.recipe, self.config, self.launch, CPU)
+            states = [costs.state(rank) for rank in ranks]
             kept = max(states, key=lambda state: state.device_bytes).persistent
             return {"memory_bytes": {name: kept[of] for name, of in STATE.items()}}
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)

@@ -1,8 +1,8 @@
 """Memory of a run, from shapes alone: bytes of tensors at the peak of each phase, on the fullest rank.
 
-    persistent     weights, gradients and optimizer state, as the engine of the config shards them (`state.py`)
+    persistent     weights, gradients and optimizer state, as the engine of the config shards them (`engine/costs`)
     transient      what a forward keeps for its backward, the largest operation (`timeline.py`), gathered layers,
-                   buckets (`phases.py`)
+                   buckets (`engine/costs`, laid end to end by `phases.py`)
 
 Tensors only: a device's context, communicators and what its allocator leaves unused come on top.
 """
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
+from finetune.engine.costs.common import different_ranks
 from finetune.engine.launch import Launch
 from finetune.export.weight_files import SHARD_BYTES
-from finetune.models.config import dtypes
+from finetune.models.base_config import dtypes
 from finetune.plan.micro_batch import HeaviestBatch
 from finetune.plan.phases import KEPT, phases_of
-from finetune.plan.shapes import shapes_of
-from finetune.plan.state import different_ranks
+from finetune.plan.shapes import costs_at, shapes_of
 from finetune.recipe import Recipe
 
 __all__ = ["HeaviestBatch", "Memory", "Place", "estimate_memory"]
@@ -73,10 +73,9 @@ def estimate_memory(
     micro_batches: of a step on each process. most: bytes of a device; where what a rank keeps is more, no step is
     weighed. No weights are read; raises UserError where no such model can be made.
     """
-    found, after = [], host_after(recipe, config)
+    found, after, costs = [], host_after(recipe, config), costs_at(recipe, config, place.launch, place.device)
     for rank in different_ranks(place.launch.parallelism):
-        arguments = (place.launch, rank, place.device, place.capability, batch, micro_batches)
-        phases, state = phases_of(recipe, config, *arguments, most)
+        phases, state = phases_of(costs, config, rank, place.capability, batch, micro_batches, most)
         host, disk = state.host * place.per_host, state.disk * place.per_host
         found.append(Memory(rank, phases, state.persistent, host, disk, after, at_least=list(phases) == [KEPT]))
         if found[-1].at_least:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
+from finetune.engine.costs import Costs, Shapes, Weight, costs_of
+from finetune.engine.launch import Launch
 from finetune.engine.sharding import final_norm
 from finetune.engine.tensor_parallel import TensorGroup, parallelize
 from finetune.models import assemble
@@ -28,49 +30,23 @@ from finetune.models.vision import image_modules
 from finetune.models.wrapped import output_head
 from finetune.objectives import score_labels
 from finetune.recipe import Recipe
+from finetune.training.optim import state_bytes
 from finetune.utils import unwrap_peft
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-    size: int  # bytes of an element
-    trains: bool
-    layer: int | None  # the decoder layer it is in
-    unit: str  # what is gathered with it: layer, embedding, tail (final norm and head, tied embedding), rest, or a
-    # module of the tower that must not be split, by its path
-    packed: int = 0  # weights in few bits that its elements hold; 0: it is as it is
-    scales: int = 0  # bytes of what unpacks them
-    expert: bool = False  # dimension 0 counts experts
-    table: bool = False  # see `ParameterRoles`, as the next
-    of_images: bool = False
-
-    @functools.cached_property  # asked for many times
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        return self.numel * self.size
-
-
-@dataclass(frozen=True)
-class Shapes:
-    weights: tuple[Weight, ...]
-    buffers: int  # bytes of those outside of layers: rotary frequencies
-    buffers_of_layer: int
-    layers: int
 
 
 def shapes_of(recipe: Recipe, config: PretrainedConfig, tensor: int = 1) -> Shapes:
     """Returns the tensors of one rank of a tensor parallel group, of the full model where `tensor` is 1. Raises
     UserError as loading does."""
     return _shapes(ShapesKey(recipe, config, tensor))
+
+
+def costs_at(recipe: Recipe, config: PretrainedConfig, launch: Launch, device: str) -> Costs:
+    """Returns what the recipe costs on a launch. device: of the compute, cuda or cpu. Raises UserError as loading
+    does."""
+    shapes = shapes_of(recipe, config, launch.parallelism.tensor)
+    return costs_of(recipe, launch, shapes, device, partial(state_bytes, recipe.optimizer))
 
 
 class ShapesKey:
@@ -141,7 +117,7 @@ def shortened(config: PretrainedConfig) -> tuple[PretrainedConfig, list[int]]:
     unclear = any(not isinstance(value, str) and value not in (0, 1) for values in said for value in values)
     if unclear or any(getattr(text, key, None) and by not in lists for key, by in _UNEVEN.items()):
         return config, list(range(count))
-    rows = list(zip(*said, strict=True)) or [()] * count
+    rows = [*zip(*said, map(repr, _overrides(text)), strict=True)]
     kinds = list(dict.fromkeys(rows))
     return with_layers(config, [rows.index(kind) for kind in kinds]), [kinds.index(row) for row in rows]
 
@@ -151,7 +127,6 @@ _UNEVEN = {  # settings that make layers differ, and the list that says the same
     "interleave_moe_layer_step": "moe_layers",
     "mlp_only_layers": "mlp_layer_types",
     "moe_layer_freq": "mlp_layer_types",
-    "is_heterogeneous": "",
 }
 
 
@@ -162,14 +137,23 @@ def per_layer(text: PretrainedConfig) -> dict[str, list[Any]]:
     return {name: value for name, value in lists.items() if len(value) == count > 1}
 
 
+def _overrides(text: PretrainedConfig) -> list[dict[str, Any] | None]:
+    """Returns the settings of each layer that differ from the config's own, such as `head_dim`."""
+    own = {int(layer): values for layer, values in (text.to_dict().get("per_layer_config") or {}).items()}
+    return [own.get(layer) for layer in range(text.num_hidden_layers)]
+
+
 def with_layers(config: PretrainedConfig, layers: list[int]) -> PretrainedConfig:
     """Returns the config of a model that has these layers of a config's."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
+    overrides = [_overrides(text)[layer] for layer in layers]
     for name, values in per_layer(text).items():
         counts = values == list(range(len(values)))  # indices of layers: each is an expert one, has keys of its own
         setattr(text, name, list(range(len(layers))) if counts else [values[i] for i in layers])
     text.num_hidden_layers = len(layers)
+    if any(overrides):
+        text.per_layer_config = {layer: values for layer, values in enumerate(overrides) if values}
     return config
 
 

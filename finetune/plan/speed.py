@@ -25,18 +25,20 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from finetune.engine.costs import Costs, ModelSize, Weight
+from finetune.engine.costs.common import different_ranks
+from finetune.engine.costs.deepspeed import PERSISTENT
 from finetune.engine.hardware import CPU, Hardware, Link
 from finetune.engine.launch import Launch
 from finetune.models.attention import DOCUMENTS
-from finetune.models.config import dtypes, layer_configs
+from finetune.models.base_config import dtypes, layer_configs
 from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.vision import patches_of
 from finetune.plan.lengths import RowFacts
 from finetune.plan.micro_batch import HeaviestBatch
 from finetune.plan.operators import Work, together
 from finetune.plan.phases import Stage, how_of, of_rank
-from finetune.plan.shapes import ShapesKey, Weight, shapes_of, shortened, skeleton
-from finetune.plan.state import different_ranks, zero_stage
+from finetune.plan.shapes import ShapesKey, costs_at, shortened, skeleton
 from finetune.plan.tables import Machines
 from finetune.plan.timeline import timeline_of
 from finetune.recipe import Recipe
@@ -44,36 +46,19 @@ from finetune.recipe import Recipe
 _BYTES_OF_ADAMW = 28  # of fp32: weight, gradient, two moments read; weight and moments written
 _BYTES_OF_8BIT = 16
 _PACKED = 2.6  # bytes read and written to unpack a weight of 4 bits
-HIDES = {"fsdp2": 0.9, "zero": 0.5, "replicated": 0.5}  # share of compute that hides communication; assumed
-_PERSISTENT = 100_000  # elements: weights up to these stay gathered under DeepSpeed's stage 3
 # Work of the host that no operator shows, in operators as `Speeds.operator_s` counts them, for each micro-batch. Fitted
 # to the fitted cells of scripts/plan_times.py; its blind cells say how well that holds elsewhere.
 _OF_MICRO_BATCH = 80.0  # this project's loop
 _OF_RECOMPUTED_LAYER = 120.0  # torch's hooks on what a checkpoint saves
-_OF_GATHERED = {"fsdp2": 17.0, "replicated": 9.0, "zero": 42.0}  # hooks of an engine, for a weight; replicated: tensor
-_OF_REDUCED = 10.0  # for a trained weight, under DeepSpeed's stages 1 and 2
 _OF_STAGE = 280.0  # a pipeline's schedule, and what it hands on
 _OF_STEPPED = 4.0  # for a trained weight, in clipping and the optimizer, once a step
-# Passes over what is gathered, and over gradients, in new memory: an engine's copies around its collectives, on CPUs.
-_COPIES, _COPIES_OF_GRADIENTS, _FRESH = 2.2, 7.0, 2.0**27
+_FRESH = 2.0**27  # bytes of a pass over new memory, such as an engine's copies around its collectives
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of a model that times depend on."""
+class Shape(ModelSize):
+    """Counts of a model that times depend on."""
 
-    parameters: int
-    trained: int
-    ends: int  # parameters outside of layers: embedding and head
-    weights: int  # tensors
-    tensors: int  # that train
-    gathered: int  # that DeepSpeed's stage 3 gathers one by one
-    layers: int
-    hidden: int
-    inner: float  # width of the feed-forward that a token goes through
-    queries: int  # width of all heads
-    keys: int
-    experts_per_token: int  # 0: no experts
     flops: ModelFlops
 
     @classmethod
@@ -84,23 +69,22 @@ class Shape:
         text = config.get_text_config()
         widths = [_attention_widths(layer) for layer in layer_configs(text)]  # which may differ: the mean of all
         chosen = getattr(text, "num_experts_per_tok", 0) or 0
-        inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-        if chosen:
-            inner = (getattr(text, "moe_intermediate_size", None) or inner) * chosen
         implementation = recipe.model.attention
         if implementation == "auto":
             implementation = DOCUMENTS if on_cpu else "varlen"
         trained = [weight.numel for weight in weights if weight.trains]
+        counts = [(weight, weight.packed or weight.numel) for weight in weights]
         return cls(
-            parameters=sum(weight.packed or weight.numel for weight in weights),
+            parameters=sum(count for _, count in counts),
             trained=sum(trained),
-            ends=sum(weight.packed or weight.numel for weight in weights if weight.layer is None),
+            ends=sum(count for weight, count in counts if weight.layer is None),
+            tail=sum(count for weight, count in counts if weight.unit == "tail"),
+            experts=sum(count for weight, count in counts if weight.expert),
             weights=len(weights),
             tensors=len(trained),
-            gathered=sum(weight.numel > _PERSISTENT for weight in weights),
+            gathered=sum(weight.numel > PERSISTENT for weight in weights),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
-            inner=inner,
             queries=sum(queries for queries, _ in widths) // len(widths),
             keys=sum(keys for _, keys in widths) // len(widths),
             experts_per_token=chosen,
@@ -192,6 +176,7 @@ class Speeds:
 @dataclass(frozen=True)
 class StepTime:
     parts: dict[str, float]  # s
+    hides: float  # share of compute that hides communication
     source: str  # of the speeds
     knows_data_wait: bool
 
@@ -262,19 +247,17 @@ class Job:
         """Tokens of a step that one group of ranks has."""
         return self.rows.tokens_per_row * self.recipe.batch.rows / self.launch.parallelism.data
 
-    @property
-    def stage_3(self) -> bool:
-        return self.launch.kind == "zero" and zero_stage(self.launch) == 3
+    @cached_property
+    def costs(self) -> Costs:
+        return costs_at(self.recipe, self.config, self.launch, "cpu" if self.machines.key == CPU else "cuda")
 
     @cached_property
     def work(self) -> tuple[Work, float, bool]:
         """Returns the work of one micro-batch on the rank with most, its share of the layers, and whether it has the
         head."""
-        launch, sizes = self.launch, self.launch.parallelism
-        device = "cpu" if self.machines.key == CPU else "cuda"
-        how = how_of(self.recipe, launch, device, (9, 0), self.micro_batches)
+        sizes, how = self.launch.parallelism, how_of(self.costs, (9, 0), self.micro_batches)
         parts = timeline_of(self.recipe, self.config, of_rank(self.batch, sizes), how)
-        shapes, kinds = shapes_of(self.recipe, self.config, sizes.tensor), shortened(self.config)[1]
+        shapes, kinds = self.costs.shapes, shortened(self.config)[1]
         larger = self.row_tokens / self.micro_batches / sum(self.batch.documents)
         found = []
         for rank in different_ranks(sizes):
@@ -323,7 +306,7 @@ class Job:
         traffic = list(self._traffic())
         overlapping = sum(one.seconds for one in traffic if one.overlaps)
         alone = sum(one.seconds for one in traffic if not one.overlaps)
-        hidden = busy * HIDES[self.launch.kind] if speeds.beside_host else 0.0
+        hidden = busy * self.costs.hides if speeds.beside_host else 0.0
         optimizer = self._optimizer() / speeds.level.optimizer
         parts = {**compute, "optimizer": optimizer, "communication": max(0.0, overlapping - hidden) + alone}
         if sizes.pipeline > 1:
@@ -331,19 +314,14 @@ class Job:
             parts["bubble"] = busy * waiting / (3 if sizes.schedule == "zero_bubble" else 1)
         parts["data"] = (speeds.level.wait_token_s or 0.0) * self.row_tokens
         known = {name: seconds for name, seconds in parts.items() if seconds}
-        return StepTime(known, speeds.source, speeds.knows_data_wait)
+        return StepTime(known, self.costs.hides, speeds.source, speeds.knows_data_wait)
 
     def _launches(self, step: Work, busy: float) -> float:
         """Returns the seconds of the host that no compute hides."""
-        sizes, shape, kind = self.launch.parallelism, self.shape, self.launch.kind
-        more = _OF_MICRO_BATCH
+        sizes, shape = self.launch.parallelism, self.shape
+        more = _OF_MICRO_BATCH + self.costs.host_operators(shape)
         if self.recipe.train.activation_checkpointing:
             more += _OF_RECOMPUTED_LAYER * shape.layers / sizes.pipeline
-        if kind == "fsdp2" or sizes.tensor > 1 or self.stage_3:
-            again = 1.5 if self.stage_3 and self.recipe.train.activation_checkpointing else 1.0
-            more += _OF_GATHERED[kind] * shape.weights * again
-        elif kind == "zero":
-            more += _OF_REDUCED * shape.tensors
         if sizes.pipeline > 1:
             more += _OF_STAGE * sizes.stages_per_rank
         of_host = self.speeds.starting(step) + more * self.micro_batches * self.speeds.operator_s
@@ -359,11 +337,8 @@ class Job:
 
     def _optimizer(self) -> float:
         sizes, launch, speeds = self.launch.parallelism, self.launch, self.speeds
-        owners = sizes.processes if launch.kind == "zero" else sizes.shard * sizes.tensor * sizes.pipeline
-        if launch.kind == "fsdp2":
-            owners *= sizes.tokens
-        owned, host = self.shape.trained / owners, self.hardware.host
-        if launch.offloads_optimizer and self.machines.key != CPU:
+        owned, host = self.shape.trained / self.costs.owners, self.hardware.host
+        if self.costs.is_away:
             moved = Traffic(8 * owned, 0, self.host_link).seconds  # gradients down, weights up
             on_disk = 24 * owned * self.machines.per_machine / (host.disk_gb_s * 1e9) if launch.uses_nvme else 0.0
             return owned / (host.adamw_per_core * host.cores_per_device) + moved + on_disk
@@ -376,8 +351,10 @@ class Job:
     # --- communication
 
     def _traffic(self) -> Iterator[Traffic]:
-        yield from self._of_engine()
-        yield from self._of_rows()
+        rows = self.costs.transfers_of_rows(self.shape, self.micro_batches, self.row_tokens)
+        for one in (*self.costs.transfers_of_weights(self.shape, self.micro_batches), *rows):
+            link = self._link(one.ranks) if one.ranks else self.host_link
+            yield Traffic(one.moved, one.collectives, link, one.overlaps, self._copied(one.copied))
         if self.recipe.train.activation_offload and self.machines.key != CPU:
             moved = 2 * self.row_tokens / self.launch.parallelism.tokens * self.shape.hidden * self._element
             yield Traffic(moved * self.shape.layers, 0, self.host_link, overlaps=True)
@@ -390,82 +367,14 @@ class Job:
     def _element(self) -> int:
         return 4 if self.recipe.train.precision == "fp32" else 2
 
-    def _of_engine(self) -> Iterator[Traffic]:
-        """Yields what keeps or makes the ranks' weights equal."""
-        sizes, kind, times = self.launch.parallelism, self.launch.kind, self.micro_batches
-        local = sizes.tensor * sizes.pipeline
-        weights, trained = self.shape.parameters / local * self._weight_bytes(), 4 * self.shape.trained / local
-        n = sizes.processes if kind == "zero" else sizes.shard * sizes.tokens if kind == "fsdp2" else 1
-        if n > 1:
-            ranks = n if kind == "zero" else sizes.tensor * n
-            link = self._link(ranks)
-            units = self.shape.gathered if kind == "zero" else self.shape.layers + 2
-            if kind == "fsdp2" or self.stage_3:
-                copied = self._copied(2 * times * weights * _COPIES)
-                yield Traffic(2 * times * weights * (n - 1) / n, 2 * times * units, link, True, copied)
-            copied = self._copied(times * trained * _COPIES_OF_GRADIENTS)
-            yield Traffic(times * trained * (n - 1) / n, times * units, link, True, copied)
-            if kind == "zero" and not self.stage_3:
-                yield Traffic(trained * (n - 1) / n, 1, link, overlaps=False)
-        if sizes.tensor > 1:  # FSDP2 shards over them what they do not share
-            n = sizes.tensor * sizes.shard * sizes.tokens
-            whole = 2 * times * self.shape.ends * self._weight_bytes()
-            yield Traffic(whole * (n - 1) / n, 4 * times, self._link(n), True, self._copied(whole * _COPIES))
-            whole = times * 4 * self.shape.ends if self.recipe.mode == "full" else 0.0
-            copied = self._copied(whole * _COPIES_OF_GRADIENTS)
-            yield Traffic(whole * (n - 1) / n, 2 * times, self._link(n), True, copied)
-        if kind == "fsdp2" and sizes.replicate > 1:
-            moved = times * 2 * trained / (sizes.shard * sizes.tokens) * (sizes.replicate - 1) / sizes.replicate
-            yield Traffic(moved, self.shape.layers * times, self._link(sizes.processes), overlaps=True)
-        if kind == "fsdp2" and self.launch.offloads_optimizer and self.machines.key != CPU:
-            yield Traffic(times * 2 * weights / n, 0, self.host_link, overlaps=True)
-        if kind == "replicated" and (ranks := sizes.data * sizes.tokens) > 1:
-            moved, buckets = 2 * trained * (ranks - 1) / ranks, max(1.0, trained / _BUCKET)
-            yield Traffic(moved, buckets, self._link(sizes.processes), overlaps=True)
-
-    def _of_rows(self) -> Iterator[Traffic]:
-        """Yields what ranks that share rows hand to each other."""
-        sizes, shape, times = self.launch.parallelism, self.shape, self.micro_batches
-        through = 2 + bool(self.recipe.train.activation_checkpointing)  # forwards and the backward
-        layers, tokens = shape.layers / sizes.pipeline, self.row_tokens / sizes.tokens
-        wide = tokens * shape.hidden * self._element  # bytes of hidden states
-        if (n := sizes.tensor) > 1:
-            moved = 2 * through * 2 * (n - 1) / n * wide * layers
-            yield Traffic(moved, 2 * through * layers * times, self._link(n))
-        if (n := sizes.context) > 1:
-            moved = through * 2 * (n - 1) / n * self.row_tokens * shape.keys * self._element * layers
-            yield Traffic(moved, through * layers * times, self._link(sizes.tensor * sizes.tokens))
-        if (n := sizes.sequence) > 1:
-            heads = 2 * (shape.queries + shape.keys) * tokens * self._element
-            link = self._link(sizes.tensor * sizes.tokens)
-            yield Traffic(through * (n - 1) / n * heads * layers, 4 * through * layers * times, link)
-        if (n := sizes.expert) > 1:
-            moved = through * 2 * wide * shape.experts_per_token * layers * (n - 1) / n
-            link = self._link(sizes.tensor * sizes.tokens * sizes.shard)
-            yield Traffic(moved, 2 * through * layers * times, link)
-        if sizes.pipeline > 1:
-            yield Traffic(2 * wide, 2 * times * sizes.stages_per_rank, self._link(sizes.processes))
-
     def _copied(self, moved: float) -> float:
         """Returns the seconds of an engine's copies, which a device hides during the collective."""
         return 0.0 if self.speeds.beside_host else moved / self.speeds.bandwidth(_FRESH)
-
-    def _weight_bytes(self) -> float:
-        """Returns the bytes of a weight that is gathered."""
-        recipe = self.recipe
-        if recipe.mode == "qlora":
-            return 0.55
-        if recipe.mode == "lora":
-            return 4 if recipe.train.precision == "fp32" and recipe.model.dtype in ("auto", "float32") else 2
-        return 2 if self.launch.kind == "fsdp2" and recipe.train.precision != "fp32" else 4
 
     def _link(self, ranks: int) -> Link:
         """ranks: neighbours that talk with each other."""
         device = self.machines.device
         return self.hardware.links[device.network if ranks > self.machines.per_machine else device.link]
-
-
-_BUCKET = 25 * 2**20  # bytes of a bucket of DDP's gradients
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from transformers import PretrainedConfig
 
 from finetune.data.batch import collate
-from finetune.models.config import dtypes
+from finetune.models.base_config import dtypes
 from finetune.models.vision import decoder_layers
 from finetune.plan.images import KnownIntegers, with_pictures
 from finetune.plan.meter import Meter

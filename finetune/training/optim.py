@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from finetune.engine.costs import Shard
 from finetune.engine.optimizer_step import OF_IMAGES, hold_back_idle_groups
 from finetune.errors import UserError
 from finetune.models.parameter_roles import ParameterRoles
@@ -102,6 +103,35 @@ BUILDERS: dict[str, Builder] = {
     "muon": _muon,
     "sgd": _sgd,
 }
+
+
+_SMALL, _QUANTILES, _BLOCK = 4096, 2 * 256 * 4, 256  # bitsandbytes: elements kept in 32 bit; bytes of tables; a scale's
+_PAGED = 100_000  # elements from which on bitsandbytes pages (get_state_buffer)
+
+
+def state_bytes(recipe: OptimizerRecipe, shards: Sequence[Shard], device: str) -> tuple[int, int]:
+    """Returns the bytes of the optimizers' state: on the device, and in memory that CUDA moves out (paged)."""
+    steps = [(shard.numel, shard.weight) for shard in shards if shard.numel]
+    paged = recipe.name.startswith("paged") and device == "cuda"
+    if recipe.name == "sgd":
+        return (sum(numel * weight.size for numel, weight in steps) if recipe.momentum else 0), 0
+    if recipe.name == "muon":
+        hidden = [len(weight.shape) == 2 and not weight.table for _, weight in steps]
+        sizes = [numel * weight.size for numel, weight in steps]
+        return sum(n if alone else 2 * n + 4 for n, alone in zip(sizes, hidden, strict=True)), 0
+    if recipe.name == "adamw":
+        return sum(2 * numel * weight.size + 4 for numel, weight in steps), 0
+    here = away = 0
+    for numel, _ in steps:
+        eighth = "8bit" in recipe.name and numel >= _SMALL
+        states = 2 * numel * (1 if eighth else 4)
+        here += 2 * 4 * -(-numel // _BLOCK) if eighth else 0
+        if paged and numel >= _PAGED:
+            away += states
+        else:
+            here += states
+    tables = _QUANTILES if "8bit" in recipe.name and any(numel >= _SMALL for numel, _ in steps) else 0
+    return here + tables, away
 
 
 def lr_factor(schedule: Schedule, step: int, steps: int) -> float:

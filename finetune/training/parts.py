@@ -19,7 +19,8 @@ from finetune.engine.base import Engine
 from finetune.engine.hardware import peak_tflops
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
-from finetune.models.config import dtypes, model_config
+from finetune.models.base_config import dtypes
+from finetune.models.config import model_config
 from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.moe import adapts_experts, find_routers
 from finetune.models.parameter_roles import parameter_roles

@@ -31,7 +31,7 @@ from finetune.data.examples import Examples
 from finetune.data.sources.files import file_digest
 from finetune.data.token_cache import discard, entries_folder, temporary_folder
 from finetune.errors import UserError
-from finetune.models.config import dtypes
+from finetune.models.base_config import dtypes
 from finetune.recipe import Recipe
 from finetune.utils import fsync
 

@@ -40,8 +40,8 @@ from finetune.engine.optimizer_step import NonFinite
 from finetune.engine.start import set_group_timeouts
 from finetune.errors import RunFailure, Stopped, UserError
 from finetune.export.result import model_card, save_result, write_tokenizer
+from finetune.models.base_config import dtypes
 from finetune.models.compiled import CompilationWatch, compilations
-from finetune.models.config import dtypes
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass

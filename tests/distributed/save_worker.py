@@ -35,7 +35,7 @@ def run_case(
     from finetune.engine.start import start_engine
     from finetune.errors import RunFailure
     from finetune.export.result import save_result
-    from finetune.models.config import dtypes
+    from finetune.models.base_config import dtypes
     from finetune.models.tokenizer import load_tokenizer
     from finetune.recipe import load_recipe
 

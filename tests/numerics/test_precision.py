@@ -11,7 +11,8 @@ import torch
 from finetune.engine.optimizer_step import LossScale, NonFinite
 from finetune.models.attention import attention_for
 from finetune.models.attention.per_document import prepare
-from finetune.models.config import dtypes, model_config
+from finetune.models.base_config import dtypes
+from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe

@@ -18,7 +18,7 @@ from finetune.models.attention import kernels, per_document
 from finetune.models.attention.image_isolation import trial_with_images
 from finetune.models.attention.isolation import Prepare, Verdict, verdict
 from finetune.models.attention.mixers import Mixers
-from finetune.models.config import dtypes, layer_configs
+from finetune.models.base_config import dtypes, layer_configs
 from finetune.models.vision import family_of
 from finetune.recipe.schema import Recipe
 

@@ -13,8 +13,8 @@ from conftest import ROOT
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from finetune.engine.base import StorageCounter
+from finetune.engine.costs import Shapes, Weight, costs_of
 from finetune.engine.launch import Launch, read_config_file
-from finetune.engine.parallelism import Parallelism
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
 from finetune.models.base_config import without_weights
@@ -26,8 +26,7 @@ from finetune.plan import tables
 from finetune.plan.command import config_of
 from finetune.plan.comparison import compare_run
 from finetune.plan.memory import HeaviestBatch, Place, estimate_memory
-from finetune.plan.shapes import Weight, shapes_of, shortened
-from finetune.plan.state import _row_shard, state_of
+from finetune.plan.shapes import costs_at, shapes_of, shortened
 from finetune.plan.tables import shipped_config
 from finetune.recipe import Recipe, load_recipe
 from finetune.training.optim import build_optimizers
@@ -90,17 +89,18 @@ def test_state_is_that_of_real_tensors(recipe: Any, overrides: tuple[str, ...]) 
             if isinstance(value, torch.Tensor)
         ),
     }
-    state = state_of(loaded, config, ALONE, 0, "cpu").persistent
+    state = costs_at(loaded, config, ALONE, "cpu").state(0).persistent
     assert {name: state[name] for name in real} == real
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_rows_are_cut_as_torch_cuts_them(rows: int, ranks: int) -> None:
-    weight, sizes = Weight("w", (rows, 3), 4, True, 0, "layer"), Parallelism(shard=ranks)
+def test_rows_are_cut_as_torch_cuts_them(recipe: Any, rows: int, ranks: int) -> None:
+    weight, launch = Weight("w", (rows, 3), 4, True, 0, "layer"), Launch("fsdp2", ranks)
+    costs = costs_of(recipe(), launch, Shapes((weight,), 0, 0, 1), "cpu", lambda *_: (0, 0))
     chunks = torch.arange(rows * 3).view(rows, 3).chunk(ranks)
     for rank in range(ranks):
-        shard = _row_shard(weight, sizes, sizes.coordinates(rank))
+        shard = costs.shard(weight, launch.parallelism.coordinates(rank))
         assert shard.numel == (chunks[rank].numel() if rank < len(chunks) else 0)
         assert shard.padded == chunks[0].numel()
 
@@ -117,9 +117,11 @@ def test_layers_that_are_multiplied_are_all_layers(recipe: Any, name: str) -> No
     assert {weight.name: weight.numel for weight in shapes_of(recipe(), config).weights} == full
 
 
-@pytest.mark.parametrize("name", ["llama4-scout", "mistral-large-4", "nemotron-nano-9b-v2", "granite4-h-micro"])
+@pytest.mark.parametrize(
+    "name", ["llama4-scout", "mistral-large-4", "nemotron-nano-9b-v2", "granite4-h-micro", "gemma4-31b"]
+)
 def test_one_layer_of_each_kind_stands_for_a_model_of_many_kinds(name: str) -> None:
-    """Kinds that lists of the config tell apart: dense and sparse, with rotary positions or without, Mamba."""
+    """Kinds that the config tells apart: dense and sparse, with rotary positions or without, Mamba, wider heads."""
     loaded = load_recipe(ROOT / "recipes" / name / "lora.yaml", [])
     if name == "mistral-large-4" and "mistral_large4_text" not in CONFIG_MAPPING:
         with pytest.raises(UserError, match="has no `mistral_large4_text`: pip install -U transformers"):

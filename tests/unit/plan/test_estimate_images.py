@@ -17,7 +17,8 @@ from finetune.data.batch import Batch, ImagePlace, collate
 from finetune.engine.base import StorageCounter
 from finetune.engine.launch import Launch
 from finetune.models.attention import attention_for
-from finetune.models.config import dtypes, training_config
+from finetune.models.base_config import dtypes
+from finetune.models.config import training_config
 from finetune.models.flops import Flops, ModelFlops, model_flops
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.vision import ImagePart, family_of, image_tokens, patches_of, row_positions
@@ -28,6 +29,7 @@ from finetune.plan.images import most_images
 from finetune.plan.meter import Meter
 from finetune.plan.micro_batch import HeaviestBatch, examples_of
 from finetune.plan.phases import phases_of
+from finetune.plan.shapes import costs_at
 from finetune.recipe import Recipe, load_recipe
 
 LENGTH = 128
@@ -94,7 +96,8 @@ def real_model(recipe: Recipe, config: Any, fuses: bool = True) -> tuple[Any, Fo
 def test_memory_of_a_tower_is_that_of_a_run(recipe: Recipe) -> None:
     config = training_config(recipe)
     batch, (model, forward, _) = real_batch(recipe, config), real_model(recipe, config)
-    phases, state = phases_of(recipe, config, Launch("replicated", 1), 0, "cpu", (9, 0), heaviest(config), 1)
+    costs = costs_at(recipe, config, Launch("replicated", 1), "cpu")
+    phases, state = phases_of(costs, config, 0, (9, 0), heaviest(config), 1)
     counted = StorageCounter(torch.device("cpu")).add([*model.parameters(), *model.buffers()])
     assert state.persistent["weights"] == counted
     with Meter("cpu") as meter:

@@ -21,7 +21,7 @@ from finetune.utils import readable_bytes
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSource:
     """One cached source."""
 
     part: str  # train | eval
@@ -42,7 +42,7 @@ class Prepared:
         return self.report.bad + self.report.dropped_overlong + self.report.no_supervised_token
 
 
-def prepare(recipe: Recipe) -> tuple[list[Prepared], list[str]]:
+def prepare(recipe: Recipe) -> tuple[list[PreparedSource], list[str]]:
     """Tokenise every source of a recipe into the cache; returns them and notes on the template. Raises UserError."""
     from finetune.data.dataset import template_notes  # torch, which the commands of the cache do without
     from finetune.models.tokenizer import load_tokenizer
@@ -50,7 +50,7 @@ def prepare(recipe: Recipe) -> tuple[list[Prepared], list[str]]:
     tokenizer = load_tokenizer(recipe.model, recipe.tokens)
     opened = OpenedSources(recipe)
     notes = template_notes(recipe, tokenizer, opened)
-    prepared: list[Prepared] = []
+    prepared: list[PreparedSource] = []
     if recipe.data.streaming:
         notes.append("data.streaming: data.train is read during the run, so it is not prepared")
     train = () if recipe.data.streaming else recipe.data.train
@@ -61,11 +61,11 @@ def prepare(recipe: Recipe) -> tuple[list[Prepared], list[str]]:
         if sources:
             examples = prepare_examples(recipe, sources, tokenizer, opened=opened)
             reports = zip(examples.report.sources, examples.build_s, strict=True)
-            prepared += [Prepared(part, report, seconds) for report, seconds in reports]
+            prepared += [PreparedSource(part, report, seconds) for report, seconds in reports]
     return prepared, notes
 
 
-def show_prepared(console: Console, prepared: list[Prepared], notes: list[str]) -> None:
+def show_prepared(console: Console, prepared: list[PreparedSource], notes: list[str]) -> None:
     """Print two lines per source, the rows that were skipped, and the notes."""
     for one in prepared:
         for line in (*_lines(one), *(f"  skipped: {row}" for row in one.report.bad_rows)):
@@ -74,7 +74,7 @@ def show_prepared(console: Console, prepared: list[Prepared], notes: list[str]) 
         console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
 
 
-def _lines(one: Prepared) -> Iterator[str]:
+def _lines(one: PreparedSource) -> Iterator[str]:
     report = one.report
     how = "cached" if one.build_s is None else f"tokenised in {one.build_s:,.1f} s"
     yield f"{one.part}: {report.path} ({report.format}), {how}"

@@ -1,0 +1,326 @@
+"""What the costs of every backend have in common: weights as shapes, what a rank has of them, and the interface."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from finetune.engine.launch import Launch
+from finetune.engine.parallelism import Parallelism
+from finetune.engine.stages import Layout, stage_bounds
+from finetune.recipe import Recipe
+
+WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS = "weights", "gradients", "optimizer state", "buffers"
+PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS)
+NORM_CHUNK = 2**18  # elements of `optimizer_step.squared_norm`'s buffer, fp64, on the CPU
+# Passes over what is gathered, and over gradients, in new memory: an engine's copies around its collectives, on CPUs.
+COPIES, COPIES_OF_GRADIENTS = 2.2, 7.0
+_BUCKET = 25 * 2**20  # bytes of a bucket of DDP's gradients
+
+
+# --- a model as shapes
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    size: int  # bytes of an element
+    trains: bool
+    layer: int | None  # the decoder layer it is in
+    unit: str  # what is gathered with it: layer, embedding, tail (final norm and head, tied embedding), rest, or a
+    # module of the tower that must not be split, by its path
+    packed: int = 0  # weights in few bits that its elements hold; 0: it is as it is
+    scales: int = 0  # bytes of what unpacks them
+    expert: bool = False  # dimension 0 counts experts
+    table: bool = False  # see `ParameterRoles`, as the next
+    of_images: bool = False
+
+    @functools.cached_property  # asked for many times
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.size
+
+
+@dataclass(frozen=True)
+class Shapes:
+    weights: tuple[Weight, ...]
+    buffers: int  # bytes of those outside of layers: rotary frequencies
+    buffers_of_layer: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Counts of a full model."""
+
+    parameters: int
+    trained: int
+    ends: int  # parameters outside of layers: embedding and head
+    tail: int  # of these, final norm and head
+    experts: int
+    weights: int  # tensors
+    tensors: int  # that train
+    gathered: int  # that DeepSpeed's stage 3 gathers one by one
+    layers: int
+    hidden: int
+    queries: int  # width of all heads
+    keys: int
+    experts_per_token: int  # 0: no experts
+
+
+# --- what a rank has
+
+
+@dataclass
+class State:
+    """Bytes that one rank keeps between steps.
+
+    weights             and buffers, scales of packed weights
+    gradients           before the optimizer's step
+    optimizer state     master weights as well
+    buffers             of an engine, as long as it lives: DeepSpeed's bucket, its gathered small weights
+    """
+
+    persistent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.persistent.values())
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of a weight."""
+
+    weight: Weight
+    numel: int  # of its own elements
+    padded: int  # of the memory that they are in
+
+
+OptimizerBytes = Callable[[Sequence[Shard], str], tuple[int, int]]  # of a device's type: bytes there, and paged ones
+
+
+@dataclass
+class Moving:
+    """Bytes on the device in addition to what is kept and to a micro-batch's own, by when."""
+
+    always: int = 0  # during forward and backward
+    backward: int = 0  # during the backward
+    embedding: int = 0
+    tail: int = 0  # from the head's forward to the end of its backward
+    layer: int = 0  # a layer's forward
+    layer_backward: int = 0
+    layer_end: int = 0  # above what is there when a layer's backward has ended
+    tail_end: int = 0
+    freed_of_layer: int = 0  # gradients in the timeline that the end of a layer's backward replaces
+    freed_of_tail: int = 0
+    sharded: int = 0  # by these bytes a layer, in the first micro-batch
+    sharded_tail: int = 0
+    stays: int = 0  # by these bytes a layer: weights that stay gathered from its forward to its backward
+    end: int = 0  # when a backward has ended: the last reduction
+    optimizer: int = 0
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes that one rank sends in a step, by the algorithm that sends the least
+    (https://andrew.gibiansky.com/blog/machine-learning/baidu-allreduce/). Headers, sizes and small reductions (loss,
+    norm) are left out. Compared with what gloo sent (benchmarks/communication.py)."""
+
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "host"]
+    moved: float
+    collectives: float
+    ranks: int  # neighbours that talk with each other; 0: between device and host
+    overlaps: bool = True  # with compute; else compute waits for it
+    copied: float = 0.0  # bytes of copies around it
+
+
+def all_reduce(ranks: int, size: float) -> float:
+    return 2 * (ranks - 1) / ranks * size
+
+
+def one_way(ranks: int, size: float) -> float:
+    """Returns the bytes sent by an all-gather to `size`, a reduce-scatter from `size`, or an all-to-all of `size`."""
+    return (ranks - 1) / ranks * size
+
+
+@dataclass(frozen=True)
+class Costs(abc.ABC):
+    """Of one launch."""
+
+    recipe: Recipe
+    launch: Launch
+    shapes: Shapes
+    device: str
+    optimizer_bytes: OptimizerBytes
+
+    # --- memory
+
+    casts_weights = False  # gathers them in the compute type
+    keeps_inputs_alone = False  # its linear layers keep no casts of their weights
+    frees_gradients = True  # after the step; else they are one buffer, as long as the engine lives
+
+    @property
+    def sizes(self) -> Parallelism:
+        return self.launch.parallelism
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the optimizer's state is in the host's memory."""
+        return self.launch.offloads_optimizer and self.device != "cpu"
+
+    def shard(self, weight: Weight, place: dict[str, int]) -> Shard:
+        """Returns what a rank has of a weight. place: its coordinates."""
+        return Shard(weight, weight.numel, weight.numel)
+
+    def state(self, rank: int) -> State:
+        kept, place = weights_of_stage(self.shapes, self.sizes, rank), self.sizes.coordinates(rank)
+        shards = [self.shard(weight, place) for weight in kept]
+        trained = [shard for shard in shards if shard.weight.trains]
+        layers = {weight.layer for weight in kept if weight.layer is not None}
+        state = State()
+        state.persistent[WEIGHTS] = sum(shard.padded * shard.weight.size for shard in shards)
+        if not self.recipe.optimizer.in_backward:
+            state.persistent[GRADIENTS] = sum(shard.padded * shard.weight.size for shard in trained)
+        state.persistent[OPTIMIZER], state.host = self.optimizer_bytes(trained, self.device)
+        if self.is_away:
+            state.host += state.device_bytes
+            state.persistent = dict.fromkeys(state.persistent, 0)
+        scales = sum(weight.scales for weight in kept)
+        state.persistent[WEIGHTS] += scales + self.shapes.buffers + self.shapes.buffers_of_layer * len(layers)
+        return state
+
+    def gradients_there(self, micro_batches: int) -> bool:
+        """Whether a backward of the timeline adds to gradients in full tensors, rather than making them."""
+        return False
+
+    def begins_with_gradients(self, micro_batches: int) -> bool:
+        """Whether a rank's gradients are there before a step's heaviest micro-batch."""
+        return micro_batches > 1 and not self.recipe.optimizer.in_backward
+
+    def moving(self) -> Moving:
+        return Moving()
+
+    def load(self, state: State) -> int:
+        """Returns the bytes at the peak of loading and wrapping."""
+        return state.persistent[WEIGHTS]
+
+    def norm_buffer(self) -> int:
+        """Returns the bytes in which the gradients' norm is summed, in fp64 on a CPU."""
+        trained = max((weight.numel for weight in self.shapes.weights if weight.trains), default=0)
+        return 8 * min(NORM_CHUNK, trained) if self.device == "cpu" else 0
+
+    def whole_tensor(self) -> int:
+        """Returns the bytes of the result's largest tensor on the device, if it is gathered there."""
+        return 0
+
+    # --- time
+
+    hides = 0.5  # share of compute that hides communication; assumed
+
+    def host_operators(self, model: ModelSize) -> float:
+        """Returns the work of an engine's hooks for a micro-batch, in operators that the host starts. Fitted, as all of
+        these numbers, to the fitted cells of scripts/plan_times.py."""
+        return 0.0
+
+    @property
+    def owners(self) -> int:
+        """Ranks that step different parts of the weights."""
+        return self.sizes.shard * self.sizes.tensor * self.sizes.pipeline
+
+    def weight_bytes(self) -> float:
+        """Returns the bytes of a weight that is gathered."""
+        if self.recipe.mode == "qlora":
+            return 0.55
+        if self.recipe.mode == "lora":
+            return 4 if self.recipe.train.precision == "fp32" and self.recipe.model.dtype in ("auto", "float32") else 2
+        return 4
+
+    @abc.abstractmethod
+    def transfers_of_weights(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
+        """Yields what keeps or makes the ranks' weights equal."""
+
+    def replicas(self, model: ModelSize) -> Iterator[Transfer]:
+        """Yields the sums of DDP's buckets."""
+        trained = 4 * model.trained / (self.sizes.tensor * self.sizes.pipeline)
+        if (ranks := self.sizes.data * self.sizes.tokens) > 1:
+            buckets = max(1.0, trained / _BUCKET)
+            yield Transfer("all-reduce", all_reduce(ranks, trained), buckets, self.sizes.processes)
+
+    def transfers_of_rows(self, model: ModelSize, micro_batches: int, tokens: float) -> Iterator[Transfer]:
+        """Yields what ranks that share rows send each other; compute waits for it. tokens: of a step, over all ranks
+        that share its rows."""
+        sizes, passes = self.sizes, 2 + bool(self.recipe.train.activation_checkpointing)  # forwards and the backward
+        element = 4 if self.recipe.train.precision == "fp32" else 2
+        layers, here = model.layers / sizes.pipeline, tokens / sizes.tokens
+        hidden, keys, times = here * model.hidden * element, 2 * model.keys * element, layers * micro_batches
+        wait = functools.partial(Transfer, overlaps=False)
+        if (n := sizes.tensor) > 1:
+            yield wait("all-reduce", layers * passes * 2 * all_reduce(n, hidden), 2 * passes * times, n)
+        neighbours = sizes.tensor * sizes.tokens
+        if (n := sizes.context) > 1:
+            row = layers * one_way(n, here * n * keys)
+            if sizes.exchange == "allgather":
+                yield wait("all-gather", passes * row, passes * times, neighbours)
+                yield wait("reduce-scatter", row, times, neighbours)
+            else:
+                yield wait("send", (passes + 1) * row, (passes + 1) * times, neighbours)
+        if (n := sizes.sequence) > 1:
+            heads = here * (2 * model.queries * element + keys)
+            yield wait("all-to-all", layers * passes * one_way(n, heads), 4 * passes * times, neighbours)
+        if (n := sizes.expert) > 1:
+            routed = layers * passes * 2 * one_way(n, hidden * model.experts_per_token)
+            yield wait("all-to-all", routed, 2 * passes * times, neighbours * sizes.shard)
+        if (n := sizes.pipeline) > 1:
+            borders = (n * sizes.stages_per_rank - 1) / n  # of a rank, on average
+            yield wait("send", 2 * borders * hidden, 2 * micro_batches * sizes.stages_per_rank, sizes.processes)
+
+
+# --- pipelines: which weights
+
+
+def different_ranks(sizes: Parallelism) -> Sequence[int]:
+    """Returns the ranks that may differ in memory and work: of a pipeline one of each stage, else the first."""
+    return range(0, sizes.processes, sizes.processes // sizes.pipeline)
+
+
+def layout_of(shapes: Shapes, sizes: Parallelism) -> Layout:
+    """Returns the stages of a pipeline; of the weights of the model alone, as the engine lays them out."""
+    base = [weight for weight in shapes.weights if "lora_" not in weight.name and "modules_to_save" not in weight.name]
+    numel = [0] * shapes.layers
+    first = last = 0
+    for weight in base:
+        count = weight.packed or weight.numel
+        if weight.layer is not None:
+            numel[weight.layer] += count
+        first += count if "embed_tokens" in weight.name else 0
+        last += count if weight.unit == "tail" else 0
+    return Layout(stage_bounds(tuple(numel), sizes.pipeline * sizes.stages_per_rank, first, last), sizes.pipeline)
+
+
+def weights_of_stage(shapes: Shapes, sizes: Parallelism, rank: int) -> Sequence[Weight]:
+    """Returns the weights that a rank of a pipeline has; a matrix that is embedding and head is in both ends."""
+    if sizes.pipeline == 1:
+        return shapes.weights
+    layout, place = layout_of(shapes, sizes), sizes.coordinates(rank)["pipeline"]
+    layers = layout.layers_of(place)
+    first, last = place == 0, place == layout.rank_of(layout.stages - 1)
+    return [
+        weight
+        for weight in shapes.weights
+        if (weight.layer in layers if weight.layer is not None else False)
+        or ("embed_tokens" in weight.name and first)
+        or (weight.unit == "tail" and last)
+    ]

@@ -1,0 +1,192 @@
+"""Costs of `engine/zero.py`: DeepSpeed's flat buffers (stages 1 and 2), and its ranges of each weight (stage 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from finetune.engine.costs.common import (
+    BUFFERS,
+    COPIES,
+    COPIES_OF_GRADIENTS,
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
+    Costs,
+    ModelSize,
+    Moving,
+    Shard,
+    State,
+    Transfer,
+    Weight,
+    all_reduce,
+    one_way,
+)
+
+PERSISTENT = 100_000  # elements: weights up to these stay gathered under stage 3; DeepSpeed's default, as the next
+_BUCKET, _SUB_GROUP = 500_000_000, 1_000_000_000  # elements
+_REUSED_WITHIN, _PREFETCHED = 500_000_000, 50_000_000  # elements that stage 3 keeps gathered, and fetches
+
+
+class ZeroCosts(Costs):
+    @property
+    def stage(self) -> int:
+        """From accelerate's keys, or DeepSpeed's own."""
+        section = self.launch.deepspeed
+        return int((section.get("zero_optimization") or {}).get("stage", section.get("zero_stage", 2)))
+
+    @property
+    def bucket_elements(self) -> int:
+        """Gradients that are reduced at a time; see `Zero._limit_buckets`."""
+        trained = sum(weight.numel for weight in self.shapes.weights if weight.trains)
+        size = (self.launch.deepspeed.get("zero_optimization") or {}).get("reduce_bucket_size", _BUCKET)
+        return min(int(size), trained) if isinstance(size, int | float) else trained
+
+    @property
+    def decay_groups(self) -> list[list[Weight]]:
+        """Returns matrices and vectors, of images by themselves, as `training/optim.py` groups what is trained."""
+        groups: dict[tuple[bool, bool], list[Weight]] = {}
+        for weight in self.shapes.weights:
+            if weight.trains:
+                groups.setdefault((weight.of_images, len(weight.shape) < 2), []).append(weight)
+        return [groups[key] for key in sorted(groups)]
+
+    # --- memory
+
+    @property
+    def keeps_inputs_alone(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.stage == 3
+
+    @property
+    def frees_gradients(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.stage < 3
+
+    def gradients_there(self, micro_batches: int) -> bool:
+        return not self.recipe.optimizer.in_backward
+
+    def state(self, rank: int) -> State:
+        section, shapes = self.launch.deepspeed, self.shapes
+        state = self._stage_3() if self.stage == 3 else self._flat(rank)
+        if "nvme" in (section.get("offload_optimizer_device"), section.get("offload_param_device")):
+            state.disk = 12 * sum(weight.numel for weight in shapes.weights if weight.trains) // self.launch.processes
+        scales = sum(weight.scales for weight in shapes.weights)
+        state.persistent[WEIGHTS] += scales + shapes.buffers + shapes.buffers_of_layer * shapes.layers
+        return state
+
+    def _flat(self, rank: int) -> State:
+        """Stages 1 and 2: trained weights lie in one buffer for each group, whose length divides by two per rank."""
+        state, ranks, weights = State(), self.launch.processes, self.shapes.weights
+        state.persistent[WEIGHTS] = sum(weight.bytes for weight in weights if not weight.trains)
+        optimizer = gradients = 0
+        for group in self.decay_groups:
+            numel = sum(weight.numel for weight in group)
+            flat = -(-numel // (2 * ranks)) * 2 * ranks
+            part = flat // ranks
+            state.persistent[WEIGHTS] += 4 * flat
+            optimizer += 4 * part + self._of_flat(part)
+            # With offload the gradients of master weights are there instead.
+            offloads = self.launch.offloads_optimizer
+            gradients += 4 * (part if offloads else _touched(group, rank * part, (rank + 1) * part))
+        if self.is_away:
+            state.host = optimizer + gradients
+            # `temp_grad_buffer_for_gpu_offload`
+            state.persistent[BUFFERS] = max((weight.bytes for weight in weights if weight.trains), default=0)
+        else:
+            state.persistent[GRADIENTS], state.persistent[OPTIMIZER] = gradients, optimizer
+        return state
+
+    def _stage_3(self) -> State:
+        """Each weight is cut into equal ranges, the last one padded; what is small is whole on every rank as well."""
+        state, ranks, weights = State(), self.launch.processes, self.shapes.weights
+        parts = [(weight, -(-weight.numel // ranks)) for weight in weights]
+        state.persistent[WEIGHTS] = sum(part * weight.size for weight, part in parts)
+        optimizer = 0
+        for group in self.decay_groups:
+            part = sum(-(-weight.numel // ranks) for weight in group)
+            groups = max(1, -(-part // _SUB_GROUP))
+            optimizer += 4 * part + self._of_flat(part) + 4 * (groups - 1)
+        gradients = sum(4 * part for weight, part in parts if weight.trains)
+        state.persistent[BUFFERS] = 4 * self.bucket_elements
+        state.persistent[BUFFERS] += sum(w.bytes for w in weights if w.numel <= PERSISTENT and ranks > 1)
+        if self.is_away:
+            params_away = self.launch.deepspeed.get("offload_param_device") in ("cpu", "nvme")
+            trained = sum(part * weight.size for weight, part in parts if weight.trains)
+            state.host = optimizer + gradients + (state.persistent[WEIGHTS] if params_away else 0) + trained
+            state.persistent[WEIGHTS] = 0 if params_away else state.persistent[WEIGHTS]
+        else:
+            state.persistent[GRADIENTS], state.persistent[OPTIMIZER] = gradients, optimizer
+        return state
+
+    def _of_flat(self, numel: int) -> int:
+        weight = Weight("flat", (numel,), 4, True, None, "rest")
+        return sum(self.optimizer_bytes([Shard(weight, numel, numel)], "cpu"))
+
+    def moving(self) -> Moving:
+        moving, bucket, ranks = Moving(), 4 * self.bucket_elements, self.launch.processes
+        groups = [[weight.numel for weight in group] for group in self.decay_groups]
+        if self.stage < 3:
+            parts = [4 * -(-sum(group) // ranks) for group in groups]
+            moving.backward = bucket
+            moving.end = 2 * sum(parts)  # this rank's part, in a buffer of its own and as tensors
+            moving.optimizer = max(parts, default=0)
+            return moving
+        size = max((weight.size for weight in self.shapes.weights), default=4)
+        large = [weight for weight in self.shapes.weights if weight.numel > PERSISTENT]
+        live = sum(weight.bytes for weight in large)
+        layer = sum(weight.bytes for weight in large if weight.layer == 0)
+        moving.always = min(live, (_REUSED_WITHIN + _PREFETCHED) * size + layer)
+        moving.end = bucket
+        moving.optimizer = 4 * min(_SUB_GROUP, max((sum(-(-n // ranks) for n in group) for group in groups), default=0))
+        return moving
+
+    def load(self, state: State) -> int:
+        """A second copy of what trains; under stage 3 the master weights."""
+        weights, trained = state.persistent[WEIGHTS], [weight for weight in self.shapes.weights if weight.trains]
+        if self.stage < 3:
+            return weights + sum(weight.bytes for weight in trained)
+        master = sum(4 * -(-weight.numel // self.launch.processes) for weight in trained)
+        return weights + master + state.persistent[GRADIENTS] + 4 * self.bucket_elements
+
+    def norm_buffer(self) -> int:
+        return 0
+
+    def whole_tensor(self) -> int:
+        full = self.recipe.mode == "full"
+        return max(weight.bytes for weight in self.shapes.weights if weight.trains or full) if self.stage == 3 else 0
+
+    # --- time
+
+    def host_operators(self, model: ModelSize) -> float:
+        if self.stage < 3:
+            return 10.0 * model.tensors
+        return 42.0 * model.weights * (1.5 if self.recipe.train.activation_checkpointing else 1.0)
+
+    @property
+    def owners(self) -> int:
+        return self.sizes.processes
+
+    def transfers_of_weights(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
+        """Stages 1 and 2 reduce every micro-batch on every rank, keep a part (`allreduce_and_scatter`), and gather what
+        was stepped. Stage 3 gathers a layer once more for its recomputation."""
+        ranks, times, units = self.sizes.processes, micro_batches, model.gathered
+        if ranks == 1:
+            return
+        weights, trained = model.parameters * self.weight_bytes(), 4 * model.trained
+        copied = times * trained * COPIES_OF_GRADIENTS
+        if self.stage < 3:
+            yield Transfer("all-reduce", times * all_reduce(ranks, trained), times * units, ranks, copied=copied)
+            yield Transfer("all-gather", one_way(ranks, trained), 1, ranks, overlaps=False)
+            return
+        gathered = times * weights * (3 if self.recipe.train.activation_checkpointing else 2)
+        yield Transfer("all-gather", one_way(ranks, gathered), 2 * times * units, ranks, copied=gathered * COPIES)
+        yield Transfer("reduce-scatter", times * one_way(ranks, trained), times * units, ranks, copied=copied)
+
+
+def _touched(group: Sequence[Weight], begin: int, end: int) -> int:
+    """Returns the elements of weights that a range of a flat group has a part of, and of the padding at its end:
+    gradients are kept in full tensors."""
+    total = first = 0
+    for weight in group:
+        if first < end and first + weight.numel > begin:
+            total += weight.numel
+        first += weight.numel
+    return total + max(0, end - max(first, begin))

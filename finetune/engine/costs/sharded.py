@@ -1,0 +1,173 @@
+"""Costs of `engine/fsdp2.py`: units of weights are gathered in time, gradients reduced into shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from finetune.engine.costs.common import (
+    COPIES,
+    COPIES_OF_GRADIENTS,
+    WEIGHTS,
+    Costs,
+    ModelSize,
+    Moving,
+    Shard,
+    State,
+    Transfer,
+    Weight,
+    all_reduce,
+    one_way,
+)
+from finetune.models.base_config import dtypes
+
+
+class ShardedCosts(Costs):
+    """By FSDP2; of a config of tensor parallel replicas alone, each group is as one."""
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.launch.kind == "fsdp2"
+
+    # --- memory
+
+    @property
+    def casts_weights(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.recipe.train.precision in ("bf16", "fp16", "fp8")
+
+    def shard(self, weight: Weight, place: dict[str, int]) -> Shard:
+        """Rows of dimension 0, as `torch.chunk` cuts them; FSDP2's memory is that of the first rank's."""
+        sizes, rows, width = self.sizes, weight.shape[0], math.prod(weight.shape[1:])
+        count = sizes.shard * sizes.tokens
+        index = place["shard"] * sizes.tokens + place["context"] * sizes.sequence + place["sequence"]
+        if weight.expert and sizes.expert > 1:
+            rows //= sizes.expert
+            count, index = sizes.shard // sizes.expert, place["shard"] // sizes.expert
+        elif weight.layer is None and weight.unit != "rest" and sizes.tensor > 1:
+            count, index = count * sizes.tensor, index * sizes.tensor + place["tensor"]
+        each = -(-rows // count)
+        own = min(each, max(0, rows - index * each))
+        return Shard(weight, own * width, each * width)
+
+    def moving(self) -> Moving:
+        """A unit is gathered into one buffer and copied from it; its gradients are reduced in fp32, and the buffer for
+        that is kept until the next unit's (torch's _fsdp_param_group.py)."""
+        sizes, types = self.sizes, dtypes(self.recipe)
+        cast = types.compute.itemsize if self.casts_weights else None
+        reduced = 4 if cast is not None else types.trained.itemsize
+        moving = Moving()
+        layer, experts = self._units_of_layer()
+        root, embedding, tail, tower = self._units_around_layers()
+        inner = sizes.shard * sizes.tokens
+        outer, same = inner * sizes.tensor, sizes.shard // sizes.expert  # same: ranks with the same experts
+        gathered = _gathered(layer, cast, inner) + _gathered(experts, cast, same)
+        copied = _gathered(layer, cast, inner) if inner > 1 else 0
+        copied += _gathered(experts, cast, same) if same > 1 else 0
+        moving.layer = gathered + copied
+        moving.embedding = _gathered(embedding, cast, outer) * (2 if outer > 1 else 1)
+        moving.tail = _gathered(tail, cast, outer) * (2 if outer > 1 else 1)
+        moving.always = _gathered(root, cast, inner)
+        of_tower = [_gathered(unit, cast, inner) * (2 if inner > 1 else 1) for unit in tower]
+        moving.embedding = max(moving.embedding, *of_tower, 0)
+        of_layer, of_experts = _reduced(layer, reduced, inner), _reduced(experts, reduced, same)
+        reduction = of_layer + of_experts
+        moving.freed_of_layer, moving.freed_of_tail = _gradients([*layer, *experts], cast), _gradients(tail, cast)
+        fsdp = self.launch.config.get("fsdp_config") or {}
+        reshards = self.is_fsdp and str(fsdp.get("fsdp_reshard_after_forward", True)).lower() != "false"
+        moving.stays = 0 if reshards else gathered
+        moving.layer_backward = (gathered + copied if reshards else 0) + reduction
+        moving.sharded = of_layer // inner + of_experts // same
+        moving.sharded_tail = _reduced(tail, reduced, outer) // outer
+        moving.layer_end = (gathered if reshards else 0) + reduction + moving.sharded
+        moving.tail_end = _reduced(tail, reduced, outer) + moving.sharded_tail
+        if self.is_away:
+            moving.sharded = moving.sharded_tail = 0
+        return moving
+
+    def _units_of_layer(self) -> tuple[list[Weight], list[Weight]]:
+        """Returns what is gathered as one unit, and under expert parallel a rank's experts, which are another."""
+        layer, expert = [weight for weight in self.shapes.weights if weight.layer == 0], self.sizes.expert
+        if expert == 1:
+            return layer, []
+        experts = [replace(w, shape=(w.shape[0] // expert, *w.shape[1:])) for w in layer if w.expert]
+        return [weight for weight in layer if not weight.expert], experts
+
+    def _units_around_layers(self) -> tuple[list[Weight], list[Weight], list[Weight], list[list[Weight]]]:
+        """Returns what the root gathers, which stays until the backward has ended, embedding, tail, and the units of a
+        tower."""
+        units: dict[str, list[Weight]] = {"rest": [], "layer": [], "embedding": [], "tail": []}
+        for weight in self.shapes.weights:
+            units.setdefault(weight.unit, []).append(weight)
+        root, _, embedding, tail, *tower = units.values()
+        return root, embedding, tail, tower
+
+    def load(self, state: State) -> int:
+        return state.persistent[WEIGHTS] + max(weight.bytes for weight in self.shapes.weights)
+
+    def whole_tensor(self) -> int:
+        """It is gathered in one piece more."""
+        full = self.recipe.mode == "full"
+        return 2 * max(weight.bytes for weight in self.shapes.weights if weight.trains or full)
+
+    # --- time
+
+    @property
+    def hides(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return 0.9 if self.is_fsdp else 0.5
+
+    def host_operators(self, model: ModelSize) -> float:
+        return (17.0 if self.is_fsdp else 9.0) * model.weights
+
+    @property
+    def owners(self) -> int:
+        return super().owners * (self.sizes.tokens if self.is_fsdp else 1)
+
+    def weight_bytes(self) -> float:
+        casts = self.recipe.mode == "full" and self.is_fsdp and self.recipe.train.precision != "fp32"
+        return 2 if casts else super().weight_bytes()
+
+    def transfers_of_weights(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
+        """Each micro-batch gathers for forward and backward, the tail once, and scatters gradients. Ranks of a tensor
+        parallel group shard what they do not divide: embedding, norm and head. Divided experts are units of their
+        own."""
+        sizes, each, share = self.sizes, self.weight_bytes(), model.trained / model.parameters
+        group, gathers, times = sizes.shard * sizes.tokens, 2 if self.is_fsdp else 1, micro_batches
+        ranks, divided = group * sizes.tensor, model.experts if sizes.expert > 1 else 0
+        layers = (model.parameters - model.ends - divided) / (sizes.tensor * sizes.pipeline)
+        ends, units = model.ends / sizes.pipeline, model.layers / sizes.pipeline
+        gathered_ends = gathers * ends - (gathers - 1) * model.tail / sizes.pipeline
+        for size, again, count, n in ((layers, gathers * layers, units, group), (ends, gathered_ends, 2, ranks)):
+            if n > 1:
+                gathered, reduced = times * again * each, times * size * share * 4
+                copies = COPIES * gathered, COPIES_OF_GRADIENTS * reduced
+                yield Transfer("all-gather", one_way(n, gathered), gathers * times * count, ranks, copied=copies[0])
+                yield Transfer("reduce-scatter", one_way(n, reduced), times * count, ranks, copied=copies[1])
+        if divided and (n := group // sizes.expert) > 1:
+            experts = times * divided / sizes.expert / sizes.pipeline
+            yield Transfer("all-gather", one_way(n, gathers * experts * each), gathers * times * units, ranks)
+            yield Transfer("reduce-scatter", one_way(n, experts * share * 4), times * units, ranks)
+        if self.is_fsdp and sizes.replicate > 1:
+            shard = times * 4 * share * (layers / group + ends / ranks)
+            yield Transfer("all-reduce", all_reduce(sizes.replicate, shard), units * times, sizes.processes)
+        if self.is_fsdp and self.is_away:
+            yield Transfer("host", times * 2 * (layers / group + ends / ranks) * each, 0, 0)
+        if not self.is_fsdp:
+            yield from self.replicas(model)
+
+
+def _gathered(unit: Sequence[Weight], cast: int | None, ranks: int) -> int:
+    return sum(_padded(weight, ranks) * (cast or weight.size) for weight in unit)
+
+
+def _reduced(unit: Sequence[Weight], size: int, ranks: int) -> int:
+    return sum(_padded(weight, ranks) * size for weight in unit if weight.trains)
+
+
+def _gradients(unit: Sequence[Weight], cast: int | None) -> int:
+    return sum(weight.numel * (cast or weight.size) for weight in unit if weight.trains)
+
+
+def _padded(weight: Weight, ranks: int) -> int:
+    rows, width = weight.shape[0], math.prod(weight.shape[1:])
+    return -(-rows // ranks) * ranks * width

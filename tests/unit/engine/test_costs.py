@@ -1,0 +1,46 @@
+"""What each backend says that it sends, against what a benchmark has counted on the network."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT
+from transformers import AutoConfig
+
+from finetune.engine.costs.common import all_reduce, one_way
+from finetune.engine.launch import read_config_file
+from finetune.plan.shapes import costs_at, shapes_of
+from finetune.plan.speed import Shape
+from finetune.recipe import load_recipe
+
+MEASURED = json.loads((ROOT / "benchmarks" / "results" / "communication.json").read_text(encoding="utf-8"))
+CELLS = [cell for cell in MEASURED["cells"] if cell["processes"] > 1]
+
+
+def test_collectives() -> None:
+    assert [all_reduce(n, 8.0) for n in (1, 2, 4)] == [0.0, 8.0, 12.0]
+    assert [one_way(n, 8.0) for n in (1, 2, 4)] == [0.0, 4.0, 6.0]
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module("communication")
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=[f"{c['model']} {c['config']} x{c['processes']}" for c in CELLS])
+def test_bytes_sent_are_those_that_were_counted(cell: dict[str, Any], benchmark: Any, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**MEASURED["models"][cell["model"]])
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(benchmark.recipe_of("model", tmp_path)), encoding="utf-8")
+    recipe, processes = load_recipe(tmp_path / "recipe.yaml", []), cell["processes"]
+    launch = read_config_file(str(benchmark.config_of(tmp_path, cell["config"], processes)), processes)
+    costs = costs_at(recipe, config, launch, "cpu")
+    model = Shape.of(shapes_of(recipe, config).weights, recipe, config, on_cpu=True, recomputes=False)
+    assert cell["sent"] == pytest.approx(benchmark.predicted(costs, model)[1], rel=0.03)
