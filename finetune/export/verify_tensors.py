@@ -71,11 +71,12 @@ class Value:
 def stored_tensors(export: Path, written: StreamedModel) -> dict[str, Stored]:
     """Returns the tensors of an export. Raises UserError if a file cannot be read, or is not what it says."""
     if (file := gguf_of(export)) is not None:
-        tensors = dict[str, Stored]()
-        for name, one in gguf_tensors(written, file).items():
-            code, block = ("q8_0", 32) if one.kind == "Q8_0" else (None, None)
-            tensors[name] = Stored(one.read, one.shape, _GGUF[one.kind], code, block, slip=one.slip)
-        return tensors
+        held = gguf_tensors(written, file).items()
+        codes = {name: "q8_0" if one.kind == "Q8_0" else None for name, one in held}
+        return {
+            name: Stored(one.read, one.shape, _GGUF[one.kind], codes[name], 32 if codes[name] else None, one.slip)
+            for name, one in held
+        }
     files, tensors = TensorFiles(sorted(export.glob("*.safetensors"))), dict[str, Stored]()
     coded = {name.removesuffix("_scale") for name in files.names() if name.endswith(".weight_scale")}
     for name in files.names():
