@@ -26,10 +26,10 @@ _PATIENCE_S = (
 
 
 class Prefetched(Generic[T], Iterator[T]):
-    """The same items in the same order, up to `most` of them ready before they are asked for.
+    """The same items in the same order, up to `most` of them ready before they are needed.
 
     Only the thread touches the iterator, from its first item to its end. What the iterator raises is raised here, with
-    its traceback, after the items that came before. Close it, or use it as a context, where it may be left early.
+    its traceback, after the items that came before. Close it, or use it as a context, if it may be left early.
 
         with Prefetched(make() for make in work) as items:
             for item in items: ...
@@ -55,7 +55,7 @@ class Prefetched(Generic[T], Iterator[T]):
             raise StopIteration
 
     def close(self) -> None:
-        """Nothing more is made. What is being made is waited for, a while."""
+        """Stops producing items, and waits a while for the current one."""
         with self._changed:
             self._closed = self._ended = True
             self._ready.clear()
@@ -106,7 +106,7 @@ Item = TypeVar("Item", Batch, StepBatches)
 
 
 def fed_steps(loader: Loader, steps: range, device: torch.device) -> Feed[StepBatches]:
-    """Returns the batches of each of `steps`; their counts are known when the step before them runs."""
+    """Returns the batches of each of `steps`; their counts are available when the step before them runs."""
     return Feed((loader.step(step) for step in steps), device, STEPS_AHEAD)
 
 
@@ -146,7 +146,7 @@ class Feed(Generic[Item], Iterator[Item]):
         self._ahead.close()
 
     def _on_device(self, items: Iterator[Item]) -> Iterator[tuple[Item, Any]]:
-        """Runs in the thread. Yields (item, event after its copies, where there are any to wait for)."""
+        """Runs in the thread. Yields (item, event after its copies, if there are any to wait for)."""
         if self._device.type != "cuda":
             yield from ((item.map_tensors(lambda tensor: tensor.to(self._device)), None) for item in items)
             return

@@ -21,13 +21,13 @@ class BadRow(Exception):
 
 # Stands in a message's content for each of its images (U+FFFC, which is for such things).
 IMAGE = "\N{OBJECT REPLACEMENT CHARACTER}"
-# What a row says of an image: a path, a data URL, or the file itself; None: the next of those in its column of images.
+# Reference to an image in a row: a path, a data URL, or the file itself; None: the next in its column of images.
 ImageReference = str | bytes | None
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. Of an assistant, `content` may be empty where `tool_calls` are not."""
+    """One turn. Of an assistant, `content` may be empty if `tool_calls` are not."""
 
     role: str  # system | developer | user | assistant | tool
     content: str
@@ -87,7 +87,7 @@ class Preference:
 
     chosen: Conversation | PromptCompletion
     rejected: Conversation | PromptCompletion
-    margin: float = 0.0  # by how much it is better, where the row says
+    margin: float = 0.0  # by how much it is better, if the row says
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ Sample = Drawable | Ranked | Labelled
 class Image:
     """An image as it is stored, and the tokens of a sequence that stand for it; its pixels are read when trained on."""
 
-    source: str | bytes  # path of its file, or the file itself, where the row has it
+    source: str | bytes  # path of its file, or the file itself, if the row has it
     height: int  # pixels, as it is seen: turned as its EXIF data says
     width: int
     begin: int  # its tokens [begin, end) of the sequence, marks of lines and crops included; none is ever trained
@@ -129,7 +129,7 @@ class Sequence:
     """Tokens that attention keeps apart from all others: a document, or one answer of a preference."""
 
     input_ids: NDArray[np.int32]  # (T,)
-    loss_mask: NDArray[np.bool_]  # (T,) whether a token is trained; never the first, which nothing predicts
+    loss_mask: NDArray[np.bool_]  # (T,) whether a token is trained; never the first, as no token predicts it
     images: tuple[Image, ...] = ()  # in the order of their tokens
 
     @property
@@ -166,7 +166,7 @@ class Example:
 def shared_prefix(sequences: Collection[Sequence]) -> int:
     """Returns the tokens of the longest beginning that two sequences share, and leaves each at least one of its own.
 
-    Of ids, not of texts: causal models compute the same there, also where it reaches into the answers. 0 where there
+    By ids, not by texts: causal models compute the same there, even if it reaches into the answers. 0 if there
     are not two sequences, and with images, of which each sequence computes its own.
 
     1 5 6 7 8 2 and 1 5 6 9 2 -> 3      1 5 6 and 1 5 6 2 -> 2
@@ -181,7 +181,7 @@ def shared_prefix(sequences: Collection[Sequence]) -> int:
 
 @dataclass(frozen=True)
 class ExampleSizes:
-    """How large `N` examples of `M` sequences are: all that packing, order and the counts of a step depend on.
+    """Sizes of `N` examples of `M` sequences: all that packing, order and the counts of a step depend on.
 
     two pairs and a single sequence:  offsets [0, 2, 4, 5]   lengths [7, 9, 4, 4, 6]  ->  tokens [16, 8, 6]
     """

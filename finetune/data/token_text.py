@@ -118,8 +118,8 @@ EVEN_STYLE, ODD_STYLE = "", "underline"  # tell a token from its neighbour, on d
 
 
 def to_json_lines(examples: Iterable[Example], rows: int | None = None) -> Iterator[dict[str, Any]]:
-    """{path, row, input_ids, labels} of the first `rows` examples (all of them if None), one dict each; of an example
-    of several sequences one dict for each, with its index as `sequence`. labels: -100 where not trained."""
+    """{path, row, input_ids, labels} of the first `rows` examples (all if None), one dict each; for an example
+    of several sequences one dict for each, with its index as `sequence`. labels: -100 if not trained."""
     for example in islice(examples, rows):
         for i, sequence in enumerate(example.sequences):
             yield {
@@ -136,7 +136,7 @@ RECORDED, RECORDED_TOKENS = 4, 400  # examples that a run keeps, tokens of each 
 
 def recorded(sources: ListLike[ListLike[Example]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Returns the first examples of sources, taken in turn, as a run keeps them for people: tokens of each sequence as
-    [id, is supervised, is special, text, part], in two pieces where the middle is left out."""
+    [id, is supervised, is special, text, part], in two pieces if the middle is left out."""
     in_turn = (one for group in zip_longest(*sources) for one in group if one is not None)
     return [
         {"path": one.path, "row": one.row, "sequences": [_recorded(sequence, tokenizer) for sequence in one.sequences]}
@@ -157,7 +157,7 @@ def _recorded(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 @dataclass(frozen=True)
 class Look:
-    """How sequences are drawn in a terminal."""
+    """Style of sequences drawn in a terminal."""
 
     colour: bool = True  # False: [[ ]] around what is trained
     borders: bool = False  # between tokens, with ids
@@ -200,12 +200,12 @@ def images_as_one(tokens: list[Token], sequence: Sequence) -> list[Token]:
 
 
 def left_out_note(left_out: ListLike[Token]) -> str:
-    """How much of an example is not shown."""
+    """Line about the part of an example that is not shown."""
     return f"{len(left_out):,} tokens not shown here, {sum(token.trained for token in left_out):,} of them trained"
 
 
 def shortened(tokens: ListLike[Token], most: int | None) -> tuple[tuple[ListLike[Token], ...], ListLike[Token]]:
-    """((head, tail), what is between them): at most `most` tokens, two thirds of them at the head; None: all."""
+    """((head, tail), the tokens between them): at most `most` tokens, two thirds of them at the head; None: all."""
     if most is None or len(tokens) <= most:
         return (tokens, []), []
     head, tail = most - most // 3, len(tokens) - most // 3

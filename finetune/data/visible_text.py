@@ -1,4 +1,4 @@
-"""What a token writes, and names for what cannot be seen. Imports nothing heavy."""
+"""Visible text of a token, and names for invisible characters. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Token:
     trained: bool
     special: bool  # an added token: it has an id of its own wherever it stands
     text: str  # what it adds; "" in a character of several tokens, but for the last of them
-    part: str = ""  # what it is where `text` does not say: the bytes of a part of a character, ⟨E2⟩⟨80⟩
+    part: str = ""  # the bytes of a part of a character, ⟨E2⟩⟨80⟩, which `text` cannot show
 
 
 def visible(text: str) -> str:

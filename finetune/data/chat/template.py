@@ -19,8 +19,8 @@ from finetune.errors import UserError
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-# The date that templates get for today's, or tokens would change from one day to the next: the one that Llama 3.1's own
-# template names where there is no clock.
+# The date that templates get for today's, or tokens would change from one day to the next: the one in Llama 3.1's own
+# template for systems without a clock.
 DATE = date(2024, 7, 26)
 _ASKS = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
@@ -65,14 +65,14 @@ def asks_for_today(template: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _compiled(template: str, _thread: int) -> tuple[Any, Limits] | None:
-    """The template in transformers' own sandbox, with limits, for one thread; None where this version of it does not
-    give it.
+    """The template in transformers' own sandbox, with limits, for one thread; None if this version does not
+    provide it.
 
-    transformers' public function renders in the same one, but without limits, and spends a third of the time on copies:
-    of all values, which are plain JSON here, and of what the sandbox knows, out of a chain of dicts.
+    transformers' public function renders in the same one, but without limits, and spends a third of the time on copies
+    of all values, which are plain JSON here, and of the sandbox's globals, out of a chain of dicts.
     """
     compile_template: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
-    # An environment of its own, by a text that nothing computes: of `template` it would compute constants right away.
+    # A separate environment, compiled from a constant text: for `template` it would compute constants right away.
     environment: Any = compile_template(f"{{{{ {template!r} }}}}").environment if compile_template else None
     if not hasattr(environment, "activate_tracker"):  # what `{% generation %}` marks
         return None
@@ -97,9 +97,9 @@ class Jinja:
         return self.marked(messages, tools, prompt=prompt, mark=False)[0]
 
     def marked(self, messages: Messages, tools: Tools = (), *, prompt: bool = False, mark: bool = True) -> Marked:
-        """Returns the rendered text, and the spans of its generation blocks; none where the template has none.
+        """Returns the rendered text, and the spans of its generation blocks, empty if the template has none.
 
-        Raises BadRow where the template refuses the conversation, UserError where it is not a template.
+        Raises BadRow if the template refuses the conversation, UserError if it is not a template.
         """
         mark = mark and self.template.marks_generation
         variables = {

@@ -1,4 +1,4 @@
-"""Messages, and the conversation that they make: who may speak when, which answers are trained.
+"""Messages, and the conversations they form: the order of speakers, and the answers that are trained.
 
 A conversation is, with at least one answer to train on:
 
@@ -62,7 +62,7 @@ SPEAKERS = {  # of sharegpt; which names are in use: the chat models' own, and t
 CALLING = ("function_call", "tool_call")
 FIRST = ("system", "developer")
 
-# Keys of a message that say where it comes from, not what is in it. Everything else with a value is refused.
+# Metadata of a message, not content. Every other key with a value is refused.
 METADATA = (
     # of records
     *("id", "message_id", "parent_id", "conversation_id", "index", "idx", "turn", "turn_identifier"),
@@ -131,9 +131,9 @@ def _role(value: Any, known: dict[str, str], where: str) -> str:
 
 
 def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> tuple[str, tuple[ImageReference, ...]]:
-    """Text, or a list of parts; those of type text are joined as chat templates join them: with nothing between.
+    """Text, or a list of parts; those of type text are joined as chat templates join them, without a separator.
 
-    Returns what is said, with `IMAGE` for each image, and the images.
+    Returns the text, with `IMAGE` for each image, and the images.
     """
     images: list[ImageReference] = []
     if isinstance(value, list) and value:
@@ -146,7 +146,7 @@ def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> t
     return text(value, where, may_be_blank=role == "tool"), tuple(images)
 
 
-# Where a part of type `image` or `image_url` has its image; the first is datasets' and Qwen's name, the others
+# Keys of the image in a part of type `image` or `image_url`; the first is datasets' and Qwen's name, the others
 # transformers' (docs "chat templates, multimodal"), the last OpenAI's.
 _IMAGE_KEYS = ("image", "url", "path", "base64", "image_url")
 
@@ -237,7 +237,7 @@ def _reasoning(item: Row, role: str, where: str) -> str | None:
 
 
 def _train(item: Row, role: str, where: str) -> bool:
-    """Returns whether a message is trained, by a key of `TRAINED`; every assistant's is where none is given.
+    """Returns whether a message is trained, by a key of `TRAINED`; without one, every assistant's message is.
 
     weight: https://platform.openai.com/docs/guides/supervised-fine-tuning, 0 or 1 there as well.
     """
@@ -281,7 +281,7 @@ def read_turn(value: Any, where: str) -> Message:
 
 
 def to_conversation(messages: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
-    """Returns the messages, checked for their order, after a row's `system`, where that is not among them."""
+    """Returns the messages, checked for their order, after a row's `system`, if it is not among them."""
     answers = [message for message in messages if message.role == "assistant"]
     conversation = context_of(messages, system, tools)
     if not answers:
@@ -292,7 +292,7 @@ def to_conversation(messages: Sequence[Message], system: str = "", tools: tuple[
 
 
 def context_of(messages: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
-    """Likewise, of messages that are read only: they may be without an answer."""
+    """Returns them likewise for messages that are only read: they may be without an answer."""
     _check_order(messages)
     first = messages[0]
     if not system or (first.role in FIRST and first.content == system):
@@ -382,7 +382,7 @@ def only_keys(item: Row, allowed: tuple[str, ...], where: str) -> None:
 
 
 def tool_calls(value: Any, where: str, *, is_text: bool = False) -> tuple[Call, ...]:
-    """The calls of one answer: a list, or the JSON of one; null and empty are none."""
+    """The calls of one answer: a list, or the JSON of one; () for null and empty."""
     is_text = is_text or isinstance(value, str)
     calls = tuple(_call(item, f"{where}[{i}]", is_text) for i, item in enumerate(json_list(value, where, "calls")))
     ids = [call["id"] for call in calls if "id" in call]
@@ -424,7 +424,7 @@ def _name_and_arguments(function: Row, where: str, is_text: bool) -> dict[str, A
 
 
 def _arguments(value: Any, where: str, is_text: bool) -> dict[str, Any]:
-    """The object, whether given as such or as JSON; a function without arguments may have none or an empty text."""
+    """The object, whether given as such or as JSON; {} for a function without arguments, null or an empty text."""
     if not has_value(value):
         return {}
     if not isinstance(value, str):
@@ -446,7 +446,7 @@ def calls_of_turn(value: Any, where: str) -> tuple[Call, ...]:
 
 
 def read_tools(value: Any, where: str) -> tuple[Tool, ...]:
-    """JSON schemas of the functions that may be called: a list, or the JSON of one; null and empty are none."""
+    """JSON schemas of the functions that may be called: a list, or the JSON of one; () for null and empty."""
     is_text = isinstance(value, str)
     return tuple(_tool(item, f"{where}[{i}]", is_text) for i, item in enumerate(json_list(value, where, "functions")))
 

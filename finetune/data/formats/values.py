@@ -63,7 +63,7 @@ def keys_of(item: Row) -> str:
 
 
 def has_value(value: Any) -> bool:
-    """Returns whether a key has a value. Parquet gives every struct all keys, null where a row had none."""
+    """Returns whether a key has a value. Parquet gives every struct all keys, null if a row has no value."""
     if value is None:
         return False
     return not isinstance(value, (str, list, tuple, Mapping)) or len(value) > 0  # `|` would build a type in each call
@@ -128,9 +128,9 @@ def _no_constant(name: str) -> NoReturn:
 def json_object(value: Mapping[str, Any], where: str, *, is_text: bool = False) -> dict[str, Any]:
     """An object that a template can write as JSON; unless it came as text, without keys whose value is null.
 
-    Parquet's structs have every key that any row of the file has, null where this row had none: a null that stays
-    would be rendered, so the model would be trained to write arguments that no row has. A null that is meant stays
-    where the object is given as JSON text, and inside lists, to which Parquet adds nothing.
+    Parquet's structs have every key that any row of the file has, null if this row has no value: a null that stays
+    would be rendered, so the model would be trained to write arguments that no row has. An intended null stays
+    if the object is given as JSON text, and inside lists, to which Parquet does not add nulls.
     """
     try:
         plain = dict(value) if is_text else _without_nulls(value)

@@ -1,7 +1,7 @@
 """Tensors that the model's forward takes for the images of a micro-batch.
 
 Images are decoded and scaled by a few threads, in which Pillow lets the others run, while the steps before are computed
-(`data/prefetch.py`). Nothing of it is kept: pixels take about a hundred times the room of their file.
+(`data/prefetch.py`). The tensors are not kept: pixels take about a hundred times the room of their file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PixelReader:
         return self.family.join([pixels[image.source] for image in images], input_ids)
 
     def plain_inputs(self, images: Sequence[Image], input_ids: Tensor) -> dict[str, Tensor]:
-        """Returns what transformers' own forward and `generate` take for the images of texts (B, T); of none, nothing.
+        """Returns the inputs of transformers' own forward and `generate` for images of texts (B, T); {} without images.
         Raises as `__call__`."""
         found = self(images, input_ids) if images else {}
         if "image_grid_thw" in found:  # from which they count positions

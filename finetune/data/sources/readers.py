@@ -48,7 +48,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _NotFinite(Exception):
-    """A number that JSON does not have; where it is, the caller finds out."""
+    """Raised for a number that JSON does not have; the caller adds its position."""
 
 
 def _not_finite(text: str) -> float:
@@ -65,7 +65,7 @@ LENIENT = json.JSONDecoder()
 
 
 def decode_at(text: str, at: int) -> tuple[Any, int]:
-    """Returns (value, its end) of the JSON that begins at `at`; the value is a BadRow where it is JSON but no row.
+    """Returns (value, its end) of the JSON that begins at `at`; the value is a BadRow if it is JSON but no row.
 
     Raises json.JSONDecodeError, and ValueError or RecursionError for what Python's decoder gives up on.
     """
@@ -85,7 +85,7 @@ def decode_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def undecodable(text: str) -> str | None:
-    """The sign of the first byte that was not UTF-8 (see `_NUL_SIGN` in readers.py); None where all of it was text."""
+    """The sign of the first byte that was not UTF-8 (see `_NUL_SIGN` in readers.py); None if all of it was text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -142,14 +142,14 @@ def _path_of_not_finite(value: Any, path: str = "") -> str | None:
 # --- an array, item by item
 
 
-BLOCK_BYTES = 1 << 20  # read at a time, and as much as there is already where an item is longer
+BLOCK_BYTES = 1 << 20  # read at a time, and as much as there is already if an item is longer
 _SPACE = re.compile(r"[ \t\r\n]*")
 # The longest thing that may be cut in two by the end of what was read: "-Infinity", or an escape such as "\ud83e".
 LONGEST_CUT = 16
 
 
 def array_items(label: str, stream: io.BufferedReader) -> NumberedRows:
-    """Items of an array, counted from 1. Raises UserError with the line where the file is not an array."""
+    """Items of an array, counted from 1. Raises UserError with the line if the file is not an array."""
     array = _ArrayText(label, stream)
     array.take("[")
     number = 0
@@ -212,7 +212,7 @@ class _ArrayText:
             self._read()
 
     def problem(self, at: int, what: str) -> UserError:
-        """An error of the file, not of one row: the begin of the next item is not known."""
+        """An error of the file, not of one row: the begin of the next item is unknown."""
         return UserError(f"{self.label}:{self.line + self.text.count(chr(10), self.at, at)}: {what}")
 
     def _read(self) -> None:
@@ -325,12 +325,12 @@ def csv_file(file: File) -> NumberedRows:
                     yield begins, _csv_row(header, cells)
                 begins = reader.line_num + 1
         except csv.Error as error:
-            # An error of the file, not of one row: the begin of the next record is not known.
+            # An error of the file, not of one row: the begin of the next record is unknown.
             raise UserError(f"{file.label}:{begins}: not valid CSV: {_csv_reason(error)}") from None
 
 
 def _csv_lines(label: str, stream: io.BufferedReader) -> Iterator[str]:
-    """Lines with signs in place of bytes that are not UTF-8: a record may span several, so none can be left out."""
+    """Lines with signs in place of bytes that are not UTF-8: a record may span several, so each line must stay."""
     for number, raw in _raw_lines(label, stream):
         line = raw.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape")
         yield line.replace("\0", _NUL_SIGN)
@@ -443,7 +443,7 @@ def expected_kinds() -> str:
 
 
 def rows_of(file: File, text_unit: str = "line") -> LabelledRows:
-    """(label, number, row or BadRow) of a file, from the start. Raises UserError where the rest cannot be read.
+    """(label, number, row or BadRow) of a file, from the start. Raises UserError if the rest cannot be read.
 
     text_unit: of a txt file.
     """
