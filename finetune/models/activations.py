@@ -1,8 +1,8 @@
-"""What a forward keeps for its backward: computed again instead, or kept in the host's memory.
+"""Activations of a forward: recomputed in the backward, or kept in the host's memory.
 
 Recomputation runs a layer a second time in the backward (Chen et al. 2016, https://arxiv.org/abs/1604.06174):
 non-reentrant, so that it works with frozen inputs and under every backend, and with the random numbers of the first
-time, so that the same dropout is drawn. Offload copies what is kept to the host until the backward (second section).
+time, so that the same dropout is drawn. Offload copies activations to the host until the backward (second section).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _policy(_context: Any, operator: Any, *values: Any, **named: Any) -> Checkpo
     """
     if operator not in _expensive("bitsandbytes" in sys.modules):
         return CheckpointPolicy.PREFER_RECOMPUTE
-    schema = getattr(operator, "_schema", None)  # flex attention has none, and no dropout
+    schema = getattr(operator, "_schema", None)  # flex attention has no schema, and no dropout
     names = [argument.name for argument in schema.arguments] if schema else []
     has_dropout = {**dict(zip(names, values, strict=False)), **named}.get("dropout_p", 0.0)
     return CheckpointPolicy.PREFER_RECOMPUTE if has_dropout else CheckpointPolicy.MUST_SAVE
@@ -59,7 +59,7 @@ def _policy(_context: Any, operator: Any, *values: Any, **named: Any) -> Checkpo
 @functools.cache
 def _expensive(packed: bool) -> frozenset[Any]:
     """Returns matrix products, and attention in every form that scaled_dot_product_attention, torch.nn.attention.varlen
-    and FlexAttention reach; those that this torch has. packed: also bitsandbytes' product with 4-bit weights, where it
+    and FlexAttention reach, if this torch has them. packed: also bitsandbytes' product with 4-bit weights, if it
     is an operator of its own."""
     aten, operators = torch.ops.aten, set[Any]()
     for name in _PRODUCTS + _ATTENTION:
@@ -104,7 +104,7 @@ class Kept:
     """The bytes of one storage: on the device, on the host, or on both while `copied` has not happened."""
 
     index: int  # in the order of the forward
-    host: Tensor  # (bytes,) uint8; pinned where there is a device
+    host: Tensor  # (bytes,) uint8; pinned if there is a device
     device: Tensor | None  # (bytes,) uint8
     copied: Any = None  # torch.Event of the copy under way
 
@@ -129,15 +129,15 @@ class View:
 
 
 class ActivationOffload:
-    """`keep` and `bring` are the hooks of torch.autograd.graph.saved_tensors_hooks. Parameters stay where they are:
-    their engine moves them.
+    """`keep` and `bring` are the hooks of torch.autograd.graph.saved_tensors_hooks. Parameters are not moved:
+    this is up to their engine.
 
-    On the CPU the copy is made, and the backward reads it: nothing is saved there, but tests take the same way.
+    On the CPU the copy is made, and the backward reads it: it saves no memory, but tests take the same path.
     """
 
     def __init__(self, device: torch.device, smallest: int | None = None, ahead: int = AHEAD):
         """smallest: bytes of a storage that is moved; None: SMALLEST, and on the CPU all, so that small
-        models in tests take the same way."""
+        models in tests take the same path."""
         if smallest is None:
             smallest = SMALLEST if device.type != "cpu" else 1
         self.device, self.smallest, self.ahead = device, smallest, ahead

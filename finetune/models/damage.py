@@ -86,7 +86,7 @@ def _holds_weights(file: Path) -> bool:
 
 
 def weight_map(index: Path, whole: bool = True) -> dict[str, str]:
-    """Returns the file of each tensor, by an index. Raises UserError unless they are beside it, if `whole`: those of
+    """Returns the file of each tensor, by an index. Raises UserError unless they are next to it, if `whole`: those of
     the hub may be downloaded later."""
     places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
@@ -120,7 +120,7 @@ def why_no_weights(error: BaseException) -> str:
 
 
 def mismatched_sizes(error: RuntimeError) -> bool:
-    """Whether transformers or peft has refused weights of other shapes than the config's."""
+    """Returns whether transformers or peft has refused weights of other shapes than the config's."""
     return "ignore_mismatched_sizes" in str(error) or "size mismatch" in str(error)
 
 

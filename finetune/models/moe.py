@@ -53,7 +53,7 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     """Returns, by name, the modules that have all experts of a layer, stacked along the first dimension of each
     parameter.
 
-    Raises UserError where there are none, as transformers stores this architecture's experts in another way.
+    Raises UserError if there are none, as transformers stores this architecture's experts in another way.
     """
     experts = _stacked_experts(model)
     if not experts:
@@ -94,7 +94,7 @@ def reach_experts(model: nn.Module) -> None:
     weights (LongCat-Flash's zero experts, https://arxiv.org/abs/2509.01322).
 
     Weights that no token of a rank chose would have no gradient there: FSDP2 would reduce less than on other ranks, and
-    an optimizer would not decay them on one process where it does on several.
+    an optimizer would not decay them on one process while it does on several.
     """
     for module in model.modules():
         if getattr(module, "zero_expert_num", 0) and getattr(module, "gate_up_proj", None) is not None:
@@ -176,7 +176,7 @@ def _compute(
 ) -> Tensor:  # (R, D)
     """Returns the experts' outputs by the module's own forward, as if each row had chosen one expert with weight 1.
 
-    Where no row arrives, one of zeros is computed: weights without a gradient would leave out a reduction that others
+    If no row arrives, one of zeros is computed: weights without a gradient would leave out a reduction that others
     wait in.
     """
     arrived = len(rows)
@@ -217,10 +217,10 @@ class _Self:
         return getattr(self._experts, name)
 
 
-# --- routers: their logits, caught by hooks where transformers says they are
+# --- routers: their logits, caught by hooks on the modules that transformers names
 #
 # The logits alone are kept, and the loss is computed from them outside of the layers: a layer that is recomputed in the
-# backward calls its router again, but nothing listens then, so nothing counts twice.
+# backward calls its router again, but the hooks are off then, so no logits count twice.
 
 
 class Routers:
@@ -248,8 +248,8 @@ class Routers:
 
 
 def find_routers(model: Any) -> Routers | None:
-    """Returns the routers; None where there are none whose choice is the `top_k` of a softmax, for which the balance
-    loss is defined: where transformers records no router logits, or has no such loss of its own
+    """Returns the routers; None unless their choice is the `top_k` of a softmax, for which the balance loss is
+    defined: None if transformers records no router logits, or has no such loss of its own
     (`router_aux_loss_coef`)."""
     causal = unwrap_peft(model)
     config = causal.config.get_text_config()

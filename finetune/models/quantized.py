@@ -45,8 +45,8 @@ def quantise(
 ) -> None:
     """Replace linear layers by packed ones, in place. Those on `meta` get the shapes of packed ones.
 
-    device: where a layer is packed; kept_on: where it stays. whole: names of modules that stay as they are; None: the
-    head, and what the model's code keeps in fp32. Raises UserError with the install line where bitsandbytes is missing.
+    device: on which a layer is packed; kept_on: on which it stays. whole: names of modules left unpacked; None: the
+    head, and those that the model's code keeps in fp32. Raises UserError with the install line without bitsandbytes.
     """
     pack = _pack_fp8 if settings.type == "fp8" else _four_bit_packer(settings)
     skipped = HfQuantizer.get_modules_to_not_convert(model, whole, model._keep_in_fp32_modules)
@@ -71,7 +71,7 @@ def quantise(
 
 
 def move_states(model: nn.Module, device: torch.device) -> None:
-    """Move what unpacks weights, and other buffers, to a device, in place; parameters stay where they are."""
+    """Move the unpacking tables of weights, and other buffers, to a device, in place; parameters are not moved."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and (state := getattr(module, "quant_state", None)) is not None:
             state.to(device)
@@ -97,7 +97,7 @@ def _four_bit_packer(settings: Quantization) -> Any:
         raise UserError(
             f"`quantization.type: {settings.type}` needs bitsandbytes: pip install 'bitsandbytes>=0.49'"
         ) from None
-    # Made at the first use, on the device of that one, which may be `meta`.
+    # Created at the first use, on the device of that one, which may be `meta`.
     functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
 
     def pack(weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> nn.Module:
@@ -138,7 +138,7 @@ def keep_weights_unpacked(model: Any) -> None:
 
 
 def make_plain(model: nn.Module) -> None:
-    """Replace 4-bit parameters by plain ones over the same bytes; layers keep their quantisation states themselves.
+    """Replace 4-bit parameters by plain ones over the same bytes; layers keep their quantization states themselves.
 
     A parameter with a state adds the state's tensors to each state dict, and reads numbers off them. The layer's
     forward gives it back.
@@ -149,7 +149,7 @@ def make_plain(model: nn.Module) -> None:
 
 
 def state_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields (path of attributes, tensor) of a 4-bit layer's quantisation state."""
+    """Yields (path of attributes, tensor) of a 4-bit layer's quantization state."""
     state = getattr(module, "quant_state", None) if isinstance(module, nn.Linear) else None
     for path, part in (("quant_state", state), ("quant_state.state2", getattr(state, "state2", None))):
         for name in ("absmax", "code", "offset"):
@@ -196,7 +196,7 @@ def _values(weight: Tensor, scale: Tensor, in_features: int) -> Tensor:  # (O, I
 
 
 def unpacked(weight: Tensor, scale: Tensor, in_features: int) -> Tensor:
-    """Returns (O, I) in the type that the bytes are stored as: exact, but where fp16 has no such small numbers."""
+    """Returns (O, I) in the type that the bytes are stored as: exact, except for numbers too small for fp16."""
     return _values(weight, scale, in_features).to(weight.dtype) * scale.to(weight.dtype)
 
 

@@ -1,7 +1,7 @@
 """Python code that a model's repository brings along: run only if a recipe says `model.trust_remote_code: true`.
 
 Without that argument, transformers asks on the terminal and takes a line `y` of standard input as consent, which may
-be a prompt of `generate`. So nothing of an auto class is loaded except through these functions.
+be a prompt of `generate`. So auto classes are only loaded through these functions.
 """
 
 from __future__ import annotations

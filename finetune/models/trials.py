@@ -34,7 +34,7 @@ FAILURES = (  # of a model's own code, with a config or arguments that it does n
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Random numbers, warnings and the log are as if nothing had been tried."""
+    """Restores random numbers, warnings and the log after a trial."""
     verbosity = logging.get_verbosity()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _without_sharding(), without_gpu_kernels():
         warnings.simplefilter("ignore")
@@ -47,7 +47,7 @@ def quietly() -> Iterator[None]:
 
 @contextmanager
 def _without_sharding() -> Iterator[None]:
-    """Under ZeRO-3 transformers would shard the tiny model over the ranks while it is made."""
+    """Disables ZeRO-3's sharding: transformers would shard the tiny model over the ranks when it is built."""
     config = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:

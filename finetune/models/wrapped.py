@@ -1,5 +1,5 @@
-"""What a backend wraps: a transformers model in its surroundings (autocast, offload of activations, routers), whose
-forward returns what an objective reads.
+"""The model that a backend wraps: transformers' with its surroundings (autocast, offload of activations, routers); its
+forward returns the inputs of an objective.
 
 Letters: T tokens of the flat row, S targets, D hidden size, d sequences.
 """
@@ -27,7 +27,7 @@ class Outputs(NamedTuple):
     """Results of a forward that an objective may use."""
 
     total: Tensor  # (), weighted sum of the token losses, with a graph; fp32, nats
-    token_losses: Tensor  # (S,), of the targets in their order; with a graph where requested
+    token_losses: Tensor  # (S,), of the targets in their order; with a graph if requested
     details: tuple[Tensor, ...] = ()  # (S, ...) each: what the loss of a target gives in addition, without a graph
     router_logits: tuple[Tensor, ...] = ()  # (T, experts) of each layer of a mixture of experts
     scores: Tensor | None = None  # (d, labels) of sequences at their ends, with a graph; fp32; in place of losses
@@ -35,7 +35,7 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class CrossEntropyChoice:
-    implementation: str  # plain | chunked | torch | liger; none: a model of scores
+    implementation: str  # plain | chunked | torch | liger; none: a reward model or classifier
     reason: str
 
 
@@ -53,7 +53,7 @@ class WrappedModel(nn.Module):
         routers: Routers | None = None,
         images: ImagePart | None = None,
     ):
-        """model: transformers' or peft's; autocast: the compute type, where it is not the parameters'."""
+        """model: transformers' or peft's; autocast: the compute type, if it is not the parameters'."""
         super().__init__()
         self.causal_lm, self._images = model, images
         self._device_type, self._autocast, self._offload, self._routers = device_type, autocast, offload, routers
@@ -119,7 +119,7 @@ def has_scores(model: Any) -> bool:
 
 
 def output_head(model: Any) -> Any:
-    """Returns the head of scores, or the LM head, with what peft puts around it; None where there is neither."""
+    """Returns the head of scores, or the LM head, with peft's layers around it; None if there is neither."""
     return getattr(unwrap_peft(model), SCORE) if has_scores(model) else unwrap_peft(model).get_output_embeddings()
 
 

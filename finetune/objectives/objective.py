@@ -29,7 +29,7 @@ NLL = TokenLoss()
 class Term(NamedTuple):
     """A sum over one micro-batch."""
 
-    total: Tensor  # () with a graph where it has a weight; of any shape where it is a metric only
+    total: Tensor  # () with a graph if it has a weight; of any shape if it is a metric only
     unit: str | None = None  # its mean is over these; None: it stays a sum
     weight: float | None = None  # in the loss; None: a metric only
 
@@ -123,7 +123,7 @@ class Objective:
     columns: tuple[str, ...] = ()  # of a batch, that the terms read
     # Terms of a pass without gradient over the whole step: the terms proper read their means, as columns () of a batch.
     statistics: Callable[[Outputs, Batch], Terms] | None = None
-    num_scores: int = 0  # of a sequence, where the terms read `Outputs.scores` of a `ScoreModel`, and no token losses
+    num_scores: int = 0  # of a sequence, if the terms read `Outputs.scores` of a `ScoreModel`, and no token losses
     num_details: int = 0  # `Outputs.details` that the token loss gives
 
     def no_terms(self, batch: Batch, terms: Callable[[Outputs, Batch], Terms] | None = None) -> Terms:
@@ -144,7 +144,7 @@ class Objective:
 
     @property
     def only_sums(self) -> bool:
-        """Whether it reads the plain sum of the token losses only, and each follows from logits and target alone."""
+        """Returns whether it reads the plain sum of token losses only, each following from logits and target alone."""
         plain = isinstance(self.token_loss, TokenLoss)
         return plain and self.token_weights is None and not self.differentiable
 

@@ -7,7 +7,7 @@ It is `top_k` under perfect balance, as in transformers, which however pools all
 
 A product of means is not additive, so the loss depends on the tokens over which the means are taken: here those of a
 row (a packed sequence). Micro-batches would not do, because they differ from launch to launch. The global batch would,
-and constrains less (Qiu et al. 2025, https://arxiv.org/abs/2501.11873), but its means are known only after the last
+and constrains less (Qiu et al. 2025, https://arxiv.org/abs/2501.11873), but its means are only available after the last
 forward of a step, and the first backward comes earlier.
 
 Letters: L layers, T tokens of a forward, N rows in it, E experts.
@@ -71,7 +71,7 @@ def _expert_metrics(sums: Sums) -> dict[str, float]:
     fullest = load.max(1).values / load.mean(1)  # (L,)
     return {
         "router_balance_loss": sums.mean("router_balance_loss"),  # before its coefficient
-        "experts/load_max_over_mean": fullest.max().item(),  # of the layer where it is largest
+        "experts/load_max_over_mean": fullest.max().item(),  # of the layer with the largest
         "experts/idle_share": (load == 0).double().mean().item(),  # of all experts of all layers
     }
 

@@ -30,7 +30,7 @@ OBJECTIVES: dict[str, Callable[[Settings, bool, TokenRanks], Objective]] = {
 }
 
 OF_TOKENS = {"sft", "focal", "distill"}  # their losses are means over tokens
-OF_TOKENS_ALONE = {"sft", "focal"}  # and they read nothing else of a batch
+OF_TOKENS_ALONE = {"sft", "focal"}  # and they read no other part of a batch
 
 
 def make_objective(

@@ -63,7 +63,7 @@ def keep_before(path: Path, first_step: int) -> None:
 
 
 def read_steps(path: Path) -> list[Entry]:
-    """Returns every line that can be read; none is the incomplete last one of a killed run."""
+    """Returns every line that can be read; the incomplete last line of a killed run is skipped."""
     return [entry for entry in map(_parsed, _complete_lines(path)) if entry is not None]
 
 

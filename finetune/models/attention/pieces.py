@@ -1,4 +1,4 @@
-"""Causal attention within documents, where queries and keys are parts of a row: from pieces that need no mask.
+"""Causal attention within documents, if queries and keys are parts of a row: from pieces that need no mask.
 
 A stretch of queries sees, of its own stretch, each document's part causally; of earlier ones only the one document that
 reaches across, and of that document everything. So a piece is a square of one document, or a rectangle that is seen in
@@ -174,7 +174,7 @@ def merge(into: Attended, part: Attended) -> None:
 
 
 def _kernel(query: Tensor, value: Tensor) -> str | None:
-    """Returns which fused kernel gives the lse; None where only the formula does, which has all scores in memory."""
+    """Returns which fused kernel gives the lse; None if only the formula does, which has all scores in memory."""
     size = query.shape[-1]
     if size != value.shape[-1]:
         return None
