@@ -43,8 +43,8 @@ from finetune.utils import num_cores
 
 CHUNK_ROWS = 256
 CHUNK_CHARACTERS = 500_000  # a chunk ends early after as much text, or a few of them would fill the memory
-SMALL_CHARACTERS = 8_000_000  # less is tokenised here: it takes about as long as to start the other processes
-HEAD_ROWS = 20  # of every source, rendered before any is tokenised
+SMALL_CHARACTERS = 8_000_000  # less is tokenized here: it takes about as long as to start the other processes
+HEAD_ROWS = 20  # of every source, rendered before any is tokenized
 FORMAT_ROWS = 100  # that `format: auto` looks at
 LINE_EVERY_S = 30.0  # between lines of progress, if there is no terminal to draw a bar on
 
@@ -90,7 +90,7 @@ class OpenedSources:
 
     def check_heads(self, renderer: Renderer) -> None:
         """Render the first rows of every source of the recipe, once: a typo in the last source must not cost the
-        tokenising of the first. Raises UserError as the build would."""
+        tokenizing of the first. Raises UserError as the build would."""
         if self._heads_checked:
             return
         data = self._recipe.data

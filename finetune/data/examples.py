@@ -176,11 +176,11 @@ def prepare_examples(
     opened: OpenedSources | None = None,
     held_out: bool = False,
 ) -> Examples:
-    """Reads, renders, masks and tokenises `sources` (`recipe.data.train` or `.eval`), or loads them from the cache;
+    """Reads, renders, masks and tokenizes `sources` (`recipe.data.train` or `.eval`), or loads them from the cache;
     returns the examples of an epoch.
 
     Uses no process group: every process may call it at once, the first builds each entry and the others wait at a file
-    lock. Before anything is tokenised the first rows of all the recipe's sources are rendered.
+    lock. Before anything is tokenized the first rows of all the recipe's sources are rendered.
     progress: called with the number of rows done in the source at hand. opened: of this recipe, if other parts of the
     run open sources too. held_out: the rows of `recipe.data.train` that `data.eval.share` keeps from training, instead
     of the others.

@@ -6,7 +6,7 @@
 The log-ratio of policy and reference on such answers estimates the KL divergence of the two
 (Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4.1). The partner is the next example, after a
 rotation by one row, whose answer fits next to both within `data.max_length`: a function of the data, not of the launch.
-A stream pairs within the rows that are tokenised together (`data.window`).
+A stream pairs within the rows that are tokenized together (`data.window`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class PixelReader:
 
     def __call__(self, images: Sequence[Image], input_ids: Tensor) -> dict[str, Tensor]:
         """input_ids: (1, T). An image that several sequences have, as both answers of a pair, is read once. Raises
-        UserError for a file that is damaged, or not the one that was tokenised."""
+        UserError for a file that is damaged, or not the one that was tokenized."""
         distinct = {image.source: image for image in images}
         pixels = dict(zip(distinct, self.pool.map(self.read, distinct.values()), strict=True))
         return self.family.join([pixels[image.source] for image in images], input_ids)

@@ -83,7 +83,7 @@ def boundaries(document_lengths: tuple[int, ...], device: str, compiled: bool) -
 
 
 def in_one_type(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors in autocast's type: queries and keys that were normalised with fp32 weights are not in it,
+    """Returns the tensors in autocast's type: queries and keys that were normalized with fp32 weights are not in it,
     and autocast does not cast for these kernels."""
     device = tensors[0].device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[-1].dtype
