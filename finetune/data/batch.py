@@ -47,7 +47,7 @@ class Ends(NamedTuple):
 class ImagePlace(NamedTuple):
     """Location of an image in the flat row: its tokens [begin, end), see `samples.Image`."""
 
-    sequence: int  # index of the sequence that it is in
+    sequence: int  # index of its sequence
     begin: int
     end: int
     source: str | bytes = b""  # path of its file, or the file itself
@@ -70,7 +70,7 @@ class Batch:
     """One micro-batch: sequences end to end in one flat row (see `collate`)."""
 
     # Inputs of the model's forward: input_ids, position_ids (1, T) int64. With images, in the order of `images`,
-    # what transformers' forward calls pixel_values and, by family, image_grid_thw, image_sizes, pixel_attention_mask,
+    # named pixel_values in transformers' forward and, by family, image_grid_thw, image_sizes, pixel_attention_mask,
     # token_type_ids; see `images/pixels.py`.
     inputs: dict[str, Tensor]
     # Tokens that each sequence has in the row; they sum to T. The D sequences of examples, then padding.
@@ -322,8 +322,8 @@ Stretches = tuple[tuple[int, int], ...]  # (first place, last place + 1) in the 
 class TokenShare:
     """One of the ranks that share every row.
 
-    A context rank has two chunks, as far from the row's beginning as from its end: what a token costs in causal
-    attention grows with its place, and like this all ranks have as much. Sequence ranks cut what their context rank has
+    A context rank has two chunks, as far from the row's beginning as from its end: the cost of a token in causal
+    attention grows with its place, and like this all ranks have the same. Sequence ranks cut their context rank's part
     into pieces end to end.
 
         8 tokens, context 2                 (0, .): 0 1 6 7               (1, .): 2 3 4 5

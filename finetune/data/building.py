@@ -1,4 +1,4 @@
-"""From a source's rows to an entry of the cache: chunks of rows over all cores, written in order as they come back.
+"""Builds a cache entry from a source's rows: chunks of rows over all cores, written in order as they come back.
 
 This process reads and writes; memory holds a few chunks, however many rows there are.
 """

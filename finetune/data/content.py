@@ -1,4 +1,4 @@
-"""Digests of the examples of a source: independent of where its files are, and changed if a token, a mask, a
+"""Digests of the examples of a source: independent of the location of its files, and changed if a token, a mask, a
 number or an image changes. A checkpoint keeps the digest, and a resume compares it.
 """
 
@@ -62,7 +62,7 @@ def _images_content(entry: CacheEntry) -> str:
 
 
 def _file(path: str, read: bool) -> bytes:
-    """Returns the size of a file, and what is read of its bytes."""
+    """Returns the size of a file, and the part of its bytes that is read."""
     try:
         size = os.stat(path).st_size
         content = b""

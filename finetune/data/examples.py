@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from finetune.data.images.expansion import RowImages
 
 CODE_VERSION = 8  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
-# Of a source: what chooses among its examples, or names them.
+# Keys of a source that choose among its examples, or name them.
 _NOT_IN_AN_ENTRY = {"weight", "name", "max_epochs"}
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Examples:
         self.predictions = predictions
         self.report, self.build_s = report, tuple(build_s)
         self.sizes = concatenate_sizes(
-            # What every entry has once, in order, is not copied.
+            # Arrays that every entry has once, in order, are not copied.
             entry.sizes()
             if len(indices) == len(entry) and np.all(np.diff(indices) == 1)
             else entry.sizes().take(indices)
@@ -103,7 +103,7 @@ class Examples:
         return Examples(self._entries, self._chosen, self.report, self.build_s, more, self.predictions)
 
     def with_predictions(self, predictions: TargetColumns) -> Examples:
-        """The same examples with what a teacher predicts at their targets."""
+        """The same examples with a teacher's predictions at their targets."""
         return Examples(self._entries, self._chosen, self.report, self.build_s, self._columns, predictions)
 
     def identity(self) -> str:
@@ -115,7 +115,7 @@ class Examples:
         return digest.hexdigest()
 
     def content(self, key: str) -> dict[str, dict[str, Any]]:
-        """Returns what each source holds, see `source_content`, by its place in the recipe. key: `train` or `eval`."""
+        """Returns the content of each source (`source_content`) by its place in the recipe. key: `train` or `eval`."""
         return {f"{key}[{i}]": source_content(entry) for i, entry in enumerate(self._entries)}
 
     def image_files(self) -> list[str]:
@@ -197,7 +197,7 @@ def draw_examples(
     opened: OpenedSources | None = None,
     held_out: bool = False,
 ) -> Draw:
-    """Returns the examples of the first epoch as `prepare_examples`, and what later epochs take."""
+    """Returns the examples of the first epoch as `prepare_examples`, and the selection of later epochs."""
     opened = opened or OpenedSources(recipe)
     of_sources = [opened.open(source) for source in sources]
     renderer = recipe_renderer(recipe, tokenizer)
@@ -325,7 +325,7 @@ def rows_held_out(entry: CacheEntry, share: float, seed: int, source_index: int)
     return np.isin(content, chosen)[row.reshape(-1)]
 
 
-# --- what an entry's tokens depend on
+# --- settings that an entry's tokens depend on
 
 
 def entry_key(recipe: Recipe, source: Source, digest: str, rendering: str) -> str:
@@ -367,7 +367,7 @@ def _image_settings(images: RowImages) -> list[Any]:
 
 
 def entry_metadata(recipe: Recipe, opened: OpenedSource, renderer: Renderer) -> dict[str, Any]:
-    """Returns what an entry was built from, for people: `cache list` shows it."""
+    """Returns the inputs of an entry, for people: `cache list` shows them."""
     return {
         "source": opened.name,
         "split": opened.source.split,

@@ -30,7 +30,7 @@ class RunRows(Protocol):
         ...
 
     def counts(self, position: int) -> Mapping[str, int]:
-        """Returns what the row adds to its step's counts, see `ExampleSizes.counts`; for all rows of a step, too."""
+        """Returns the row's share of its step's counts, see `ExampleSizes.counts`; for all rows of a step, too."""
         ...
 
     def examples(self, position: int) -> list[Example]:
@@ -175,7 +175,7 @@ class Loader:
     def _assign(self, positions: range) -> StepAssignment:
         lengths = [self.rows.lengths(position) for position in positions]
         work = np.array([(of_row**2).sum() for of_row in lengths])  # (rows,)
-        # By what the sequences have, computed once or twice: micro-batches do not depend on what the attention can.
+        # By the sequences alone, computed once or twice: micro-batches do not depend on the attention's capabilities.
         micro_batches = self._micro_batches(np.array([of_row.sum() for of_row in lengths]))
         mine = assign_micro_batches([int(work[rows].sum()) for rows in micro_batches], self.rank, self.world_size)
         shares = self.shares_prompts

@@ -20,7 +20,7 @@ class ObjectiveRows:
     columns: tuple[str, ...] = ()  # of each example
     labels: tuple[str, ...] = ()  # names of the classes
     is_unpaired: bool = False  # kto: the answers of a pair are two examples
-    is_text: bool = False  # classify: what is said is read, whoever says it
+    is_text: bool = False  # classify: the text is read, whoever says it
 
 
 PLAIN = ObjectiveRows()

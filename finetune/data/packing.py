@@ -52,7 +52,7 @@ def one_per_row(lengths: NDArray[np.integer] | Sequence[int]) -> Rows:
 _FULL = 0.999  # share of the places that hold a token; beyond it no search is needed
 _SEARCHABLE = 2**34  # distinct lengths times the longest one: bounds the search to a few seconds
 
-_Chain = tuple[Any, int, int] | None  # what a row holds: (what it held before, a length, how many of it)
+_Chain = tuple[Any, int, int] | None  # content of a row: (its content before, a length, how many of it)
 _Pattern = tuple[list[tuple[int, int]], int]  # ([(length, how many of it in each row)], how many such rows)
 
 
@@ -132,7 +132,7 @@ class _OpenRows:
         self.max_length = max_length
         self._full: list[tuple[_Chain, int]] = []
         self._rooms: list[int] = []  # distinct, ascending
-        self._rows_with: dict[int, list[tuple[_Chain, int]]] = {}  # room left -> [(what they hold, how many rows)]
+        self._rows_with: dict[int, list[tuple[_Chain, int]]] = {}  # room left -> [(their content, number of rows)]
 
     def all(self) -> list[tuple[_Chain, int]]:
         return self._full + [rows for room in self._rooms for rows in self._rows_with[room]]

@@ -33,7 +33,7 @@ from finetune.data.samples import Example, Sequence
 from finetune.data.token_cache import entries_folder, load_or_write, removed, temporary_folder
 from finetune.errors import RunFailure, UserError
 
-CODE_VERSION = 2  # raise it when an entry's layout changes, or what is accepted in a file
+CODE_VERSION = 2  # raise it when an entry's layout changes, or the rules for accepting a file
 IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"  # columns of targets: (S, k) int64, float32
 
 _MAPPED = {"ids": "<i4", "log_probs": "<f4"}
@@ -68,7 +68,7 @@ def key_of_sequence(sequence: Sequence) -> int:
 
 @dataclass(frozen=True)
 class Predictions:
-    """An entry, mapped into memory: what is not looked up is not read."""
+    """An entry, mapped into memory: only the examples looked up are read."""
 
     identity: str  # of the content
     ids: NDArray[np.int32]  # (S, k)
@@ -200,7 +200,7 @@ def _map(path: Path, dtype: str, shape: tuple[int, int]) -> np.ndarray:
 def find_or_write(
     key: str, per_target: int, of: dict[str, Any], fill: Callable[[PredictionsWriter], None]
 ) -> Predictions:
-    """Returns the entry, which one process fills while others wait. Raises UserError, also what `fill` raises."""
+    """Returns the entry, which one process fills while others wait. Raises UserError, also the errors of `fill`."""
     folder = entries_folder() / key
     write = functools.partial(write_entry, folder, per_target, of, fill)
     return load_or_write(folder, lambda: open_predictions(key), write, "reads a teacher's file")[0]

@@ -2,7 +2,7 @@
 
 On CUDA the thread copies from pinned memory on a stream of its own, next to the kernels of the step before. The stream
 that computes waits for the copy, never the process; and memory that was given out on the thread's stream is not given
-out again before what computes on it is done (`Tensor.record_stream`).
+out again before the computation on it is done (`Tensor.record_stream`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from finetune.data.loader import Loader, StepBatches
 
 T = TypeVar("T")
 
-_PATIENCE_S = (
-    10.0  # to wait for an item that is being made when the iterator is closed; the thread ends with the process
-)
+_PATIENCE_S = 10.0  # to wait for the current item when the iterator is closed; the thread ends with the process
 
 
 class Prefetched(Generic[T], Iterator[T]):
     """The same items in the same order, up to `most` of them ready before they are needed.
 
-    Only the thread touches the iterator, from its first item to its end. What the iterator raises is raised here, with
+    Only the thread touches the iterator, from its first item to its end. Errors of the iterator are raised here, with
     its traceback, after the items that came before. Close it, or use it as a context, if it may be left early.
 
         with Prefetched(make() for make in work) as items:

@@ -1,4 +1,4 @@
-"""Samples and examples: what a row says, and what it becomes.
+"""Samples and examples: the content of a row, and the result of rendering it.
 
 Formats make samples: a conversation, plain text, a prompt and its completion, ids, a preference, ranked answers, or
 something with a label. Rendering turns them into examples: groups of token sequences.
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 
 class BadRow(Exception):
-    """A row that cannot be used: what was seen and what was expected. Whoever knows file and row adds them."""
+    """A row that cannot be used: the value and the expected one. The caller that knows file and row adds them."""
 
 
 # Stands in a message's content for each of its images (U+FFFC, which is for such things).
@@ -32,7 +32,7 @@ class Message:
     role: str  # system | developer | user | assistant | tool
     content: str
     train: bool = True  # an assistant's: false leaves it as context; without meaning for the other roles
-    reasoning: str | None = None  # what an assistant thought before it answered
+    reasoning: str | None = None  # an assistant's reasoning before its answer
     tool_calls: tuple[
         Mapping[str, Any], ...
     ] = ()  # {"type": "function", "id"?: ..., "function": {"name", "arguments"}}
@@ -42,7 +42,7 @@ class Message:
 
     @property
     def texts(self) -> list[str]:
-        """Returns what is said before, between and after the images."""
+        """Returns the texts before, between and after the images."""
         return self.content.split(IMAGE) if self.images else [self.content]
 
 
@@ -75,7 +75,7 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class Ids:
-    """Tokens as they are, with what is trained of them."""
+    """Tokens as they are, with their trained parts."""
 
     input_ids: tuple[int, ...]
     trained: tuple[bool, ...]  # as long; the first is never trained
@@ -106,7 +106,7 @@ class Labelled:
     label: bool | int | str
 
 
-Drawable = Conversation | Text | PromptCompletion | Ids | Preference  # what a renderer draws
+Drawable = Conversation | Text | PromptCompletion | Ids | Preference  # text or tokens that a renderer draws
 Sample = Drawable | Ranked | Labelled
 
 

@@ -56,7 +56,7 @@ class TeacherFile:
     per_target: int  # k
 
     def predictions(self) -> Predictions:
-        """Returns what is in it, checked row by row and converted the first time. Raises UserError."""
+        """Returns its predictions, checked row by row and converted the first time. Raises UserError."""
         code = f"teacher {CODE_VERSION} {file_digest(self.path)}"
         of = {"source": str(self.path), "format": "teacher", "temperature": self.temperature, "sampled": self.sampled}
         return find_or_write(hashlib.sha256(code.encode()).hexdigest(), self.per_target, of, self._fill)
@@ -92,7 +92,7 @@ def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
 
 
 def read_teacher_file(path: Path) -> TeacherFile:
-    """Returns the file by its head. Raises UserError for what is missing or unknown."""
+    """Returns the file by its head. Raises UserError for missing or unknown parts."""
     with _opened(path) as table:
         schema = table.schema_arrow
         missing = [name for name in _COLUMNS if name not in schema.names]

@@ -68,7 +68,7 @@ class SourceReport:
     no_other_answer: int = 0  # kto: examples dropped because no other row's answer fits next to them
     unrolled: int = 0  # conversations that became several examples, because the template rewrites history
     duplicates: int = 0  # examples whose tokens are those of an earlier one of this source; kept
-    examples: int = 0  # what is left
+    examples: int = 0  # the remaining ones
     tokens: int = 0
     supervised_tokens: int = 0
     bad_rows: list[str] = field(default_factory=list)  # the first `BAD_ROWS_LISTED`, with place and reason
@@ -150,7 +150,7 @@ class CacheEntry:
         return ExampleSizes(self.example_offsets, np.diff(self.sequence_offsets), self.targets, self.shared)
 
     def example(self, i: int, source: int) -> Example:
-        """Example `i`, of the recipe's source with this index. Raises RunFailure if it is not what was written."""
+        """Example `i`, of the recipe's source with this index. Raises RunFailure if it differs from the one written."""
         if not self.is_verified and self.checksum(i) != self.example_checksums[i]:
             self._remove(i)
         first, end = self.example_offsets[i], self.example_offsets[i + 1]
@@ -271,7 +271,7 @@ def find_or_build(
     """Returns the entry, and the seconds that building it took; None if it already existed.
 
     build: fills an EntryWriter. metadata: for people, see `cache list`. Raises UserError if the cache cannot be
-    written, and what `build` raises.
+    written, and the errors of `build`.
     """
     what = f"tokenises {metadata.get('source', folder.name)}"
     return load_or_write(folder, lambda: open_entry(folder), lambda: _build(folder, metadata, build), what)
@@ -280,10 +280,10 @@ def find_or_build(
 def load_or_write(
     folder: Path, load: Callable[[], Entry | None], write: Callable[[], None], what: str
 ) -> tuple[Entry, float | None]:
-    """Returns what `load` finds in a folder of the cache, and the seconds of `write` if it had to be written first.
+    """Returns the result of `load` in a folder of the cache, and the seconds of `write` if it had to be written first.
 
     Any number of processes may ask at once: one writes, the others wait for it and log that it `what`. What is Damaged
-    is logged, and written again. Raises UserError if the cache cannot be written, and what `write` raises.
+    is logged, and written again. Raises UserError if the cache cannot be written, and the errors of `write`.
     """
     with contextlib.suppress(Damaged):
         if (entry := load()) is not None:
@@ -367,7 +367,7 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def discard(folder: Path) -> None:
-    """Renamed first, so that no process finds half of it; one that has mapped it keeps what it mapped."""
+    """Renamed first, so that no process finds half of it; one that has mapped it keeps its mapping."""
     aside = temporary_folder(folder)
     folder.rename(aside)
     shutil.rmtree(aside)
@@ -501,6 +501,6 @@ class _ArrayFile:
 
 
 def _flush(file: Any) -> None:
-    """A rename may reach the disk before what was written, unless that was flushed."""
+    """A rename may reach the disk before the data, unless that was flushed."""
     file.flush()
     os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Examples as text that people can read: what each token writes, coloured for a terminal, and as JSON."""
+"""Examples as text that people can read: the text of each token, coloured for a terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from finetune.data.visible_text import Token, visible
 
 SHOWN_TOKENS = 400  # of an example inside an error message, and in a terminal
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for a part of a character
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for a part of a character
 LONGEST_PART = 16  # tokens that are tried as one character
 
 
@@ -45,7 +45,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {*tokenizer.all_special_ids, *added}
 
 
-_Text = tuple[str, bool]  # what a token adds, whether it is part of a character
+_Text = tuple[str, bool]  # the text of a token, whether it is part of a character
 _Decode = Callable[[list[int]], str]
 
 
@@ -102,7 +102,7 @@ def _part(name: str) -> str:
 
 
 def plain_text(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The decoded sequence, shortened, with [[ ]] around what is trained."""
+    """The decoded sequence, shortened, with [[ ]] around trained text."""
     length = len(sequence.input_ids)
     tokens = tokens_of(Sequence(sequence.input_ids[:SHOWN_TOKENS], sequence.loss_mask[:SHOWN_TOKENS]), tokenizer)
     runs = [(key, "".join(token.text for token in run)) for key, run in groupby(tokens, key=lambda t: t.trained)]
@@ -113,7 +113,7 @@ def plain_text(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
 # --- in a terminal, and for other programs
 
 TRAINED_STYLE, CONTEXT_STYLE, SPECIAL_STYLE, MARK_STYLE = "bold green", "dim", "magenta", "dim"
-SHARED_END = "⟫"  # after what both sequences of a pair begin with
+SHARED_END = "⟫"  # after the common beginning of both sequences of a pair
 EVEN_STYLE, ODD_STYLE = "", "underline"  # tell a token from its neighbour, on dark and light terminals alike
 
 
@@ -159,7 +159,7 @@ def _recorded(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[st
 class Look:
     """Style of sequences drawn in a terminal."""
 
-    colour: bool = True  # False: [[ ]] around what is trained
+    colour: bool = True  # False: [[ ]] around trained text
     borders: bool = False  # between tokens, with ids
     full: bool = False  # False: long examples without their middle
 
@@ -186,13 +186,13 @@ def render_rich(
 
 
 def image_note(image: Image, number: int) -> str:
-    """Returns what an image is, in a line: image 1: cats/1.jpg, 60 x 90 pixels, 6 tokens."""
+    """Returns a description of an image, in a line: image 1: cats/1.jpg, 60 x 90 pixels, 6 tokens."""
     name = image.source if isinstance(image.source, str) else "in the row"
     return f"image {number}: {visible(name)}, {image.width} x {image.height} pixels, {image.end - image.begin:,} tokens"
 
 
 def images_as_one(tokens: list[Token], sequence: Sequence) -> list[Token]:
-    """Returns the tokens with one in place of those of each image, which says what it is."""
+    """Returns the tokens with one in place of those of each image, which describes it."""
     for number, image in reversed(list(enumerate(sequence.images, start=1))):
         first = replace(tokens[image.begin], text=f"[{image_note(image, number)}]", part="")
         tokens[image.begin : image.end] = [first]

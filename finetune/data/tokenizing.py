@@ -1,7 +1,7 @@
 """Tokenizes rows: a chunk of rows at a time, over all cores, and back in order.
 
 A chunk's result depends on the chunk alone, so an entry of the cache is the same with any number of processes.
-Processes come from a fork server: a fresh process that has imported what a worker needs and has no threads, so that
+Processes come from a fork server: a fresh process that has imported a worker's modules and has no threads, so that
 its forks start at once, share those pages, and cannot inherit a lock that some thread of ours (torch, rich) holds. A
 spawned process would import everything again, on every core.
 """
@@ -157,7 +157,7 @@ def tokenize_chunk(settings: RowSettings, items: Iterable[Item]) -> ChunkResult:
 
 
 def draw(settings: RowSettings, item: Item) -> DrawnRow:
-    """The texts and numbers of a row's examples. Raises BadRow, and UserError for what no row could mend."""
+    """The texts and numbers of a row's examples. Raises BadRow, and UserError for a problem of every row."""
     label, number, row = item
     if isinstance(row, str):
         raise BadRow(row)
@@ -215,7 +215,7 @@ def _keep_row(settings: RowSettings, examples: list[TokenizedExample], tally: _T
     """The examples of one row that are short enough and trained: each with all its sequences, or not at all."""
     for one in examples:
         for example in _fit(settings, one, tally.counts):
-            # count_nonzero takes a quarter of what `any` takes for so few
+            # count_nonzero takes a quarter of the time of `any` for so few
             is_trained = all(np.count_nonzero(sequence.loss_mask) for sequence in example.sequences)
             if is_trained or settings.objective.is_text:  # a text may be a single token
                 tally.examples.append(example)
@@ -331,7 +331,7 @@ def tokenize_chunks(
 ) -> Generator[ChunkResult, None, None]:
     """Results in the order of `chunks`, computed by `workers` processes; 1: by this one.
 
-    A UserError of `chunks` is raised after the results of what came before it. Raises RunFailure for a worker that
+    A UserError of `chunks` is raised after the results before it. Raises RunFailure for a worker that
     was killed. Close it (`contextlib.closing`) if it is left early: that ends the processes.
     """
     here = partial(tokenize_chunk, settings)

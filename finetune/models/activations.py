@@ -29,7 +29,7 @@ def recompute_activations(
     """Let each decoder layer keep its input alone (True), or the results of matrix products and attention as well
     (selective): those are most of the work to repeat; norms, activation functions, rotations and casts are cheap.
 
-    around: returns contexts of a forward and of its recomputation, given what returns further ones or None.
+    around: returns contexts of a forward and of its recomputation, given a function that returns further ones or None.
     """
     arguments: dict[str, Any] = {"use_reentrant": False}
     contexts = functools.partial(create_selective_checkpoint_contexts, _policy) if how == "selective" else None
@@ -44,9 +44,9 @@ def recompute_activations(
 
 
 def _policy(_context: Any, operator: Any, *values: Any, **named: Any) -> CheckpointPolicy:
-    """Returns MUST_SAVE for what is not computed again.
+    """Returns MUST_SAVE for operators that are not recomputed.
 
-    Attention with dropout is: it draws random numbers, and what draws after it would get others if it were left out.
+    Attention with dropout is: it draws random numbers, and later draws would get others if it were left out.
     """
     if operator not in _expensive("bitsandbytes" in sys.modules):
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -89,11 +89,11 @@ _ATTENTION = (
 # --- offload
 #
 # On its way out a tensor is copied by a stream of its own next to the computation; on its way back it is requested
-# while the backward still works on what was kept after it. At most `AHEAD` bytes are under way in either direction, and
-# what was kept last never leaves, for the backward begins with it.
+# while the backward still works on later ones. At most `AHEAD` bytes are under way in either direction, and
+# the last tensors never leave, as the backward begins with them.
 #
 # Memory on the device is always taken and given back on the computing stream, which waits for a copy before it frees
-# what is copied: so it can be used again at once, in the order of that stream, however far the CPU runs ahead.
+# its source: so that memory can be used again at once, in the order of that stream, however far the CPU runs ahead.
 
 SMALLEST = 2**20  # bytes; the copy of a smaller one costs its start, not its size
 AHEAD = 2**28  # bytes under way: some milliseconds of a PCIe bus, a layer's input or a few
@@ -150,7 +150,7 @@ class ActivationOffload:
 
     @contextlib.contextmanager
     def saved_tensors(self) -> Iterator[None]:
-        """Around a training forward: what it saves for its backward goes to the host."""
+        """A context for a training forward: tensors saved for its backward go to the host."""
         self.begin()
         with saved_tensors_hooks(self.keep, self.bring):
             yield
@@ -192,7 +192,7 @@ class ActivationOffload:
         return kept
 
     def _release_oldest(self) -> None:
-        """Free the device's copy of what began to leave first."""
+        """Free the device's copy of the tensor that began to leave first."""
         key, kept = self.leaving.popleft()
         del self.here[key]
         self._wait(kept)
@@ -203,7 +203,7 @@ class ActivationOffload:
     def bring(self, kept: Tensor | View) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        self.leaving.clear()  # what has not left by now is referenced by the graph alone
+        self.leaving.clear()  # tensors that have not left by now are referenced by the graph alone
         self.here.clear()
         self._fetch(kept.kept)
         self.next = min(self.next, kept.kept.index - 1)

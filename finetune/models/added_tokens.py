@@ -99,7 +99,7 @@ def _tables(model: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _gathered(weight: Any) -> Iterator[None]:
-    """Under ZeRO-3 the full weight, of which each rank then keeps its shard of rank 0's."""
+    """Gathers the full weight under ZeRO-3; each rank then keeps its shard of rank 0's."""
     if not hasattr(weight, "ds_id"):
         yield
         return

@@ -1,4 +1,4 @@
-"""The files of a multimodal base whose text part is trained: what is read of them, and what a result keeps of them."""
+"""The files of a multimodal base whose text part is trained: those that are read, and those that a result keeps."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def why_not_found(name: str | None, error: BaseException) -> str | None:
     return None
 
 
-# What libraries raise while they parse settings and tokenizers of another shape than they expect.
+# Errors that libraries raise while they parse settings and tokenizers of another shape than they expect.
 _PARSING = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError),
     *(StrictDataclassError, SafetensorError),
@@ -122,7 +122,7 @@ def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Types in memory. `compute` is what the matrix products run in."""
+    """Types in memory. `compute` is the type of the matrix products."""
 
     trained: torch.dtype
     frozen: torch.dtype

@@ -1,4 +1,4 @@
-"""torch.compile, one decoder layer at a time, and the count of what it compiled."""
+"""torch.compile, one decoder layer at a time, and the count of its compilations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged files of a model folder: which one it is, what is wrong with it and what to do, in one line.
+"""Damaged files of a model folder: the file, the problem and the remedy, in one line.
 
 Libraries raise almost anything for them: a KeyError for an index without its map, Rust's panic for a tokenizer. So a
 folder's small files and the headers of its weights are read here first; values are read by the library alone.

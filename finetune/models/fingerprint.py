@@ -42,7 +42,7 @@ _NOT_COMPUTED |= {"id2label", "label2id", "problem_type", "return_dict"}
 
 
 def tokenizer_content(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Identifies a tokenizer as it is in memory; `library` wrote what is digested as `rules`. A large vocabulary is not
+    """Identifies a tokenizer in memory; `library` wrote the text digested as `rules`. A large vocabulary is not
     parsed, which would take most of the time."""
     written = tokenizer.backend_tokenizer.to_str()
     begin = written.index(',"model":{"type":')  # the last key
@@ -62,7 +62,7 @@ def tokenizer_content(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def config_content(config: PretrainedConfig) -> dict[str, Any]:
-    """Returns the values of a config that decide what is computed; `library` says which keys there are."""
+    """Returns the values of a config that affect computation; `library` determines which keys there are."""
     return {"library": transformers.__version__, **_computed(json.loads(config.to_json_string(use_diff=False)))}
 
 

@@ -310,7 +310,7 @@ def _position(path: str, head: str = "") -> _Position:
 
 
 def _backward(product: _Product, first_trained: _Position | None) -> float:
-    """Returns multiply-adds for the gradient of the weight, and of the input if something before it is trained."""
+    """Returns multiply-adds for the gradient of the weight, and of the input if an earlier module is trained."""
     input_needs = product.after_trained or (first_trained is not None and first_trained < product.position)
     return product.weights * (product.trained + input_needs)
 

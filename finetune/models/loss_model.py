@@ -68,8 +68,8 @@ class CausalLMWithLoss(WrappedModel):
     """`forward(targets=TargetTokens(...), **inputs)` returns `Outputs` with losses.
 
     The base model runs, the hidden states of the targets go to the head, and the head, inside its own forward, returns
-    losses. So what a backend does around forwards to gather weights (FSDP2 around this module and the head, ZeRO-3
-    around every module, DDP around this one) happens once for all chunks.
+    losses. So a backend's hooks around forwards to gather weights (FSDP2 around this module and the head, ZeRO-3
+    around every module, DDP around this one) run once for all chunks.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ def _give_losses(head: Any, implementation: str) -> None:
 
 def choose_cross_entropy(
     requested: str,
-    mapping: LogitMap | UnknownHead,  # what the architecture does to its logits
+    mapping: LogitMap | UnknownHead,  # changes of the logits by the architecture
     matrix: bool,  # the head is a linear layer, without adapters
     vocabulary: int,
     device: str,

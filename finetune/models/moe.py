@@ -1,10 +1,10 @@
-"""Mixtures of experts: what their routers decide, the type that experts compute in, and expert parallel.
+"""Mixtures of experts: the choices of their routers, the type that experts compute in, and expert parallel.
 
 Expert parallel: each rank of a group has some experts of every layer, and tokens travel to the experts they chose.
 
     tokens of this rank, K experts chosen for each      0: a c    1: b c    2: a d      (a, b on rank 0; c, d on rank 1)
     rows in the order of experts, sent to their ranks   a: 0 2  b: 1  |  c: 0 1  d: 2
-    what arrives, computed by transformers' own forward, goes back the same way and is added up as in one process
+    arriving rows, computed by transformers' own forward, go back the same way and are added up as in one process
 
 Letters: T tokens of this rank, K experts chosen for each, E experts of a layer, P ranks of the group, R rows that
 arrive on this one, D hidden. GShard (Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668), without capacity: no
@@ -227,7 +227,7 @@ class Routers:
     """The routers of a model, in the order of its layers. To be created before an engine wraps it."""
 
     def __init__(self, modules: list[nn.Module], index: int, experts: int, top_k: int):
-        """index: of the logits in what a router returns."""
+        """index: of the logits in a router's result."""
         self.layers, self.experts, self.top_k, self._index = len(modules), experts, top_k, index
         self._recorded: list[Tensor] | None = None
         for module in modules:

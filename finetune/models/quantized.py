@@ -31,7 +31,7 @@ META = torch.device("meta")
 
 
 def is_stored_quantised(config: PretrainedConfig) -> bool:
-    """Returns whether transformers unpacks or keeps packed what a checkpoint has, by its own config."""
+    """Returns whether transformers unpacks or keeps packed weights of a checkpoint, by its own config."""
     return getattr(config, "quantization_config", None) is not None
 
 
@@ -230,7 +230,7 @@ class ScaledLinear(Fp8Linear):
     y  = q(x) (s w)'        W is s w: w in E4M3, s (O, 1)
     dx = q(dy s') w
 
-    q rounds to E4M3 with a power of two as the scale of each token, so that what a token gets depends neither on the
+    q rounds to E4M3 with a power of two as the scale of each token, so that a token's result depends neither on the
     others of its micro-batch nor on the number of processes. W's scales go to the gradient before it is rounded, as w
     is summed over its rows there: w itself is never rounded again.
     """
@@ -258,7 +258,7 @@ class _ScaledProduct(torch.autograd.Function):
 def scaled_product(x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
     """Returns q(x) (matrix * scale) in the type of x, accumulated in fp32: (..., K) -> (..., N).
 
-    matrix: (K, N) E4M3; scale: (1, N) fp32. On devices other than CUDA's by a product of what is unpacked: the same
+    matrix: (K, N) E4M3; scale: (1, N) fp32. On devices other than CUDA's by a product of the unpacked values: the same
     factors, all exact in bfloat16.
     """
     rows, of_rows = fp8_rows(x.reshape(-1, x.shape[-1]))  # (T, K), (T, 1)

@@ -45,7 +45,7 @@ def from_config(auto: Any, config: Any, trusted: bool | None = None, **arguments
 
 
 def _refusal(name: str, error: ValueError) -> Exception:
-    """Returns the error for a model that needs code of its own; any other one as it is."""
+    """Returns the error for a model that needs code of its own; any other error as it is."""
     if "trust_remote_code" not in str(error):
         return error
     return UserError(

@@ -63,7 +63,7 @@ def text_config(config: PretrainedConfig, has_head: bool) -> PretrainedConfig:
     """
     text = copy.deepcopy(config.get_text_config(decoder=True))
     if hasattr(config, "tie_word_embeddings"):
-        # The base's class reads its own setting, whose default may be wrong: it unties what has other values in files.
+        # The base's class reads its own setting, whose default may be wrong: it unties weights that differ in files.
         text.tie_word_embeddings = config.tie_word_embeddings and (text.tie_word_embeddings or not has_head)
     if (crossed := getattr(text, "cross_attention_layers", None)) is not None:
         # They look at images; without one they are skipped, so for texts they are no part of the model.
@@ -132,7 +132,7 @@ class TextPart:
 
     base: Any
     text: Any
-    files: dict[str, str | None]  # tensors of its files, and what they are in the base, see `loaded_names`
+    files: dict[str, str | None]  # tensors of its files, and their names in the base, see `loaded_names`
     body: str  # path of the text model in the base, "model.language_model"
     head: str  # path of its LM head, "lm_head"
     layers: tuple[int, ...]  # of each layer of the text part, its number in the base

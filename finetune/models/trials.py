@@ -1,4 +1,4 @@
-"""Trials of tiny models: what their own code raises, random weights, and no trace of having been tried."""
+"""Trials of tiny models: the errors of their own code, random weights, and no trace after the trial."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _without_sharding() -> Iterator[None]:
 
 @contextmanager
 def without_gpu_kernels() -> Iterator[None]:
-    """Models run the plain torch versions of what installed packages (fla, causal_conv1d, mamba_ssm) do on GPUs alone,
+    """Models run the plain torch versions of code that installed packages (fla, causal_conv1d, mamba_ssm) run on GPUs,
     as transformers has them do in an export."""
     module: Any = hub_kernels
     before = getattr(module, "is_torchdynamo_exporting", None)

@@ -55,7 +55,7 @@ class Family:
     pictures: Pictures
     fixed: bool = False  # all images have as many tokens
     sees_whole_images: bool = False  # an image's tokens see each other, also those that follow
-    as_weights: bool = False  # its forward gives what a tower saw the weights' type, and asks embeddings to have it
+    as_weights: bool = False  # its forward casts the tower's output to the weights' type, and needs such embeddings
     unused: str | None = None  # a module of the tower whose output is unused: it stays frozen, or DDP would wait
 
 
@@ -302,7 +302,7 @@ def _sized(file: str, content: bytes, size: dict[str, int]) -> bytes:
 
 
 def _merge_in_one_type(base: Any) -> None:
-    """Let an image's features, which autocast has in 16 bits, have the type of the embeddings that they are put among:
+    """Give an image's features, which autocast has in 16 bits, the type of the embeddings that they are put among:
     transformers 5.17 does not cast them for SmolVLM and Idefics 3."""
     merge = getattr(base, "inputs_merger", None)
     if merge is None:

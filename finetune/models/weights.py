@@ -113,7 +113,7 @@ def load_model(
     adapted = family = None
     if recipe.model.train is not None:
         family = family_of(config)
-        if placement.weights != "meta":  # rank 0 writes them, and what plans has the config alone
+        if placement.weights != "meta":  # rank 0 writes them, and a plan has the config alone
             model.processor_files = processor_settings(recipe.model, recipe.data.image)
         if recipe.lora is None:
             freeze_parts(model, family, recipe.model.train)
@@ -208,7 +208,7 @@ def _unpacked_model(
     placement: Placement,
     auto: Any,
 ) -> tuple[Any, set[str] | None]:
-    """Returns what `_base_model` does, with linear layers as they were published."""
+    """Returns the result of `_base_model`, with linear layers as they were published."""
     trusted = recipe.model.trust_remote_code
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
     if recipe.model.train is not None:

@@ -28,7 +28,7 @@ class Outputs(NamedTuple):
 
     total: Tensor  # (), weighted sum of the token losses, with a graph; fp32, nats
     token_losses: Tensor  # (S,), of the targets in their order; with a graph if requested
-    details: tuple[Tensor, ...] = ()  # (S, ...) each: what the loss of a target gives in addition, without a graph
+    details: tuple[Tensor, ...] = ()  # (S, ...) each: additional results of a target's loss, without a graph
     router_logits: tuple[Tensor, ...] = ()  # (T, experts) of each layer of a mixture of experts
     scores: Tensor | None = None  # (d, labels) of sequences at their ends, with a graph; fp32; in place of losses
 
@@ -79,12 +79,12 @@ class WrappedModel(nn.Module):
         return self
 
     def hidden_states(self, **inputs: Any) -> Tensor:  # (1, T, D)
-        """Returns the base model's output, in the surroundings of a forward: what a pipeline stage passes on."""
+        """Returns the base model's output, in the surroundings of a forward: the input of the next pipeline stage."""
         with self._surroundings():
             return self._base(inputs)
 
     def _read(self, targets: Any, inputs: dict[str, Any]) -> Outputs:
-        """Returns what is read at the targets, without the routers' logits."""
+        """Returns the outputs that are read at the targets, without the routers' logits."""
         raise NotImplementedError
 
     def _base(self, inputs: dict[str, Any]) -> Tensor:

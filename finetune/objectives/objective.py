@@ -113,7 +113,7 @@ def sequence_targets(batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (D,) f
 
 @dataclass(frozen=True)
 class Objective:
-    """A function from outputs to the terms of a loss, and what the forward has to return for it."""
+    """A function from outputs to the terms of a loss, and the results that it needs from the forward."""
 
     terms: Callable[[Outputs, Batch], Terms]  # of one micro-batch, the same names in each; loss terms have a weight
     metrics: Callable[[Sums], dict[str, float]] = means  # by key of metrics.jsonl; the loss itself is not among them
@@ -149,7 +149,7 @@ class Objective:
         return plain and self.token_weights is None and not self.differentiable
 
     def targets(self, batch: Batch) -> TargetTokens | ScoredPositions:
-        """Returns the targets of a batch and what the forward has to compute for them."""
+        """Returns the targets of a batch and the results that the forward has to compute for them."""
         if self.num_scores:
             return ScoredPositions(batch.ends.positions)
         weights = None if self.token_weights is None else self.token_weights(batch)

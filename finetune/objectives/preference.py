@@ -148,7 +148,7 @@ def log_odds(log_prob: Tensor) -> Tensor:
     log_prob = log_prob.clamp(max=-1e-12)
     likely = log_prob > -math.log(2)
     near_one = (-log_prob.expm1()).log()
-    near_zero = (-log_prob.clamp(max=-math.log(2)).exp()).log1p()  # clamped: what is not taken has a gradient, too
+    near_zero = (-log_prob.clamp(max=-math.log(2)).exp()).log1p()  # clamped: the unused branch has a gradient, too
     return log_prob - torch.where(likely, near_one, near_zero)
 
 

@@ -57,7 +57,7 @@ def balance_of_experts(coefficient: float, top_k: int) -> Objective:
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         logits = [layer if coefficient else layer.detach() for layer in outputs.router_logits]
-        if any(batch.prefix_lengths):  # of every token of every sequence: what a pair shares counts twice
+        if any(batch.prefix_lengths):  # of every token of every sequence: tokens that a pair shares count twice
             places = torch.from_numpy(row_places(batch.sequence_lengths, batch.prefix_lengths))
             logits = [layer[places.to(layer.device, non_blocking=True)] for layer in logits]
         loss, chosen = router_balance(logits, batch.row_lengths, top_k)

@@ -52,7 +52,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-# What an extended recipe sets gives way to what the recipe says, and both to the command line: (key, to another key).
+# Keys of an extended recipe give way to those of the recipe, and both to the command line: (key, to another key).
 _GIVES_WAY = (
     ("schedule.warmup_steps", "schedule.warmup_ratio"),
     ("schedule.warmup_ratio", "schedule.warmup_steps"),
@@ -63,7 +63,7 @@ _ONLY_WITH_EVALUATION = tuple(f"evaluate.{name}" for name in ("every_steps", "ge
 def _give_way(tree: Tree, path: Path) -> None:
     """Removes keys that could not stay next to a nearer one, or that have no effect without evaluation data."""
 
-    def distance(key: Key) -> int:  # of what says so: 0 the command line, 1 the recipe's own file, 2 one it extends
+    def distance(key: Key) -> int:  # of its source: 0 the command line, 1 the recipe's own file, 2 one it extends
         place = tree.place(key)
         return 0 if place.line is None else 1 if place.file == str(path) else 2
 
@@ -84,7 +84,7 @@ def _give_way(tree: Tree, path: Path) -> None:
 
 
 def _with_name(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Returns the recipe with the values that `run.name` asks for, and what is wrong with them.
+    """Returns the recipe with the values that `run.name` requests, and the problems with them.
 
     `lr-{optimizer.lr}` -> `lr-0.001`; characters that no name may have become `-`.
     """
@@ -112,7 +112,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
     """Translates pydantic's errors to problems, one per key."""
-    # A union reports the failure of every branch: one problem per key, what each branch expected joined by "or".
+    # A union reports the failure of every branch: one problem per key, the expectations of the branches joined by "or".
     by_key: dict[Key, list[dict[str, Any]]] = {}
     for detail in error.errors():
         by_key.setdefault(_key(detail["loc"], detail["type"], tree.values), []).append(dict(detail))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from finetune.recipe.schema import LOSS_KEYS, OBJECTIVE_FORMATS, OBJECTIVE_KEYS, HeldOut, ObjectiveSettings, Recipe
 from finetune.utils import divisors
 
-Finding = tuple[str, str]  # dotted key; what is wrong and what to do
+Finding = tuple[str, str]  # dotted key; the problem and the remedy
 
 
 def lora_section(recipe: Recipe) -> Iterator[Finding]:

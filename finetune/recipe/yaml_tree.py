@@ -73,7 +73,7 @@ _WORDS = (
 )
 
 # A recipe has some hundred values; more are a mistake or a trap (https://en.wikipedia.org/wiki/Billion_laughs_attack).
-MAX_VALUES = 10_000  # an alias counts as what it stands for
+MAX_VALUES = 10_000  # an alias counts as the node it stands for
 _MAX_INTEGER = 2**63 - 1
 _UNREADABLE = re.compile("[\0\ud800-\udfff]")  # in no file, name or UTF-8 text
 
@@ -134,7 +134,7 @@ class Tree:
 
 
 def read(path: Path) -> Tree:
-    """Reads a recipe file and what it `extends`; the extending file's values win. Raises RecipeError."""
+    """Reads a recipe file and those it `extends`; the extending file's values win. Raises RecipeError."""
     return _read(path, ())
 
 

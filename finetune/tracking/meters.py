@@ -62,7 +62,7 @@ class DeviceReading(NamedTuple):
     energy_j: float = math.nan  # since the meter was created
 
 
-# What one rank sends of a step, in this order; NaN: unknown.
+# Readings that one rank sends of a step, in this order; NaN: unknown.
 _FIELDS = ("step", *PHASES, *STALLS, "model_flops", "hardware_flops", "peak", *_STORED, *DeviceReading._fields)
 _Rank = dict[str, float]
 

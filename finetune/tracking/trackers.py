@@ -83,7 +83,7 @@ class Trackers:
                 tracker.store_init_configuration(_flatten(redact(config)))
 
     def run_ids(self) -> dict[str, str]:
-        """Returns what a checkpoint stores so that a resumed run keeps its id; W&B may be enabled later."""
+        """Returns the state that a checkpoint stores so that a resumed run keeps its id; W&B may be enabled later."""
         return {"wandb": self._wandb_id}
 
     def log(self, metrics: Metrics, step: int) -> None:

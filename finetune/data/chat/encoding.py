@@ -57,7 +57,7 @@ class Offsets:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer, and what masks must know of it. Build it with `encoder`."""
+    """A tokenizer, with the traits that masks depend on. Build it with `encoder`."""
 
     tokenizer: PreTrainedTokenizerBase
     added: frozenset[int]  # ids of added tokens, which are never part of another; some swallow the white space around
@@ -74,7 +74,7 @@ class Encoder:
             raise
 
     def _failure(self, texts: Sequence[str], error: BaseException) -> str:
-        """Returns what happened, with the first text that the tokenizer fails on by itself."""
+        """Returns a description of the failure, with the first text that the tokenizer fails on by itself."""
         begin = ""
         for text in texts:
             try:
@@ -168,7 +168,7 @@ def tokens_in_spans(offsets: Offsets, spans: Sequence[Span]) -> NDArray[np.bool_
         offsets  (0,3) (3,8) (8,9) (9,13)      spans  (3,8) (8,12)
         mask       no   yes   yes   yes
 
-    A token that begins before a span is what the model is given there, not what it writes.
+    A token that begins before a span belongs to the model's input there, not to its output.
     """
     mask = np.zeros(offsets.count, bool)
     for begin, end in spans:

@@ -1,4 +1,4 @@
-"""Limits on what a chat template computes for a row, whatever it loops over or repeats.
+"""Limits on a chat template's computation for a row, whatever it loops over or repeats.
 
 A template is an untrusted program. Its syntax tree gets guards wherever it can loop or grow: steps of every loop,
 call and filter that goes through a list are counted, characters that it writes, stores or creates as well, and
@@ -184,7 +184,7 @@ class Limits:
         return guarded
 
     def _joined(self, arguments: tuple[Any, ...], given: tuple[Any, ...], others: list[Any]) -> tuple[Any, ...]:
-        """Arguments of `join`, with what it joins as a list: it may have been an iterator."""
+        """Arguments of `join`, with its items as a list: they may have been an iterator."""
         items = list(given[0]) if isinstance(given[0], Iterable) and not isinstance(given[0], str) else given[0]
         between = max((len(one) for one in others if isinstance(one, str)), default=0)
         if isinstance(items, list):

@@ -1,6 +1,6 @@
 """Renders a sample to token ids and labels, with an exact mask under any chat template.
 
-A conversation is rendered to text (`template.py`), what the model has to write of it is marked by spans of characters
+A conversation is rendered to text (`template.py`), the part that the model writes is marked by spans of characters
 (`trained_spans.py`), and the text is tokenized with offsets (`encoding.py`). Under a ChatML-shaped template:
 
     text    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
@@ -69,7 +69,7 @@ class Renderer:
     adds_bos: bool  # whether the tokenizer would put its BOS before a plain text
     chat: Chat | None = field(repr=False)
     encoder: Encoder = field(repr=False)
-    special_text: re.Pattern[str] = field(repr=False)  # of special tokens, to find them in what a row says
+    special_text: re.Pattern[str] = field(repr=False)  # of special tokens, to find them in the text of a row
     ends_plain: bool = True  # EOS after a plain text; if not, only if the tokenizer itself would add it
     images: RowImages | None = None  # if rows have them
 
@@ -268,9 +268,9 @@ def _special_text(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 def render(
     sample: Drawable, tokenizer: PreTrainedTokenizerBase, train_on: str = "assistant", template: Template | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(input_ids (T,), labels (T,)) of one sample that is one example; labels are -100 where not trained.
+    """(input_ids (T,), labels (T,)) of one sample that is one example; labels are -100 if not trained.
 
-    With a Llama-3-shaped template, user "2+2?" and assistant "4", where <|begin_of_text|> is 0, the two header tokens 1
+    With a Llama-3-shaped template, user "2+2?" and assistant "4", with <|begin_of_text|> 0, the two header tokens 1
     and 2, <|eot_id|> 3, "user" 10, "assistant" 11, an empty line 12, "2+2?" 20 and "4" 21:
 
         input_ids   0   1  10   2  12  20   3   1  11   2  12  21   3

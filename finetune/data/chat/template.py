@@ -1,4 +1,4 @@
-"""A chat template and what it renders: from messages to text, and what its `{% generation %}` blocks mark."""
+"""A chat template and its rendering: from messages to text, with the spans of its `{% generation %}` blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REASONING_FIRST = ("reasoning_content", "thinking", "reasoning")  # its names t
 REASONING = frozenset(_REASONING_FIRST)
 
 Span = tuple[int, int]  # characters [begin, end) of a text
-Marked = tuple[str, list[Span]]  # a text and what its generation blocks wrote
+Marked = tuple[str, list[Span]]  # a text and the spans of its generation blocks
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
@@ -37,14 +37,14 @@ QUESTION, ANSWER, THOUGHT = "qUeStIoN", "aNsWeR", "tHoUgHt"  # texts that no tem
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template and what to call it in messages."""
+    """A chat template and its name in messages."""
 
     text: str
     name: str
 
     @cached_property
     def marks_generation(self) -> bool:
-        """Returns whether the template says itself, by `{% generation %}`, what the assistant writes."""
+        """Returns whether the template itself marks the assistant's text, by `{% generation %}`."""
         return GENERATION_TAG.search(self.text) is not None
 
 
@@ -74,7 +74,7 @@ def _compiled(template: str, _thread: int) -> tuple[Any, Limits] | None:
     compile_template: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
     # A separate environment, compiled from a constant text: for `template` it would compute constants right away.
     environment: Any = compile_template(f"{{{{ {template!r} }}}}").environment if compile_template else None
-    if not hasattr(environment, "activate_tracker"):  # what `{% generation %}` marks
+    if not hasattr(environment, "activate_tracker"):  # text in `{% generation %}` blocks
         return None
     return compile_with_limits(environment, dated(template))
 
@@ -121,7 +121,7 @@ class Jinja:
             does = "calls itself without end" if isinstance(error, RecursionError) else "fills the memory"
             raise UserError(f"{self.template.name} {does}") from None
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
-            # A template refuses what it has no grammar for (a system message, an order of roles) by raising.
+            # A template refuses unsupported input (a system message, an order of roles) by raising.
             raise BadRow(f"{self.template.name} refuses this conversation: {error}") from None
         return text, [(begin, end) for begin, end in spans if end > begin]
 
@@ -148,7 +148,7 @@ def _wants_parts(template: Template, special: tuple[tuple[str, str], ...]) -> bo
 
 
 def _rendered(template: Template, variables: dict[str, Any], mark: bool) -> Marked:
-    """Returns the text and its marked spans. Raises UserError beyond the limits, and what Jinja raises."""
+    """Returns the text and its marked spans. Raises UserError beyond the limits, and Jinja's own errors."""
     compiled = _compiled(template.text, threading.get_ident())
     if compiled is None:
         return _by_transformers(template, variables, mark)
@@ -176,7 +176,7 @@ def _by_transformers(template: Template, variables: Mapping[str, Any], mark: boo
 
 
 def _tracked(compiled: Any, variables: Mapping[str, Any]) -> Marked:
-    """Renders as transformers does: the blocks so far are how a generation block knows where it begins."""
+    """Renders as transformers does: a generation block begins at the length of the blocks so far."""
     blocks: list[str] = []
     spans: list[Span] = []
     with compiled.environment.activate_tracker(blocks, spans):

@@ -1,4 +1,4 @@
-"""Short conversations rendered with a chat template, once per run: whether masks can be right, and what ends a turn."""
+"""Short conversations rendered with a chat template, once per run: whether masks can be right, and the end of turns."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _trained(renderer: Renderer, conversation: Conversation) -> list[list[str]]:
 
 
 def _text_problems(renderer: Renderer, chat: Chat) -> list[str]:
-    """Returns what is wrong with the template's text, for any choice of trained tokens."""
+    """Returns problems of the template's text, for any choice of trained tokens."""
     name, tokenizer, end = chat.name, renderer.tokenizer, chat.traits.end_of_turn
     bos, text = tokenizer.bos_token_id, chat.jinja.text(chat.traits.as_dicts(_plain(1)))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -209,7 +209,7 @@ def turn_end_ids(tokenizer: PreTrainedTokenizerBase, template: Template) -> set[
 
 
 def last_question(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns what a user says last in a prompt, without the template's text around it; else the prompt.
+    """Returns the user's last text in a prompt, without the template's text around it; else the prompt.
 
     "<|im_start|>user\\nWhen?<|im_end|>\\n<|im_start|>assistant\\n": "When?"
     """

@@ -1,4 +1,4 @@
-"""The chat template of a run: the tokenizer's own, a built-in one, or a Jinja file, with what the recipe sets in it."""
+"""The chat template of a run: the tokenizer's own, a built-in one, or a Jinja file, with the recipe's variables."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def unknown_argument(template: Template, arguments: Iterable[str]) -> str:
     return ""
 
 
-EMPTY_THOUGHT = "empty_thought"  # the variable by which one conversation does without what `with_empty_thought` adds
+EMPTY_THOUGHT = "empty_thought"  # the variable with which one conversation omits the addition of `with_empty_thought`
 
 
 def with_empty_thought(template: Template, special: Mapping[str, str]) -> Template:

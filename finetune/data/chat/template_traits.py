@@ -46,7 +46,7 @@ class EmptyThought:
 
     text: str  # that the model writes; "" if the prompt ends with it
     opener: str = ""  # the end of the generation prompt that a rendered answer does not have
-    before: str = ""  # what a rendered answer has in its place
+    before: str = ""  # the text that a rendered answer has instead
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Traits:
     header: str = ""  # of an assistant's turn, if there is no generation prompt
     end_of_turn: str = ""  # written by the model after an answer, such as <|eot_id|>; "" if absent
     tail: str | None = None  # all that follows the last answer: white space, end-of-turn and closing; None: unknown
-    closing: str = ""  # what of it the model does not write: a newline, Phi-3's <|endoftext|>
+    closing: str = ""  # the part of it that the model does not write: a newline, Phi-3's <|endoftext|>
     calls: CallForm | None = None  # None if the template writes no tool calls
     writes_tools: bool = False
     writes_reasoning: bool = False
@@ -202,7 +202,7 @@ def _empty_thought(jinja: Jinja, question: str, prompted: str, text: str) -> Emp
 
 
 def _longer(jinja: Jinja) -> str:
-    """Returns what follows the first answer of two."""
+    """Returns the text after the first answer of two."""
     try:
         return jinja.text(probe(2)).partition(ANSWER)[2]
     except BadRow:

@@ -1,11 +1,11 @@
-"""Character spans of a conversation that are trained: what the model has to write in use, turn by turn.
+"""Character spans of a conversation that are trained: the text that the model has to write in use, turn by turn.
 
-For assistant message i, with what comes before it in use (its generation prompt included) and what it adds:
+For assistant message i, with the text before it in use (its generation prompt included) and its own:
 
     prompt   render(messages[:i], add_generation_prompt)     ...<|im_start|>assistant\\n
     so far   render(messages[:i + 1])                        ...<|im_start|>assistant\\nHello<|im_end|>\\n
     written  so far, without the prompt                                            Hello<|im_end|>\\n
-    trained  written, without what closes a conversation                           Hello<|im_end|>
+    trained  written, without the closing of a conversation                        Hello<|im_end|>
 
 Positions only: a content that looks like a marker of the template is not mistaken for one.
 
@@ -31,7 +31,7 @@ from finetune.utils import common_prefix_length
 
 
 class TrainedText(NamedTuple):
-    """A text and what of it is trained."""
+    """A text and its trained spans."""
 
     text: str
     spans: list[Span]
@@ -40,7 +40,7 @@ class TrainedText(NamedTuple):
 
 @dataclass(frozen=True)
 class Chat:
-    """A template, what it is like, and the added tokens of the tokenizer, one of which ends a turn."""
+    """A template, its traits, and the added tokens of the tokenizer, one of which ends a turn."""
 
     jinja: Jinja
     traits: Traits
@@ -177,7 +177,7 @@ def _end(chat: Chat, written: str, i: int) -> int:
 
 
 def _written(chat: Chat, messages: Messages, tools: Tools, i: int, so_far: tuple[str, list[Span]]) -> _Written:
-    """Returns what the template adds for message `i` to its prompt. so_far: rendered through this message."""
+    """Returns the text that the template adds for message `i` to its prompt. so_far: rendered through this message."""
     prompt = chat.jinja.text(messages[:i], tools, prompt=True)
     at, (text, marks) = len(prompt), so_far
     thought = chat.traits.empty_thought
@@ -198,8 +198,8 @@ def _in_other_history(
     text, marks = so_far
     if opened := _behind_an_opened_thought(chat, messages[i], prompt, so_far):
         return prompt, len(prompt), opened
-    # gpt-oss drops the reasoning before a tool's call once the answer is there: not what the model saw when it wrote
-    # it. The addition does not depend on it.
+    # gpt-oss drops the reasoning before a tool's call once the answer is there, but the model saw it when it wrote
+    # the answer. The addition does not depend on it.
     history = [
         {key: value for key, value in message.items() if key not in ("reasoning_content", "thinking")}
         for message in messages[:i]
@@ -209,7 +209,7 @@ def _in_other_history(
         bare, bare_marks = chat.jinja.marked([*history, messages[i]], tools)
         if bare.startswith(bare_prompt):
             return prompt, len(bare_prompt), (bare, bare_marks)
-    if marks:  # the template says itself what is generated; tokens of a prompt and an answer may begin alike
+    if marks:  # the template itself marks generated text; tokens of a prompt and an answer may begin alike
         shared = common_prefix_length(prompt, text)
         begins = [begin for begin, end in marks if end > shared]
         shared = min(shared, begins[0]) if begins else shared

@@ -14,7 +14,7 @@ Messages = list[Message]
 
 
 def preference_of(prompt: Any, chosen: Any, rejected: Any, system: str, tools: tuple[Tool, ...]) -> Preference:
-    """A pair of answers, each text or messages alike; only what follows the prompt is trained.
+    """A pair of answers, each text or messages alike; only the text after the prompt is trained.
 
     Raises BadRow if there is no prompt, no preference, or no answer.
     """

@@ -1,4 +1,4 @@
-"""The formats: for each a plain function from a row to a sample, in `FORMATS`, and what its fields are, in `FIELDS`.
+"""The formats: for each a plain function from a row to a sample, in `FORMATS`, and its fields, in `FIELDS`.
 
 To add one is one function and one row in both; reading, `columns`, detection and hints follow from them.
 """
@@ -53,7 +53,7 @@ from finetune.data.samples import (
 from finetune.errors import UserError
 from finetune.recipe.schema import check_template_arguments
 
-# Columns of chat rows whose loss would go unseen: the messages speak of what is not there.
+# Columns of chat rows that must not be lost unseen: the messages refer to them.
 MEDIA = ("videos", "audios")
 # Columns with a chat row's images: a list, or one. In its texts LLaVA's mark stands for each, in the order of the list.
 IMAGES, ONE_IMAGE, MARK = "images", "image", "<image>"

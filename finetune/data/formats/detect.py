@@ -272,7 +272,7 @@ def _nothing_fits(row: Row, columns: Columns | None) -> str:
 
 
 def _describe_row(row: Row) -> str:
-    """The columns and what is in them."""
+    """The columns and their contents."""
     described = [f"{names([column])} ({_describe_value(value)})" for column, value in list(row.items())[:LISTED]]
     more = f" and {len(row) - LISTED} more" if len(row) > LISTED else ""
     return ", ".join(described) + more if described else "no columns"

@@ -85,7 +85,7 @@ SHAREGPT_KEYS = ("from", "value", "name", *TRAINED, *METADATA)
 
 
 def read_message(value: Any, where: str) -> Message:
-    """{role, content} and what else a message may have."""
+    """{role, content} and the optional keys of a message."""
     item = _with_keys(value, "role", "content", where)
     role = _role(item["role"], ROLES, f"{where}.role")
     only_keys(item, KEYS, where)
@@ -206,7 +206,7 @@ def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:
 
 
 def _calls(item: Row, parts: tuple[Call, ...], role: str, where: str) -> tuple[Call, ...]:
-    """parts: calls that stand in the content."""
+    """parts: calls in the content."""
     keys = [key for key in ("tool_calls", "function_call") if has_value(item.get(key))]
     if parts:
         if keys or role != "assistant":
@@ -225,7 +225,7 @@ def _calls(item: Row, parts: tuple[Call, ...], role: str, where: str) -> tuple[C
 
 
 def _reasoning(item: Row, role: str, where: str) -> str | None:
-    """Returns what the assistant thought; several names of it must have the same text."""
+    """Returns the assistant's reasoning; several names of it must have the same text."""
     reasoning = {key: text(item[key], f"{where}.{key}") for key in REASONING if has_value(item.get(key))}
     if not reasoning:
         return None
@@ -266,7 +266,7 @@ def _train(item: Row, role: str, where: str) -> bool:
 
 
 def read_turn(value: Any, where: str) -> Message:
-    """{from, value} and what else a turn may have."""
+    """{from, value} and the optional keys of a turn."""
     item = _with_keys(value, "from", "value", where)
     role = _role(item["from"], SPEAKERS, f"{where}.from")
     only_keys(item, SHAREGPT_KEYS, where)
@@ -332,7 +332,7 @@ def _check_order(messages: Sequence[Message]) -> None:
 
 
 def _why(before: Message | None, message: Message | None, waiting: list[str | None]) -> str:
-    """Returns what explains an expected role that does not follow from the one before."""
+    """Returns the explanation of an expected role that does not follow from the one before."""
     if waiting:
         ids = [id_ for id_ in waiting if id_]
         return f"; calls without an answer so far: {len(waiting)}" + (f" ({names(ids)})" if ids else "")
@@ -370,7 +370,7 @@ STREAMED = ("index",)  # of a call: its number in an answer that came in parts
 
 
 def only_keys(item: Row, allowed: tuple[str, ...], where: str) -> None:
-    """Raises BadRow for a key with a value that is not `allowed`: to leave it out would change what the row says."""
+    """Raises BadRow for a key with a value that is not `allowed`: to leave it out would change the row's meaning."""
     for key, value in item.items():
         if key not in allowed and has_value(value):
             close = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.7)

@@ -1,4 +1,4 @@
-"""Rows that are tokens already, with what is trained of them."""
+"""Rows that are tokens already, with their trained parts."""
 
 from __future__ import annotations
 

@@ -31,12 +31,12 @@ _KINDS = {
 }
 
 
-_SHORT = reprlib.Repr()  # looks at the beginning only of what is large, and not into what is nested deeply
+_SHORT = reprlib.Repr()  # looks only at the beginning of large values, and not into deeply nested ones
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 3, 3, 3, SHOWN, SHOWN
 
 
 def kind(value: Any) -> str:
-    """Returns what a message calls a value: text, a number, a list, an object, null."""
+    """Returns the kind of a value for messages: text, a number, a list, an object, null."""
     return "an object" if isinstance(value, Mapping) else _KINDS.get(type(value), type(value).__name__)
 
 
@@ -99,7 +99,7 @@ def number(value: Any, where: str) -> float:
 
 
 def mapping(value: Any, where: str, expected: str) -> Row:
-    """An object; `expected` says of what."""
+    """An object; `expected` describes it."""
     if not isinstance(value, Mapping):
         raise BadRow(f"{where} is {kind(value)} ({shown(value)}); expected {expected}")
     return value

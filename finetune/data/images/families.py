@@ -32,11 +32,11 @@ from finetune.recipe.schema import Images, Model
 class Written(NamedTuple):
     """An image as text."""
 
-    text: str  # in the place of what the chat template writes
-    count: int  # of the tokens that the model replaces by what it sees
+    text: str  # replaces the chat template's text
+    count: int  # of the tokens that the model replaces by image features
 
 
-Pixels = dict[str, NDArray[Any]]  # what a processor makes of one image, by its names
+Pixels = dict[str, NDArray[Any]]  # output of a processor for one image, by its names
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ImageFamily:
 
     model_type: str
     processor: Any  # transformers' image processor for Pillow, with the recipe's sizes
-    placeholder: str  # what the chat template writes for an image
+    placeholder: str  # the chat template's text for an image
     token: str  # whose places the model fills
     token_id: int
     marks: frozenset[int]  # ids of an image's tokens, of lines and borders too: never trained

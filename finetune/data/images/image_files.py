@@ -36,7 +36,7 @@ _FETCH_S = 60  # for an image of the web
 _TURNED = (5, 6, 7, 8)  # EXIF's orientations with width and height exchanged
 _TAIL = 4096  # bytes, in which a file's end mark has to be: some programs write a little after it
 
-# What Pillow raises for a file that is no image of its kind, is cut off, or wants too much memory.
+# Errors that Pillow raises for a file that is no image of its kind, is cut off, or needs too much memory.
 BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, MemoryError, Image.DecompressionBombError)
 
 
@@ -53,7 +53,7 @@ class StoredImage:
 
 
 def find_image(reference: str | bytes, rules: Images, data_file: str) -> StoredImage:
-    """Returns the image that a row of `data_file` names. Raises BadRow with what is wrong with it."""
+    """Returns the image that a row of `data_file` names. Raises BadRow with the problem."""
     source = reference if isinstance(reference, bytes) else _source(reference, rules, data_file)
     name = "its bytes" if isinstance(source, bytes) else source
     if isinstance(source, bytes) and len(source) > MAX_BYTES:

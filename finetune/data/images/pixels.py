@@ -20,7 +20,7 @@ from finetune.errors import UserError
 
 @dataclass(frozen=True)
 class PixelReader:
-    """Makes what a forward takes for the images of a row, see `batch.ImageInputs`."""
+    """Builds the image inputs of a forward for a row, see `batch.ImageInputs`."""
 
     family: ImageFamily
     pool: ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""A file as the readers see it, wherever it lies: its bytes, decompressed, checked to be what its name says, and their
+"""A file as the readers see it, wherever it lies: its bytes, decompressed, checked to match its name, and their
 digest.
 """
 
@@ -68,8 +68,8 @@ class _Xz(io.RawIOBase):
         return begin
 
 
-# By suffix: (first bytes of such a file, its decompressor). What is cut short, or followed by something else, is an
-# error: Python's own bz2 ignores what follows the compressed data, and the rows in it.
+# By suffix: (first bytes of such a file, its decompressor). Truncated data, or data followed by something else, is an
+# error: Python's own bz2 ignores bytes after the compressed data, and the rows in them.
 COMPRESSIONS: dict[str, tuple[bytes, Callable[[io.BufferedReader], Any]]] = {
     ".gz": (b"\x1f\x8b", partial(pyarrow.CompressedInputStream, compression="gzip")),
     ".bz2": (b"BZh", partial(pyarrow.CompressedInputStream, compression="bz2")),
@@ -81,7 +81,7 @@ COMPRESSIONS: dict[str, tuple[bytes, Callable[[io.BufferedReader], Any]]] = {
 NumberedRows = Iterator[tuple[int, "dict[str, Any] | BadRow"]]  # (number, row) of one file
 LabelledRows = Iterator[tuple[str, int, "dict[str, Any] | BadRow"]]  # with the file or dataset before it
 
-HEAD_BYTES = 64  # what tells a file's kind
+HEAD_BYTES = 64  # enough to identify a file's kind
 BUFFER_BYTES = 1 << 16  # read at a time
 # Raised by the decompressors and pyarrow for bytes that are damaged or of another kind.
 DAMAGED = (EOFError, lzma.LZMAError, pyarrow.ArrowException)

@@ -166,7 +166,7 @@ def _close_names(path: Path) -> str:
 # --- remote files
 
 
-# What pip must add for a protocol.
+# Packages that pip must add for a protocol.
 INSTALL = {
     "s3": "s3fs",
     "s3a": "s3fs",

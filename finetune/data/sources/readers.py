@@ -1,7 +1,7 @@
 """The readers: for each kind of file a function from its bytes to numbered rows, in `READERS`; a few rows at a time.
 
-JSON is read strictly, and an array item by item, so that memory is that of the largest item, not of the file. What
-Python's json accepts and would change a row's meaning is refused: NaN and infinite numbers are no JSON (RFC 8259,
+JSON is read strictly, and an array item by item, so that memory is that of the largest item, not of the file. Input
+that Python's json accepts but that changes a row's meaning is refused: NaN and infinite numbers are no JSON (RFC 8259,
 section 6); of a name that an object has twice Python keeps the later.
 """
 
@@ -67,7 +67,7 @@ LENIENT = json.JSONDecoder()
 def decode_at(text: str, at: int) -> tuple[Any, int]:
     """Returns (value, its end) of the JSON that begins at `at`; the value is a BadRow if it is JSON but no row.
 
-    Raises json.JSONDecodeError, and ValueError or RecursionError for what Python's decoder gives up on.
+    Raises json.JSONDecodeError, and ValueError or RecursionError for values that Python's decoder gives up on.
     """
     try:
         value, end = STRICT.raw_decode(text, at)
@@ -144,7 +144,7 @@ def _path_of_not_finite(value: Any, path: str = "") -> str | None:
 
 BLOCK_BYTES = 1 << 20  # read at a time, and as much as there is already if an item is longer
 _SPACE = re.compile(r"[ \t\r\n]*")
-# The longest thing that may be cut in two by the end of what was read: "-Infinity", or an escape such as "\ud83e".
+# The longest thing that may be cut in two by the end of a block: "-Infinity", or an escape such as "\ud83e".
 LONGEST_CUT = 16
 
 

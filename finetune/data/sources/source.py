@@ -94,7 +94,7 @@ class SourceReader:
 def read_rows(source: Source, on_bad_row: OnBadRow = raise_bad_row) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Rows of a source as (file or dataset, number, object); numbers as the package's docstring says.
 
-    Raises UserError with file and line for what cannot be read.
+    Raises UserError with file and line for rows that cannot be read.
     """
     return SourceReader(source).rows(on_bad_row)
 
@@ -269,7 +269,7 @@ def _undecoded(dataset: Any) -> Iterable[Any]:
 def _streamed(source: Source) -> tuple[Iterable[Any], str]:
     import datasets
 
-    # What load_dataset(streaming=True) does as well; the builder also knows the commit.
+    # The same as load_dataset(streaming=True); the builder also knows the commit.
     builder = datasets.load_dataset_builder(source.path, source.config)
     dataset: Any
     if "[" not in source.split:
@@ -381,7 +381,7 @@ def parse_split(path: str, split: str) -> Slice:
     return part
 
 
-# --- approximate number of rows, for progress only; never for what is read
+# --- approximate number of rows, for progress only; never for reading
 
 
 ESTIMATE_BYTES = 1 << 20

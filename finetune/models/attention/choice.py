@@ -71,7 +71,7 @@ class Kernels:
     capability: tuple[int, int] | None = None  # of the CUDA device; None: no CUDA device, or one of AMD
     flash_kernels: bool = False  # torch's own, built in
     flash_attn: bool = False  # the package
-    no_flash_3: str | None = "FlashAttention-3 is not there"  # what it lacks; None if it is there
+    no_flash_3: str | None = "FlashAttention-3 is not there"  # the missing part; None if it is there
     triton: bool = False
 
     @classmethod
@@ -142,8 +142,8 @@ def attention_for(
 
 
 def _with_images(recipe: Recipe, config: PretrainedConfig, device: str, there: Kernels | None) -> AttentionChoice:
-    """Returns the attention of the language model of a multimodal one. Raises UserError if it, or what the family's
-    forward does with images, does not keep packed documents apart."""
+    """Returns the attention of the language model of a multimodal one. Raises UserError if it, or the family's handling
+    of images in its forward, does not keep packed documents apart."""
     from finetune.models.text_part import text_config  # which has its own trial, and so imports this package
 
     text, family = text_config(config, has_head=True), family_of(config)

@@ -1,7 +1,7 @@
 """Tests whether packed documents get the loss and the gradients that plain transformers gives each of them alone.
 
-On a tiny copy of the model's config (`models.tiny_config`), on the CPU and in fp32; what an architecture claims to
-support is not relied on. Verdicts are cached under all that they depend on.
+On a tiny copy of the model's config (`models.tiny_config`), on the CPU and in fp32; an architecture's claims of
+support are not relied on. Verdicts are cached under all that they depend on.
 
 Letters: T tokens of a row, N documents.
 """
@@ -55,7 +55,7 @@ _CAUSAL_TOLERANCE = 1e-4
 _FIRST_TOKEN = 3  # below are the ids that mean something
 _SHARED = LENGTHS[1] // 2  # tokens that the last two documents begin with
 
-# (lengths of documents, tokens that each begins with of the one before) -> what a forward takes next to its tokens
+# (lengths of documents, tokens that each shares with the beginning of the one before) -> inputs besides the tokens
 Prepare = Callable[..., dict[str, Any]]
 
 
@@ -99,7 +99,7 @@ def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepa
         return Verdict(**unsealed(path))
     except (OSError, Damaged):
         outcome = _try(tiny, implementation, prepare)
-    if not outcome.failed:  # what failed may work in another environment
+    if not outcome.failed:  # a failed trial may work in another environment
         _store(path, outcome)
     return outcome
 
@@ -203,7 +203,7 @@ def _untried(error: BaseException) -> Verdict:
 
 
 def why_not(difference: Callable[[], Differences]) -> str | None:
-    """Returns why what a trial computes is not the same to rounding, or could not be computed."""
+    """Returns why a trial's result is not the same to rounding, or could not be computed."""
     try:
         differences = difference()
     except FAILURES as error:

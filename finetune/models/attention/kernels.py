@@ -271,7 +271,7 @@ def flash_3_missing() -> str | None:
     return None
 
 
-# --- flex: a kernel that torch.compile writes for the documents' mask, and that skips what no token may see
+# --- flex: a kernel that torch.compile writes for the documents' mask, and that skips invisible blocks
 
 FLEX = "finetune_flex"  # in transformers' table of attention functions
 BLOCK = 128  # tokens; flex_attention's own default

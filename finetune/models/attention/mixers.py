@@ -4,7 +4,7 @@ Gated delta nets, Mamba, short convolutions, lightning attention, token shift, a
 detected by a trial of a tiny copy of the model, not by name. A module mixes documents if its results for one move
 when another one's inputs are changed. The smallest such modules get each document's slice of their inputs, and their
 results are laid end to end; all else of the model (attention that keeps documents apart, feed-forward, head) takes the
-full row. If a batch of documents gives what each gives alone, documents of like length are one call: padded at
+full row. If a batch of documents gives the same as each alone, documents of like length are one call: padded at
 the right, which cannot affect earlier tokens in a causal module. `isolation` verifies losses and gradients afterwards.
 
 Letters: T tokens of the row, B documents of a call, L tokens of the longest of them.
@@ -47,7 +47,7 @@ _OF_THE_ROW = ("documents", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "m
 
 
 class _Row:
-    """The documents of a forward, or of its recomputation, and how they are laid in calls."""
+    """The documents of a forward, or of its recomputation, and their layout in calls."""
 
     def __init__(self, lengths: tuple[int, ...]):
         self.lengths = lengths
@@ -159,7 +159,7 @@ def _per_document(original: Callable[..., Any], mixer: Mixer) -> Callable[..., A
 
 
 def _by_name(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a forward without what describes the row."""
+    """Returns the arguments of a forward without those that describe the row."""
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     return {name: value for name, value in named.items() if name not in _OF_THE_ROW}
 
@@ -202,7 +202,7 @@ class _Calls:
         ]
 
     def _of_pairs(self, value: Tensor, dimensions: Sequence[int]) -> list[Tensor]:  # (1, .., T, T) -> (B, .., L, L)
-        """A mask: queries of the padding see what the last token sees, and no query sees keys of the padding."""
+        """A mask: queries of the padding see the same as the last token, and no query sees keys of the padding."""
         ends = tuple(itertools.accumulate(self._row.lengths))
         calls = []
         for call, longest in zip(self._documents, self._longest, strict=True):

@@ -186,7 +186,7 @@ class _EachLoss(torch.autograd.Function):
 
 
 class _Context:
-    """Autocast and random numbers of a forward, so that what is computed again is the same."""
+    """Autocast and random numbers of a forward, so that a recomputation gives the same."""
 
     def __init__(self, device_type: str):
         self.device_type = device_type

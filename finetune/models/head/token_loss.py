@@ -27,7 +27,7 @@ class HeadLosses(NamedTuple):
 
     total: Tensor  # (), fp32
     each: Tensor  # (S,), fp32, not weighted
-    details: tuple[Tensor, ...] = ()  # (S, ...) each: what the loss gives in addition, without a graph
+    details: tuple[Tensor, ...] = ()  # (S, ...) each: additional results of the loss, without a graph
 
 
 class ChunkLosses(NamedTuple):
@@ -62,7 +62,7 @@ class TargetLoss(Protocol):
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of one target: its negative log-likelihood, plus what an objective adds to it.
+    """The loss of one target: its negative log-likelihood, plus the terms that an objective adds to it.
 
     z_loss: Chowdhery et al. 2022 (https://arxiv.org/abs/2204.02311, section 5); label_smoothing: Szegedy et al. 2015
     (https://arxiv.org/abs/1512.00567, section 7), as torch.nn.functional.cross_entropy has it."""
