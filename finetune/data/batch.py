@@ -75,7 +75,7 @@ class Batch:
     inputs: dict[str, Tensor]
     # Tokens that each sequence has in the row; they sum to T. The D sequences of examples, then padding.
     sequence_lengths: tuple[int, ...]
-    # Tokens that each shares: it begins with so many of the sequence before it, and its own places come after them.
+    # Shared tokens: a sequence begins with this many of the sequence before it, and its own follow them.
     prefix_lengths: tuple[int, ...]
     targets: Targets
     ends: Ends
@@ -85,7 +85,7 @@ class Batch:
     origins: tuple[Origin, ...]  # (E,)
     sequence_sources: tuple[int, ...]  # (D,) index of the source of each sequence
     sequence_tokens: tuple[int, ...]  # (D,) tokens; of a part of the row (`token_shard`), those that are in it
-    sequence_targets: tuple[int, ...]  # (D,) targets, likewise
+    sequence_targets: tuple[int, ...]  # (D,) targets, counted in the same way
     target_columns: dict[str, Tensor] = field(default_factory=dict)  # (S, ...) each, of the targets in their order
     distinct_targets: DistinctTargets | None = None  # None: all targets are
     row_lengths: tuple[int, ...] = ()  # tokens of each row of the recipe in it; empty in a dummy
@@ -341,14 +341,14 @@ class TokenShare:
         return -(-tokens // unit) * unit
 
     def stretches(self, tokens: int, context_rank: int) -> Stretches:
-        """Returns those of a context rank, all its sequence ranks together, in a row of so many tokens."""
+        """Returns the stretches of a context rank, all its sequence ranks together, in a row of `tokens` tokens."""
         if self.context == 1:
             return ((0, tokens),)
         chunk, last = tokens // (2 * self.context), 2 * self.context - 1
         return tuple((n * chunk, (n + 1) * chunk) for n in (context_rank, last - context_rank))
 
     def places(self, tokens: int) -> NDArray[np.int64]:  # (t,), ascending
-        """Returns those of this rank."""
+        """Returns the places of this rank."""
         mine = np.concatenate([np.arange(*stretch) for stretch in self.stretches(tokens, self.context_rank)])
         return np.split(mine, self.sequence)[self.sequence_rank]
 

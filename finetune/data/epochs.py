@@ -41,7 +41,7 @@ class SourceShare:
         return np.cumsum(np.asarray(self.lengths, np.int64)[self.order])
 
     def position(self, epochs: float) -> int:
-        """Examples that so many epochs take; counted in tokens, as many as come nearest to them."""
+        """Examples in `epochs` epochs; counted in tokens, as many as come nearest to them."""
         passes, count = min(epochs * self.passes, self.most), len(self.order)
         if self.lengths is None or not count:
             return round(passes * count)

@@ -93,7 +93,7 @@ class Loader:
         micro-batch m (`Batch.index`)                  0: 8s+0,1   1: 8s+2,3   2: 8s+4,5   3: 8s+6,7
 
     With `tokens_per_device` the rows of a step are sorted by length instead, longest first, and cut into micro-batches
-    of at most so many tokens; there may be more of them in one step than in another.
+    of at most that many tokens; their number may differ from step to step.
 
     Which process runs a micro-batch follows from its work, the sum of squared sequence lengths: the heaviest run first,
     at the same time, one on each process; then the next heaviest, from the last process to the first, so that sums even
@@ -114,7 +114,7 @@ class Loader:
     tokens_per_device: int | None = None  # no less than the longest row has
     padded_to: int | None = None  # tokens of every forward, if they must be equally many
     share: TokenShare = UNSHARDED  # of every row, if several ranks with the same `rank` have its tokens
-    # Forwards of a step are padded to its longest, rounded up to a multiple of so many tokens; 0: no padding.
+    # Forwards of a step are padded to its longest, rounded up to a multiple of this many tokens; 0: no padding.
     alike: int = 0
     shares_prompts: bool = False  # the beginning that two sequences share is computed once, see `collate`
     image_inputs: ImageInputs | None = None  # see `collate`
@@ -168,7 +168,7 @@ class Loader:
         return dict(counts)
 
     def _forward_tokens(self, assignment: StepAssignment, tokens: int) -> int:
-        """Tokens of the forward for so many, padding included, over all ranks that share it."""
+        """Tokens of a forward of `tokens` tokens, padding included, over all ranks that share it."""
         of_step = -(-assignment.longest // self.alike) * self.alike if self.alike else tokens
         return self.share.padded(self.padded_to or of_step)
 

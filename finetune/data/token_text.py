@@ -226,7 +226,7 @@ def _draw(shown: Text, tokens: ListLike[Token], first: int, look: Look) -> None:
 
 
 def _draw_run(shown: Text, tokens: ListLike[Token], first: int, look: Look) -> None:
-    """Tokens that are alike."""
+    """Draws consecutive tokens of one style."""
     trained, special = tokens[0].trained, tokens[0].special
     style = TRAINED_STYLE if trained else SPECIAL_STYLE if special else CONTEXT_STYLE
     if not look.borders:

@@ -153,7 +153,7 @@ def train_rows(model: Any, first: int, count: int, dtype: torch.dtype) -> None:
         vars(module)["first_added"] = first
         mix_in(module, _WithRows, "added rows")
     names = [name for name, module in base.named_modules() if ROWS in module._parameters]
-    if len(shared) < len(names):  # so that whoever ties the weights again ties these, too
+    if len(shared) < len(names):  # so that tying the weights again ties these, too
         base._tied_weights_keys = {**(base._tied_weights_keys or {}), f"{names[1]}.{ROWS}": f"{names[0]}.{ROWS}"}
     ids = list(range(first, first + count))
     indices = {name.rpartition(".")[2]: ids for name in names[: len(shared)]}

@@ -219,7 +219,7 @@ MULTIPLE = 16  # of both sizes of a weight: torch._scaled_mm takes no other
 
 
 def multiplies_in_fp8(name: str, layer: nn.Linear) -> bool:
-    """Returns whether a linear layer may: not routers, whose choices are of the finest of differences."""
+    """Returns whether a linear layer multiplies in FP8: not routers, whose choices depend on the finest of differences."""
     fits = layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
     return fits and not re.search(r"(^|\.)(\w*gate|\w*router)$", name)
 

@@ -106,7 +106,7 @@ def sequence_log_probs(outputs: Outputs, batch: Batch, token_ranks: TokenRanks) 
 
 
 def sequence_targets(batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (D,) fp64
-    """Returns how many targets each sequence has on all of these ranks."""
+    """Returns the number of targets of each sequence on all of these ranks."""
     local = torch.tensor(batch.sequence_targets, dtype=torch.float64)
     return token_ranks.sum(local.to(batch.targets.ids.device, non_blocking=True))
 

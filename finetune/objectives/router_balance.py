@@ -77,7 +77,7 @@ def _expert_metrics(sums: Sums) -> dict[str, float]:
 
 
 def router_balance(logits: Sequence[Tensor], row_lengths: Sequence[int], top_k: int) -> tuple[Tensor, Tensor]:
-    """Returns the balance loss () of all rows, each times its tokens, and (L, E) how many tokens chose each expert.
+    """Returns the balance loss () of all rows, each times its tokens, and (L, E) tokens that chose each expert.
 
     logits: (T, E) of each layer. row_lengths: tokens of each row; padding after them is left out.
     """

@@ -252,7 +252,7 @@ def byte_level(tokenizer: PreTrainedTokenizerBase) -> ByteLevel | None:
     vocabulary = backend.get_vocab(with_added_tokens=False)
     if not (_writes_itself(backend.model, vocabulary) and _adds_nothing(backend)):
         return None
-    if any(token.lstrip or token.rstrip for token in added.values()):  # such a one stands for white space as well
+    if any(token.lstrip or token.rstrip for token in added.values()):  # such a token stands for white space as well
         return None
     texts = {number: text for text, number in vocabulary.items()} | {number: str(one) for number, one in added.items()}
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())

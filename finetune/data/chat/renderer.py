@@ -123,7 +123,7 @@ class Renderer:
                 input_ids, trained = self._with_ends(*next(encoded)) if one.is_plain else next(encoded)
                 if self.train_on == "all":
                     trained = np.ones(len(input_ids), bool)
-            trained[:1] = False  # nothing predicts the first token
+            trained[:1] = False  # no token predicts the first one
             if self.images:
                 tokens.append((input_ids, trained, self.images.place(input_ids, trained, one.images)))
             else:
@@ -213,7 +213,7 @@ def build_renderer(
     images: RowImages | None = None,
 ) -> Renderer:
     """Returns a Renderer; `template` None is the tokenizer's own. is_scored: texts are classified, with the tokens that
-    the tokenizer adds by itself and no end token. images: how the model sees those of rows. Raises
+    the tokenizer adds by itself and no end token. images: image settings of the rows. Raises
     UserError for a tokenizer without offsets."""
     if not tokenizer.is_fast:
         raise UserError(

@@ -120,7 +120,7 @@ def _parts(message: Message) -> list[dict[str, str]]:
 
 
 def _function(function: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
-    """Returns it with its arguments as an object, as transformers asks for; or as text, for a template that adds it."""
+    """Returns it with its arguments as an object, as transformers expects; or as text, for a template that adds it."""
     arguments = function["arguments"]
     if form.arguments_as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)

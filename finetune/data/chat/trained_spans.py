@@ -35,7 +35,7 @@ class TrainedText(NamedTuple):
 
     text: str
     spans: list[Span]
-    messages: int  # that it is of, from the first on
+    messages: int  # number of messages in the text, from the first on
 
 
 @dataclass(frozen=True)

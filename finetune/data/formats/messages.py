@@ -292,7 +292,7 @@ def to_conversation(messages: Sequence[Message], system: str = "", tools: tuple[
 
 
 def context_of(messages: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
-    """Returns them likewise for messages that are only read: they may be without an answer."""
+    """Returns the messages of a conversation that is only read: it may be without an answer."""
     _check_order(messages)
     first = messages[0]
     if not system or (first.role in FIRST and first.content == system):

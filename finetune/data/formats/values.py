@@ -17,7 +17,7 @@ LISTED = 12  # columns in a message
 
 
 class Misfit(BadRow):
-    """The row is not of this format at all; a plain BadRow is of it, but cannot be used."""
+    """The row is not of this format at all; any other BadRow has the format, but cannot be used."""
 
 
 _KINDS = {

@@ -46,7 +46,7 @@ class RowImages:
                 f"{template} writes {len(at)} times {placeholder!r} for {len(references)} images: give a "
                 "model.chat_template that writes images as the model's own does"
             )
-        pieces, last, found, gained = [], 0, [], [(0, 0)]  # gained: from this character of the text on, so many
+        pieces, last, found, gained = [], 0, [], [(0, 0)]  # gained: characters added from this one of the text on
         for begin, reference in zip(at, references, strict=True):
             image = find_image(reference or b"", self.rules, data_file)
             try:

@@ -275,7 +275,7 @@ def _text(file: File, stream: io.BufferedReader) -> Iterator[tuple[int, str | Ba
 
 
 def json_rows(file: File) -> NumberedRows:
-    """An object a line. A .json file may also be an array, its items counted from 1; many are lines all the same."""
+    """One object per line. A .json file may also be an array, its items counted from 1; many have lines, too."""
     with content(file) as stream:
         head = stream.peek(1).removeprefix(codecs.BOM_UTF8)
         if kind_of(file.name)[0] == ".json" and head.lstrip().startswith(b"["):

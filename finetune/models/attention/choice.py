@@ -105,7 +105,7 @@ class _Case:
     @property
     def plain(self) -> str:
         """Returns the implementation that transformers takes by itself; but not sdpa if scores are capped, which
-        transformers 5.17 takes all the same, and leaves out the cap."""
+        transformers 5.17 takes nevertheless, and leaves out the cap."""
         return "sdpa" if getattr(self.model_class, "_supports_sdpa", False) and not self.soft_capped else "eager"
 
     def verdict(self, implementation: str | None) -> Verdict:
@@ -317,7 +317,7 @@ def _no_varlen(case: _Case) -> str | None:
 
 
 def _no_flash_3(case: _Case) -> str | None:
-    """It is the kernel of `varlen`, in torch's own place for it."""
+    """Returns why not, as for `varlen`: this is its kernel, in torch's own place for it."""
     if (why := _no_varlen(case)) is not None:
         return why
     if case.kernels.capability is None or case.kernels.capability[0] != 9:
@@ -362,7 +362,7 @@ def _has_dropout(case: _Case) -> str | None:
 
 
 def _head_sizes(config: PretrainedConfig) -> tuple[int, ...]:
-    """Returns those of queries and keys, and of values if they differ (multi-head latent attention)."""
+    """Returns the sizes of queries and keys, and of values if they differ (multi-head latent attention)."""
     if (values := getattr(config, "v_head_dim", None)) is not None and hasattr(config, "qk_nope_head_dim"):
         return (config.qk_nope_head_dim + config.qk_rope_head_dim, values)
     layers = layer_configs(config)

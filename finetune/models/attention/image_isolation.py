@@ -138,7 +138,7 @@ class ImageTrial:
         return _Made(torch.cat(ids)[None], tuple(cells))
 
     def _pictures(self) -> list[dict[str, Tensor]]:
-        """Returns those of each document, as parts of those of all: no two images are alike."""
+        """Returns the pictures of each document, as parts of those of all: no two images are equal."""
         cells = [count for document in self.documents for count in document.cells]
         whole, pictures, first = self.family.pictures(self.config, cells), [], 0
         for document in self.documents:

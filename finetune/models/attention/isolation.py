@@ -197,7 +197,7 @@ def batched_where_same(mixers: Mixers, same: Callable[[Mixers], bool]) -> Mixers
 
 
 def _untried(error: BaseException) -> Verdict:
-    """One document per forward, as plain transformers takes it, is right for every model."""
+    """The verdict if the copy fails: one document per forward, as in plain transformers, is always right."""
     why = f"a tiny copy of the model could not be tried: {_words(error)}"
     return Verdict(packed=why, positions=why, causal=None, failed=True)
 
@@ -321,7 +321,7 @@ def _token_losses(logits: Tensor, document: Tensor) -> Tensor:  # (tokens - 1,)
 
 
 def compare(reference: Computed, other: Computed) -> Differences:
-    """Returns how far documents computed in another way are from the reference."""
+    """Returns the distance of documents computed in another way from the reference."""
     loss = max(
         ((ours.double() - theirs.double()).abs().max() / theirs.double().mean()).item()
         for ours, theirs in zip(other.losses, reference.losses, strict=True)

@@ -178,7 +178,7 @@ VARLEN = "finetune_varlen"  # in transformers' table of attention functions
 
 
 class Boundaries:
-    """Those of one micro-batch's documents, on the device; created once for all layers."""
+    """Boundaries of one micro-batch's documents, on the device; created once for all layers."""
 
     def __init__(self, ends: Tensor, longest: int, keys: Keys | None = None):
         self.ends = ends  # (N + 1,) int32: 0, then the end of each document (`cu_seqlens`)
@@ -278,7 +278,7 @@ BLOCK = 128  # tokens; flex_attention's own default
 
 
 class BlockMasks:
-    """Those of one micro-batch, for each window that a layer of the model has; created once for all layers."""
+    """Masks of one micro-batch, for each window that a layer of the model has; created once for all layers."""
 
     def __init__(self, masks: dict[int | None, BlockMask]):
         self.masks = masks
@@ -360,7 +360,7 @@ def _seen_with_prefixes(
 
 
 def _in_order(blocks: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
-    """Returns (1, 1, R) how many blocks of keys each block of queries has, and (1, 1, R, R) their indices, those
+    """Returns (1, 1, R) the number of key blocks of each block of queries, and (1, 1, R, R) their indices, those
     first."""
     counts = torch.from_numpy(blocks.sum(1, dtype=np.int32))
     indices = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))
