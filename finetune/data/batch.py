@@ -70,7 +70,7 @@ class Batch:
     """One micro-batch: sequences end to end in one flat row (see `collate`)."""
 
     # Inputs of the model's forward: input_ids, position_ids (1, T) int64. With images, in the order of `images`,
-    # named pixel_values in transformers' forward and, by family, image_grid_thw, image_sizes, pixel_attention_mask,
+    # also transformers' pixel_values and, by family, image_grid_thw, image_sizes, pixel_attention_mask,
     # token_type_ids; see `images/pixels.py`.
     inputs: dict[str, Tensor]
     # Tokens that each sequence has in the row; they sum to T. The D sequences of examples, then padding.
@@ -155,7 +155,7 @@ def collate(
 
     Counts are of the full sequences in both layouts.
 
-    padded_to: T, if every forward must have one length (compiled layers). The missing tokens are sequences of their
+    padded_to: T, if every forward must have one length (compiled layers). Missing tokens become sequences of their
     own at the end, of token 0, untrained, which no other sequence sees; otherwise there is no padding.
 
     image_inputs: called if there are images; None leaves them out.

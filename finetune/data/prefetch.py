@@ -27,7 +27,7 @@ class Prefetched(Generic[T], Iterator[T]):
     """The same items in the same order, up to `most` of them ready before they are needed.
 
     Only the thread touches the iterator, from its first item to its end. Errors of the iterator are raised here, with
-    its traceback, after the items that came before. Close it, or use it as a context, if it may be left early.
+    their traceback, after the items that came before. Close it, or use it as a context, if it may be left early.
 
         with Prefetched(make() for make in work) as items:
             for item in items: ...

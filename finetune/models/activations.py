@@ -46,7 +46,7 @@ def recompute_activations(
 def _policy(_context: Any, operator: Any, *values: Any, **named: Any) -> CheckpointPolicy:
     """Returns MUST_SAVE for operators that are not recomputed.
 
-    Attention with dropout is: it draws random numbers, and later draws would get others if it were left out.
+    Attention with dropout is recomputed: it draws random numbers, and later draws would differ if it were left out.
     """
     if operator not in _expensive("bitsandbytes" in sys.modules):
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -34,7 +34,7 @@ class BaseCheckpoint:
 def base_checkpoint(model: Model) -> BaseCheckpoint | None:
     """Returns the files of a recipe's model, None if its text part is all of it.
 
-    They are downloaded if they are not here. Raises UserError if the text part's tensors are not in them,
+    Missing ones are downloaded. Raises UserError if the text part's tensors are not in them,
     or would not be written as they are there.
     """
     if (part := text_part_of(model)) is None:

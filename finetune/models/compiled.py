@@ -18,7 +18,7 @@ def compile_layers(model: Any) -> None:
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Returns a context that runs as if nothing were compiled: for generation, whose tokens differ in shape."""
+    """Returns a context that runs as if nothing were compiled: in generation every token has another shape."""
     return torch.compiler.set_stance("force_eager")
 
 

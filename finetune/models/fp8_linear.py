@@ -41,7 +41,7 @@ class Fp8TrainedLinear(Float8Linear):
 
 
 def use_fp8(layers: nn.Module, emulated: bool) -> int:
-    """Replace the linear layers of decoder layers, in place; returns their number. Routers and layers of other sizes than
+    """Replace linear layers of decoder layers, in place; returns their number. Routers and layers of other sizes than
     multiples of 16 stay as they are. emulated: the same values by products of packed and unpacked operands."""
     config = replace(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=emulated)
     # Not layer by layer: if layers are compiled, this works around a fault of Triton by which gradients are NaN.

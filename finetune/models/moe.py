@@ -220,7 +220,7 @@ class _Self:
 # --- routers: their logits, caught by hooks on the modules that transformers names
 #
 # The logits alone are kept, and the loss is computed from them outside of the layers: a layer that is recomputed in the
-# backward calls its router again, but the hooks are off then, so no logits count twice.
+# backward calls its router again, but recording is off then, so no logits count twice.
 
 
 class Routers:
@@ -249,7 +249,7 @@ class Routers:
 
 def find_routers(model: Any) -> Routers | None:
     """Returns the routers; None unless their choice is the `top_k` of a softmax, for which the balance loss is
-    defined: None if transformers records no router logits, or has no such loss of its own
+    defined; transformers must record router logits, and have such a loss of its own
     (`router_aux_loss_coef`)."""
     causal = unwrap_peft(model)
     config = causal.config.get_text_config()

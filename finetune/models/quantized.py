@@ -46,7 +46,7 @@ def quantise(
     """Replace linear layers by packed ones, in place. Those on `meta` get the shapes of packed ones.
 
     device: on which a layer is packed; kept_on: on which it stays. whole: names of modules left unpacked; None: the
-    head, and those that the model's code keeps in fp32. Raises UserError with the install line without bitsandbytes.
+    head, and those kept in fp32 by the model's code. Raises UserError with the install line if bitsandbytes is missing.
     """
     pack = _pack_fp8 if settings.type == "fp8" else _four_bit_packer(settings)
     skipped = HfQuantizer.get_modules_to_not_convert(model, whole, model._keep_in_fp32_modules)
@@ -219,7 +219,7 @@ MULTIPLE = 16  # of both sizes of a weight: torch._scaled_mm takes no other
 
 
 def multiplies_in_fp8(name: str, layer: nn.Linear) -> bool:
-    """Returns whether a linear layer multiplies in FP8: not routers, whose choices depend on the finest of differences."""
+    """Returns whether a linear layer may use FP8: not routers, whose choices depend on the finest of differences."""
     fits = layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
     return fits and not re.search(r"(^|\.)(\w*gate|\w*router)$", name)
 

@@ -120,7 +120,7 @@ def start_score_head(model: Any, dtype: torch.dtype, seed: int) -> None:
     """Replace the head by one with random weights, which depend only on the seed.
 
     transformers draws its own from a generator that the rest of the load has used, in shards under ZeRO-3, and leaves
-    it on `meta` if a rank has no weights.
+    it on `meta` on ranks without weights.
     """
     head = score_head(model)
     new = nn.Linear(head.in_features, head.out_features, head.bias is not None, head.weight.device, dtype)

@@ -171,7 +171,7 @@ def _path_of(model: Any, module: Any) -> str:
 
 def text_part_of(model: Model) -> TextPart | None:
     """Returns the text part of the recipe's model, None if it is all of it, or is trained with its other parts.
-    Raises UserError if it has no text part.
+    Raises UserError if it cannot be located.
 
     The first call must be before an engine starts: ZeRO-3 changes how models are built.
     """

@@ -58,8 +58,8 @@ def _without_sharding() -> Iterator[None]:
 
 @contextmanager
 def without_gpu_kernels() -> Iterator[None]:
-    """Models run the plain torch versions of code that installed packages (fla, causal_conv1d, mamba_ssm) run on GPUs,
-    as transformers has them do in an export."""
+    """Uses the plain torch versions of code that installed packages (fla, causal_conv1d, mamba_ssm) run on GPUs alone,
+    as transformers does in an export."""
     module: Any = hub_kernels
     before = getattr(module, "is_torchdynamo_exporting", None)
     module.is_torchdynamo_exporting = lambda: True

@@ -277,7 +277,7 @@ def _is_ours(conversion: Any, renames: dict[str, str]) -> bool:
 
 def stored_in_mxfp4(config: PretrainedConfig) -> bool:
     """Returns whether a checkpoint's experts are in 4 bits with a scale for each 32 (gpt-oss). All their values are
-    exact in bfloat16. transformers would compute with the packed ones if it has kernels, without a gradient."""
+    exact in bfloat16. transformers would compute with the packed ones if its kernels are there, without a gradient."""
     settings: Any = getattr(config, "quantization_config", None) or {}
     method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
     return method == "mxfp4"
@@ -463,7 +463,7 @@ def _tables_to_train(model: Any, lora: Lora) -> list[str]:
 
 
 def _rename_tied(model: Any) -> None:
-    """Point `tie_weights`, which FSDP2's wrapping calls again, to the place of a tied weight: below a layer with an
+    """Tell `tie_weights`, which FSDP2's wrapping calls again, where peft has put a tied weight: below a layer with an
     adapter, or into a frozen and a trained copy, both of which are tied."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 

@@ -10,8 +10,8 @@ For assistant message i, with the text before it in use (its generation prompt i
 Positions only: a content that looks like a marker of the template is not mistaken for one.
 
 Some templates rewrite history: they leave earlier reasoning out, or end the last turn with another token. A turn whose
-rendering is not the beginning of the full conversation's gets an example of its own, in which it is the last: what the
-model sees when it writes it. Turns that agree with one another stay together, and each is trained exactly once.
+rendering is not the beginning of the full conversation's gets an example of its own, in which it is the last: the
+text the model sees when it writes it. Turns that agree with one another stay together, each is trained exactly once.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> t
         return "", ()
     if images and value.count(IMAGE) != len(images):
         raise BadRow(f"{where} has the character U+FFFC in a text, which stands for an image here: take it out")
-    # A command that prints nothing has answered all the same.
+    # A command that prints nothing has still answered.
     return text(value, where, may_be_blank=role == "tool"), tuple(images)
 
 

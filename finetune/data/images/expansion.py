@@ -35,7 +35,7 @@ class RowImages:
         text     Look: <|image_pad|> nice    spans (20, 24)
         result   Look: <|image_pad|><|image_pad|> nice    spans (33, 37)
 
-        Raises BadRow for an unusable image, or if the template does not write as many as there are.
+        Raises BadRow for an unusable image, or if the template does not write as many images as there are.
         """
         placeholder = self.family.placeholder
         at = [match.start() for match in re.finditer(re.escape(placeholder), text)]

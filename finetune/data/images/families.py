@@ -7,7 +7,7 @@
     smolvlm, idefics3       <image>                      tiles: <fake_token_around_image> <row_1_col_1> 64 x <image>
 
 Both follow from an image's size alone, so that packing, cache and plan never decode one. The processors are
-transformers' own ones for Pillow; their text is written here, for some of their classes need torchvision or num2words.
+transformers' own ones for Pillow; their text is written here, as some of their classes need torchvision or num2words.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The files that a path or URL means: one, those of a pattern, or all below a folder.
 
 Local files are read in place. Files at https://, s3://, gs://, hf:// and other addresses that fsspec supports are
-fetched once and then read as local ones, or, for a stream, read remotely.
+fetched once and then read as local ones, or, for a stream, read over the network.
 """
 
 from __future__ import annotations

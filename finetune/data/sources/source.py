@@ -53,7 +53,7 @@ class SourceReader:
     """A source that exists: its rows, and a digest of its content (not of the recipe's settings)."""
 
     def __init__(self, source: Source, streaming: bool = False):
-        """streaming: remote files and datasets of the hub are read remotely, not fetched beforehand.
+        """streaming: remote files and datasets of the hub are read over the network, not fetched beforehand.
 
         Raises UserError if there is no such file, folder, URL or dataset, or it cannot be reached.
         """

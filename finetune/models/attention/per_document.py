@@ -254,7 +254,7 @@ def _per_document(module: Any, original: Callable[..., Any]) -> Callable[..., An
 
 
 def _lengths(position_ids: Tensor) -> list[int]:
-    """Returns the tokens of each document, split when positions restart. Waits for the device, as transformers' own
+    """Returns the tokens of each document, split where positions restart. Waits for the device, as transformers' own
     test of the longest position does."""
     positions = position_ids.reshape(-1, position_ids.shape[-1])[0]
     starts = (positions == 0).nonzero()[:, 0].tolist()

@@ -1,4 +1,4 @@
-"""Causal attention within documents, if queries and keys are parts of a row: from pieces that need no mask.
+"""Causal attention within documents for queries and keys that are parts of a row: from pieces that need no mask.
 
 A stretch of queries sees, of its own stretch, each document's part causally; of earlier ones only the one document that
 reaches across, and of that document everything. So a piece is a square of one document, or a rectangle that is seen in
