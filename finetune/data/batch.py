@@ -1,4 +1,4 @@
-"""Examples become a micro-batch, and ranks that share a row get their part of it.
+"""Collates examples into micro-batches, and gives ranks that share a row their part of it.
 
 Letters: `T` tokens of a micro-batch, `t` of them on one rank, `D` sequences (documents), `E` examples, `S` targets:
 trained tokens.
@@ -98,7 +98,7 @@ class Batch:
         return self.inputs["input_ids"].shape[1] + sum(self.prefix_lengths) - self.counts["tokens"]
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
-        """The same with more columns, also numbers () that hold for all of it."""
+        """The same with more columns, including numbers () that hold for all of it."""
         return replace(self, columns={**self.columns, **columns})
 
     def map_tensors(self, call: Callable[[Tensor], Tensor]) -> Batch:

@@ -161,7 +161,7 @@ def _check_rows(settings: RowSettings, items: Iterator[Item] | tuple[Item, ...])
 
 @dataclass(frozen=True)
 class EntryBuild:
-    """Recipe, source and renderer that an entry is built from, and how."""
+    """Recipe, source, renderer and settings that an entry is built from."""
 
     recipe: Recipe
     opened: OpenedSource
@@ -257,7 +257,7 @@ def _check_rest(report: SourceReport, max_length: int, untrained: TokenizedExamp
 
 
 def read_items(reader: SourceReader) -> Generator[Item, None, None]:
-    """Rows in their order, those that cannot be read as the reason."""
+    """Rows in their order; for rows that cannot be read, the reason."""
     try:
         for label, number, row in reader.readable_and_bad():
             yield label, number, str(row) if isinstance(row, BadRow) else row
@@ -289,7 +289,7 @@ def _chunks(items: Iterator[Item]) -> Generator[list[Item], None, None]:
 
 
 def num_characters(value: Any) -> int:
-    """Characters in a row, about."""
+    """Approximate number of characters in a row."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, bytes):  # of an image: its text is short, but it travels between processes

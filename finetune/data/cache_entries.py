@@ -42,7 +42,7 @@ class CachedEntry:
 
 
 def list_entries() -> list[CachedEntry]:
-    """The last used first."""
+    """Entries, the last used first."""
     root = entries_folder()
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     entries = [entry for folder in folders for entry in _describe(folder)]

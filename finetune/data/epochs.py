@@ -60,7 +60,7 @@ class SourceShare:
         return np.concatenate([np.tile(np.arange(count), passes), np.sort(again)]).astype(np.int64)
 
     def is_whole(self, num_epochs: int) -> bool:
-        """Returns whether each of so many epochs takes whole passes."""
+        """Returns whether each of `num_epochs` epochs takes whole passes."""
         return self.position(num_epochs) == num_epochs * round(self.passes) * len(self.order)
 
 

@@ -1,4 +1,4 @@
-"""The rows of a run are distributed over processes, micro-batch by micro-batch."""
+"""Distributes the rows of a run over processes, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class StepAssignment:
 
     @property
     def micro_batch_tokens(self) -> list[int]:
-        """Tokens that are computed of each."""
+        """Computed tokens of each."""
         return [sum(int(self.lengths[row].sum()) - self.shared[row] for row in rows) for rows in self.micro_batches]
 
     @property

@@ -96,7 +96,7 @@ def _filled(patterns: list[_Pattern], lengths: NDArray[np.int64]) -> Rows:
     length, each, times = np.array(places, np.int64).reshape(-1, 3).T  # one for each length in each pattern
     rows = np.array([times for _, times in patterns], np.int64)
     first_row = np.repeat(np.cumsum(rows) - rows, [len(entries) for entries, _ in patterns])
-    # The places by length, one pattern after the other, are as many as the examples by length.
+    # There are as many places by length, one pattern after the other, as examples by length.
     order = np.argsort(length, kind="stable")
     each, first_row, count = each[order], first_row[order], (each * times)[order]
     within = np.arange(len(lengths)) - np.repeat(np.cumsum(count) - count, count)

@@ -50,7 +50,7 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def example_key(input_ids: Tokens, trained: NDArray[np.bool_], images: bytes = b"") -> int:
-    """64 bits of the tokens, of which of them are trained, and of `images_digest`: images of one size are the same
+    """64-bit hash of token ids, loss mask and `images_digest`: images of one size are the same
     tokens."""
     content = np.ascontiguousarray(input_ids, np.int32).tobytes() + np.ascontiguousarray(trained, np.bool_).tobytes()
     return int.from_bytes(hashlib.blake2b(content + images, digest_size=8).digest(), "little")

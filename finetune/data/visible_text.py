@@ -20,7 +20,7 @@ class Token:
     id: int
     trained: bool
     special: bool  # an added token: it has an id of its own wherever it stands
-    text: str  # its text; "" in a character of several tokens, but for the last of them
+    text: str  # its text; "" in a character of several tokens, except for the last of them
     part: str = ""  # the bytes of a part of a character, ⟨E2⟩⟨80⟩, which `text` cannot show
 
 

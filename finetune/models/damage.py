@@ -44,8 +44,8 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def check_settings(folder: Path) -> None:
-    """Raises UserError for settings in a folder that are no JSON objects, or whose token ids are no numbers: of those
-    of generation transformers does not tell, and answers would not end. A folder that is not here is not looked at."""
+    """Raises UserError for settings in a folder that are no JSON objects, or whose token ids are not numbers: for those
+    of generation transformers raises no error, and answers would not end. A folder that is not here is not checked."""
     for name in _SETTINGS:
         if (file := folder / name).is_file():
             _check_numbers(file, read_object(file))

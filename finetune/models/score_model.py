@@ -31,7 +31,7 @@ class ScoredPositions:
 class ScoreModel(WrappedModel):
     """`forward(targets=ScoredPositions(...), **inputs)` returns `Outputs` with scores.
 
-    transformers' own forward looks for the last token that is no padding, and takes an end token that is padding as
+    transformers' own forward looks for the last token that is not padding, and takes an end token that is padding as
     well for padding. Here the ends of sequences are given.
     """
 

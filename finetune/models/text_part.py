@@ -66,7 +66,7 @@ def text_config(config: PretrainedConfig, has_head: bool) -> PretrainedConfig:
         # The base's class reads its own setting, whose default may be wrong: it unties weights that differ in files.
         text.tie_word_embeddings = config.tie_word_embeddings and (text.tie_word_embeddings or not has_head)
     if (crossed := getattr(text, "cross_attention_layers", None)) is not None:
-        # They look at images; without one they are skipped, so for texts they are no part of the model.
+        # They look at images; without one they are skipped, so for texts they are not part of the model.
         text.num_hidden_layers -= len(crossed)
         text.cross_attention_layers = []
     text.name_or_path = config.name_or_path

@@ -65,7 +65,7 @@ _PERIOD = re.compile(
 def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
     """Returns a copy of a transformers config whose model has some hundred thousand parameters and drops nothing.
 
-    It is a guess from the settings' names: whether a model can be created from it, and runs, has to be tried.
+    It is a guess from the settings' names: whether a model can be created from it, and runs, must be tried.
     """
     tiny = copy.deepcopy(config)
     for name in tiny.sub_configs:

@@ -346,7 +346,7 @@ class ImagePart:
         """A context for a forward with these inputs: the tower runs in it. model: transformers' or peft's.
 
         The tower runs after the embedding, as in transformers' own: ZeRO-3 gathers weights ahead in the order of the
-        forward before, which has to be the same on all ranks.
+        forward before, which must be the same on all ranks.
         """
         if "pixel_values" in inputs or not self._always or _is_continued(inputs):
             yield

@@ -188,7 +188,7 @@ def _base_model(
 
 
 def _check_complete(recipe: Recipe, config: PretrainedConfig, missing: set[str]) -> None:
-    """Raises UserError if a checkpoint lacks weights, of which transformers only warns and draws them at random."""
+    """Raises UserError if a checkpoint lacks weights: transformers only warns of them and draws them at random."""
     if is_stored_quantised(config):  # its tensors have other names than the weights
         return
     unused = None if recipe.model.train is None else family_of(config).unused
@@ -455,7 +455,7 @@ def compute_in_fp8(model: Any, device: torch.device) -> None:
 
 
 def _tables_to_train(model: Any, lora: Lora) -> list[str]:
-    """Returns the names of the embedding and of a head of its own, but for those that the recipe names."""
+    """Returns the names of the embedding and of an untied head, except for those that the recipe names."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tables = [embedding, *([head] if head is not None and head.weight is not embedding.weight else [])]
     names = [name.rpartition(".")[2] for name, module in model.named_modules() if any(module is t for t in tables)]

@@ -127,7 +127,7 @@ class Objective:
     num_details: int = 0  # `Outputs.details` that the token loss gives
 
     def no_terms(self, batch: Batch, terms: Callable[[Outputs, Batch], Terms] | None = None) -> Terms:
-        """Returns the terms, or other ones, all zero, for a rank that has no outputs (the early stages of a
+        """Returns the terms, or other ones, all zero, for a rank without outputs (the early stages of a
         pipeline)."""
         device, targets = batch.targets.ids.device, len(batch.targets.ids)
         each = torch.zeros(targets, device=device)

@@ -65,7 +65,7 @@ class Encoder:
     byte_level: ByteLevel | None  # None if bytes do not determine the positions of tokens
 
     def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
-        """Ids and masks of many in a few calls. Raises UserError for a text that the tokenizer's library fails on."""
+        """Ids and masks of many texts in a few calls. Raises UserError for a text that the library fails on."""
         try:
             return self._encoded(texts, spans)
         except BaseException as error:
@@ -102,7 +102,7 @@ class Encoder:
             others = texts[TRIED:], spans[TRIED:]
             placed += self.byte_level.place(*others) if proves else [None] * len(others[0])
         rest = [i for i, one in enumerate(placed) if one is None]
-        # Not through the tokenizer's __call__: it makes a list of the offsets of all tokens, of which masks need few.
+        # Not through the tokenizer's __call__: it lists the offsets of all tokens, and masks need only a few.
         # add_special_tokens=False: the template writes its own, a second BOS would be one too many.
         encoded = backend.encode_batch([texts[i] for i in rest], add_special_tokens=False) if rest else []
         by_offsets = (self._one(texts[i], spans[i], encoding) for i, encoding in zip(rest, encoded, strict=True))
@@ -201,8 +201,8 @@ class ByteLevel:
 
     def place(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens | None]:
         """Ids and masks of many texts, in one call of the tokenizer; None if the bytes prove nothing."""
-        # Kept is a text that the normalizer, NFC if there is one, does not change. Added tokens are cut out before it,
-        # but what it leaves whole it leaves in parts: normal forms are closed under substrings
+        # A text is kept if the normalizer, NFC if there is one, does not change it. Added tokens are cut out before it,
+        # but a text that it leaves whole it also leaves in parts: normal forms are closed under substrings
         # (https://www.unicode.org/reports/tr15).
         normalizer = self.backend.normalizer
         kept = [normalizer is None or text.isascii() or normalizer.normalize_str(text) == text for text in texts]

@@ -55,7 +55,7 @@ class Limits:
         self._is_extended = True
 
     def begin(self, variables: Mapping[str, Any]) -> None:
-        """Start over, for a row with these variables."""
+        """Starts over, for a row with these variables."""
         self._chars, self._steps, self._until = MAX_TEXT, MAX_STEPS, 0.0
         self._timed_at = MAX_STEPS - _TIMED_EVERY
         self._constants, self._widest = MAX_CONSTANTS, 0
@@ -111,7 +111,7 @@ class Limits:
         return value
 
     def looped(self, iterable: Any, data: int) -> Any:
-        """Guards the items of a loop whose body has so many characters of its own."""
+        """Guards the items of a loop whose body has `data` characters of its own."""
         self._widest = max(self._widest, data)
         if hasattr(iterable, "__next__"):
             return self._counted(iterable, data)

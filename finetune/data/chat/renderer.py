@@ -169,7 +169,7 @@ class Renderer:
 
 
 def _texts(conversation: Conversation) -> Iterator[tuple[str, str]]:
-    """Yields (place, text) of all that a row says."""
+    """Yields (place, text) of all texts of a row."""
     for i, message in enumerate(conversation.messages):
         yield f"message {i} ({message.role})", message.content
         if message.reasoning:

@@ -1,4 +1,4 @@
-"""Answers to one prompt: two of which one is better, or several with scores, however the row spells the prompt."""
+"""Answers to one prompt: two of which one is better, or several with scores, in any spelling of the prompt."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def read_messages(value: Any, where: str, read: Callable[[Any, str], Message] = 
 
 
 def _with_keys(value: Any, first: str, second: str, where: str) -> Row:
-    """An object with the two keys of a message; one that only calls may leave out its content."""
+    """An object with the two keys of a message; a message that only calls may leave out its content."""
     if not isinstance(value, Mapping):
         raise Misfit(f"{where} is {kind(value)} ({shown(value)}); expected an object with `{first}` and `{second}`")
     missing = [key for key in (first, second) if key not in value]
@@ -305,7 +305,7 @@ def context_of(messages: Sequence[Message], system: str = "", tools: tuple[Tool,
 
 
 def as_context(messages: Sequence[Message]) -> list[Message]:
-    """Messages that are seen, not trained."""
+    """Marks messages as context: they are seen, not trained."""
     return [replace(message, train=False) if message.role == "assistant" else message for message in messages]
 
 
@@ -346,7 +346,7 @@ def _why(before: Message | None, message: Message | None, waiting: list[str | No
 
 
 def _answer(waiting: list[str | None], message: Message, i: int) -> None:
-    """Takes the call that a tool answers off the list: the one it names, else the first."""
+    """Takes the call that a tool answers off the list: by its id, else the first."""
     if message.tool_call_id is None:
         waiting.pop(0)
     elif message.tool_call_id in waiting:
@@ -364,7 +364,7 @@ def _answer(waiting: list[str | None], message: Message, i: int) -> None:
 #     {"type": "function", "id": "call_1", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
 #
 # `arguments` are an object, never its JSON: most templates write them with `tojson`, which would quote a text again.
-# The form is OpenAI's (https://platform.openai.com/docs/guides/function-calling), but for that.
+# The form is OpenAI's (https://platform.openai.com/docs/guides/function-calling), except for that.
 
 STREAMED = ("index",)  # of a call: its number in an answer that came in parts
 

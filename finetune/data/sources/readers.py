@@ -432,7 +432,7 @@ READERS: dict[str, Callable[[File], NumberedRows]] = {
 
 
 def is_data(name: str) -> bool:
-    """Returns whether a file of this name is one that is read."""
+    """Returns whether files of this name are read."""
     return kind_of(name)[0] in READERS
 
 

@@ -285,8 +285,8 @@ def _streamed(source: Source) -> tuple[Iterable[Any], str]:
         begin, end = part.bounds(lambda: 0)
         dataset = dataset.skip(begin)
         dataset = dataset if end is None else dataset.take(end - begin)
-    # `hash` is the commit of the repository on the hub, or a digest of the data files' names, sizes and times; of the
-    # rows themselves there is no digest without reading them all.
+    # `hash` is the commit of the repository on the hub, or a digest of the data files' names, sizes and times; a digest
+    # of the rows themselves would need reading them all.
     return dataset, f"streamed {source.path} {source.config} {source.split} {builder.hash} {builder.config_id}"
 
 

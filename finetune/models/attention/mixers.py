@@ -92,7 +92,7 @@ def calls_of(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @contextmanager
 def documents_of_forward(lengths: tuple[int, ...]) -> Iterator[None]:
-    """Around a forward: the documents that mixers take one by one. Not an argument of the forward: few models would
+    """A context for a forward: the documents that mixers take one by one. Not an argument of it: few models would
     hand it to their mixers. Plain state: threads of autograd recompute with it, see `recomputed_alike`."""
     global _row
     before, _row = _row, _Row(lengths)
