@@ -23,7 +23,7 @@ from finetune.recipe import Recipe
 def skeleton(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, labels: tuple[str, ...] = ()) -> Any:
     """Returns the model of a run on `meta`: adapters, types and packed weights as they will be. Arguments and errors as
     of `load_model`."""
-    # Adapters would be made with random numbers. Added tokens are counted, and packed weights have tables.
+    # Adapters would be created with random numbers. Added tokens are counted, and packed weights have tables.
     alone = recipe.tokens is None and recipe.quantization is None
     with torch.device("meta") if alone else contextlib.nullcontext():
         return load_model(recipe, config, attention, Placement("meta", None), labels)

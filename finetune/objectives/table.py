@@ -30,7 +30,7 @@ OBJECTIVES: dict[str, Callable[[Settings, bool, TokenRanks], Objective]] = {
 }
 
 OF_TOKENS = {"sft", "focal", "distill"}  # their losses are means over tokens
-OF_TOKENS_ALONE = {"sft", "focal"}  # and they read nothing else of a batch
+OF_TOKENS_ALONE = {"sft", "focal"}  # and they read no other part of a batch
 
 
 def make_objective(
@@ -46,7 +46,7 @@ def make_objective(
     """Returns the objective of training, or of evaluation.
 
     config: the model's; routers: its own, if it is a mixture of experts; divided: how ranks share sequences or
-    layers, if they do; shares_prompts: what a pair has in common is computed once. Raises UserError if a router balance
+    layers, if they do; shares_prompts: a pair's common beginning is computed once. Raises UserError if a router balance
     loss is set that cannot be computed.
     """
     objective, others = OBJECTIVES[settings.name](settings, evaluating, token_ranks), []
