@@ -120,7 +120,7 @@ def nearest_divisors(wanted: int, number: int) -> str:
 
 
 def shards_and_replicas(combination: Combination) -> Iterator[str]:
-    """Requires FSDP2 for HSDP; plain replicas have no shards."""
+    """Checks data parallel dimensions: HSDP needs FSDP2; plain replicas have no shards."""
     kind, sizes, key = combination.launch.kind, combination.sizes, combination.key
     if kind == "zero" and sizes.replicate > 1:
         yield f"{key('replicate')}: DeepSpeed shards over all ranks here: use hsdp, or remove it"
@@ -132,7 +132,7 @@ def shards_and_replicas(combination: Combination) -> Iterator[str]:
 
 
 def tensor_backends(combination: Combination) -> Iterator[str]:
-    """Requires backends on torch's fully_shard or none: matrices are sharded before it, which sees smaller matrices."""
+    """Refuses what needs unsharded matrices: they are sharded before torch's fully_shard, which sees smaller ones."""
     if combination.sizes.tensor == 1:
         return
     key, recipe = combination.key("tensor"), combination.recipe
@@ -377,7 +377,7 @@ def router_balance_of_rows(combination: Combination) -> Iterator[str]:
 
 
 def images(combination: Combination) -> Iterator[str]:
-    """Refuses divided towers: a tower and its images are on every rank in full."""
+    """Refuses dimensions that would divide a tower: a tower and its images are on every rank in full."""
     if combination.recipe.model.train is None:
         return
     why = {

@@ -131,9 +131,7 @@ def final_norm(model: Any) -> nn.Module | None:
 
 def sharding_units(model: Any, plugin: Any) -> list[nn.Module]:
     """Returns the modules to shard one by one, inner ones first. plugin: accelerate's, which has the wrap policy."""
-    if (
-        plugin.transformer_cls_names_to_wrap is None
-    ):  # modules of a tower that a text model's class names are not in it
+    if plugin.transformer_cls_names_to_wrap is None:  # a text part's class names no module of a tower
         here = {type(module).__name__ for module in model.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(here.intersection(unwrap_peft(model)._no_split_modules or ()))
     plugin.set_auto_wrap_policy(model)
