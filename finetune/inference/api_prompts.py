@@ -37,7 +37,7 @@ class Prompts:
         self._longest: dict[int, int] = {}  # characters of the longest token, by tokenizer
 
     async def make(self, body: bytes, is_chat: bool) -> tuple[dict[str, Any], Request]:
-        """Returns a request's fields, and the prompt. Raises Refused."""
+        """Returns a request's fields, and its request for the lane. Raises Refused."""
         return await asyncio.wrap_future(self._thread.submit(self._make, body, is_chat))
 
     def close(self) -> None:
