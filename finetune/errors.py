@@ -13,7 +13,7 @@ from pathlib import Path
 class UserError(Exception):
     """Error that the user can fix, printed without a traceback; exit status 2.
 
-    The message says what is wrong, in which place (file and line, dataset row, or both) and what to do.
+    The message says what is wrong, where (file and line, dataset row, or both) and what to do.
     """
 
 

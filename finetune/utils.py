@@ -149,6 +149,6 @@ def pattern_of(paths: list[str], modules: list[str]) -> str:
 
 
 def is_from_rust(error: BaseException) -> bool:
-    """Returns whether an error is from a Rust library: a panic, which is not an Exception, or an Exception without a
-    class of the library. Neither class can be imported to catch it."""
+    """Returns whether an error is from a Rust library: a panic, which is not an Exception, or an Exception without its
+    own class. Neither class can be imported to catch it."""
     return type(error) is Exception or type(error).__name__ == "PanicException"

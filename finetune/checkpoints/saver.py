@@ -3,7 +3,7 @@
     loop      save: wait for the last one, copy this rank's ranges to CPU memory  |  steps  |  settle
     thread                                       write, checksum, fsync -> all ranks? -> seal, prune
 
-Every rank's thread writes its own file. The threads synchronise over a process group of their own: a checkpoint appears
+Every rank's thread writes its own file. The threads synchronize over a process group of their own: a checkpoint appears
 when all its files are on disk, and a failure on one rank reaches all.
 """
 

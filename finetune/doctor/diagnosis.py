@@ -41,7 +41,8 @@ class Diagnosis:
 
 
 def diagnose(group: LaunchGroup, folders: list[Path]) -> Diagnosis:
-    """Collects the facts, in seconds. Collective. Raises UserError on all ranks if a folder is not writable."""
+    """Collects the facts, which takes seconds. Collective. Raises UserError on all ranks if a folder is not
+    writable."""
     hosts = group.gather(inspect_host(group.rank, group.node, group.device))
     links = measure_links(group)
     disks = group.gather(_measure_disks(folders) if group.rank == 0 else [])[0]

@@ -169,7 +169,7 @@ class Engine(abc.ABC):
         """Returns how many first backwards of a process differ from later ones, in memory or in the order of sums
         over ranks.
 
-        The loop runs as many before its first step and drops them, or a resumed run would not be bitwise the same.
+        The loop runs this many before its first step and drops them, or a resumed run would not be bitwise the same.
         """
         return 0
 

@@ -60,7 +60,7 @@ def check_agreement(recipe: Recipe, recipe_file: str, launch: Launch, micro_batc
 
 
 def _contradictions(recipe: Recipe, launch: Launch, micro_batches: int | None) -> Iterator[str]:
-    """Returns contradictions between settings of both files: each must be equal in both, `auto`, or absent from the
+    """Yields contradictions between settings of both files: each must be equal in both, `auto`, or absent from the
     config."""
     for name, configured, expected, key in _shared_settings(recipe, launch, micro_batches):
         if configured not in (None, "auto", "none") and not _same(configured, expected):

@@ -46,7 +46,7 @@ Arrival = Callable[[], Tensor]  # waits for a tensor
 
 
 class SharedRow:
-    """How the tokens of one micro-batch are exchanged, and the attention among them."""
+    """Exchange of the tokens of one micro-batch, and the attention among them."""
 
     def __init__(self, sequence_group: Any, attention: WithinDocuments, documents: Any):
         self.sequence_group = sequence_group  # None without Ulysses
@@ -103,7 +103,7 @@ def _arguments(
 
 
 def _obstacle(choice: AttentionChoice, parallelism: Parallelism) -> str | None:
-    """Returns why this attention cannot be sharded: depends on the model's class and the installed packages."""
+    """Returns why this attention cannot be sharded; depends on the model's class and the installed packages."""
     if not choice.isolates_documents:
         return f"{choice.reason}, so its tokens cannot be sharded: use data parallel only"
     if choice.mixers:
@@ -342,7 +342,7 @@ def to_tokens(group: Any, output: Tensor) -> Tensor:
 
 
 class _HeadExchange(torch.autograd.Function):
-    """Each direction is the backward of the other: values only move."""
+    """Exchange in which each direction is the backward of the other: values only move."""
 
     @staticmethod
     def forward(ctx: Any, group: Any, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:

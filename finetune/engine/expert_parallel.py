@@ -7,8 +7,8 @@ all-to-all of tokens between them.
 
 A parameter is a DTensor over both mesh dimensions, so its name, shape and rows are those of all experts: checkpoints
 and results need no special case. Its gradient is reduced over the ranks with the same experts, and comes from
-tokens of all ranks (`AllToAll.weight`). Adapters on experts are parameters like those of other layers: sharded over all
-ranks and gathered with their decoder layer; a rank has gradients for its own experts only.
+the tokens of all ranks (`AllToAll.weight`). Adapters on experts are parameters like those of other layers: sharded over
+all ranks and gathered with their decoder layer; a rank has gradients for its own experts only.
 """
 
 from __future__ import annotations

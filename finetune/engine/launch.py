@@ -1,4 +1,4 @@
-"""How this process was started: by `accelerate launch`, by `torchrun` with an accelerate config, or alone.
+"""Launch of this process: by `accelerate launch`, by `torchrun` with an accelerate config, or alone.
 
 accelerate's launcher passes its options to its processes as environment variables, but neither the name of the config
 file nor the requested number of processes. Both are read from the launcher's command line, so that an error can name
@@ -38,7 +38,7 @@ CONFIG_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")  # prefixes o
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was started. `processes` counts all machines."""
+    """Launch of this process. `processes` counts all machines."""
 
     kind: Kind
     processes: int

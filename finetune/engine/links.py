@@ -83,7 +83,7 @@ def join_group() -> LaunchGroup:
 
 
 def measure_links(group: LaunchGroup) -> Links | None:
-    """Measures links, in seconds. Collective. Returns None for one process."""
+    """Measures the links, which takes seconds. Collective. Returns None for one process."""
     if group.world_size == 1:
         return None
     large = _LARGE[group.device.type]

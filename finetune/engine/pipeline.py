@@ -343,7 +343,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _all_reduce(gradients: list[Tensor], group: Any) -> None:
-    """All-reduce in place, in flat buckets."""
+    """Sum gradients over a group in place, by all-reduces of flat buckets."""
     bucket: list[Tensor] = []
     size = 0
     for i, gradient in enumerate(gradients):

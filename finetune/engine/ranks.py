@@ -13,7 +13,7 @@ from torch import Tensor
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.timing import Stopwatch
 
-SIDE_TIMEOUT = timedelta(hours=6)  # for the slowest rank's disk, in a thread beside the training loop
+SIDE_TIMEOUT = timedelta(hours=6)  # for the slowest rank's disk, in a thread outside the training loop
 
 
 class Ranks:
@@ -68,7 +68,7 @@ class Ranks:
         return values
 
     def side_gather(self) -> Callable[[Any], list[Any]]:
-        """Returns a `gather` over a separate process group on the CPU, for a thread beside the loop."""
+        """Returns a `gather` over a separate process group on the CPU, for a thread outside the loop."""
         if self._size == 1:
             return lambda value: [value]
         group = torch.distributed.new_group(backend="gloo", timeout=SIDE_TIMEOUT)

@@ -10,7 +10,7 @@ Schedules                                                     source
 gpipe         every forward, then every backward              Huang et al. 2018, https://arxiv.org/abs/1811.06965
 1f1b          a backward as soon as one can run               Narayanan et al. 2021, https://arxiv.org/abs/2104.04473
 interleaved   the same, with several stages on each rank      the same, section 2.2
-zero_bubble   gradients of weights when a rank would wait    Qi et al. 2023, https://arxiv.org/abs/2401.10241 (ZB-H1)
+zero_bubble   gradients of weights when a rank would wait     Qi et al. 2023, https://arxiv.org/abs/2401.10241 (ZB-H1)
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def check_cuda(recipe: Recipe, launch: Launch) -> None:
 
 
 def check_in_backward(recipe: Recipe, launch: Launch, torch_version: str) -> None:
-    """Raises UserError for steps inside the backward of offloaded shards, because torch does not wait for gradients.
+    """Raises UserError for steps inside the backward of offloaded shards if torch does not wait for gradients.
 
     Before 2.13 FSDP2 calls a parameter's hook while its gradient is still being copied to pinned memory
     (https://github.com/pytorch/pytorch/pull/180666).

@@ -64,7 +64,7 @@ class ShardedParameters:
 
 @dataclass(frozen=True)
 class Style:
-    """How a linear layer is sharded, by the plan."""
+    """Sharding of a linear layer, by the plan."""
 
     dim: int  # dimension of the weight: 0 the outputs (column parallel), 1 the inputs (row parallel)
     full: bool = False  # a column parallel layer gathers its output, a row parallel one scatters its input

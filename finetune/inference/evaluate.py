@@ -92,7 +92,7 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[floa
 
         sqrt(sum_i (d_i - mean)^2 / (n (n - 1)))
 
-    Rows that are equally hard for both do not add to it: it is that of independent samples less twice their
+    Rows that are hard, or easy, for both do not add to it: it is that of independent samples less twice their
     covariance (https://arxiv.org/abs/2411.00640). None with fewer than two rows in common.
     """
     if len(ours) < 2 or ours.keys() != theirs.keys():

@@ -176,7 +176,7 @@ def _with_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def _status(process: str, code: int) -> int:
-    """Returns an exit status as a shell would; logs the signal that ended the process."""
+    """Returns an exit status as a shell would; prints the signal that ended the process."""
     if code >= 0:
         return code
     killed = " Most often the system did so for want of memory: `dmesg` says so" if code == -signal.SIGKILL else ""

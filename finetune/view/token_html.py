@@ -6,8 +6,7 @@ run. A run keeps its tokens in attributes, which the page's script reads on hove
     <mark data-p="7" data-i="284 220 19" data-n="2 1 1"> = 4</mark>
         position of the first token, ids, lengths of their texts in UTF-16 units (as in JavaScript)
     data-b="1 ⟨E2⟩|2 ⟨80⟩"    bytes of tokens (index within the run) that are part of a character
-    <s data-c="202e" ...>     a character that is invisible or not allowed in HTML; other <s> are marks before a
-    character
+    <s data-c="202e" ...>     a character that is invisible or not allowed in HTML; other <s> are marks before one
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def sequence_names(objective: str, count: int) -> tuple[str, ...]:
 
 
 def tokens_html(tokens: Sequence[Token], first: int = 0) -> Markup:
-    """Returns runs of tokens, see above; first: position of tokens[0]."""
+    """Returns runs of tokens, see the module docstring; first: position of tokens[0]."""
     parts, position = [], first
     # Groups similar tokens; a special one is alone.
     alike = groupby(enumerate(tokens), key=lambda one: (one[1].trained, one[0] if one[1].special else -1))

@@ -73,7 +73,7 @@ class ZeroCosts(Costs):
         return state
 
     def _flat(self, rank: int) -> State:
-        """Returns the state of stages 1 and 2: a buffer of trained weights per group, padded to two parts per rank."""
+        """Returns the state of stages 1 and 2: a buffer of trained weights per group, padded to 2 per rank."""
         state, ranks, weights = State(), self.launch.processes, self.shapes.weights
         state.persistent[WEIGHTS] = sum(weight.bytes for weight in weights if not weight.trains)
         optimizer = gradients = 0

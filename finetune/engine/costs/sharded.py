@@ -1,4 +1,4 @@
-"""Costs of `engine/fsdp2.py`: units of weights are gathered ahead of use, gradients reduced into shards."""
+"""Costs of `engine/fsdp2.py`: units of weights are gathered when needed, gradients reduced into shards."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ShardedCosts(Costs):
         return [weight for weight in layer if not weight.expert], experts
 
     def _units_around_layers(self) -> tuple[list[Weight], list[Weight], list[Weight], list[list[Weight]]]:
-        """Returns the root's weights, gathered until the backward has ended, embedding, tail, and the units of a
+        """Returns the root's weights (gathered until the backward has ended), embedding, tail, and the units of a
         tower."""
         units: dict[str, list[Weight]] = {"rest": [], "layer": [], "embedding": [], "tail": []}
         for weight in self.shapes.weights:

@@ -52,7 +52,7 @@ def numbers_of(example: Example, objective: ObjectiveSettings) -> str:
 
 
 BINS = 20  # of lengths, approximate number
-# Rows dropped or changed before they are examples: (count in the report, event, advice).
+# Rows dropped or changed before they are examples: {count in the report: (event, advice)}.
 LOSSES = {
     "bad": ("bad rows skipped", "`data.on_bad_row: error` stops at the first"),
     "dropped_overlong": ("dropped, longer than max_length", "raise `data.max_length`, or `data.overlong: split`"),
