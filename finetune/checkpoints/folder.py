@@ -249,7 +249,7 @@ class CheckpointInfo:
     verified: bool  # every byte was read
     problem: str | None
     step: int | None = None
-    steps: int | None = None  # of the run
+    steps: int | None = None  # length of the run
     metrics: dict[str, float] | None = None
     written: dict[str, Any] | None = None  # keys: where, world_size, host, at (UTC)
     best: bool = False  # among those measured, by the run's `checkpoint.best`

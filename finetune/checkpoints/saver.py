@@ -49,7 +49,7 @@ class _Snapshot:
 
     step: int
     state: dict[str, Any]
-    tensors: dict[str, Tensor]  # of this rank
+    tensors: dict[str, Tensor]  # this rank's tensors
     shapes: dict[str, str]
     scalars: dict[str, dict[str, float]]
 

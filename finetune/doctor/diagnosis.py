@@ -27,9 +27,9 @@ from finetune.utils import num_cores
 
 @dataclass(frozen=True)
 class Diagnosis:
-    hosts: list[Host]  # by rank
+    hosts: list[Host]  # one per rank
     links: Links | None  # None for one process
-    disks: list[Disk]  # of rank 0
+    disks: list[Disk]  # rank 0's disks
     not_shared: dict[str, list[str]]  # folder -> hosts on which it is not rank 0's
 
     @property
@@ -107,7 +107,7 @@ class Host:
     name: str
     cores: int
     memory: int
-    shared_memory: int  # of /dev/shm; 0 if there is none
+    shared_memory: int  # size of /dev/shm; 0 if there is none
     locked_memory: int | None  # limit that a process may pin; None: no limit
     device: str
     device_memory: int | None

@@ -51,7 +51,7 @@ class Engine(abc.ABC):
         self.rank = accelerator.process_index
         self.world_size = accelerator.num_processes
         self.parallelism = launch.parallelism
-        self.data_rank = self.parallelism.data_rank(self.rank)  # whose rows this rank works on
+        self.data_rank = self.parallelism.data_rank(self.rank)  # data parallel rank, whose rows this rank works on
         self.is_data_parallel_leader = self.parallelism.is_data_parallel_leader(self.rank)
         place = self.parallelism.coordinates(self.rank)
         self.context_shard = TokenShare(

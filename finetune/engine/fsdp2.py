@@ -242,7 +242,7 @@ class ShardWaits:
     def __init__(self, model: nn.Module, stopwatch: Stopwatch):
         self._stopwatch = stopwatch
         self._in_backward = False
-        self._inputs: list[Tensor] = []  # of the module whose weights are being gathered
+        self._inputs: list[Tensor] = []  # inputs of the module whose weights are being gathered
         if not stopwatch.knows_waits:
             return
         for module in model.modules():

@@ -39,7 +39,7 @@ class Device(Section):
     fp16: Positive | None = None
     bf16: Positive | None = None
     memory_gb: Positive  # 10^9 bytes
-    memory_gib: Positive | None = None  # as torch reports it, which differs
+    memory_gib: Positive | None = None  # total that torch reports, which differs
     seen: str | None = None  # source of memory_gib
     bandwidth_gb_s: Positive
     link: Text  # between the devices of a machine; a row of `links`
@@ -54,16 +54,16 @@ class Device(Section):
 class Link(Section):
     gb_s: Positive  # sent, and received at once, by one device
     latency_us: Positive
-    share: Share  # of gb_s, reached by collectives
+    share: Share  # share of gb_s reached by collectives
     source: Text
 
 
 class Shares(Section):
     """Shares of a device's peaks reached by operators."""
 
-    products: Share  # of matrices
+    products: Share  # share for matrix products
     attention: Share
-    memory: Share  # of bandwidth, by element-wise operators and the optimizer
+    memory: Share  # share of bandwidth, for element-wise operators and the optimizer
 
 
 class Efficiency(Section):

@@ -44,7 +44,7 @@ class Launch:
     processes: int
     config_file: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    launched: bool = False  # by a launcher, not directly
+    launched: bool = False  # True if by a launcher, not directly
 
     @property
     def name(self) -> str:

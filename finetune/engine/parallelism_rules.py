@@ -30,11 +30,11 @@ class Architecture:
     kv_heads: int
     experts: int
     attention: tuple[str, ...]  # other than full causal attention: "sliding_attention", "chunked_attention"
-    modules: tuple[str, ...] = ()  # of the base model, if transformers has a plan to split it between them
+    modules: tuple[str, ...] = ()  # modules of the base model, if transformers has a plan to split it between them
     soft_capped: bool = False  # attention's logits
     dropouts: dict[str, float] = field(default_factory=dict)  # settings of active dropout
     rope_types: tuple[str, ...] = ()  # those whose frequencies depend on the length of a document
-    tensor_styles: frozenset[str] = frozenset()  # of the tensor parallel plan; empty without a plan
+    tensor_styles: frozenset[str] = frozenset()  # styles in the tensor parallel plan; empty without a plan
 
     @classmethod
     def of(cls, config: Any) -> Architecture:

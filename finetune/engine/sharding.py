@@ -38,7 +38,7 @@ class Meshes:
     """The ranks that share a parameter. One dimension: shards; two: replicas of shards (HSDP)."""
 
     layers: DeviceMesh
-    ends: DeviceMesh  # of embeddings, final norm and head: not tensor parallel, so also over those ranks
+    ends: DeviceMesh  # for embeddings, final norm and head: not tensor parallel, so also over those ranks
     tensor: DeviceMesh | None  # ranks with other columns of a layer's matrices
 
 
@@ -240,7 +240,7 @@ def fill_shards(
     DTensor, whose device would then be wrong.
     """
     filled: dict[str, Tensor] = {}
-    by_identity: dict[int, Tensor] = {}  # of the model's tensors: tied weights have two names
+    by_identity: dict[int, Tensor] = {}  # the model's tensors: tied weights have two names
     for name, sharded in model.state_dict(keep_vars=True).items():
         if id(sharded) not in by_identity:
             full = _broadcast(weights.saved.pop(name, None), sharded, shards.get(name), device)

@@ -274,8 +274,8 @@ def check_cuttable(model: Any) -> None:
     ]
     if others:
         raise UserError(f"pipeline: {name} has weights outside its layers ({', '.join(others)}): use another config")
-    buffers = (buffer for buffer in base.buffers() if not buffer.is_meta)  # as those of other stages may be
-    device = next(buffers, torch.empty(0)).device  # of the rotary frequencies
+    buffers = (buffer for buffer in base.buffers() if not buffer.is_meta)  # other stages' layers may be
+    device = next(buffers, torch.empty(0)).device  # device of the rotary frequencies
     hidden = torch.linspace(-1, 1, 2 * base.config.hidden_size, device=device).reshape(1, 2, -1)
     shown = {"layers": nn.ModuleList(_PassOn() for _ in base.layers), "norm": _PassOn()}
     with torch.no_grad(), _showing(base, shown):

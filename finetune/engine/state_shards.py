@@ -161,11 +161,11 @@ class ShardPart:
     """numel elements of the flattened parameter `name`: from `start` on, or runs of `run` each `stride` apart."""
 
     name: str
-    shape: tuple[int, ...]  # of the unsharded parameter
+    shape: tuple[int, ...]  # shape of the unsharded parameter
     start: int
     numel: int
     stepped: Tensor  # tensor that the optimizer steps
-    offset: int  # of this part in `stepped`, flattened and contiguous
+    offset: int  # position of this part in `stepped`, flattened and contiguous
     run: int = 0  # 0: one run
     stride: int = 0
 

@@ -34,7 +34,7 @@ class TensorGroup:
     """The ranks that share matrices."""
 
     process_group: Any
-    index: int  # of this rank
+    index: int  # this rank's position
     size: int
 
 
@@ -90,7 +90,7 @@ def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
     names = {id(module): name for name, module in model.named_modules()}
     shards: dict[str, ParameterShard] = {}
     partial: set[str] = set()
-    inputs: defaultdict[str, SharedInput] = defaultdict(lambda: SharedInput(group))  # by the module that receives it
+    inputs: defaultdict[str, SharedInput] = defaultdict(lambda: SharedInput(group))  # by receiving module
     for pattern, style, path, planned in _planned(base, plan):
         if style == PARTIAL:
             partial |= {f"{names[id(planned)]}.{name}" for name, _ in planned.named_parameters()}

@@ -27,7 +27,7 @@ from finetune.utils import LOCAL_HOSTS, host_name
 
 BODY_TIMEOUT_S = 30.0  # until a request's body is complete
 MAX_WAITING = 256  # requests, including the one being answered
-MAX_BODIES_BYTES = 256 * 2**20  # of all requests being read or waiting
+MAX_BODIES_BYTES = 256 * 2**20  # total of requests being read or waiting
 ANY_ADDRESS = "any address"  # among the names of a server that listens on all addresses
 
 

@@ -64,7 +64,7 @@ class NewRecipe:
     lengths: ExampleLengths
     fit: Fit
     template: str | None  # for chats, if the tokenizer has none
-    parameters: int | None  # of the model; None: unknown
+    parameters: int | None  # number of the model's parameters; None: unknown
 
     @property
     def extends(self) -> str:

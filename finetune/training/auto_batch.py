@@ -206,7 +206,7 @@ class HeaviestRow:
         """
         part = min(rows, 1)
         num_sequences = len(self.example.sequences)
-        length = max(1, int(self.tokens * part) // num_sequences)  # of each sequence
+        length = max(1, int(self.tokens * part) // num_sequences)  # tokens per sequence
         targets = min(int(self.supervised * part) // num_sequences, length - 1)
         loss_mask = np.arange(length) >= length - targets
         sequences = [TokenSequence(np.resize(one.input_ids, length), loss_mask) for one in self.example.sequences]
@@ -277,7 +277,7 @@ def optimizer_bytes(engine: Engine, build: BuildOptimizers) -> int:
 
     Steps a small probe in place of each tensor, and scales its state's size to the tensor's.
     """
-    if not engine.copies_state:  # it is on NVMe
+    if not engine.copies_state:  # state on NVMe
         return 0
     stepped = {id(part.stepped): part for part in engine.parts(reading=True)}
     probes = []
@@ -347,7 +347,7 @@ _CGROUPS = (  # (limit, used, key of reclaimable memory in memory.stat), of vers
 
 
 class DeviceMemory(Protocol):
-    name: str  # of the hardware, with its size: a result is valid for this hardware only
+    name: str  # name of the hardware, with its size: a result is valid for this hardware only
     limit: int  # bytes that this process may use
 
     def release(self) -> None:

@@ -49,7 +49,7 @@ class Generation:
     output: str
     reference: str
     matches: bool
-    images: tuple[Image, ...] = ()  # of the prompt, which has a note for each
+    images: tuple[Image, ...] = ()  # images of the prompt, which has a note for each
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) ->
 
 
 _EXAMPLES_READ = 1000  # per source of ids
-_MIN_SHARE = 0.1  # of rows: truncated rows end with any token
+_MIN_SHARE = 0.1  # share of rows: truncated rows end with any token
 
 
 def end_ids(

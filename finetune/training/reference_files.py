@@ -201,7 +201,7 @@ class Unfinished:
             there = np.lib.format.open_memmap(self._file, "r+")
             if there.dtype == np.float64 and there.shape == shape and there.flags.c_contiguous:
                 return there
-        for left in self._file.parent.glob("*.npy"):  # of other keys, no longer used
+        for left in self._file.parent.glob("*.npy"):  # files of other keys, no longer used
             left.unlink()
         temporary = self._file.with_suffix(".tmp.npy")  # a partial file must not look complete
         np.save(temporary, np.full(shape, np.nan))

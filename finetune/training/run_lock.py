@@ -37,7 +37,7 @@ class RunLock:
         self._folder, self._path, self._launch = folder, folder / ".lock", folder / ".launch.json"
         self._locks: list[FileLock] = []
         self._file: tuple[int, int] | None = None  # device and inode of the locked file; None: locks are not supported
-        self._written = ""  # of this launch, in .launch.json
+        self._written = ""  # this launch's content of .launch.json
         self._checking = threading.Lock()  # shared with the saving thread
 
     def acquire(self) -> str | None:

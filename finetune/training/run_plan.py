@@ -36,7 +36,7 @@ class Plan:
     rows_per_device: int | None  # packed sequences of a micro-batch; None with batch.tokens_per_device
     rows_per_device_reason: str
     rows_per_epoch: int | None  # packed sequences; None for a stream, like the other numbers per epoch
-    total_rows: int  # of the run; the last step may be short
+    total_rows: int  # total of the run; the last step may be short
     examples: int | None
     tokens_per_epoch: int | None
     supervised_tokens_per_epoch: int | None
@@ -54,8 +54,8 @@ class Plan:
     versions: dict[str, str]
     git_commit: str | None
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)  # for a model with its tower: (all, trained)
-    processor: str = ""  # of the first rank's machine
-    predicted: dict[str, Any] = field(default_factory=dict)  # by formula, before the run (plan/comparison.py)
+    processor: str = ""  # model of the first rank's processors
+    predicted: dict[str, Any] = field(default_factory=dict)  # calculated before the run (plan/comparison.py)
     measured: dict[str, Any] | None = None  # from this launch's steps, after its end
 
     def write(self, path: Path) -> None:

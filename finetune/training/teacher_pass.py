@@ -91,8 +91,8 @@ def _rows(engine: Engine, forward: ForwardPass, loader: Loader, console: Console
 class RankPredictions(NamedTuple):
     """One rank's predictions for a micro-batch of T tokens: for all of them, or for this rank's t."""
 
-    index: int  # of the micro-batch in the step
-    sequence_lengths: tuple[int, ...]  # of examples; their sum is T, without padding
+    index: int  # position of the micro-batch in the step
+    sequence_lengths: tuple[int, ...]  # tokens of examples; their sum is T, without padding
     places: NDArray[np.int64]  # (t,) positions of its tokens in the row
     tokens: NDArray[np.int32]  # (t,)
     predicting: NDArray[np.int64]  # (s,) places whose next token is trained

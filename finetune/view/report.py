@@ -27,8 +27,8 @@ from finetune.utils import LOCAL_HOSTS, host_name, write_atomically
 from finetune.view.token_html import sequence_names, tokens_html
 from finetune.view.web_page import head, page, text
 
-WIDTH, HEIGHT = 480, 150  # of a chart, in SVG units
-POINTS = 1000  # of a curve; longer ones show every n-th and the last
+WIDTH, HEIGHT = 480, 150  # size of a chart, in SVG units
+POINTS = 1000  # points per curve; longer ones show every n-th and the last
 EVALUATIONS = 12  # per run, with their answers
 COLOURS = ("#2f7fc1", "#c9772b", "#3f9a5f", "#a34fa8", "#b8433f", "#6b7280")
 REFRESH_S = 5
@@ -70,7 +70,7 @@ class RunData:
 
     folder: Path
     name: str
-    lines: list[dict[str, Any]]  # of metrics.jsonl
+    lines: list[dict[str, Any]]  # lines of metrics.jsonl
     recipe: dict[str, Any]
     plan: dict[str, Any]
     status: dict[str, Any]

@@ -66,7 +66,7 @@ class ModelSize:
     parameters: int
     trained: int
     ends: int  # parameters outside of layers: embedding and head
-    tail: int  # of these, those of final norm and head
+    tail: int  # parameters of final norm and head
     experts: int
     weights: int  # tensors
     tensors: int  # trained

@@ -51,7 +51,7 @@ def numbers_of(example: Example, objective: ObjectiveSettings) -> str:
     return f"margin {margin:g}" if isinstance(margin, float) and margin else ""
 
 
-BINS = 20  # of lengths, approximate number
+BINS = 20  # approximate number, for lengths
 # Rows dropped or changed before they are examples: {count in the report: (event, advice)}.
 LOSSES = {
     "bad": ("bad rows skipped", "`data.on_bad_row: error` stops at the first"),
@@ -94,7 +94,7 @@ class DatasetStatistics:
     tokens: int
     supervised_tokens: int
     lengths: Histogram  # tokens of an example
-    percentiles: dict[str, int]  # of lengths
+    percentiles: dict[str, int]  # {percentile: length}
     supervised_share: Histogram  # supervised tokens / tokens of an example
     packing: PackingStatistics
     notes: tuple[str, ...]

@@ -193,7 +193,7 @@ def _bars(histogram: Histogram, title: str, labels: Sequence[str], totals: Datas
             table.add_row("...", "0", Text(f"{len(lines)} empty bins", style="dim"))
             continue
         for label, count in lines:
-            eighths = max(round(count / highest * BAR_WIDTH * 8), 1 if count else 0)  # of a cell
+            eighths = max(round(count / highest * BAR_WIDTH * 8), 1 if count else 0)  # eighths of a cell
             bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
             table.add_row(label, f"{count:,}", Text(bar, style="green"))
     if totals:
