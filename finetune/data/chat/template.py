@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,9 @@ def asks_for_today(template: str) -> bool:
     return "strftime_now(" in dated(template)
 
 
+_NUMBERS = itertools.count()
+
+
 @lru_cache(maxsize=256)
 def _compiled(template: str, _thread: int) -> tuple[Any, Limits] | None:
     """The template in transformers' own sandbox, with limits, for one thread; None if this version does not
@@ -72,8 +76,9 @@ def _compiled(template: str, _thread: int) -> tuple[Any, Limits] | None:
     of all values, which are plain JSON here, and of the sandbox's globals, out of a chain of dicts.
     """
     compile_template: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
-    # A separate environment, compiled from a constant text: for `template` it would compute constants right away.
-    environment: Any = compile_template(f"{{{{ {template!r} }}}}").environment if compile_template else None
+    # transformers remembers the environment of each text that it compiled. This one is for one template and thread: the
+    # guards of another would count in its place. So its text, a comment, is a new one.
+    environment: Any = compile_template(f"{{# {next(_NUMBERS)} #}}").environment if compile_template else None
     if not hasattr(environment, "activate_tracker"):  # text in `{% generation %}` blocks
         return None
     return compile_with_limits(environment, dated(template))
