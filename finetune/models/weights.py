@@ -438,8 +438,8 @@ def fuse_adapters(model: Any, recomputed: Literal["selective"] | bool, schedule:
         lora_linear.fuse_adapters(model)
 
 
-def compute_in_fp8(model: Any, device: torch.device) -> None:
-    """Let linear layers of the decoder layers multiply in 8 bits (fp8_linear.py), in place; emulated without a GPU.
+def compute_in_fp8(model: Any, emulated: bool) -> None:
+    """Let linear layers of the decoder layers multiply in 8 bits (fp8_linear.py), in place. emulated: see `use_fp8`.
 
     Raises UserError where torchao is missing, or no layer has sizes that such products take.
     """
@@ -447,7 +447,7 @@ def compute_in_fp8(model: Any, device: torch.device) -> None:
         raise UserError("`train.precision: fp8` needs torchao: pip install 'torchao>=0.18'")
     from finetune.models import fp8_linear
 
-    if not fp8_linear.use_fp8(unwrap_peft(model).base_model.layers, emulated=device.type != "cuda"):
+    if not fp8_linear.use_fp8(unwrap_peft(model).base_model.layers, emulated=emulated):
         raise UserError(
             f"train.precision: {type(model).__name__} has no linear layers whose sizes are multiples of "
             f"{MULTIPLE}, which products of 8 bits take: use bf16"
