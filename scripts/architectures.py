@@ -1,6 +1,7 @@
 """Every causal class of the installed transformers: is its packed loss that of plain transformers on each document?
 
-    python scripts/architectures.py [--only llama] [--only qwen3] [--out architectures.jsonl] [--docs docs/models.md]
+    python scripts/architectures.py [--only llama] [--only qwen3] [--out architectures.jsonl] \
+        [--docs docs/reference/models.md]
 
 `--out` has a line for each architecture as soon as it is known; those that it has already are not tried again.
 

@@ -45,6 +45,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = PAGES.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
         if target is None:
             return text.strip("`").join("``")
-        return f"[{text}]({target}{anchor})"
+        own_folder = PurePosixPath(page.file.src_uri).parent
+        return f"[{text}]({os.path.relpath(target, own_folder).replace(os.sep, '/')}{anchor})"
 
     return re.sub(r"\[([^\]]*)\]\((?!https?://|#)([^)#\s]+)(#[^)\s]*)?\)", link, markdown)

@@ -450,7 +450,8 @@ def _version(package: str) -> str | None:
 
 def main() -> None:
     if missing := missing_requirements():
-        raise SystemExit(f"not installed, or in another version: {' '.join(missing)} (docs/gpu.md has the commands)")
+        names = " ".join(missing)
+        raise SystemExit(f"not installed, or in another version: {names} (docs/proofs/gpu.md has the commands)")
     arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
     results = read_results(arguments.out)

@@ -1,10 +1,10 @@
-"""Writes what the documentation takes from the code: docs/recipe-keys.md and the tables of recipes.
+"""Writes what the documentation takes from the code: docs/reference/recipe-keys.md and the tables of recipes.
 
     python scripts/make_docs.py            # after a change of finetune/recipe/schema.py or of a recipe
 
-docs/recipe-keys.md has every key of a recipe: type, limits and default from the JSON Schema, its meaning from the
-comments of finetune/recipe/schema.py. docs/recipes.md has a table of recipes between two marks, README.md a short one;
-who needs what is from the recipes' headers. A test holds all to what the code says.
+docs/reference/recipe-keys.md has every key of a recipe: type, limits and default from the JSON Schema, its meaning from
+the comments of finetune/recipe/schema.py. docs/reference/recipes.md has a table of recipes between two marks, README.md
+a short one; who needs what is from the recipes' headers. A test holds all to what the code says.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def nested(section: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def keys_page() -> str:
-    """Returns docs/recipe-keys.md."""
+    """Returns docs/reference/recipe-keys.md."""
     schema = json.loads(recipe_json_schema())
     full = Recipe.model_json_schema(mode="validation")  # knows what is required
     top = comments_of(Recipe)
@@ -186,7 +186,7 @@ def recipes_table() -> str:
     rows = ["| model | recipes | the smallest of them needs |", "| --- | --- | --- |"]
     for folder, name in NAMES.items():
         paths = sorted((ROOT / "recipes" / folder).glob("*.yaml"))
-        links = ", ".join(f"[{path.stem}](../recipes/{folder}/{path.name})" for path in paths)
+        links = ", ".join(f"[{path.stem}](../../recipes/{folder}/{path.name})" for path in paths)
         places = [re.search(r"# Where: +([^;\n]+)", path.read_text(encoding="utf-8")) for path in paths]
         needs = min((place[1].strip() for place in places if place), key=gigabytes)
         rows.append(f"| {name} | {links} | {needs} |")
@@ -222,9 +222,9 @@ def with_table(path: Path, table: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Returns every file that is made, or has a made part, and its content."""
-    readme, recipes = ROOT / "README.md", ROOT / "docs" / "recipes.md"
+    readme, recipes = ROOT / "README.md", ROOT / "docs" / "reference" / "recipes.md"
     return {
-        ROOT / "docs" / "recipe-keys.md": keys_page(),
+        ROOT / "docs" / "reference" / "recipe-keys.md": keys_page(),
         recipes: with_table(recipes, recipes_table()),
         readme: with_table(readme, families_table()),
     }

@@ -4,7 +4,7 @@
 
 Models of two families, about a million parameters each, learn this repository's documentation from scratch, byte by
 byte; on its last tenth each is compared with itself rounded as `export` rounds: the basis of the thresholds in
-finetune/export/figures.py, beside published figures of larger models (docs/export.md).
+finetune/export/figures.py, beside published figures of larger models (docs/reference/export.md).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     steps = parser.parse_args().steps
-    pages = b"".join(path.read_bytes() for path in sorted((ROOT / "docs").glob("*.md")))
+    pages = b"".join(path.read_bytes() for path in sorted((ROOT / "docs").rglob("*.md")))
     text = torch.from_numpy(np.frombuffer(pages, np.uint8).astype(np.int64))
     end = len(text) * 9 // 10
     held_out = text[end : end + 32 * WIDTH].reshape(32, WIDTH)

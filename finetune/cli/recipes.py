@@ -116,8 +116,8 @@ def plan(
 ) -> None:
     """Plan a run before renting for it: does it fit, how fast, at what price, with which accelerate config.
 
-    Every legal config on the given devices, by formula, without weights and without network. docs/plan.md says what the
-    numbers rest on.
+    Every legal config on the given devices, by formula, without weights and without network.
+    docs/reference/plan.md says what the numbers rest on.
 
     Example: [bold]python -m finetune plan recipes/llama3.1-8b/lora.yaml --on 8xH100-80 --on 2x4090[/bold]
 

@@ -155,7 +155,7 @@ def read_table(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(read, dict):
-        raise UserError(f"{path}: expected keys and values, as in docs/plan.md")
+        raise UserError(f"{path}: expected keys and values, as in docs/reference/plan.md")
     return read
 
 

@@ -44,12 +44,17 @@ class FittingAdapter(contextlib.AbstractContextManager[None]):
 def check_shapes(trained: Trained, adapted: Any) -> None:
     """Raises UserError for weights of an adapter that have other shapes than its settings make on this base.
 
-    adapted: peft's model, of shapes.
+    adapted: peft's model, of shapes. Trained tables may have more rows than the base's: those of added tokens.
     """
+    tables = [adapted.get_input_embeddings(), adapted.get_output_embeddings()]
+    in_tables = {id(p) for table in tables if table is not None for p in table.parameters()}
     for name, parameter in adapted.named_parameters():
-        key = trained.key(name)
-        if key is not None and (shape := trained.shapes[key].shape) != parameter.shape:
+        if (key := trained.key(name)) is None:
+            continue
+        made, shape = tuple(parameter.shape), tuple(trained.shapes[key].shape)
+        grown = id(parameter) in in_tables and name.endswith(".weight") and shape[0] > made[0]
+        if shape[grown:] != made[grown:]:
             raise UserError(
                 f"{trained.folder / ADAPTER}: {key} has the shape {list(shape)}, but {ADAPTER_CONFIG} and the base "
-                f"make {list(parameter.shape)}: the files are not of one run, or the base is another; restore them"
+                f"make {list(made)}: the files are not of one run, or the base is another; restore them"
             )

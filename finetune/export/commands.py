@@ -28,7 +28,7 @@ from finetune.export.scoring import is_scoring, read_labels
 from finetune.export.trained import check_model_folder
 from finetune.models.added_tokens import grow_to
 from finetune.models.base_checkpoint import base_checkpoint
-from finetune.models.base_config import Parsing
+from finetune.models.base_config import NO_FOLDER, Parsing, is_missing_folder
 from finetune.models.config import model_config
 from finetune.models.damage import check_settings, check_weights, mismatched_sizes, read_object, why_no_weights
 from finetune.models.remote_code import load_auto, trusts_code
@@ -281,11 +281,13 @@ class _LoadingModel(contextlib.AbstractContextManager[None]):
     """
 
     def __init__(self, what: str, folder: Path, advice: str = ""):
-        self._what, self._advice = what, f"; {advice}" if advice else ""
+        self._what, self._folder, self._advice = what, folder, f"; {advice}" if advice else ""
         check_settings(folder)
         check_weights(folder)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, UserError) and is_missing_folder(str(self._folder)):
+            raise UserError(f"{self._what}: {NO_FOLDER}{self._advice}") from error
         # A name that is neither a folder's nor the hub's is a ValueError.
         if isinstance(error, OSError | ValueError | SafetensorError):
             raise UserError(f"{self._what}: {why_no_weights(error)}{self._advice}") from error

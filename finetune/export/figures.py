@@ -18,8 +18,8 @@ class Threshold:
     top1: float  # least share of trained tokens with the same likeliest token
 
 
-# Rounding of weights alone, measured with room to spare (docs/export.md). The largest of some thousand tokens is up to
-# a hundred times the mean.
+# Rounding of weights alone, measured with room to spare (docs/reference/export.md). The largest of some
+# thousand tokens is up to a hundred times the mean.
 THRESHOLDS = {
     "float32": Threshold(1e-6, 1e-3, 0.999),
     "bfloat16": Threshold(1e-3, 0.1, 0.97),

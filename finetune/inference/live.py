@@ -34,7 +34,7 @@ from finetune.models.remote_code import load_auto
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut, Images
 
-# For any format of a server; docs/export.md.
+# For any format of a server; docs/reference/export.md.
 TOP1, GAP_MEAN, GAP_MAX = 0.95, 1e-2, 1.0  # share; nats for a token that is not the likeliest
 _FORMAT_ROWS = 100
 

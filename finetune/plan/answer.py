@@ -36,7 +36,7 @@ _COLOURS = {"fits": "green", "tight": "yellow", "no": "red"}
 
 
 def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, Any]]:
-    """Returns an object of each choice, as docs/plan.md says; what is not known is None."""
+    """Returns an object of each choice, as docs/reference/plan.md says; what is not known is None."""
     return [
         {
             "config": one.config,
@@ -299,7 +299,7 @@ def _not_possible(illegal: dict[str, str]) -> list[str]:
 def price_lines(request: PlanRequest, one: Choice) -> list[str]:
     """Returns who asks how much for a device, per million tokens, and the checkpoints that lose least on spot."""
     if (found := cheapest(request.prices, one.machines, request.spot)) is None:
-        return [f"price: no line for {one.machines.key}: add one to prices.yaml (docs/plan.md)"]
+        return [f"price: no line for {one.machines.key}: add one to prices.yaml (docs/reference/plan.md)"]
     price, (amount, currency) = found
     each = f"{amount} {currency}/hour and device, {price.provider}, {price.date}: {price.source}"
     lines = [f"price: {each}"]

@@ -91,7 +91,7 @@ class Launched:
         recipe, hardware = self.recipe, read_hardware()
         plan = {"device": self.device, "processor": processor()}
         if (key := device_key(plan, hardware)) is None:
-            raise UserError(f"no device {self.device} in hardware.yaml (docs/plan.md)")
+            raise UserError(f"no device {self.device} in hardware.yaml (docs/reference/plan.md)")
         device = this_machine() if key == CPU else hardware.devices[key]
         machines = Machines(device, key, self.per_machine, self.launch.processes // self.per_machine)
         folder = Path(recipe.run.dir, recipe.run.name)
@@ -99,7 +99,8 @@ class Launched:
         if speeds is None and key == CPU:
             speeds = processor_speeds(hardware)
         if speeds is None:
-            raise UserError(f"{self.device} has no peak in {recipe.train.precision} in hardware.yaml (docs/plan.md)")
+            precision = recipe.train.precision
+            raise UserError(f"{self.device} has no peak in {precision} in hardware.yaml (docs/reference/plan.md)")
         shapes, recomputes = shapes_of(recipe, self.config), recipe.train.activation_checkpointing is True
         shape = Shape.of(shapes.weights, recipe, self.config, key == CPU, recomputes)
         where = (self.launch, machines, hardware, self.rows, heaviest(recipe, self.rows))

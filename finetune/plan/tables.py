@@ -106,7 +106,7 @@ def parse_machines(text: str, machines: int, hardware: Hardware) -> Machines:
         hint = f"did you mean {' or '.join(dict.fromkeys(known[one] for one in close))}? " if close else ""
         raise UserError(
             f"--on {text}: no device {name!r}. {hint}Known: {', '.join(hardware.devices)}, {CPU}; others go into "
-            "hardware.yaml (docs/plan.md)"
+            "hardware.yaml (docs/reference/plan.md)"
         )
     return Machines(hardware.devices[key], key, count, machines)
 

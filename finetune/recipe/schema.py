@@ -268,8 +268,8 @@ class Data(Section):
     balance: Count = 8
     streaming: bool = False  # read `train` during the run instead of before; needs `train.max_steps`
     window: Count = 10_000  # with streaming: source rows that are shuffled and packed together
-    # Rows have images, and the model is trained with its tower, `image: {}` with all defaults; see docs/images.md.
-    # null: rows with images are refused.
+    # Rows have images, and the model is trained with its tower, `image: {}` with all defaults; see
+    # docs/reference/images.md. null: rows with images are refused.
     image: Images | None = None
 
     @property

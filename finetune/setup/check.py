@@ -67,7 +67,7 @@ def check_recipe(
     try:
         recipe = load_recipe(path, overrides)
         if recipe_only:
-            _check_launch_alone(recipe, path, config_file, num_processes)
+            _check_launch_alone(recipe, path, config_file, num_processes, report)
         else:
             _check_run(recipe, path, config_file, num_processes, report)
     except UserError as error:
@@ -75,12 +75,15 @@ def check_recipe(
     return report
 
 
-def _check_launch_alone(recipe: Recipe, path: Path, config_file: Path | None, processes: int | None) -> None:
+def _check_launch_alone(
+    recipe: Recipe, path: Path, config_file: Path | None, processes: int | None, report: CheckReport
+) -> None:
     """Checks the rules of a launch that do not depend on the model."""
     from finetune.engine.compatibility import check_launch
 
     if config_file or processes:
-        check_launch(recipe, str(path), _launch(config_file, processes))
+        launch = _launch(config_file, processes)
+        _report_launch(recipe, launch, check_launch(recipe, str(path), launch), report)
 
 
 def _launch(config_file: Path | None, processes: int | None) -> Launch:
@@ -111,7 +114,7 @@ def _check_run(
     if problems.messages:
         raise problems.error(str(path))
     if config_file or processes:
-        _report_launch(prepared, report)
+        _report_launch(recipe, launch, prepared.micro_batches, report)
     _report_data(recipe, "train", prepared.training, report)
     if prepared.held_out is not None:
         _report_data(recipe, "eval", prepared.held_out, report)
@@ -151,17 +154,17 @@ def _check_model(prepared: Prepared, attention: AttentionChoice) -> None:
     with_objective(prepared, model, attention, torch.device("cpu"))
 
 
-def _report_launch(prepared: Prepared, report: CheckReport) -> None:
+def _report_launch(recipe: Recipe, launch: Launch, micro_batches: int, report: CheckReport) -> None:
     """Adds processes and micro-batches, and a note if processes would wait for each other."""
-    batch, launch = prepared.recipe.batch, prepared.launch
+    batch = recipe.batch
     automatic = batch.rows_per_device == "auto"
     at_most = "at most " if automatic or batch.tokens_per_device is not None else ""
-    steps = f"{at_most}{prepared.micro_batches} micro-batches per process and step"
+    steps = f"{at_most}{micro_batches} micro-batches per process and step"
     if automatic:
         steps += " (batch.rows_per_device: auto, measured at the first run)"
     sizes = "" if launch.parallelism.is_plain else f" ({launch.parallelism.summary()})"
     report.facts["launch"] = f"{launch.where}, {launch.processes} processes{sizes}, {steps}"
-    _note_balance(prepared.recipe, launch.parallelism.data, report)
+    _note_balance(recipe, launch.parallelism.data, report)
 
 
 def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:

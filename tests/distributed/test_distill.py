@@ -191,7 +191,7 @@ def test_a_run_goes_on_with_its_teacher_and_with_no_other(distilling: Path, made
     shutil.rmtree(next((run / "checkpoints").glob("step-*4")))
     other = f"objective.teacher={made / 'qwen3'}"
     predict_here(distilling, other)
-    with pytest.raises(UserError, match="the rows themselves: teacher: "):
+    with pytest.raises(UserError, match="data: teacher: "):
         train_here(distilling, *keep, other)
     train_here(distilling, *keep)
     again = [line for line in metrics(run) if "loss" in line]

@@ -38,9 +38,10 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Its cells in order, in one namespace, from the folder that it lies in."""
     for name in ("recipes", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "docs").mkdir()
-    monkeypatch.chdir(tmp_path / "docs")
-    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
+    folder = tmp_path / "docs" / "start"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    notebook = json.loads((ROOT / "docs" / "start" / "notebook.ipynb").read_text(encoding="utf-8"))
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     namespace: dict[str, Any] = {}
     for cell in notebook["cells"]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,16 +15,17 @@ from conftest import script
 
 from finetune.cli import app
 from finetune.data.formats.converters import FORMATS
-from finetune.data.formats.detect import parse_row
+from finetune.data.formats.detect import detect_format, parse_row
 from finetune.recipe import Recipe, load_recipe
 from finetune.recipe.load import key_is_known
 
 ROOT = Path(__file__).parents[2]
 FILES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 README, CONTRIBUTING = PAGES["README"], PAGES["CONTRIBUTING"]
 LINKED = [*FILES, ROOT / "benchmarks" / "README.md"]
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]  (typer says Command, it is a group)
@@ -69,8 +72,61 @@ def test_overrides_in_commands_have_keys() -> None:
             assert [word for word in rest.split() if "=" in word and not key_is_known(word.partition("=")[0])] == []
 
 
-def test_contributing_is_short() -> None:
-    assert len(CONTRIBUTING.splitlines()) < 140  # with a glossary of 40
+def test_pages_for_people_are_short() -> None:
+    assert len(CONTRIBUTING.split()) < 1200
+    assert len(PAGES["CHANGELOG"].split()) < 1500
+    assert len(GUIDES) == 7
+    assert [path.stem for path in GUIDES if len(PAGES[path.stem].split()) > 900] == []
+
+
+@pytest.mark.parametrize("path", LINKED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_cells_of_tables_are_short(path: Path) -> None:
+    """What is read counts, not the addresses of links."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    cells = [cell for line in lines for cell in re.sub(r"\]\([^)]*\)", "]", line).strip("|").split(" | ")]
+    assert [cell for cell in cells if len(cell.strip()) > 300] == []
+
+
+def commands_of(page: str) -> Iterator[list[str]]:
+    """Yields the words of each command of finetune that a page shows, without `python -m finetune`."""
+    for line in re.findall(r"python -m finetune ([^\n`]+)", page.replace("\\\n", " ")):
+        yield shlex.split(line, comments=True)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the shipped recipes, and those that guides show as files."""
+    folder = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    (folder / "recipes" / "mine").mkdir()
+    for path in GUIDES:
+        for name, text in re.findall(r"```yaml\n# recipes/mine/([\w-]+\.yaml)\n(.+?)```", PAGES[path.stem], re.DOTALL):
+            written = folder / "recipes" / "mine" / name
+            assert not written.exists(), f"{name} is shown twice"
+            written.write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_guides_show_commands_that_parse_and_recipes_that_load(path: Path, checkout: Path) -> None:
+    commands = [words for words in commands_of(PAGES[path.stem]) if len(words) > 1]
+    assert len(commands) >= 5
+    group = typer.main.get_command(app)
+    for words in commands:
+        context = COMMANDS[words[0]].make_context(words[0], words[1:], parent=group.make_context("finetune", words))
+        recipe, *overrides = context.params.get("words") or [
+            str(context.params.get("recipe")),
+            *(context.params.get("overrides") or []),
+        ]
+        if recipe.startswith("recipes/"):
+            load_recipe(checkout / recipe, overrides)
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_guides_show_rows_of_a_format(path: Path) -> None:
+    for block in re.findall(r"```json\n(.+?)```", PAGES[path.stem], re.DOTALL):
+        for line in block.splitlines():
+            assert detect_format([json.loads(line)]).columns is None  # every name is the format's own
 
 
 def test_tables_are_where_contributing_says() -> None:
@@ -106,7 +162,7 @@ def test_made_pages_are_current() -> None:
     for path, text in made.pages().items():
         assert text == PAGES[path.stem], "what the code says has changed: python scripts/make_docs.py"
     recipes = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").glob("*/*.yaml"))
-    table = re.findall(r"\]\(\.\./(recipes/[^)]+)\)", PAGES["recipes"])
+    table = re.findall(r"\]\(\.\./\.\./(recipes/[^)]+)\)", PAGES["recipes"])
     assert sorted(table) == [name for name in recipes if "/base/" not in name]
 
 
@@ -118,9 +174,10 @@ def test_every_key_has_its_place_on_the_page() -> None:
 
 
 def test_the_site_has_every_page() -> None:
-    listed = re.findall(r"^ +- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    listed = re.findall(r"^ +- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     pages = script("scripts/docs_pages.py").PAGES.values()
-    assert sorted(listed) == sorted([*pages, *(path.name for path in (ROOT / "docs").glob("*.md"))])
+    docs = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted([*pages, *docs])
 
 
 def test_readme_is_short() -> None:
