@@ -187,10 +187,15 @@ def test_the_command_line(taught: Path, tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({}, "no result here"),
-        ({"config.json": "hello"}, "not the settings of a model (no `model_type`)"),
+        ({"config.json": "hello"}, "config.json: damaged: not valid JSON"),
+        ({"config.json": '{"layers": 2}'}, "not the settings of a model (no `model_type`)"),
         ({"adapter_config.json": '{"r": 4}'}, "not the settings of a model (no `base_model_name_or_path`)"),
         ({"config.json": '{"model_type": "llama"}'}, "no weights here"),
-        ({"config.json": '{"model_type": "llama"}', "model.safetensors": ""}, "no tokenizer here"),
+        (
+            {"config.json": '{"model_type": "llama"}', "model.safetensors": ""},
+            "model.safetensors: damaged or incomplete",
+        ),
+        ({"config.json": '{"model_type": "llama"}', "model.safetensors": "\2" + "\0" * 7 + "{}"}, "no tokenizer here"),
     ],
 )
 def test_a_foreign_folder(taught: Path, tmp_path: Path, files: dict[str, str], message: str) -> None:
