@@ -14,6 +14,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from finetune.errors import UserError
 from finetune.export.figures import Figures
+from finetune.export.formats import EIGHT_BITS
 from finetune.export.gguf_file import gguf_of
 from finetune.export.gguf_settings import open_gguf, package
 from finetune.export.gguf_tokenizer import add_tokenizer
@@ -169,7 +170,7 @@ def _compare_config(figures: Figures, trained: Trained, written: StreamedModel, 
     types = {part.get(key) for part in (theirs, theirs.get("text_config") or {}) for key in ("dtype", "torch_dtype")}
     if other := sorted(str(one) for one in types - {None, figures.dtype}):
         figures.problems.append(f"config.json: dtype is {other[0]}, and the weights are {figures.dtype}")
-    if "quantization_config" in theirs and figures.format not in ("int8", "fp8"):
+    if "quantization_config" in theirs and figures.format not in EIGHT_BITS:
         figures.problems.append("config.json: quantization_config is there, and the weights are not quantized")
     if written.base is None or (written.is_scoring and trained.is_adapter):
         return

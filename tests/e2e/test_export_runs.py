@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from finetune.checkpoints.folder import describe_checkpoints
 from finetune.errors import RunFailure, UserError
 from finetune.export import tensor_files
-from finetune.export.commands import ExportOptions, export_run, load_result
+from finetune.export.commands import ExportOptions, export_run
 from finetune.export.hf_folder import export_folder
+from finetune.export.loading import load_result
 from finetune.export.trained import find_trained
 from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Lora
