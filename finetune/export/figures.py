@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+WHOLE_BYTES = 2**28  # of a model in fp32, up to which the run's and the export's are also loaded, one after the other
+
 
 @dataclass(frozen=True)
 class Threshold:

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 import yaml
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.checkpoints.inputs import short
+from finetune.checkpoints.safetensors_writer import save_tensors
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure
 from finetune.export.base_layout import BaseLayout, adapter_for_base, name_in_adapter, write_base_settings
@@ -133,7 +134,8 @@ def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:
     state = _with_tied(model, state)
     main.do(lambda: model.save_pretrained(folder, state_dict=state, **tables))
     if has_added_tokens(model):
-        main.do(_append, folder / "adapter_model.safetensors", rows)
+        file = folder / "adapter_model.safetensors"
+        main.do(lambda: save_tensors(file, {**load_file(file), **rows}))
     shapes, rows = split_rows(engine.saved_shapes(True))
     if not engine.is_main:
         return {}
@@ -153,11 +155,6 @@ def _with_tied(model: Any, state: State) -> State:
             names.setdefault(id(parameter), []).append(name)
     tied = {name: next((one for one in group if one in state), None) for group in names.values() for name in group}
     return {**{name: state[one] for name, one in tied.items() if one is not None}, **state}
-
-
-def _append(file: Path, tensors: State) -> None:
-    """Raises OSError or SafetensorError."""
-    save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
 
 
 def base_of(model: Any) -> BaseCheckpoint | None:

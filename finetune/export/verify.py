@@ -34,7 +34,7 @@ from finetune.data.examples import row_images
 from finetune.data.samples import Example, Image
 from finetune.data.samples import Sequence as Document
 from finetune.errors import UserError
-from finetune.export.figures import SECTION, THRESHOLDS, Figures, card_section
+from finetune.export.figures import SECTION, THRESHOLDS, WHOLE_BYTES, Figures, card_section
 from finetune.export.formats import FLOATS, GGUF_TYPES
 from finetune.export.gguf_file import gguf_of
 from finetune.export.gguf_settings import context_length, open_gguf
@@ -58,7 +58,6 @@ from finetune.recipe.schema import HeldOut
 from finetune.utils import write_atomically
 
 ROWS = 32
-WHOLE_BYTES = 2**28  # of a model in fp32, up to which both are also loaded and asked, one after the other
 # Where tokenizers split text in different ways: digits, runs of spaces, contractions, letters beyond ASCII.
 _CHAT = [{"role": "user", "content": "How many days has a week?  It's 1234567,\n\n\tI'D say: naïve 日本 🙂 x1"}]
 
