@@ -124,11 +124,13 @@ class _LoadingModel(contextlib.AbstractContextManager[None]):
     """
 
     def __init__(self, what: str, folder: Path, advice: str = ""):
-        self._what, self._advice = what, f"; {advice}" if advice else ""
+        self._what, self._folder, self._advice = what, folder, f"; {advice}" if advice else ""
         check_settings(folder)
         check_weights(folder)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, UserError) and not self._folder.exists():  # of a config, which is read first
+            raise UserError(f"{self._what}: {error}{self._advice}") from error
         # A name that is neither a folder's nor the hub's is a ValueError.
         if isinstance(error, OSError | ValueError | SafetensorError):
             raise UserError(f"{self._what}: {why_no_weights(error)}{self._advice}") from error

@@ -89,7 +89,12 @@ def save_result(
         if engine.is_main:
             shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
         raise
-    _verify(engine, main, Verification(partial, expected, copied), partial)
+    verification = Verification(partial, expected, copied)
+    for file in engine.ranks.gather(weight_files(partial) if engine.is_main else None)[0]:
+        main.do(verification.read, file)
+        engine.ranks.barrier()  # so that the collective timeout has to cover one file only
+    main.do(verification.finish)
+    main.settle()
     main.do(finish_replace, folder)
     main.settle()
 
@@ -160,14 +165,6 @@ def _with_tied(model: Any, state: State) -> State:
 def base_of(model: Any) -> BaseCheckpoint | None:
     """Returns the base that a model is the text part of; on a rank that has read no weights, None."""
     return getattr(unwrap_peft(model), "base_checkpoint", None)
-
-
-def _verify(engine: Engine, main: MainRank, verification: Verification, folder: Path) -> None:
-    for file in engine.ranks.gather(weight_files(folder) if engine.is_main else None)[0]:
-        main.do(verification.read, file)
-        engine.ranks.barrier()  # so that the collective timeout has to cover one file only
-    main.do(verification.finish)
-    main.settle()
 
 
 def write_config(model: Any, dtype: torch.dtype, folder: Path) -> None:

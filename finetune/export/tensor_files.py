@@ -14,7 +14,6 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +41,9 @@ class TensorFiles:
         digest = hashlib.sha256()
         for file in files:
             check_tensors(file)
-            header, start = _header(file)
+            with file.open("rb") as opened:
+                (length,) = struct.unpack("<Q", opened.read(8))
+                header, start = json.loads(opened.read(length)), 8 + length
             digest.update(f"{file.name} {file.stat().st_size} ".encode() + json.dumps(header, sort_keys=True).encode())
             for name, entry in header.items():
                 if name != "__metadata__":
@@ -87,13 +88,6 @@ class TensorFiles:
                     raise UserError(f"{place.file}: ends within {name}: restore the file")
                 done += count
         return tensor
-
-
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Returns a header that `check_tensors` has passed, and where the tensors begin."""
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        return json.loads(opened.read(length)), 8 + length
 
 
 # --- writing

@@ -45,7 +45,8 @@ def compare_files(figures: Figures, trained: Trained, written: StreamedModel, ex
     else:
         ours = files_beside_weights(trained.settings)
         compare_each(figures, ours, export)
-        copied = {path.name: path for path in _copied(written)}
+        base = written.base.folder if written.base else None  # whose code and settings of processors are copied
+        copied = {path.name: path for pattern in COPIED for path in sorted(base.glob(pattern))} if base else {}
         sees = trained.recipe is not None and trained.recipe.model.train is not None
         needs = about.is_file() and (trained.is_adapter or written.part is not None) and not written.is_scoring
         if not sees:  # else by the run's own bounds (verify_settings.py)
@@ -86,12 +87,6 @@ def compare_adapter(figures: Figures, trained: Trained, export: Path) -> None:
 def files_beside_weights(settings: Path) -> dict[str, Path]:
     """Returns tokenizer, templates and generation config of a folder, by their paths in it."""
     return {path.relative_to(settings).as_posix(): path for path in settings_files(settings)}
-
-
-def _copied(written: StreamedModel) -> list[Path]:
-    """Returns code and settings of processors, of the base or of the run's result."""
-    folders = [written.base.folder] if written.base else []
-    return [path for folder in folders for pattern in COPIED for path in sorted(folder.glob(pattern))]
 
 
 def compare_each(figures: Figures, ours: Mapping[str, Path], export: Path) -> None:

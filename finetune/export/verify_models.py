@@ -103,7 +103,8 @@ def _untrained(recipe: Recipe, base: str | None) -> tuple[Any, int]:
 def load_export(export: Path, figures: Figures, config: Any, trained: Trained, base: str | None) -> Any | None:
     """Returns the export in fp32; None where transformers cannot load it. config: of a GGUF file's model, which states
     only some of it."""
-    file, more, kind = gguf_of(export), dict[str, Any](), None
+    auto: Any = None
+    file, more = gguf_of(export), dict[str, Any]()
     if file is not None:
         config = copy.deepcopy(config)
         config.tie_word_embeddings = not any(one.name == "output.weight" for one in open_gguf(file).tensors)
@@ -127,13 +128,13 @@ def load_export(export: Path, figures: Figures, config: Any, trained: Trained, b
             delattr(own, "quantization_config")
             written = StreamedModel(trained, None, base)
             more["state_dict"] = {name: one.read() for name, one in stored_tensors(export, written).items()}
-            kind = type(written.model)  # transformers' auto classes want a folder
+            auto = type(written.model)  # auto classes want a folder
         more["config"] = own
     try:
         if "state_dict" in more:
-            model, report = kind.from_pretrained(None, dtype=torch.float32, output_loading_info=True, **more)
+            model, report = auto.from_pretrained(None, dtype=torch.float32, output_loading_info=True, **more)
         else:
-            auto: Any = AutoModelForCausalLM if file is not None else class_of_result(export)
+            auto = AutoModelForCausalLM if file is not None else class_of_result(export)
             model, report = load_auto(auto, export, dtype=torch.float32, output_loading_info=True, **more)
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         figures.problems.append(f"transformers cannot load it: {first_line(error)}")

@@ -304,7 +304,10 @@ def never_saved(runs: Path, tmp_path: Path) -> Path:
         (bad_adapter(lambda f: changed_settings(f, base_model_name_or_path="/gone/base")), "give --base FOLDER"),
         (bad_adapter(lambda f: changed_settings(f, bias="all")), "only LoRA without trained biases is merged"),
         (bad_adapter(lambda f: changed_settings(f, target_modules=["q_proj"])), "tensors have no place in the base"),
-        (bad_adapter(lambda f: (f / "adapter_model.safetensors").write_bytes(b"x" * 9)), "cannot be read"),
+        (
+            bad_adapter(lambda f: (f / "adapter_model.safetensors").write_bytes(b"x" * 9)),
+            "damaged or incomplete (9 bytes; header too large)",
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_said(
