@@ -26,9 +26,9 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from finetune.export.commands import auto_class
-from finetune.export.gguf_file import TYPES
-from finetune.export.hf_folder import export_gguf
+from finetune.export.formats import GGUF_TYPES
+from finetune.export.gguf_file import export_gguf
+from finetune.export.loading import auto_class
 from finetune.export.trained import find_trained
 from finetune.export.verify_models import as_llama
 
@@ -75,7 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, required=True, help="environment of llama-cpp-python, made if absent")
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--types", nargs="*", default=["f32"], choices=TYPES, help="of the matrices")
+    parser.add_argument("--types", nargs="*", default=["f32"], choices=GGUF_TYPES, help="of the matrices")
     options = parser.parse_args()
     python = _environment(options.venv.expanduser())
     failed = 0

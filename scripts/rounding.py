@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.export.quantised import dequantise, quantise
+from finetune.export.quantised import quantise
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, ROWS = 128, 16
@@ -36,12 +36,20 @@ def q8_0(weight: Tensor) -> Tensor:
     return torch.from_numpy(np.array(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind)))
 
 
+def eight_bits(weight: Tensor, kind: str) -> Tensor:
+    """Returns a weight (out, in), fp32, that was rounded to eight bits and decoded."""
+    parts = quantise(weight.clone(), kind)
+    packed = parts.get("weight_packed")
+    values = parts["weight"].float() if packed is None else packed.view(torch.uint8).float() - 128
+    return values * parts["weight_scale"].float()
+
+
 FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
     "bfloat16": lambda weight: weight.bfloat16().float(),
     "float16": lambda weight: weight.half().float(),
     "q8_0": q8_0,
-    "int8": lambda weight: dequantise(quantise(weight.clone(), "int8")),
-    "fp8": lambda weight: dequantise(quantise(weight.clone(), "fp8")),
+    "int8": lambda weight: eight_bits(weight, "int8"),
+    "fp8": lambda weight: eight_bits(weight, "fp8"),
 }
 
 

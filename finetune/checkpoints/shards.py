@@ -5,19 +5,14 @@ or `field|start:run:stride|parameter` for runs of `run` elements, `stride` apart
 trains, and a reader takes only the ranges it needs from each file. 8-bit state is stored as it is: codes under the
 field's name, with `field:scales`, `field:book` and `field:phase` (`finetune/engine/state_shards.py`).
 
-Files are written tensor by tensor, with one copy of one tensor in memory and the checksum computed on the way; the
-library's `save_file` takes the bytes of all tensors at once. The format is eight bytes with the length of a JSON
-header, the header, then the tensors' bytes without gaps (https://github.com/huggingface/safetensors#format).
+Files are written tensor by tensor, with the checksum computed on the way (`safetensors_writer.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import struct
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.checkpoints.folder import FileEntry
+from finetune.checkpoints.safetensors_writer import write_safetensors
 from finetune.engine.state_shards import (
     WEIGHT,
     Blocks,
@@ -215,42 +211,9 @@ def _fill(tensor: Tensor, pieces: list[StoredPiece]) -> None:
         piece.place(tensor.detach().view(-1)).copy_(piece.values())
 
 
-_TYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.uint8: "U8",
-}
-
-
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> FileEntry:
     """Write flat tensors, on any device, and flush them to the disk. Raises OSError."""
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # keeps each aligned to its type
-    digest, size = hashlib.sha256(), 0
-    with path.open("wb") as file:
-        for block in _blocks(ordered, metadata):
-            file.write(block)
-            digest.update(block)
-            size += len(block)
-        file.flush()
-        os.fsync(file.fileno())
+    digest = hashlib.sha256()
+    size = write_safetensors(path, ordered, ordered.__getitem__, metadata, digest.update)
     return FileEntry(path.name, size, digest.hexdigest())
-
-
-def _blocks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
-    header = _header(tensors, metadata)
-    yield struct.pack("<Q", len(header))
-    yield header
-    for tensor in tensors.values():
-        yield tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data
-
-
-def _header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
-    header: dict[str, object] = {"__metadata__": metadata}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from finetune.cli.options import AsJson, BaseModel, RunDir, ServedModel, ServerUrl, System, with_sampling
 from finetune.errors import UserError
+from finetune.export.formats import EIGHT_BITS, EXPORTS, ExportOptions
 from finetune.inference.sampling import Sampling
 from finetune.startup import quiet_libraries
 
@@ -187,21 +188,25 @@ def merge(
     print(f"merged into {out}")
 
 
+def _per_format(texts: dict[str, str]) -> str:
+    """Returns the help of an option whose values depend on the format; formats of the same text are one entry."""
+    names = {text: ", ".join(name for name, other in texts.items() if other == text) for text in texts.values()}
+    return "; ".join(f"{name}: {text}" for text, name in names.items()) + "."
+
+
 def export(
     run_dir: RunDir,
-    to: Annotated[
-        str, typer.Option(help="hf or vllm (a plain model folder), gguf, or ollama; adapters merged.")
-    ] = "hf",
+    to: Annotated[str, typer.Option(help=_per_format({name: one.about for name, one in EXPORTS.items()}))] = "hf",
     step: Annotated[
         str | None, typer.Option(metavar="N|best", help="A checkpoint. Default: the result, or the newest checkpoint.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: RUN_DIR/export-TO[-step-N].")] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(help="hf: float32, bfloat16, float16; gguf: f32, bf16, f16, q8_0."),
+        str | None, typer.Option(help=_per_format({name: ", ".join(one.dtypes) for name, one in EXPORTS.items()}))
     ] = None,
     quantize: Annotated[
-        str | None, typer.Option(help="hf: weights in int8 or fp8, compressed-tensors' format, without calibration.")
+        str | None,
+        typer.Option(help=f"hf, vllm: {' or '.join(EIGHT_BITS)} weights, compressed-tensors' format, no calibration."),
     ] = None,
     base: BaseModel = None,
     average_checkpoints: Annotated[
@@ -219,7 +224,7 @@ def export(
     Example: [bold]python -m finetune export runs/quickstart-lora --to hf --step best -o my-model[/bold]
     """
     quiet_libraries()
-    from finetune.export.commands import ExportOptions, export_run
+    from finetune.export.commands import export_run
 
     exported = export_run(
         run_dir,

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from finetune.checkpoints.safetensors_writer import save_tensors
 from finetune.export.weight_files import DiskLayout, State, WeightsWriter
 from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.text_part import TextPart
@@ -87,7 +88,7 @@ def adapter_for_base(model: Any, part: TextPart, folder: Path) -> None:
     """
     path = folder / "adapter_model.safetensors"
     state = {name_in_adapter(part, name): tensor for name, tensor in load_file(path).items()}
-    save_file(state, path, metadata={"format": "pt"})
+    save_tensors(path, state)
     settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     modules = [name for name, _ in part.base.named_modules()]
     settings["target_modules"] = pattern_of([part.in_base(n) for n in model.base_model.targeted_module_names], modules)

@@ -168,17 +168,13 @@ def _common_base(runs: Sequence[Trained], base: str | None) -> Base:
             raise UserError(f"{run.run_dir}: trained from scratch: there is no base that it changed")
         one = find_base(name, revision)
         found.setdefault(str(one.folder.resolve()), one)
-    if len({_content(one) if len(found) > 1 else "" for one in found.values()}) > 1:
+    if len(found) > 1 and len({tuple(map(sha256_file, one.files.paths())) for one in found.values()}) > 1:
         names = " and ".join(sorted(one.name for one in found.values()))
         raise UserError(
             f"the runs have other bases ({names}): what they changed does not add up. Merge runs of one base, or give "
             "--base FOLDER if these are the same model"
         )
     return next(iter(found.values()))
-
-
-def _content(base: Base) -> tuple[str, ...]:
-    return tuple(sha256_file(file) for file in base.files.paths())
 
 
 def _shapes(models: Sequence[StreamedModel], base: Base) -> dict[str, Tensor]:

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+WHOLE_BYTES = 2**28  # of a model in fp32, up to which the run's and the export's are also loaded, one after the other
+
 
 @dataclass(frozen=True)
 class Threshold:
@@ -34,9 +36,6 @@ _LOST_SHARE, _ROUNDING = 0.25, {"float32": 1e-9, "bfloat16": 1e-5, "float16": 1e
 _ROUNDING |= {"int8": 1e-3, "fp8": 1e-2}
 
 
-_BEYOND_SHARE = 0.02  # the same rounding of the same weights; sums in another order may round a few to the other side
-
-
 @dataclass
 class Figures:
     """How an export compares with its run."""
@@ -50,8 +49,6 @@ class Figures:
     kl_max: float | None = None
     top1: float | None = None  # share of tokens with the same likeliest token
     kl_base: float | None = None  # KL(trained, base): what training has changed; of adapters
-    kl_rounding: float | None = None  # KL(trained, trained with weights rounded so), of eight bits
-    kl_beyond: float | None = None  # KL(that, exported): what is not rounding
     greedy: float | None = None  # share of equal greedy texts
     tensors: int = 0  # compared one by one
     score_max: float | None = None  # largest difference of a score
@@ -78,12 +75,6 @@ class Figures:
                 self.problems.append(
                     f"the mean KL is {lost:.0%} of what training changed ({self.kl_base:.3g}): a part of it is lost"
                 )
-        rounding = self.kl_rounding or 0.0
-        if self.kl_beyond is not None and self.kl_beyond > _BEYOND_SHARE * rounding + 1e-9:
-            self.problems.append(
-                f"its mean KL to the run's own weights in eight bits is {self.kl_beyond:.3g}, more than "
-                f"{_BEYOND_SHARE:.0%} of what their rounding costs ({rounding:.3g}): other scales or layers"
-            )
         if self.format == "float32" and self.greedy is not None and self.greedy < 1:
             self.problems.append(f"only {self.greedy:.0%} of greedy texts are the same")
 
@@ -111,7 +102,6 @@ def table_of(figures: Figures) -> list[tuple[str, str]]:
         f"KL per {unit}, mean (nats)": figures.kl_mean,
         f"KL per {unit}, maximum": figures.kl_max,
         "KL of the base, mean": figures.kl_base,
-        "KL of the same rounding, mean": figures.kl_rounding,
         "largest difference of a score": figures.score_max,
     }
     same = "same label or best answer" if figures.scored else "same likeliest token"

@@ -14,6 +14,7 @@ its tokenizer in gguf_tokenizer.py.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.errors import UserError
@@ -34,18 +36,22 @@ from finetune.export.gguf_settings import (
     WINDOWS,
     add_settings,
     check_architecture,
+    context_length,
     package,
     rope_of,
     settings_of,
 )
 from finetune.export.gguf_tokenizer import add_tokenizer
+from finetune.export.hf_folder import Check, Say, card_of, check_absent, describe, whole_or_absent
 from finetune.export.streamed import StreamedModel
+from finetune.export.trained import Trained
+from finetune.models.tokenizer import read_tokenizer
 from finetune.utils import fsync
 
-TYPES = ("f32", "bf16", "f16", "q8_0")
 _EXPERT = re.compile(r"(.*\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(\w+)\.weight")
 _BLOCK = 32  # values of a q8_0 block
 _AT_A_TIME = 1 << 20  # values
+MMPROJ = "which llama.cpp's `convert_hf_to_gguf.py FOLDER --mmproj` makes of the folder of `export --to hf`"
 
 
 @dataclass(frozen=True)
@@ -79,11 +85,49 @@ class _Entry:
     values: Callable[[], Tensor]
 
 
+def export_gguf(
+    trained: Trained,
+    out: Path,
+    kind: str,
+    base: str | None = None,
+    say: Say = lambda text: None,
+    ollama: bool = False,
+    check: Check = lambda folder: None,
+) -> StreamedModel:
+    """Write OUT/<run>-<kind>.gguf with its card, and a Modelfile for Ollama; as `export_folder`."""
+    check_absent(out)
+    model = StreamedModel(trained, None, base)
+    about = {**describe(model), "dtype": kind}
+    how = {"files": ["Modelfile"]} if ollama else {}
+    with whole_or_absent(out, about, how, card_of(trained), check) as partial:
+        file = partial / f"{about['run']}-{kind}.gguf"
+        if not file.exists():
+            say(f"writing {file.name}")
+            write_gguf(model, file, kind)
+            config = text_of(model).config
+            if (window := context_length(config)) < config.max_position_embeddings:
+                say(f"{file.name} is for texts of up to {window:,} tokens: llama.cpp has no window for such a model")
+            if model.text_part is not None:
+                say(f"{file.name} has the language model alone: pictures need a second file, {MMPROJ}")
+        if ollama:
+            (partial / "Modelfile").write_text(modelfile(trained, file.name), encoding="utf-8")
+    return model
+
+
+def modelfile(trained: Trained, name: str) -> str:
+    """Returns Ollama's description of a model: the file, which has the template, and where answers end."""
+    tokenizer = read_tokenizer(trained.settings)
+    ends = GenerationConfig.from_pretrained(trained.settings).eos_token_id
+    texts = [tokenizer.convert_ids_to_tokens(end) for end in (ends if isinstance(ends, list) else [ends])]
+    stops = "".join(f"PARAMETER stop {json.dumps(text)}\n" for text in texts)
+    return f"FROM ./{name}\n{stops}"
+
+
 def write_gguf(model: StreamedModel, path: Path, kind: str) -> None:
     """Write a trained model to one GGUF file, whole or absent.
 
-    kind: type of the matrices, one of TYPES. Raises UserError for an architecture or a tokenizer that is not written
-    here, OSError where the disk is full.
+    kind: type of the matrices, one of GGUF_TYPES. Raises UserError for an architecture or a tokenizer that is not
+    written here, OSError if the disk is full.
     """
     gguf = package()
     text = text_of(model)

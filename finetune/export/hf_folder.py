@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from finetune.errors import RunFailure, UserError
 from finetune.export.quantised import QuantisedModel, settings_of
@@ -42,7 +41,6 @@ _PACKAGES = ("torch", "transformers", "peft", "safetensors")
 COPIED = ("*.py", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 Say = Callable[[str], object]
 Check = Callable[[Path], object]
-MMPROJ = "which llama.cpp's `convert_hf_to_gguf.py FOLDER --mmproj` makes of the folder of `export --to hf`"
 
 
 def export_folder(
@@ -66,7 +64,7 @@ def export_folder(
     model = StreamedModel(trained, dtype, base)
     written = QuantisedModel(model, quantised) if quantised else model
     about = {**describe(model), **({"quantised": quantised} if quantised else {})}
-    with whole_or_absent(out, about, {"shard_bytes": shard_bytes}, _card(trained), check) as partial:
+    with whole_or_absent(out, about, {"shard_bytes": shard_bytes}, card_of(trained), check) as partial:
         write_shards(
             *(partial, written.shapes, written.make, shard_bytes), lambda n, total: say(f"weights: file {n} of {total}")
         )
@@ -75,38 +73,6 @@ def export_folder(
             config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
             config["quantization_config"] = settings_of(written.kind, written.ignored)
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return model
-
-
-def export_gguf(
-    trained: Trained,
-    out: Path,
-    kind: str,
-    base: str | None = None,
-    say: Say = lambda text: None,
-    ollama: bool = False,
-    check: Check = lambda folder: None,
-) -> StreamedModel:
-    """Write OUT/<run>-<kind>.gguf with its card, and a Modelfile for Ollama; as `export_folder`."""
-    from finetune.export.gguf_file import text_of, write_gguf
-    from finetune.export.gguf_settings import context_length
-
-    check_absent(out)
-    model = StreamedModel(trained, None, base)
-    about = {**describe(model), "dtype": kind}
-    how = {"files": ["Modelfile"]} if ollama else {}
-    with whole_or_absent(out, about, how, _card(trained), check) as partial:
-        file = partial / f"{about['run']}-{kind}.gguf"
-        if not file.exists():
-            say(f"writing {file.name}")
-            write_gguf(model, file, kind)
-            config = text_of(model).config
-            if (window := context_length(config)) < config.max_position_embeddings:
-                say(f"{file.name} is for texts of up to {window:,} tokens: llama.cpp has no window for such a model")
-            if model.text_part is not None:
-                say(f"{file.name} has the language model alone: pictures need a second file, {MMPROJ}")
-        if ollama:
-            (partial / "Modelfile").write_text(modelfile(trained, file.name), encoding="utf-8")
     return model
 
 
@@ -151,15 +117,6 @@ def _check(partial: Path, out: Path, check: Check) -> None:
         raise RunFailure(
             f"{str(failure).replace(str(partial), str(out))}\nit is kept as {kept}, for inspection"
         ) from None
-
-
-def modelfile(trained: Trained, name: str) -> str:
-    """Returns Ollama's description of a model: the file, which has the template, and where answers end."""
-    tokenizer = read_tokenizer(trained.settings)
-    ends = GenerationConfig.from_pretrained(trained.settings).eos_token_id
-    texts = [tokenizer.convert_ids_to_tokens(end) for end in (ends if isinstance(ends, list) else [ends])]
-    stops = "".join(f"PARAMETER stop {json.dumps(text)}\n" for text in texts)
-    return f"FROM ./{name}\n{stops}"
 
 
 def check_absent(out: Path) -> None:
@@ -275,7 +232,7 @@ def _changed(config: dict[str, Any], model: StreamedModel) -> dict[str, Any]:
     return config
 
 
-def _card(trained: Trained) -> str:
+def card_of(trained: Trained) -> str:
     """Returns the card of the result, or one for a checkpoint."""
     if not trained.is_checkpoint and (trained.folder / "README.md").is_file():
         return (trained.folder / "README.md").read_text(encoding="utf-8")

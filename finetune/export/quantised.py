@@ -27,24 +27,8 @@ from finetune.export.streamed import StreamedModel
 from finetune.export.tensor_files import TensorFiles
 from finetune.models.text_part import is_multimodal, loaded_names
 
-KINDS = ("int8", "fp8")
-_CALIBRATED = {
-    "awq": "llm-compressor's AWQModifier (https://github.com/vllm-project/llm-compressor)",
-    "gptq": "GPT-QModel (https://github.com/ModelCloud/GPTQModel) or llm-compressor's GPTQModifier",
-}
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _PER_INT32 = 4
-
-
-def check_kind(kind: str) -> None:
-    """Raises UserError for what is not written here."""
-    if kind in _CALIBRATED:
-        raise UserError(
-            f"--quantize {kind}: needs calibration, which is done by {_CALIBRATED[kind]} on the folder that "
-            "`export --to hf` writes"
-        )
-    if kind not in KINDS:
-        raise UserError(f"--quantize {kind}: expected one of {', '.join(KINDS)}")
 
 
 @dataclass(frozen=True)
@@ -189,30 +173,6 @@ def quantise(weight: Tensor, kind: str) -> dict[str, Tensor]:
     whole = divided.round_().clamp_(-127, 127).add_(128).to(torch.uint8)  # the first of four is the lowest byte
     shape = torch.tensor(weight.shape)
     return {"weight_packed": whole.contiguous().view(torch.int32), "weight_scale": scale, "weight_shape": shape}
-
-
-def dequantise(made: dict[str, Tensor]) -> Tensor:
-    """Returns a weight (out, in), fp32, from what `quantise` has made of it, multiplied in the type of the scale, as
-    compressed-tensors does."""
-    scale, packed = made["weight_scale"], made.get("weight_packed")
-    values = made["weight"].to(scale.dtype) if packed is None else packed.view(torch.uint8).to(scale.dtype) - 128
-    return (values * scale).float()
-
-
-@torch.no_grad()
-def round_layers(model: Any, kind: str, dtype: torch.dtype) -> Any:
-    """Returns the run's model, fp32, with the weights of an export: adapters merged by peft, all in the type of the
-    export, linear layers in eight bits. The model is changed, one tensor after the other."""
-    merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
-    for parameter in merged.parameters():
-        parameter.copy_(parameter.to(dtype))
-    for module in text_layers(merged).values():
-        module.weight.copy_(dequantise(quantise(module.weight.to(dtype), kind)))
-    for name in stacked_experts(merged):
-        experts = merged.get_parameter(name)
-        for expert in experts:
-            expert.copy_(dequantise(quantise(expert.to(dtype), kind)))
-    return merged
 
 
 def other_layers(folder: Path, model: Any) -> str | None:

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 import yaml
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.checkpoints.inputs import short
+from finetune.checkpoints.safetensors_writer import save_tensors
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure
 from finetune.export.base_layout import BaseLayout, adapter_for_base, name_in_adapter, write_base_settings
@@ -88,7 +89,12 @@ def save_result(
         if engine.is_main:
             shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
         raise
-    _verify(engine, main, Verification(partial, expected, copied), partial)
+    verification = Verification(partial, expected, copied)
+    for file in engine.ranks.gather(weight_files(partial) if engine.is_main else None)[0]:
+        main.do(verification.read, file)
+        engine.ranks.barrier()  # so that the collective timeout has to cover one file only
+    main.do(verification.finish)
+    main.settle()
     main.do(finish_replace, folder)
     main.settle()
 
@@ -133,7 +139,8 @@ def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:
     state = _with_tied(model, state)
     main.do(lambda: model.save_pretrained(folder, state_dict=state, **tables))
     if has_added_tokens(model):
-        main.do(_append, folder / "adapter_model.safetensors", rows)
+        file = folder / "adapter_model.safetensors"
+        main.do(lambda: save_tensors(file, {**load_file(file), **rows}))
     shapes, rows = split_rows(engine.saved_shapes(True))
     if not engine.is_main:
         return {}
@@ -155,22 +162,9 @@ def _with_tied(model: Any, state: State) -> State:
     return {**{name: state[one] for name, one in tied.items() if one is not None}, **state}
 
 
-def _append(file: Path, tensors: State) -> None:
-    """Raises OSError or SafetensorError."""
-    save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
-
-
 def base_of(model: Any) -> BaseCheckpoint | None:
     """Returns the base that a model is the text part of; on a rank that has read no weights, None."""
     return getattr(unwrap_peft(model), "base_checkpoint", None)
-
-
-def _verify(engine: Engine, main: MainRank, verification: Verification, folder: Path) -> None:
-    for file in engine.ranks.gather(weight_files(folder) if engine.is_main else None)[0]:
-        main.do(verification.read, file)
-        engine.ranks.barrier()  # so that the collective timeout has to cover one file only
-    main.do(verification.finish)
-    main.settle()
 
 
 def write_config(model: Any, dtype: torch.dtype, folder: Path) -> None:

@@ -81,17 +81,12 @@ def find_base(name: str, revision: str | None) -> Base:
             f"the base model {name!r} has no {missing[0]}: tensors are read from safetensors only; load it in "
             "transformers and save it by `save_pretrained`, or download it again"
         )
-    _check_not_quantised(folder, name)
-    return Base(name, commit, folder, TensorFiles(files))
-
-
-def _check_not_quantised(folder: Path, name: str) -> None:
-    config = read_object(folder / "config.json")
-    if (settings := config.get("quantization_config")) is not None:
+    if (settings := read_object(folder / "config.json").get("quantization_config")) is not None:
         raise UserError(
             f"the base model {name!r} is stored in {settings.get('quant_method')}: an update added to quantised "
             "weights is lost in their rounding. Train and export from the unquantised model, and quantise the export"
         )
+    return Base(name, commit, folder, TensorFiles(files))
 
 
 @dataclass(frozen=True)

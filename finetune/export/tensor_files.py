@@ -10,37 +10,19 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import math
-import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from finetune.checkpoints.safetensors_writer import DTYPES, nbytes, write_safetensors
 from finetune.errors import UserError
-from finetune.export.weight_files import INDEX, SHARD_BYTES, shard_name
+from finetune.export.weight_files import SHARD_BYTES, shard_name, write_index
 from finetune.models.damage import check_tensors
 from finetune.utils import fsync
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -59,7 +41,9 @@ class TensorFiles:
         digest = hashlib.sha256()
         for file in files:
             check_tensors(file)
-            header, start = _header(file)
+            with file.open("rb") as opened:
+                (length,) = struct.unpack("<Q", opened.read(8))
+                header, start = json.loads(opened.read(length)), 8 + length
             digest.update(f"{file.name} {file.stat().st_size} ".encode() + json.dumps(header, sort_keys=True).encode())
             for name, entry in header.items():
                 if name != "__metadata__":
@@ -106,18 +90,7 @@ class TensorFiles:
         return tensor
 
 
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Returns a header that `check_tensors` has passed, and where the tensors begin."""
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        return json.loads(opened.read(length)), 8 + length
-
-
 # --- writing
-
-
-def nbytes(tensor: Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def plan_shards(shapes: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> list[list[str]]:
@@ -149,38 +122,12 @@ def write_shards(
         if not path.exists():
             _write_file(path, {name: shapes[name] for name in names}, make)
         written(number, len(shards))
-    if len(shards) > 1:
-        places = {name: shard_name(i, len(shards)) for i, names in enumerate(shards, 1) for name in names}
-        index = {
-            "metadata": {"total_size": sum(map(nbytes, shapes.values()))},
-            "weight_map": dict(sorted(places.items())),
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_index(folder, shards, sum(map(nbytes, shapes.values())))
 
 
 def _write_file(path: Path, shapes: Mapping[str, Tensor], make: Callable[[str], Tensor]) -> None:
     """Write a file under another name, flush and rename it: under its own name it is complete."""
     partial = path.with_name(path.name + ".partial")
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in shapes.items():
-        start, end = end, end + nbytes(tensor)
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with partial.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name, expected in shapes.items():
-            tensor = make(name)
-            assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), name
-            write_values(file, tensor)
-            del tensor  # before the next one is made
-        file.flush()
-        os.fsync(file.fileno())
+    write_safetensors(partial, shapes, make, {"format": "pt"})
     partial.rename(path)
     fsync(path.parent)
-
-
-def write_values(file: Any, tensor: Tensor) -> None:
-    if tensor.numel():
-        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -20,7 +20,7 @@ from finetune.checkpoints.reading import Held, hold
 from finetune.checkpoints.shards import WeightReader
 from finetune.errors import UserError
 from finetune.export.tensor_files import TensorFiles
-from finetune.models.damage import check_settings, check_weights, read_object
+from finetune.models.damage import ADAPTER_CONFIG, check_settings, check_weights, read_object
 from finetune.recipe import Recipe, load_recipe
 from finetune.utils import sha256_file
 
@@ -89,9 +89,12 @@ def find_trained(run_dir: Path, step: str | None = None, average: int | None = N
     UserError where there is neither."""
     recipe_file = run_dir / "recipe.yaml"
     recipe = load_recipe(recipe_file) if recipe_file.is_file() else None
-    result = next((f for f in (run_dir / "model", run_dir) if _has_weights(f)), None)
+    settings = (folder / name for folder in (run_dir / "model", run_dir) for name in ("config.json", ADAPTER_CONFIG))
+    result = next((file.parent for file in settings if file.is_file()), None)
     if step is None and average is None and result is not None:
-        return _result(run_dir, recipe, check_model_folder(result))
+        files = TensorFiles(sorted(check_model_folder(result).glob("*.safetensors")))
+        shapes = {name: files.meta(name) for name in files.names()}
+        return Trained(run_dir, recipe, result, None, shapes, files.read)
     for _ in range(_TRIES):
         checkpoints = list_checkpoints(run_dir / "checkpoints")
         if not checkpoints or recipe is None:
@@ -116,10 +119,6 @@ def find_trained(run_dir: Path, step: str | None = None, average: int | None = N
 _TRIES = 20  # to find checkpoints that are not deleted in the same moment
 
 
-def _has_weights(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
-
-
 def check_model_folder(folder: Path) -> Path:
     """Returns the folder of a model or an adapter. Raises UserError where its files are not what their names say."""
     for name, key in (("config.json", "model_type"), ("adapter_config.json", "base_model_name_or_path")):
@@ -133,11 +132,6 @@ def check_model_folder(folder: Path) -> Path:
         if not any(path for pattern in patterns for path in folder.glob(pattern)):
             raise UserError(f"{folder}: no {kind} here ({', '.join(patterns)}), so this is no whole model")
     return folder
-
-
-def _result(run_dir: Path, recipe: Recipe | None, folder: Path) -> Trained:
-    files = TensorFiles(sorted(folder.glob("*.safetensors")))
-    return Trained(run_dir, recipe, folder, None, {name: files.meta(name) for name in files.names()}, files.read)
 
 
 def _checkpoint(run_dir: Path, recipe: Recipe, folder: Path) -> Trained:

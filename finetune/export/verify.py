@@ -34,12 +34,13 @@ from finetune.data.examples import row_images
 from finetune.data.samples import Example, Image
 from finetune.data.samples import Sequence as Document
 from finetune.errors import UserError
-from finetune.export.figures import SECTION, THRESHOLDS, Figures, card_section
+from finetune.export.figures import SECTION, THRESHOLDS, WHOLE_BYTES, Figures, card_section
+from finetune.export.formats import FLOATS, GGUF_TYPES
 from finetune.export.gguf_file import gguf_of
 from finetune.export.gguf_settings import context_length, open_gguf
 from finetune.export.gguf_tokenizer import gguf_tokenizer
 from finetune.export.hf_folder import METADATA
-from finetune.export.quantised import other_layers, round_layers
+from finetune.export.quantised import other_layers
 from finetune.export.streamed import StreamedModel
 from finetune.export.tensor_files import TensorFiles
 from finetune.export.trained import Trained, find_trained
@@ -57,7 +58,6 @@ from finetune.recipe.schema import HeldOut
 from finetune.utils import write_atomically
 
 ROWS = 32
-WHOLE_BYTES = 2**28  # of a model in fp32, up to which both are also loaded and asked, one after the other
 # Where tokenizers split text in different ways: digits, runs of spaces, contractions, letters beyond ASCII.
 _CHAT = [{"role": "user", "content": "How many days has a week?  It's 1234567,\n\n\tI'D say: naïve 日本 🙂 x1"}]
 
@@ -83,7 +83,7 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
         config = compare_settings(figures, recipe, trained, base, export)
         compare_files(figures, trained, written, export)
         compare_tensors(figures, trained, written, export, base)
-        if rounded_here(export) is not None and (problem := other_layers(export, written.model)):
+        if rounded_here(export) and (problem := other_layers(export, written.model)):
             figures.problems.append(problem)
         if 4 * sum(one.numel() for one in written.shapes.values()) <= WHOLE_BYTES:
             _compare_models(figures, recipe, trained, base, export, settings, examples, config)
@@ -103,7 +103,7 @@ def _compare_models(
     config: Any,
 ) -> None:
     """Compare what two models say, each loaded whole: the run's by peft, the export as anyone loads it."""
-    is_gguf, rounded = gguf_of(export) is not None, rounded_here(export)
+    is_gguf = gguf_of(export) is not None
     with quiet_loading():
         model = load_reference(trained, base)
         if recipe.objective.scores_sequences:
@@ -112,8 +112,6 @@ def _compare_models(
             pictures = _no_pictures if is_gguf else _pictures(recipe, trained.settings, base)
             context = context_length(config) if is_gguf else None
             run = AnswerReference.of(model, pictures, trained, examples, figures, context)
-            if rounded is not None:
-                run.keep_rounded(round_layers(model, figures.format, rounded), figures)
         del model
         gc.collect()  # models refer to themselves: two of them are never in memory
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what tensors below 32 MB had
@@ -146,17 +144,14 @@ def export_format(export: Path) -> tuple[str, str]:
     about = read_settings(export / METADATA) if (export / METADATA).is_file() else {}
     files = TensorFiles(sorted(export.glob("*.safetensors")))
     types = Counter(str(files.meta(name).dtype).removeprefix("torch.") for name in files.names())
-    stored = next((one for one, _ in types.most_common() if one in _FLOATS), "float32")
+    stored = next((one for one, _ in types.most_common() if one in FLOATS), "float32")
     dtype = about.get("dtype", stored)
-    if dtype not in _FLOATS:
-        raise UserError(f"{export / METADATA}: dtype is {dtype}: expected one of {', '.join(_FLOATS)}")
+    if dtype not in FLOATS:
+        raise UserError(f"{export / METADATA}: dtype is {dtype}: expected one of {', '.join(FLOATS)}")
     quantised = read_settings(export / "config.json").get("quantization_config")
     if (kind := about.get("quantised")) is not None or quantised is not None:
         return (kind if kind in THRESHOLDS else _quantised_format(export, quantised or {})), dtype
     return dtype, dtype
-
-
-_FLOATS = ("float32", "bfloat16", "float16")
 
 
 def _gguf_format(file: Path) -> str:
@@ -165,7 +160,9 @@ def _gguf_format(file: Path) -> str:
         raise UserError(f"{file}: no language model's weights here (no attn_q.weight): compare the file that has them")
     name = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(kind, kind.lower())
     if name not in THRESHOLDS:
-        raise UserError(f"{file}: weights of type {kind} have no threshold here: compare f32, bf16, f16 or q8_0")
+        raise UserError(
+            f"{file}: weights of type {kind} have no threshold here: compare one of {', '.join(GGUF_TYPES)}"
+        )
     return name
 
 

@@ -59,7 +59,6 @@ class AnswerReference:
     prompts: list[_Sequence]
     texts: list[list[int]]
     pictures: Pictures  # by the base's processor, whose settings the export has as well
-    rounded: list[Tensor] | None = None  # (S, V) each, of the run's model with the weights of a quantised export
 
     @classmethod
     @torch.no_grad()
@@ -102,13 +101,6 @@ class AnswerReference:
         return cls(kept, log_probs, prompts, texts, pictures)
 
     @torch.no_grad()
-    def keep_rounded(self, model: Any, figures: Figures) -> None:
-        """Keep what the run's model says after the same rounding, and fill in what that costs."""
-        self.rounded = [_log_probs(model, sequence, self.pictures) for sequence in self.sequences]
-        costs = [float(_kl(*pair).sum()) for pair in zip(self.log_probs, self.rounded, strict=True)]
-        figures.kl_rounding = sum(costs) / figures.tokens if figures.tokens else None
-
-    @torch.no_grad()
     def compare(self, model: Any, ends: set[int], figures: Figures) -> None:
         """Fill in how the export's model differs. ends: the tokens that end its answers."""
         rows = model.get_input_embeddings().weight.shape[0]
@@ -121,19 +113,17 @@ class AnswerReference:
         head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
         if model.config.get_text_config().tie_word_embeddings and not torch.equal(head, embeddings):
             figures.problems.append("config.json ties the head to the embeddings, and the files hold another head")
-        total, worst, same, beyond = 0.0, 0.0, 0, 0.0
-        for i, (sequence, ours) in enumerate(zip(self.sequences, self.log_probs, strict=True)):
+        total, worst, same = 0.0, 0.0, 0
+        for sequence, ours in zip(self.sequences, self.log_probs, strict=True):
             theirs = _log_probs(model, sequence, self.pictures)
             width = min(ours.shape[1], theirs.shape[1])  # padding of the vocabulary, if any
             kl = _kl(ours[:, :width], theirs[:, :width])
             total += float(kl.sum())
             worst = max(worst, float(kl.max()) if kl.isfinite().all() else float("inf"))
             same += int((ours.argmax(1) == theirs.argmax(1)).sum())
-            beyond += float(_kl(self.rounded[i][:, :width], theirs[:, :width]).sum()) if self.rounded else 0.0
         if figures.tokens:
             figures.kl_mean, figures.kl_max = max(0.0, total / figures.tokens), worst
             figures.top1 = same / figures.tokens
-            figures.kl_beyond = max(0.0, beyond / figures.tokens) if self.rounded else None
         pairs = zip(self.prompts, self.texts, strict=True)
         equal = [_greedy(model, prompt, self.pictures, ends) == text for prompt, text in pairs]
         figures.greedy = sum(equal) / len(equal) if equal else None

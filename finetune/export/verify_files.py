@@ -14,6 +14,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from finetune.errors import UserError
 from finetune.export.figures import Figures
+from finetune.export.formats import EIGHT_BITS
 from finetune.export.gguf_file import gguf_of
 from finetune.export.gguf_settings import open_gguf, package
 from finetune.export.gguf_tokenizer import add_tokenizer
@@ -44,7 +45,8 @@ def compare_files(figures: Figures, trained: Trained, written: StreamedModel, ex
     else:
         ours = files_beside_weights(trained.settings)
         compare_each(figures, ours, export)
-        copied = {path.name: path for path in _copied(written)}
+        base = written.base.folder if written.base else None  # whose code and settings of processors are copied
+        copied = {path.name: path for pattern in COPIED for path in sorted(base.glob(pattern))} if base else {}
         sees = trained.recipe is not None and trained.recipe.model.train is not None
         needs = about.is_file() and (trained.is_adapter or written.part is not None) and not written.is_scoring
         if not sees:  # else by the run's own bounds (verify_settings.py)
@@ -85,12 +87,6 @@ def compare_adapter(figures: Figures, trained: Trained, export: Path) -> None:
 def files_beside_weights(settings: Path) -> dict[str, Path]:
     """Returns tokenizer, templates and generation config of a folder, by their paths in it."""
     return {path.relative_to(settings).as_posix(): path for path in settings_files(settings)}
-
-
-def _copied(written: StreamedModel) -> list[Path]:
-    """Returns code and settings of processors, of the base or of the run's result."""
-    folders = [written.base.folder] if written.base else []
-    return [path for folder in folders for pattern in COPIED for path in sorted(folder.glob(pattern))]
 
 
 def compare_each(figures: Figures, ours: Mapping[str, Path], export: Path) -> None:
@@ -169,7 +165,7 @@ def _compare_config(figures: Figures, trained: Trained, written: StreamedModel, 
     types = {part.get(key) for part in (theirs, theirs.get("text_config") or {}) for key in ("dtype", "torch_dtype")}
     if other := sorted(str(one) for one in types - {None, figures.dtype}):
         figures.problems.append(f"config.json: dtype is {other[0]}, and the weights are {figures.dtype}")
-    if "quantization_config" in theirs and figures.format not in ("int8", "fp8"):
+    if "quantization_config" in theirs and figures.format not in EIGHT_BITS:
         figures.problems.append("config.json: quantization_config is there, and the weights are not quantized")
     if written.base is None or (written.is_scoring and trained.is_adapter):
         return

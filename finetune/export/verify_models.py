@@ -22,10 +22,11 @@ from transformers import (
 )
 
 from finetune.errors import UserError
-from finetune.export.commands import class_of_result, load_trained
 from finetune.export.figures import Figures
+from finetune.export.formats import EIGHT_BITS
 from finetune.export.gguf_file import gguf_of, gguf_tensors, other_tensors
 from finetune.export.gguf_settings import UNREAD, is_written, open_gguf
+from finetune.export.loading import class_of_result, load_trained
 from finetune.export.streamed import StreamedModel
 from finetune.export.trained import Trained
 from finetune.export.verify_tensors import stored_tensors
@@ -102,6 +103,7 @@ def _untrained(recipe: Recipe, base: str | None) -> tuple[Any, int]:
 def load_export(export: Path, figures: Figures, config: Any, trained: Trained, base: str | None) -> Any | None:
     """Returns the export in fp32; None where transformers cannot load it. config: of a GGUF file's model, which states
     only some of it."""
+    auto: Any = None
     file, more = gguf_of(export), dict[str, Any]()
     if file is not None:
         config = copy.deepcopy(config)
@@ -118,20 +120,21 @@ def load_export(export: Path, figures: Figures, config: Any, trained: Trained, b
         # llama.cpp has no Mistral: without a window it is the same as Llama.
         config = as_llama(config) if config.model_type == "mistral" else config
         more = {"gguf_file": file.name, "config": config}
-    elif figures.format in ("int8", "fp8"):
+    elif figures.format in EIGHT_BITS:
         own = load_auto(AutoConfig, export)
         if find_spec("compressed_tensors") is not None:
             own.quantization_config["dequantize"] = True
         else:  # decoded here, as the format says
             delattr(own, "quantization_config")
-            tensors = stored_tensors(export, StreamedModel(trained, None, base))
-            more["state_dict"] = {name: one.read() for name, one in tensors.items()}
+            written = StreamedModel(trained, None, base)
+            more["state_dict"] = {name: one.read() for name, one in stored_tensors(export, written).items()}
+            auto = type(written.model)  # auto classes want a folder
         more["config"] = own
     try:
-        auto: Any = AutoModelForCausalLM if file is not None else class_of_result(export)
         if "state_dict" in more:
             model, report = auto.from_pretrained(None, dtype=torch.float32, output_loading_info=True, **more)
         else:
+            auto = AutoModelForCausalLM if file is not None else class_of_result(export)
             model, report = load_auto(auto, export, dtype=torch.float32, output_loading_info=True, **more)
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         figures.problems.append(f"transformers cannot load it: {first_line(error)}")

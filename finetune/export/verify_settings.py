@@ -6,16 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from finetune.errors import UserError
 from finetune.export.figures import Figures
-from finetune.export.gguf_file import gguf_of
+from finetune.export.gguf_file import gguf_of, modelfile
 from finetune.export.gguf_settings import is_written, other_settings, rope_of
 from finetune.export.gguf_tokenizer import other_tokens
-from finetune.export.hf_folder import METADATA, modelfile
+from finetune.export.hf_folder import METADATA
 from finetune.export.quantised import settings_of
 from finetune.export.trained import Trained
 from finetune.export.verify_models import model_of
@@ -115,18 +114,16 @@ def _computing(config: Any) -> dict[str, Any]:
 
 def _compare_quantisation(figures: Figures, export: Path) -> None:
     """Compare what config.json says of eight bits with what `--quantize` writes, but for the layers that it leaves."""
-    if rounded_here(export) is None:
+    if not rounded_here(export):
         return
     stated = read_settings(export / "config.json")["quantization_config"]
     ours = settings_of(figures.format, stated.get("ignore", []))
     _compare_values(figures, "config.json, quantization_config", ours, stated)
 
 
-def rounded_here(export: Path) -> torch.dtype | None:
-    """Returns the type that weights had before `--quantize` rounded them; None of other exports."""
-    about = export / METADATA
-    known = read_settings(about) if about.is_file() else {}
-    return getattr(torch, known["dtype"]) if known.get("quantised") else None
+def rounded_here(export: Path) -> bool:
+    """Returns whether `--quantize` wrote an export."""
+    return (export / METADATA).is_file() and bool(read_settings(export / METADATA).get("quantised"))
 
 
 def _compare_processors(figures: Figures, recipe: Recipe, base: str | None, export: Path) -> None:

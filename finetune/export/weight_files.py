@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from finetune.checkpoints.safetensors_writer import save_tensors
 from finetune.errors import RunFailure
-from finetune.utils import fsync
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +117,14 @@ def shard_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
+def write_index(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
+    """Write which file has which tensor; nothing for a single file. shards: the names in each file."""
+    if len(shards) > 1:
+        places = {name: shard_name(i, len(shards)) for i, names in enumerate(shards, 1) for name in names}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
 class WeightsWriter:
     """Writes tensors to shards of at most `shard_bytes` (a larger tensor gets its own), holding one shard in memory.
 
@@ -132,7 +139,7 @@ class WeightsWriter:
         self.total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """tensor: on the CPU, in its final type. Raises OSError or SafetensorError where a file cannot be written."""
+        """tensor: on the CPU, in its final type. Raises OSError if a file cannot be written."""
         if self._shard and self.held_bytes + tensor.nbytes > self._shard_bytes:
             self._write()
         tensor = tensor.contiguous()
@@ -149,16 +156,11 @@ class WeightsWriter:
         count = len(self._names)
         for number in range(1, count + 1):
             self._partial_path(number).rename(self._folder / shard_name(number, count))
-        if count > 1:
-            places = {name: shard_name(i, count) for i, names in enumerate(self._names, 1) for name in names}
-            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(places.items()))}
-            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_index(self._folder, self._names, self.total_bytes)
 
     def _write(self) -> None:
         self._names.append(list(self._shard))
-        path = self._partial_path(len(self._names))
-        save_file(self._shard, path, metadata={"format": "pt"})
-        fsync(path)
+        save_tensors(self._partial_path(len(self._names)), self._shard)
         self._shard, self.held_bytes = {}, 0
 
     def _partial_path(self, number: int) -> Path:

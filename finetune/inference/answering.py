@@ -32,7 +32,7 @@ from finetune.data.formats.converters import with_images_of
 from finetune.data.formats.messages import context_of, read_messages, read_tools
 from finetune.data.samples import BadRow, Conversation, Image
 from finetune.errors import RunFailure, UserError
-from finetune.export.commands import load_result, model_folder
+from finetune.export.loading import load_result, model_folder
 from finetune.inference.chat import asked, converse, image_part
 from finetune.inference.control_tokens import ControlTokens
 from finetune.inference.sampling import Sampling

@@ -26,7 +26,7 @@ from transformers import GenerationConfig
 
 from finetune.checkpoints.folder import best_checkpoint
 from finetune.errors import RunFailure, UserError
-from finetune.export.commands import auto_class, load_result
+from finetune.export.loading import auto_class, load_result
 from finetune.export.trained import Trained, find_trained
 from finetune.export.verify_models import load_reference
 from finetune.models.added_tokens import grow_to

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from finetune.engine.costs.common import different_ranks
 from finetune.engine.launch import Launch
+from finetune.export.figures import WHOLE_BYTES
 from finetune.export.weight_files import SHARD_BYTES
 from finetune.models.base_config import dtypes
 from finetune.plan.micro_batch import HeaviestBatch
@@ -85,11 +86,12 @@ def estimate_memory(
 
 def host_after(recipe: Recipe, config: PretrainedConfig) -> dict[str, int]:
     """Returns the bytes of tensors in the host's memory when a run has ended: rank 0's while it writes the result
-    (`export/result.py`), and those of `merge`, which adds up tensor by tensor, but then compares base with adapter and
-    the merged model, one after the other, in fp32 (`export/verify_models.py`)."""
+    (`export/result.py`), and those of `merge`, which adds up and compares tensor by tensor: three times the largest one
+    in fp32 (the run's, what is added to it, the file's), or all of a model that is small enough to be loaded whole."""
     weights = shapes_of(recipe, config).weights
     if recipe.mode == "full":
         saved = sum(weight.numel for weight in weights) * dtypes(recipe).frozen.itemsize
         return {"save": min(SHARD_BYTES, saved)}
     save = sum(weight.bytes for weight in weights if weight.trains)
-    return {"save": save, "merge": 4 * sum(weight.packed or weight.numel for weight in weights)}
+    sizes = [4 * (weight.packed or weight.numel) for weight in weights]
+    return {"save": save, "merge": max(3 * max(sizes), sum(sizes) if sum(sizes) <= WHOLE_BYTES else 0)}

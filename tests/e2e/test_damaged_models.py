@@ -16,7 +16,8 @@ from damage import ADAPTER, BASE, WEIGHTS, Damage
 from rich.console import Console
 
 from finetune.errors import UserError
-from finetune.export.commands import ExportOptions, export_run, load_result, load_trained
+from finetune.export.commands import ExportOptions, export_run
+from finetune.export.loading import load_result, load_trained
 from finetune.models.config import check_sizes, model_config
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import load_recipe

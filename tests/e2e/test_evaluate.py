@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from finetune.errors import RunFailure, UserError
-from finetune.export.commands import load_result
+from finetune.export.loading import load_result
 from finetune.export.trained import find_trained
 from finetune.export.verify_models import load_reference
 from finetune.inference.evaluate import EvaluateOptions, Score, evaluate_runs, paired, write_scores

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,6 @@ def test_a_weight_is_its_rounding(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
 def test_an_export_is_read_and_answers_like_the_run(runs: Path, tmp_path: Path, name: str, kind: str) -> None:
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
     out = tmp_path / kind
     export_run(runs / name, ExportOptions(out=out, quantised=kind), QUIET)
     figures = json.loads((out / "verify.json").read_text())
@@ -75,20 +72,24 @@ def test_an_export_is_read_and_answers_like_the_run(runs: Path, tmp_path: Path, 
     assert 1e-9 < figures["kl_mean"] < (1e-4 if kind == "int8" else 1e-2)
     export_run(runs / name, ExportOptions(out=tmp_path / "plain", verify=False), QUIET)
     plain, ours = load_file(tmp_path / "plain" / "model.safetensors"), load_file(out / "model.safetensors")
+    untouched = {key for key in plain if "proj" not in key}
+    assert untouched == {key for key in ours if "proj" not in key}
+    assert all(torch.equal(plain[key], ours[key]) for key in untouched)
+    if find_spec("compressed_tensors") is None:  # else its own compressor writes the same
+        return
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
     settings = QuantizationConfig.model_validate(json.loads((out / "config.json").read_text())["quantization_config"])
     (scheme,) = settings.config_groups.values()
     stem = "model.layers.1.self_attn.q_proj"
     state = {"weight": plain[f"{stem}.weight"], "weight_scale": ours[f"{stem}.weight_scale"]}
     theirs = BaseCompressor.get_value_from_registry(settings.format).compress(state, scheme)
     assert all(torch.equal(ours[f"{stem}.{key}"], value) for key, value in theirs.items())
-    untouched = {key for key in plain if "proj" not in key}
-    assert untouched == {key for key in ours if "proj" not in key}
-    assert all(torch.equal(plain[key], ours[key]) for key in untouched)
 
 
 def test_experts_are_written_one_by_one(runs: Path, tmp_path: Path) -> None:
     """A matrix of each expert and projection, the router as it is; an expert's scales in another order are caught."""
-    pytest.importorskip("compressed_tensors")
     out = tmp_path / "out"
     export_run(runs / "mixtral", ExportOptions(out=out, quantised="int8"), QUIET)
     figures = json.loads((out / "verify.json").read_text())
@@ -108,7 +109,7 @@ def test_experts_are_written_one_by_one(runs: Path, tmp_path: Path) -> None:
     key = f"{ahead}.experts.3.w2.weight_scale"
     ours[key] = ours[key].flip(0).contiguous()
     save_file(ours, out / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RunFailure, match="KL"):
+    with pytest.raises(RunFailure, match=r"weights: model.layers.1.mlp.experts.down_proj: 2,048 of"):
         verify_run(out, runs / "mixtral", None, None, 8, QUIET)
 
 
@@ -146,12 +147,12 @@ def no_block(state: dict[str, Any]) -> None:
 
 
 TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a layer's scales": (changed(lambda state: state[f"{DOWN}.weight_scale"].mul_(2)), "KL"),
+    "a layer's scales": (changed(lambda state: state[f"{DOWN}.weight_scale"].mul_(2)), f"{DOWN}.weight: "),
     "scales in another order": (
         changed(lambda state: state.update({f"{DOWN}.weight_scale": state[f"{DOWN}.weight_scale"].flip(0)})),
-        "KL",
+        f"{DOWN}.weight: ",
     ),
-    "a zeroed block": (changed(no_block), "KL"),
+    "a zeroed block": (changed(no_block), f"{DOWN}.weight: "),
     "a layer that is ignored": (ignoring(lambda names: [*names, DOWN]), f"{DOWN} is in eight bits, and config.json"),
     "a head that is not": (ignoring(lambda names: []), "lm_head is not in eight bits, and config.json"),
 }
@@ -159,7 +160,6 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_a_tampered_export_is_caught(runs: Path, tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("compressed_tensors")
     export_run(runs / "llama", ExportOptions(out=tmp_path / "out", quantised=kind), QUIET)
     for i, (name, (change, fragment)) in enumerate(TAMPERED.items()):
         change(Path(shutil.copytree(tmp_path / "out", tmp_path / str(i))))

@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from finetune.checkpoints.folder import describe_checkpoints
 from finetune.errors import RunFailure, UserError
 from finetune.export import tensor_files
-from finetune.export.commands import ExportOptions, export_run, load_result
+from finetune.export.commands import ExportOptions, export_run
 from finetune.export.hf_folder import export_folder
+from finetune.export.loading import load_result
 from finetune.export.trained import find_trained
 from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Lora
@@ -303,7 +304,10 @@ def never_saved(runs: Path, tmp_path: Path) -> Path:
         (bad_adapter(lambda f: changed_settings(f, base_model_name_or_path="/gone/base")), "give --base FOLDER"),
         (bad_adapter(lambda f: changed_settings(f, bias="all")), "only LoRA without trained biases is merged"),
         (bad_adapter(lambda f: changed_settings(f, target_modules=["q_proj"])), "tensors have no place in the base"),
-        (bad_adapter(lambda f: (f / "adapter_model.safetensors").write_bytes(b"x" * 9)), "cannot be read"),
+        (
+            bad_adapter(lambda f: (f / "adapter_model.safetensors").write_bytes(b"x" * 9)),
+            "damaged or incomplete (9 bytes; header too large)",
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_said(

@@ -27,7 +27,8 @@ from finetune.data.examples import image_reader
 from finetune.data.predictions import LOG_PROBS
 from finetune.data.samples import Sequence
 from finetune.errors import RunFailure, UserError
-from finetune.export.commands import ExportOptions, export_run, load_trained, verify_run
+from finetune.export.commands import ExportOptions, export_run, verify_run
+from finetune.export.loading import load_trained
 from finetune.export.trained import find_trained
 from finetune.inference.answering import answer_file, answers, chat_with, load_answerer
 from finetune.inference.chat import chat_with_server, image_part

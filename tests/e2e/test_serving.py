@@ -279,7 +279,7 @@ def test_an_export_for_vllm_says_how_servers_are_started(taught: Path, tmp_path:
         "MLX": f"mlx_lm.convert --hf-path {out}",
         "llama.cpp": f"python convert_hf_to_gguf.py {out}  # or: finetune export --to gguf",
     }
-    with pytest.raises(UserError, match="--gpus is of the command for vLLM"):
+    with pytest.raises(UserError, match="--gpus only applies to --to hf and --to vllm"):
         export_run(run, ExportOptions("gguf", gpus=8), Console(quiet=True))
 
 

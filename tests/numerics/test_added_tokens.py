@@ -15,8 +15,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.errors import UserError
-from finetune.export.commands import ExportOptions, export_run, load_result, merge_adapter
+from finetune.export.commands import ExportOptions, export_run, merge_adapter
 from finetune.export.hf_folder import export_folder
+from finetune.export.loading import load_result
 from finetune.export.trained import find_trained
 from finetune.models.added_tokens import ROWS, add_tokens, start_rows
 from finetune.models.attention import attention_for

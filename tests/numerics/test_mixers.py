@@ -20,7 +20,8 @@ from finetune.data.batch import UNSHARDED
 from finetune.engine.context_parallel import apply_context_parallel
 from finetune.engine.parallelism import Parallelism
 from finetune.errors import UserError
-from finetune.export.commands import load_result, merge_adapter
+from finetune.export.commands import merge_adapter
+from finetune.export.loading import load_result
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import DOCUMENTS, AttentionChoice, choose_attention
 from finetune.models.attention.isolation import batched_where_same

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import UserError
-from finetune.export.commands import load_result
+from finetune.export.loading import load_result
 from finetune.models.attention import attention_for
 from finetune.models.config import model_config
 from finetune.models.weights import Placement, load_model

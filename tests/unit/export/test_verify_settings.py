@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from finetune.errors import UserError
 from finetune.export.figures import Figures
-from finetune.export.hf_folder import modelfile
+from finetune.export.gguf_file import modelfile
 from finetune.export.quantised import settings_of
 from finetune.export.trained import Trained
 from finetune.export.verify import export_format

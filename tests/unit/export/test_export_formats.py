@@ -1,0 +1,31 @@
+"""The table of formats."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune.errors import UserError
+from finetune.export.figures import THRESHOLDS
+from finetune.export.formats import EXPORTS, ExportOptions, check_options
+
+
+def test_each_type_of_weights_has_a_threshold():
+    names = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+    types = {kind for export in EXPORTS.values() for kind in (*export.dtypes, *export.quantised)}
+    assert {names.get(kind, kind) for kind in types} == set(THRESHOLDS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (ExportOptions("onnx"), "--to onnx: expected one of hf, vllm, gguf, ollama"),
+        (ExportOptions("gguf", dtype="bfloat16"), "--dtype bfloat16: expected one of f32, bf16, f16, q8_0"),
+        (ExportOptions("vllm", dtype="q8_0"), "--dtype q8_0: expected one of float32, bfloat16, float16"),
+        (ExportOptions("ollama", quantised="int8"), "--quantize int8: goes with --to hf or vllm"),
+        (ExportOptions(quantised="int3"), "--quantize int3: expected one of int8, fp8"),
+        (ExportOptions("gguf", gpus=8), "--gpus only applies to --to hf and --to vllm"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: ExportOptions, message: str):
+    with pytest.raises(UserError, match=message):
+        check_options(options)
