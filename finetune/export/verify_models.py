@@ -132,7 +132,9 @@ def load_export(export: Path, figures: Figures, config: Any, trained: Trained, b
         more["config"] = own
     try:
         if "state_dict" in more:
-            model, report = auto.from_pretrained(None, dtype=torch.float32, output_loading_info=True, **more)
+            model, report = auto.from_pretrained(
+                None, trust_remote_code=False, dtype=torch.float32, output_loading_info=True, **more
+            )
         else:
             auto = AutoModelForCausalLM if file is not None else class_of_result(export)
             model, report = load_auto(auto, export, dtype=torch.float32, output_loading_info=True, **more)
