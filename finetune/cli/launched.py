@@ -77,7 +77,7 @@ def launch(
     config_file: Annotated[Path | None, typer.Option(help="Accelerate config. Default: one process a device.")] = None,
     num_processes: Annotated[int | None, typer.Option(min=1, help="World size, if not that of the config.")] = None,
 ) -> None:
-    """Train a recipe on one process or several: accelerate launch, but Ctrl-C saves, and an error is one line of each process.
+    """Train a recipe on one process or several: accelerate launch, but Ctrl-C saves, and an error is one line each.
 
     Other options are accelerate's: launch --num_machines 2 --machine_rank 0 ... -m finetune train RECIPE. A launch by
     torchrun begins with its name: launch torchrun --nnodes 1:4 ... -m finetune train RECIPE. The exit status is that
