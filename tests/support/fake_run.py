@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from finetune.checkpoints.shards import part_tensors
 from finetune.data.loader import Loader, StepBatches
+from finetune.data.row_source import RunRows
 from finetune.data.samples import Example, ExampleSizes
 from finetune.engine.base import Engine
 from finetune.engine.launch import CONFIG_VARIABLES, Launch, read_config_file, read_launch
@@ -43,25 +44,25 @@ from finetune.recipe import Recipe
 STEPS = 2  # the second one begins with an optimizer that has its state
 
 
-class HeaviestRows:
-    """Rows of a run (`loader.RunRows`) whose every micro-batch is the largest that `plan` reckons with. Documents of no
+class HeaviestRows(RunRows):
+    """Rows of a run (`RunRows`) whose every micro-batch is the largest that `plan` reckons with. Documents of no
     content; for objectives that read more than the tokens of a batch there are none."""
 
     def __init__(self, recipe: Recipe, batch: HeaviestBatch):
         self._rows = [[example] for example in examples_of(recipe, batch)]
 
     def lengths(self, position: int) -> NDArray[np.int64]:
-        return np.array([len(example.sequences[0].input_ids) for example in self.examples(position)])
+        return np.array([len(example.sequences[0].input_ids) for example in self.row(position)])
 
     def counts(self, position: int) -> dict[str, int]:
         lengths = self.lengths(position)
-        targets = np.array([example.num_targets for example in self.examples(position)])
+        targets = np.array([example.num_targets for example in self.row(position)])
         return ExampleSizes(np.arange(len(lengths) + 1), lengths, targets, np.zeros_like(lengths)).counts()
 
-    def examples(self, position: int) -> list[Example]:
+    def row(self, position: int) -> list[Example]:
         return self._rows[position % len(self._rows)]
 
-    def epochs(self, _position: int) -> float:
+    def epoch_at(self, position: int) -> float:
         return 0.0
 
 
