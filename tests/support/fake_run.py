@@ -36,7 +36,7 @@ from finetune.models import quantized
 from finetune.models.attention import attention_for
 from finetune.models.base_config import without_weights
 from finetune.models.weights import Placement
-from finetune.objectives.table import OF_TOKENS_ALONE
+from finetune.objectives.table import OBJECTIVES
 from finetune.plan.meter import BLOCK
 from finetune.plan.micro_batch import HeaviestBatch, examples_of
 from finetune.recipe import Recipe
@@ -69,7 +69,7 @@ class HeaviestRows(RunRows):
 def with_heaviest(loader: Loader, recipe: Recipe) -> Loader:
     """Returns a loader of rows of one document, as long as they can be, if the objective reads tokens alone; or the
     same."""
-    if recipe.objective.name not in OF_TOKENS_ALONE or loader.image_inputs:
+    if not OBJECTIVES[recipe.objective.name].reads_tokens_alone or loader.image_inputs:
         return loader
     batch = HeaviestBatch.of_rows(loader.rows_per_device, recipe.data.max_length)
     return replace(loader, rows=HeaviestRows(recipe, batch))
