@@ -11,25 +11,25 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """An error the user can fix, printed without a traceback; exit status 2.
+    """Error that the user can fix, printed without a traceback; exit status 2.
 
     The message says what is wrong, where (file and line, dataset row, or both) and what to do.
     """
 
 
 class RunFailure(Exception):
-    """A failed run although recipe and data are valid, printed without a traceback; exit status 1."""
+    """Failure of a run with valid recipe and data, printed without a traceback; exit status 1."""
 
 
 class Stopped(Exception):
-    """A run that was stopped by a signal and saved; exit status 75. The same command resumes it."""
+    """Stop of a run by a signal, after saving; exit status 75. The same command resumes it."""
 
 
-# EX_TEMPFAIL of BSD's sysexits.h: "try again later", which is what a scheduler should do.
+# EX_TEMPFAIL of BSD's sysexits.h: "try again later", as a scheduler should.
 STOPPED_STATUS = 75
 
 
-_SECRETS = (  # of URLs in a traceback, whatever their scheme; finetune/recipe/urls.py does so for messages
+_SECRETS = (  # in URLs of a traceback, of any scheme; finetune/recipe/urls.py does so for messages
     (re.compile(r"(://)[^\s/'\"@]+@"), r"\1***@"),
     (re.compile(r"(://[^\s'\"<>?]+\?)[^\s'\"<>]*=[^\s'\"<>]*"), r"\1***"),
 )
@@ -37,7 +37,7 @@ _folder: Path | None = None
 
 
 def log_errors_to(folder: Path) -> None:
-    """Name the folder of the run, in which the traceback of an unforeseen error is written."""
+    """Set the run's folder for tracebacks of unforeseen errors."""
     global _folder
     _folder = folder
 
@@ -49,9 +49,9 @@ def without_secrets(text: str) -> str:
 
 
 def unforeseen(error: BaseException) -> str:
-    """Returns one line for an error that is no UserError, and writes its traceback to a file that the line names.
+    """Returns one line for an error that is not a UserError, and writes its traceback to a file that the line names.
 
-    It is in the run's folder if there is one, else in the system's folder of temporary files, for its owner alone.
+    The file is in the run's folder, else in the system's temporary folder, readable by its owner only.
     """
     text = without_secrets("".join(traceback.format_exception(error)))
     where = f"the traceback could not be written:\n{text}"

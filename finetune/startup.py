@@ -1,4 +1,4 @@
-"""Settings of large libraries that have to be made before they are imported."""
+"""Settings of large libraries for before their import."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import warnings
 
 def large_pages() -> None:
     """Use large pages for torch's host memory, on Linux; before torch is imported. Fewer page faults, and freed blocks
-    are reused: a sixth less memory where activations are recomputed on the CPU (benchmarks/README.md)."""
+    are reused: a sixth less memory if activations are recomputed on the CPU (benchmarks/README.md)."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def growing_segments() -> None:
     """Let torch's segments of CUDA memory grow, on Linux; before torch is imported. Packed rows differ in length from
-    step to step, and freed blocks of fixed segments would not fit the next ones. Without effect where the user has
+    step to step, and freed blocks of fixed segments would not fit the next ones. No effect if the user has
     configured the allocator."""
     if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -26,7 +26,7 @@ _VERBOSE = "FINETUNE_VERBOSE"
 
 
 def verbose_libraries() -> None:
-    """Let `quiet_libraries` be, in this process and in those that it starts."""
+    """Disable `quiet_libraries`, in this process and its children."""
     os.environ[_VERBOSE] = "1"
 
 
@@ -43,11 +43,11 @@ def quiet_libraries() -> None:
         logging.basicConfig(level=logging.INFO)
         return
     main_process = int(os.environ.get("RANK", "0")) == 0
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forks after threads; the tokenizer warns on every one
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forks after threads; the tokenizer warns at each fork
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if main_process else "error")
     if not (main_process and sys.stderr.isatty()):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # DeepSpeed (peft imports it, too) sets its own level and warns on standard output, which programs may read.
+    # DeepSpeed (also imported by peft) sets its own level and warns on standard output, which programs may read.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     # torch 2.13 deprecates collectives that its own FSDP2 and DeepSpeed call at every layer.
     warnings.filterwarnings("ignore", message="`torch.distributed.*is deprecated", category=FutureWarning)

@@ -31,7 +31,7 @@ def readable_bytes(count: float) -> str:
 
 
 def print_line(console: Console, text: str, **style: Any) -> None:
-    """Print text that is a line. Only a terminal breaks it: in a file it can be searched, and its paths copied."""
+    """Print text as one line. Only a terminal wraps it, so that files can be searched and paths copied."""
     console.print(text, soft_wrap=not console.is_terminal, **style)
 
 
@@ -45,12 +45,12 @@ def divisors(number: int) -> list[int]:
 
 
 def num_cores() -> int:
-    """Cores that this process may use, which a launcher or `taskset` may have limited."""
+    """Returns the cores that this process may use, possibly limited by a launcher or `taskset`."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def end_with_parent() -> None:
-    """End this worker of a pool when its parent is gone. One that was killed cannot end its workers, and the pipes that
+    """End this pool worker when its parent is gone. A killed parent cannot end its workers, and the pipes that
     they share among them never close."""
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -58,7 +58,7 @@ def end_with_parent() -> None:
 
 
 def sha256_file(path: Path) -> str:
-    """Hex digest of a file's bytes. Raises OSError."""
+    """Returns the hex digest of a file's bytes. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -69,7 +69,7 @@ def sha256_file(path: Path) -> str:
 def write_atomically(path: Path, content: str | bytes, shared: bool = False) -> None:
     """Write a file that is complete or absent. shared: other processes may write it at the same time.
 
-    Without `shared`, what a killed write leaves is replaced by the next one. Raises OSError.
+    Without `shared`, the next write replaces the remains of a killed one. Raises OSError.
     """
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp" if shared else f"{path.name}.tmp")
     try:
@@ -82,7 +82,7 @@ def write_atomically(path: Path, content: str | bytes, shared: bool = False) -> 
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Adds the file's name to OSErrors, which have none where an open file is written."""
+    """Adds the file's name to OSErrors, which lack it when an open file is written."""
     try:
         yield
     except OSError as error:
@@ -120,12 +120,12 @@ def full_shape(parameter: Any) -> Any:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")  # names of a server that only this machine reaches
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")  # names of a server reachable from this machine only
 
 
 def host_name(header: str) -> str:
-    """Returns the name in a request's header `Host`, in lower case and without its port. A server must know it by that
-    name: a page of the web may have a name that leads to this machine (DNS rebinding).
+    """Returns the name in a request's header `Host`, in lower case and without its port. A server must check this
+    name: a web page may use a name that resolves to this machine (DNS rebinding).
 
     >>> host_name("[::1]:8000"), host_name("Localhost:8000"), host_name("[::1].evil.example")
     ('::1', 'localhost', '[::1].evil.example')
@@ -135,13 +135,13 @@ def host_name(header: str) -> str:
 
 
 def common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
-    """Returns how many items both begin with."""
+    """Returns the number of leading items in common."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def pattern_of(paths: list[str], modules: list[str]) -> str:
-    """Returns a regular expression for paths, and no others of a model's modules: of all layers, or path by path."""
+    """Returns a regular expression for paths, and no other modules of a model: for all layers, or path by path."""
     every = "|".join(sorted({re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(path)) for path in paths}))
     if {path for path in modules if re.fullmatch(every, path)} == {*paths}:
         return every
@@ -149,6 +149,6 @@ def pattern_of(paths: list[str], modules: list[str]) -> str:
 
 
 def is_from_rust(error: BaseException) -> bool:
-    """Whether an error is one of a library in Rust: its panic, which is no Exception, or an Exception of no class of
-    its own. Neither class can be imported to catch it."""
+    """Returns whether an error is from a Rust library: a panic, which is not an Exception, or an Exception without its
+    own class. Neither class can be imported to catch it."""
     return type(error) is Exception or type(error).__name__ == "PanicException"

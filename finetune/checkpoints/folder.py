@@ -2,12 +2,12 @@
 
     checkpoints/step-00000200/
       manifest.json              size and SHA-256 of every other file; written last
-      state.json                 step, counts, loss scale, optimizer's scalars, metrics, data, versions, who wrote it
+      state.json                 step, counts, loss scale, optimizer's scalars, metrics, data, versions, writer
       recipe.yaml                the resolved recipe
       rank-00000-of-00002.safetensors
 
-A checkpoint is written under another name, flushed to the disk and renamed, so a folder named `step-*` is complete; the
-checksums are for disks that lie. It loses that name before it is deleted, too.
+A checkpoint is written under another name, flushed to disk and renamed, so a folder named `step-*` is complete; the
+checksums detect faulty disks. It loses that name before it is deleted, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from finetune.utils import fsync, print_line, readable_bytes, sha256_file
 
 VERSION = 1
 Metrics = dict[str, float]
-_NAMES = {"state.json", "recipe.yaml"}  # of every checkpoint, next to the ranks' files
+_NAMES = {"state.json", "recipe.yaml"}  # in every checkpoint, next to the ranks' files
 _PARTIAL = ".partial-"  # being written, or left by an interrupted save
 _REMOVED = ".removed-"  # being deleted
 _ASIDE = "aside-"  # a checkpoint that a run did not resume from; never deleted by us
@@ -44,7 +44,7 @@ _ASIDE = "aside-"  # a checkpoint that a run did not resume from; never deleted 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file as the manifest lists it."""
+    """Entry of a file in the manifest."""
 
     name: str
     bytes: int
@@ -70,7 +70,7 @@ def list_set_aside(root: Path) -> list[Path]:
 
 
 def start_partial(partial: Path) -> None:
-    """Make an empty folder to write to; deletes what an interrupted save of this step left there."""
+    """Create an empty folder to write to; deletes the remains of an interrupted save of this step."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
@@ -93,7 +93,7 @@ def seal(partial: Path, final: Path, written: list[FileEntry]) -> None:
 
 
 def find_problem(folder: Path, read: bool = True) -> str | None:
-    """Returns why a checkpoint cannot be trusted; None if every byte is as it was written.
+    """Returns why a checkpoint cannot be trusted; None if every byte is intact.
 
     read: False checks names and sizes only.
     """
@@ -125,7 +125,7 @@ def find_problem(folder: Path, read: bool = True) -> str | None:
 
 
 def remove(folder: Path) -> bool:
-    """Delete a checkpoint, unless it is being read; a kill in between leaves nothing that looks like one.
+    """Delete a checkpoint, unless it is being read; a kill in between leaves no folder that looks like one.
 
     Returns whether it was deleted.
     """
@@ -138,7 +138,7 @@ def remove(folder: Path) -> bool:
 
 
 def _renamed_for_removal(folder: Path) -> Path:
-    """Renames a checkpoint to a name that `list_checkpoints` does not take for one."""
+    """Renames a checkpoint to a name that `list_checkpoints` ignores."""
     doomed = folder.with_name(_REMOVED + folder.name)
     if os.path.lexists(doomed):
         _delete(doomed)
@@ -146,7 +146,7 @@ def _renamed_for_removal(folder: Path) -> Path:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder, or the link to one: where it leads is not ours."""
+    """Delete a folder, or the link to one, but never the link's target."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -154,9 +154,9 @@ def _delete(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint that the run does not resume from, to a name that none has: `aside-step-00000200`, `...-2`.
+    """Rename a checkpoint that the run does not resume from, to an unused name: `aside-step-00000200`, `...-2`.
 
-    Raises UserError where the parent folder is not writable.
+    Raises UserError if the parent folder is not writable.
     """
     moved, copies = folder.with_name(_ASIDE + folder.name), 1
     while os.path.lexists(moved):
@@ -176,10 +176,10 @@ def score(metrics: Metrics, name: str | None) -> float | None:
 
 
 def best_checkpoint(root: Path, metric: str | None) -> Path | None:
-    """Returns the checkpoint that is best by a metric of its evaluation; None where none was measured by it."""
+    """Returns the checkpoint that is best by a metric of its evaluation; None if none has it."""
     scored = []
     for folder in list_checkpoints(root):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # a damaged one
+        with contextlib.suppress(OSError, ValueError, KeyError):  # damaged
             metrics = json.loads((folder / "state.json").read_text(encoding="utf-8"))["metrics"]
             if (value := score(metrics, metric)) is not None:
                 scored.append((value, folder))
@@ -187,8 +187,8 @@ def best_checkpoint(root: Path, metric: str | None) -> Path | None:
 
 
 class Retention:
-    """Keeps the newest checkpoints and the best by a metric. Only verified ones count, so that a good one remains; one
-    that is read by an export is deleted when that has ended."""
+    """Keeps the newest checkpoints and the best by a metric. Only verified ones count, so that a good one remains. One
+    that an export is reading is deleted afterwards."""
 
     def __init__(self, root: Path, settings: Checkpoint):
         self._root, self._settings = root, settings
@@ -199,7 +199,7 @@ class Retention:
         self._verified.add(folder)
 
     def prune(self) -> None:
-        """Delete all but the `keep` newest and the best, and what interrupted saves and deletions left."""
+        """Delete all but the `keep` newest and the best, and the remains of interrupted saves and deletions."""
         folders = list_checkpoints(self._root)
         kept = list(islice(filter(self._verify, folders), self._settings.keep))
         if not kept:
@@ -227,7 +227,7 @@ class Retention:
         try:
             state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return None  # a damaged one
+            return None  # damaged
         return score(state["metrics"], self._settings.best)
 
     def _verify(self, folder: Path) -> bool:
@@ -241,7 +241,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint; step to written are None where its state.json cannot be read."""
+    """One checkpoint; step to written are None if its state.json cannot be read."""
 
     path: str
     bytes: int
@@ -249,17 +249,17 @@ class CheckpointInfo:
     verified: bool  # every byte was read
     problem: str | None
     step: int | None = None
-    steps: int | None = None  # of the run
+    steps: int | None = None  # length of the run
     metrics: dict[str, float] | None = None
-    written: dict[str, Any] | None = None  # where, world_size, host, at (UTC)
-    best: bool = False  # of those that were measured, by the run's `checkpoint.best`
+    written: dict[str, Any] | None = None  # keys: where, world_size, host, at (UTC)
+    best: bool = False  # among those measured, by the run's `checkpoint.best`
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def describe_checkpoints(run_dir: Path, verify: bool) -> list[CheckpointInfo]:
-    """Returns a run's checkpoints, newest first, those that were set aside last; without those that a run deletes
+    """Returns a run's checkpoints, newest first, those set aside last; without those that a run deletes
     meanwhile. Raises UserError without a folder."""
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
@@ -281,7 +281,7 @@ def _best_metric(run_dir: Path) -> str | None:
 
 
 def _describe(folder: Path, verify: bool, best: bool) -> CheckpointInfo | None:
-    """Returns None for a checkpoint that is gone, or is deleted while it is read, where files cannot be locked."""
+    """Returns None for a checkpoint that is gone, or is deleted during reading because files cannot be locked."""
     held = hold(folder)
     if held is None:
         return None

@@ -1,9 +1,9 @@
-"""Reads a checkpoint beside the run that deletes old ones: a shared lock on its manifest keeps it until it is read.
+"""Reads a checkpoint while the run deletes old ones: a shared lock on its manifest protects it.
 
-    reader    opens manifest.json, locks it shared, sees that the folder is still there
-    deleter   locks it alone, or leaves the checkpoint to its next turn; renames it before it lets go
+    reader    opens manifest.json, locks it shared, checks that the folder still exists
+    deleter   locks it exclusively, or retries at its next turn; renames the folder before unlocking
 
-The system releases a lock at the end of a process. A file system without locks gives no protection: the reader is told.
+The system releases a lock at the end of a process. A file system without locks gives no protection; readers report it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Held:
     """A checkpoint that is not deleted as long as this object lives."""
 
     def __init__(self, file: int | None):
-        """file: descriptor of the locked manifest; None of a damaged checkpoint that has none."""
+        """file: descriptor of the locked manifest; None for a damaged checkpoint without one."""
         self._file = file
 
     def release(self) -> None:
@@ -40,22 +40,22 @@ def hold(folder: Path) -> Held | None:
     except FileNotFoundError:
         return Held(None) if folder.is_dir() else None
     except OSError:
-        return Held(None)  # cannot be read: whoever reads it says why
+        return Held(None)  # cannot be read: the reader reports why
     held = Held(file)
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return None
     except OSError:
-        pass  # no locks here
+        pass  # no locks on this file system
     return held if _is_at(file, folder) else None
 
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Whether nobody reads a checkpoint, and nobody begins to within."""
+    """Yields whether no process reads a checkpoint; none can begin within."""
     try:
-        file = os.open(folder / _MANIFEST, os.O_RDWR)  # over NFS, an exclusive lock wants a file that is written to
+        file = os.open(folder / _MANIFEST, os.O_RDWR)  # over NFS, an exclusive lock needs a file opened for writing
     except OSError:
         yield True
         return

@@ -25,19 +25,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resumed:
-    """State of a checkpoint other than tensors."""
+    """Restored state other than tensors."""
 
     progress: dict[str, Any]  # the fields of `training.trainer.TrainingState`
-    metrics: dict[str, float]  # of the evaluation at its step; empty where there was none
-    changes: list[str]  # of the recipe and of what it reads, since
-    notes: list[str]  # differences that change nothing in the steps to come, and what cannot be compared
+    metrics: dict[str, float]  # from the evaluation at its step; empty without one
+    changes: list[str]  # changes of the recipe and its inputs since
+    notes: list[str]  # differences without effect on later steps, and settings that cannot be compared
     trackers: dict[str, str]  # run ids by tracker
 
 
 def newest_good(engine: Engine, root: Path) -> Path | None:
     """Returns the newest checkpoint that verifies; sets newer ones aside with a warning. Collective: rank 0 reads.
 
-    Raises UserError where there are checkpoints and none verifies: starting over is the user's decision.
+    Raises UserError if there are checkpoints but none verifies: starting over is the user's decision.
     """
     newest, skipped = _find_newest(root) if engine.is_main else (None, [])
     newest, skipped = engine.ranks.gather((newest, skipped))[0]
@@ -65,7 +65,7 @@ def _find_newest(root: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
 def chosen(engine: Engine, root: Path, name: str) -> Path:
     """Returns the checkpoint that `checkpoint.resume` names. Collective: rank 0 reads.
 
-    Raises UserError where there is none of this name, or it does not verify.
+    Raises UserError if it does not exist or does not verify.
     """
     folder, problem = root / name, None
     if engine.is_main and not folder.is_dir():
@@ -79,7 +79,7 @@ def chosen(engine: Engine, root: Path, name: str) -> Path:
 
 
 def set_newer_aside(root: Path, step: int = -1) -> list[Path]:
-    """Set the checkpoints after a step aside, so that they and those of this run do not mix; returns their new paths.
+    """Set the checkpoints after a step aside, so that they do not mix with this run's; returns their new paths.
 
     step: -1 for all of them.
     """
@@ -87,9 +87,9 @@ def set_newer_aside(root: Path, step: int = -1) -> list[Path]:
 
 
 def resume(engine: Engine, recipe: Recipe, folder: Path, inputs: Inputs, data: RowSource) -> Resumed:
-    """Restore weights, optimizer state and loss scale. Collective; each rank reads what it trains.
+    """Restore weights, optimizer state and loss scale. Collective; each rank reads the parameters it trains.
 
-    inputs: what this run reads, compared with the checkpoint's; data: that it trains on. Raises UserError if this is
+    inputs: this run's, compared with the checkpoint's; data: training data. Raises UserError if this is
     another run.
     """
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
@@ -103,7 +103,7 @@ def resume(engine: Engine, recipe: Recipe, folder: Path, inputs: Inputs, data: R
 
 
 def resume_own(engine: Engine, folder: Path) -> Resumed:
-    """Restore a checkpoint of this run, which began with it or went on from it: nothing is compared. Collective."""
+    """Restore a checkpoint that this run saved or resumed from, without comparison. Collective."""
     return _restore(engine, folder, json.loads((folder / "state.json").read_text(encoding="utf-8")), [], [])
 
 
@@ -120,14 +120,14 @@ def _restore(engine: Engine, folder: Path, state: dict[str, Any], changes: list[
     return Resumed(progress, state["metrics"], changes, notes, state["trackers"])
 
 
-# Where checkpoints lie and how they are kept: these may differ from those of a finished run.
+# Location and retention of checkpoints: these may differ from those of a finished run.
 _NOT_TRAINED = ("checkpoint.", "run.dir:")
 
 
 def check_finished(folder: Path, changes: list[str], step: int, steps: int) -> None:
-    """Raises UserError where a run that has made all its steps is launched with another recipe: none would be trained.
+    """Raises UserError if a finished run is launched with a changed recipe: no step would be trained.
 
-    folder: its last checkpoint; changes: of the recipe since; steps: that the recipe asks for now.
+    folder: its last checkpoint; changes: of the recipe since; steps: of the current recipe.
     """
     different = [change for change in changes if not change.startswith(_NOT_TRAINED)]
     if step >= steps and different:
@@ -143,7 +143,7 @@ def check_finished(folder: Path, changes: list[str], step: int, steps: int) -> N
 _FIXED = ("mode", "lora", "optimizer.name", "batch.rows")
 # Weights or the order of samples depend on these; `checkpoint.accept_changes` allows another value.
 _ACCEPTABLE: tuple[str, ...] = tuple(key for key in get_args(Acceptable) if key not in PARTS)
-# Among these, and free: the same numbers, computed in another way.
+# Of these, free to change: the same numbers, computed in another way.
 _SAME_MATHS = ("objective.share_prompts:",)
 
 

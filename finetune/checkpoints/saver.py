@@ -3,8 +3,8 @@
     loop      save: wait for the last one, copy this rank's ranges to CPU memory  |  steps  |  settle
     thread                                       write, checksum, fsync -> all ranks? -> seal, prune
 
-Every rank's thread writes its own file. The threads synchronise over a process group of their own: a checkpoint appears
-when all its files are on the disk, and a failure on one rank is known to all.
+Every rank's thread writes its own file. The threads synchronize over a process group of their own: a checkpoint appears
+when all its files are on disk, and a failure on one rank reaches all.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ Result = TypeVar("Result")
 
 
 class _NotWritten(Exception):
-    """Raised on all ranks if one of them could not write."""
+    """Raised on all ranks if any could not write."""
 
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """State of the run at one step, independent of the tensors that later steps change."""
+    """State of the run at one step, independent of tensors that later steps change."""
 
     step: int
     state: dict[str, Any]
-    tensors: dict[str, Tensor]  # of this rank
+    tensors: dict[str, Tensor]  # this rank's tensors
     shapes: dict[str, str]
     scalars: dict[str, dict[str, float]]
 
 
 class Saver:
-    """Saves one checkpoint at a time: a new one waits for the last."""
+    """Saves one checkpoint at a time: a new one waits for the previous one."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class Saver:
         metadata: dict[str, Any],
         is_ours: Callable[[], bool] = lambda: True,
     ):
-        """metadata: what else state.json holds (data, versions, trackers), from the main process. is_ours: whether this
-        launch may still write the folder, as the main process knows. Collective."""
+        """metadata: further content of state.json (data, versions, trackers), from the main process. is_ours: whether
+        this launch may still write the folder, checked on the main process. Collective."""
         self._engine, self._recipe, self._root, self._metadata = engine, recipe, root, metadata
         self._is_ours = is_ours
         self.asynchronous = recipe.checkpoint.asynchronous and engine.copies_state
@@ -78,12 +78,12 @@ class Saver:
         self._best = engine.ranks.gather(self._retention.best_score() if engine.is_main else None)[0]
 
     def improves(self, metrics: Metrics) -> bool:
-        """Whether these are better than those of any saved checkpoint, by `checkpoint.best`."""
+        """Returns whether these are better than those of any saved checkpoint, by `checkpoint.best`."""
         value = score(metrics, self._recipe.checkpoint.best)
         return value is not None and (self._best is None or value < self._best)
 
     def save(self, progress: Progress, metrics: Metrics) -> int:
-        """Write step-N; returns once this rank's part is copied (not `asynchronous`: written). Collective.
+        """Write step-N; returns when this rank's part is copied (if not `asynchronous`: written). Collective.
 
         metrics: of an evaluation at this step, or empty. Returns the bytes of this rank's tensors, the size of the
         copy. Raises RunFailure as `settle`.
@@ -99,13 +99,13 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether the pending save has failed on this rank: all ranks should `settle`."""
+        """Returns whether the pending save has failed on this rank: all ranks should `settle`."""
         return self._pending is not None and self._pending.done() and self._pending.result() is not None
 
     def settle(self, must: bool = False) -> None:
         """Wait for the pending save. Collective.
 
-        Raises RunFailure where it failed and `must` or `checkpoint.on_failure: stop` is set; else logs a warning.
+        Raises RunFailure if it failed and `must` or `checkpoint.on_failure: stop` is set; else logs a warning.
         """
         if self._pending is None:
             return
@@ -118,7 +118,7 @@ class Saver:
         log.warning("%s. Training continues (checkpoint.on_failure: continue)", failure)
 
     def tidy(self) -> None:
-        """Delete what an earlier, killed launch left; at a run's end."""
+        """Delete the remains of an earlier, killed launch, at a run's end."""
         if self._engine.is_main and self._is_ours():
             self._prune()
 
@@ -168,7 +168,7 @@ class Saver:
         return None
 
     def _if_ours(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Raises OSError if another launch has taken the folder, which is then left to it."""
+        """Raises OSError if another launch has taken the folder, which then owns it."""
         if not self._is_ours():
             raise OSError("another launch has taken this run's folder")
         return work(*arguments)
@@ -225,7 +225,7 @@ class Staging:
 
     Fresh memory is mapped page by page on first write, which takes several times as long as the copy, and a GPU copies
     at full speed to pinned memory only, which is slower still to allocate. torch rounds pinned allocations up to a
-    power of two (https://github.com/pytorch/pytorch/issues/150517), up to twice what is needed; so ordinary memory is
+    power of two (https://github.com/pytorch/pytorch/issues/150517), up to twice the size needed; so ordinary memory is
     registered with the driver instead.
     """
 
@@ -236,7 +236,7 @@ class Staging:
     def copies(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns copies of flat tensors on any device, complete on return; overwrites those of the previous call.
 
-        Raises RunFailure where memory cannot be pinned.
+        Raises RunFailure if memory cannot be pinned.
         """
         self._reserve(sum(map(_aligned_bytes, tensors.values())), any(tensor.is_cuda for tensor in tensors.values()))
         copies, end = {}, 0
@@ -251,7 +251,7 @@ class Staging:
     def release(self) -> None:
         """Free the memory; only when the copies are no longer read."""
         if self._pinned:
-            _driver().cudaHostUnregister(self._memory.data_ptr())  # fails only after what failed before it
+            _driver().cudaHostUnregister(self._memory.data_ptr())  # fails only after an earlier failure
         self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
 
     def _reserve(self, size: int, pinned: bool) -> None:
@@ -269,7 +269,7 @@ def _aligned_bytes(tensor: Tensor) -> int:
 
 
 def _driver() -> Any:
-    """CUDA's runtime, or HIP's."""
+    """Returns the runtime of CUDA, or HIP."""
     return torch.cuda.cudart()
 
 

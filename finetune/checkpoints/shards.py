@@ -1,7 +1,7 @@
 """Ranges of flattened parameters in safetensors files: written by any number of ranks, read by any other number.
 
 A tensor's name in a file is `field|start|parameter`: elements from `start` on of that field of the flattened parameter,
-or `field|start:run:stride|parameter` for runs of `run` elements, `stride` apart. No rank holds more than what it
+or `field|start:run:stride|parameter` for runs of `run` elements, `stride` apart. No rank holds more than it
 trains, and a reader takes only the ranges it needs from each file. 8-bit state is stored as it is: codes under the
 field's name, with `field:scales`, `field:book` and `field:phase` (`finetune/engine/state_shards.py`).
 
@@ -47,7 +47,7 @@ from finetune.errors import UserError
 
 
 def part_tensors(parts: list[ShardPart], optimizers: list[Optimizer]) -> dict[str, Tensor]:
-    """Returns what a rank writes, by name in the file: flat views of weights and optimizer state."""
+    """Returns the tensors a rank writes, by name in the file: flat views of weights and optimizer state."""
     return {
         f"{field}|{_format_range(part.range)}|{part.name}": tensor
         for part in parts
@@ -90,7 +90,7 @@ class PartReader:
         self.shapes: dict[str, str] = {}
         self._open = {file: safe_open(file, framework="pt") for file in files}
         for file, handle in self._open.items():
-            for key in handle.keys():  # noqa: SIM118 (safe_open is no dict)
+            for key in handle.keys():  # noqa: SIM118 (safe_open is not a dict)
                 field, position, name = key.split("|", 2)
                 if ":" not in field:
                     elements = _parse_range(position, handle.get_slice(key).get_shape()[0])
@@ -108,9 +108,9 @@ class PartReader:
         scalars: dict[str, dict[str, float]],
         room: MakeRoom = make_room,
     ) -> None:
-        """Fill weights and optimizer state. scalars: of the optimizer, by parameter.
+        """Fill weights and optimizer state. scalars: the optimizer's, by parameter.
 
-        Raises UserError where the checkpoint belongs to another model.
+        Raises UserError if the checkpoint belongs to another model.
         """
         for part in parts:
             if self.shapes.get(part.name) != str(list(part.shape)):
@@ -150,12 +150,12 @@ class PartReader:
         return self._open[first.file].get_slice(first.key)[:1].dtype
 
     def fill_weight(self, name: str, weight: Tensor) -> None:
-        """Fill a contiguous tensor with a stored weight. Raises UserError where elements are missing."""
+        """Fill a contiguous tensor with a stored weight. Raises UserError if elements are missing."""
         part = ShardPart(name, tuple(weight.shape), 0, weight.numel(), weight, 0)
         _fill(weight, self._pieces(part, WEIGHT))
 
     def _pieces(self, part: ShardPart, field: str) -> list[StoredPiece]:
-        """Returns the stored ranges that overlap a part, read lazily. Raises UserError where elements are missing."""
+        """Returns the stored ranges that overlap a part, read lazily. Raises UserError if elements are missing."""
         pieces = []
         for stored in self._ranges[part.name][field]:
             values = self._open[stored.file].get_slice(stored.key)
@@ -168,7 +168,7 @@ class PartReader:
         return pieces
 
     def _source(self, stored: _StoredRange, field: str, values: Any) -> Any:
-        """Returns a stored range, with its scales and book where it is 8-bit."""
+        """Returns a stored range, with its scales and book if it is 8-bit."""
         if values.get_dtype() != "U8":
             return values
         file, suffix = self._open[stored.file], stored.key.removeprefix(field)
@@ -177,9 +177,9 @@ class PartReader:
 
 
 class WeightReader:
-    """The weights of a checkpoint's files, one at a time, on any machine: neither optimizer state nor an engine.
+    """The weights of a checkpoint's files, one at a time, on any machine, without optimizer state or an engine.
 
-    Files are mapped, and what was read stays resident until they are closed: they are opened again every few tensors.
+    Files are mapped, and pages read stay resident until they are closed, so they are reopened every few tensors.
     """
 
     def __init__(self, files: list[Path], mapped_bytes: int = 2**28):
@@ -192,7 +192,7 @@ class WeightReader:
         }
 
     def read(self, name: str) -> Tensor:
-        """Returns a parameter in full. Raises UserError where elements are missing."""
+        """Returns a parameter in full. Raises UserError if elements are missing."""
         if self._read > self._limit:
             self._parts, self._read = self._opened_again(), 0
         weight = torch.empty_like(self.shapes[name], device="cpu")

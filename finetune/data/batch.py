@@ -1,4 +1,4 @@
-"""Examples become a micro-batch, and ranks that share a row get their part of it.
+"""Collates examples into micro-batches, and gives ranks that share a row their part of it.
 
 Letters: `T` tokens of a micro-batch, `t` of them on one rank, `D` sequences (documents), `E` examples, `S` targets:
 trained tokens.
@@ -22,7 +22,7 @@ PADDING_DOCUMENT = 128  # tokens; short, so that attention within padding costs 
 
 
 class Targets(NamedTuple):
-    """The tokens that are trained, and where they are predicted."""
+    """The trained tokens, and the positions that predict them."""
 
     positions: Tensor  # (S,) int64: places of the flat row whose NEXT token is trained
     ids: Tensor  # (S,) int64: those tokens
@@ -45,9 +45,9 @@ class Ends(NamedTuple):
 
 
 class ImagePlace(NamedTuple):
-    """Where an image is in the flat row: its tokens [begin, end), see `samples.Image`."""
+    """Location of an image in the flat row: its tokens [begin, end), see `samples.Image`."""
 
-    sequence: int  # index of the sequence that it is in
+    sequence: int  # index of its sequence
     begin: int
     end: int
     source: str | bytes = b""  # path of its file, or the file itself
@@ -58,7 +58,7 @@ ImageInputs = Callable[[ListLike[Image], Tensor], dict[str, Tensor]]
 
 
 class Origin(NamedTuple):
-    """Where an example is from."""
+    """File and row of an example."""
 
     path: str  # file or dataset
     row: int
@@ -69,13 +69,13 @@ class Origin(NamedTuple):
 class Batch:
     """One micro-batch: sequences end to end in one flat row (see `collate`)."""
 
-    # Of the model's forward: input_ids, position_ids (1, T) int64. Where there are images, in the order of `images`,
-    # what transformers' forward calls pixel_values and, by family, image_grid_thw, image_sizes, pixel_attention_mask,
+    # Inputs of the model's forward: input_ids, position_ids (1, T) int64. With images, in the order of `images`,
+    # also transformers' pixel_values and, by family, image_grid_thw, image_sizes, pixel_attention_mask,
     # token_type_ids; see `images/pixels.py`.
     inputs: dict[str, Tensor]
     # Tokens that each sequence has in the row; they sum to T. The D sequences of examples, then padding.
     sequence_lengths: tuple[int, ...]
-    # Tokens that each shares: it begins with so many of the sequence before it, and its own places come after them.
+    # Shared tokens: a sequence begins with this many of the sequence before it, and its own follow them.
     prefix_lengths: tuple[int, ...]
     targets: Targets
     ends: Ends
@@ -85,10 +85,10 @@ class Batch:
     origins: tuple[Origin, ...]  # (E,)
     sequence_sources: tuple[int, ...]  # (D,) index of the source of each sequence
     sequence_tokens: tuple[int, ...]  # (D,) tokens; of a part of the row (`token_shard`), those that are in it
-    sequence_targets: tuple[int, ...]  # (D,) targets, likewise
+    sequence_targets: tuple[int, ...]  # (D,) targets, counted in the same way
     target_columns: dict[str, Tensor] = field(default_factory=dict)  # (S, ...) each, of the targets in their order
     distinct_targets: DistinctTargets | None = None  # None: all targets are
-    row_lengths: tuple[int, ...] = ()  # tokens of each row of the recipe in it; none in a dummy
+    row_lengths: tuple[int, ...] = ()  # tokens of each row of the recipe in it; empty in a dummy
     index: int = 0  # of this micro-batch within its step, over all processes; seeds dropout
     images: tuple[ImagePlace, ...] = ()  # in the order of their tokens; a sequence's are next to each other
 
@@ -98,7 +98,7 @@ class Batch:
         return self.inputs["input_ids"].shape[1] + sum(self.prefix_lengths) - self.counts["tokens"]
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
-        """The same with more columns, also numbers () that hold for all of it."""
+        """The same with more columns, including numbers () that hold for all of it."""
         return replace(self, columns={**self.columns, **columns})
 
     def map_tensors(self, call: Callable[[Tensor], Tensor]) -> Batch:
@@ -131,7 +131,7 @@ def collate(
     shares_prompts: bool = False,
     image_inputs: ImageInputs | None = None,
 ) -> Batch:
-    """Sequences end to end. No attention mask; `position_ids` start again with every sequence.
+    """Concatenates sequences. No attention mask; `position_ids` start again with every sequence.
 
         sequence         |----- a ------|  |--- b ----|
         input_ids      [[  1, 11, 12,  2,    1, 21,  2 ]]
@@ -140,11 +140,11 @@ def collate(
         targets          positions 1, 2, 5   ids 12, 2, 2   sequence 0, 0, 1
         sequence_lengths  (4, 3)             counts["target_tokens"]  3
 
-    This is the one place where targets are shifted against the mask. Never across sequences, for the first token of
+    This is the one place where targets are shifted against the mask. Never across sequences, as the first token of
     each is not trained.
 
-    shares_prompts: what both sequences of a pair begin with is in the row once, before what follows in the first. The
-    positions of the second continue from there, for its attention sees both. A place may predict a token of each, or
+    shares_prompts: the common beginning of both sequences of a pair is in the row once, before the rest of the first.
+    Positions of the second continue from there, as its attention sees both. A position may predict a token of each, or
     the same for both, which is computed once (`distinct_targets`):
 
         sequence         |---- first ---|  second
@@ -153,14 +153,14 @@ def collate(
         targets          positions 1, 2, 1, 4   ids 12, 2, 13, 2   sequence 0, 0, 1, 1
         sequence_lengths  (4, 2)                prefix_lengths  (0, 2)
 
-    What is counted are the sequences as they are, in both layouts.
+    Counts are of the full sequences in both layouts.
 
-    padded_to: T, where every forward has to be of one length (compiled layers). What is missing are sequences of their
+    padded_to: T, if every forward must have one length (compiled layers). Missing tokens become sequences of their
     own at the end, of token 0, untrained, which no other sequence sees; otherwise there is no padding.
 
-    image_inputs: called where there are images; None leaves them out.
+    image_inputs: called if there are images; None leaves them out.
 
-    Raises ValueError for a trained first token: nothing within its sequence predicts it; and where T is exceeded.
+    Raises ValueError for a trained first token (no token of its sequence predicts it), and if T is exceeded.
     """
     for example in examples:
         if any(sequence.loss_mask[0] for sequence in example.sequences):
@@ -211,7 +211,7 @@ def _sizes(examples: ListLike[Example]) -> ExampleSizes:
 
 
 class _Layout(NamedTuple):
-    """How sequences lie in a row: their own tokens end to end, then padding."""
+    """Layout of sequences in a row: their own tokens end to end, then padding."""
 
     own_lengths: tuple[int, ...]  # (D,) tokens of each, without those of its prefix
     prefixes: tuple[int, ...]  # (D,) see `Batch.prefix_lengths`
@@ -222,7 +222,7 @@ class _Layout(NamedTuple):
 def _layout(sizes: ExampleSizes, padded_to: int | None, shares_prompts: bool) -> _Layout:
     prefixes = np.zeros_like(sizes.lengths)
     if shares_prompts:
-        has_two = np.diff(sizes.offsets) == 2  # others share nothing
+        has_two = np.diff(sizes.offsets) == 2  # others do not share tokens
         prefixes[sizes.offsets[:-1][has_two] + 1] = sizes.shared[has_two]
     own_lengths = tuple((sizes.lengths - prefixes).tolist())
     padding = _padding(sum(own_lengths), padded_to)
@@ -284,7 +284,7 @@ def _distinct(targets: Targets) -> DistinctTargets | None:
 
 
 def dummy_batch(example: Example, index: int, padded_to: int | None, image_inputs: ImageInputs | None = None) -> Batch:
-    """A forward over the shortest sequence of an example that trains nothing and counts for nothing: D and E are 0."""
+    """A forward over the shortest sequence of an example, without targets or counts: D and E are 0."""
     shortest = min(example.sequences, key=lambda sequence: len(sequence.input_ids))
     masked = replace(shortest, loss_mask=np.zeros_like(shortest.loss_mask))
     untrained = {name: values[:0] for name, values in example.target_columns.items()}
@@ -322,8 +322,8 @@ Stretches = tuple[tuple[int, int], ...]  # (first place, last place + 1) in the 
 class TokenShare:
     """One of the ranks that share every row.
 
-    A context rank has two chunks, as far from the row's beginning as from its end: what a token costs in causal
-    attention grows with its place, and like this all ranks have as much. Sequence ranks cut what their context rank has
+    A context rank has two chunks, as far from the row's beginning as from its end: the cost of a token in causal
+    attention grows with its place, and like this all ranks have the same. Sequence ranks cut their context rank's part
     into pieces end to end.
 
         8 tokens, context 2                 (0, .): 0 1 6 7               (1, .): 2 3 4 5
@@ -341,14 +341,14 @@ class TokenShare:
         return -(-tokens // unit) * unit
 
     def stretches(self, tokens: int, context_rank: int) -> Stretches:
-        """Returns those of a context rank, all its sequence ranks together, in a row of so many tokens."""
+        """Returns the stretches of a context rank, all its sequence ranks together, in a row of `tokens` tokens."""
         if self.context == 1:
             return ((0, tokens),)
         chunk, last = tokens // (2 * self.context), 2 * self.context - 1
         return tuple((n * chunk, (n + 1) * chunk) for n in (context_rank, last - context_rank))
 
     def places(self, tokens: int) -> NDArray[np.int64]:  # (t,), ascending
-        """Returns those of this rank."""
+        """Returns the places of this rank."""
         mine = np.concatenate([np.arange(*stretch) for stretch in self.stretches(tokens, self.context_rank)])
         return np.split(mine, self.sequence)[self.sequence_rank]
 
@@ -366,7 +366,7 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
     Targets were shifted on the full row: the token that a place predicts may be another rank's. `target_columns` go
     with their targets. `Targets.sequence`, `columns`, `example_of_sequence`, `origins` and the counts of sequences and
     examples stay the row's on every rank, so that sums per sequence can be added up over the ranks. `sequence_lengths`
-    stay the row's, too: attention is over full sequences. Raises ValueError where T cannot be cut, and for shared
+    stay the row's, too: attention is over full sequences. Raises ValueError if T cannot be cut, and for shared
     beginnings.
     """
     if share.context * share.sequence == 1:
@@ -385,7 +385,7 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
     ends = Ends(local_ends[local_ends >= 0], batch.ends.sequence[local_ends >= 0])
     targets = Targets(local[mine], batch.targets.ids[mine], batch.targets.sequence[mine])
     sequence_of_place = np.repeat(np.arange(len(batch.sequence_lengths)), batch.sequence_lengths)
-    num_sequences = len(batch.sequence_tokens)  # none in a dummy
+    num_sequences = len(batch.sequence_tokens)  # 0 in a dummy
     tokens_here = np.bincount(sequence_of_place[places], minlength=num_sequences)[:num_sequences]
     targets_here = np.bincount(targets.sequence.numpy(), minlength=num_sequences)[:num_sequences]
     first = np.isin(np.arange(num_sequences), np.unique(batch.example_of_sequence.numpy(), return_index=True)[1])

@@ -1,4 +1,4 @@
-"""From a source's rows to an entry of the cache: chunks of rows over all cores, written in order as they come back.
+"""Builds a cache entry from a source's rows: chunks of rows over all cores, written in order as they come back.
 
 This process reads and writes; memory holds a few chunks, however many rows there are.
 """
@@ -43,10 +43,10 @@ from finetune.utils import num_cores
 
 CHUNK_ROWS = 256
 CHUNK_CHARACTERS = 500_000  # a chunk ends early after as much text, or a few of them would fill the memory
-SMALL_CHARACTERS = 8_000_000  # less is tokenised here: it takes about as long as to start the other processes
-HEAD_ROWS = 20  # of every source, rendered before any is tokenised
+SMALL_CHARACTERS = 8_000_000  # less is tokenized here: it takes about as long as to start the other processes
+HEAD_ROWS = 20  # of every source, rendered before any is tokenized
 FORMAT_ROWS = 100  # that `format: auto` looks at
-LINE_EVERY_S = 30.0  # between lines of progress, where there is no terminal to draw a bar on
+LINE_EVERY_S = 30.0  # between lines of progress, if there is no terminal to draw a bar on
 
 
 # --- sources, opened once
@@ -58,12 +58,12 @@ class OpenedSource:
 
     source: Source  # `format` is never auto
     reader: SourceReader
-    note: str | None  # how the format was detected, where it was
-    head: tuple[Item, ...] | None  # the first rows, where the format was detected by them
+    note: str | None  # how the format was detected, if it was
+    head: tuple[Item, ...] | None  # the first rows, if the format was detected by them
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Description for people."""
         return without_credentials(self.source.path)
 
 
@@ -76,7 +76,7 @@ class OpenedSources:
         self._heads_checked = False
 
     def open(self, source: Source) -> OpenedSource:
-        """Raises UserError where there is no such source, its format cannot be told, or is not for the objective."""
+        """Raises UserError if there is no such source, its format cannot be told, or is not for the objective."""
         streaming = self._recipe.data.streaming and any(source is train for train in self._recipe.data.train)
         for known, streamed, opened in self._opened:
             if known == source and streamed == streaming:
@@ -90,7 +90,7 @@ class OpenedSources:
 
     def check_heads(self, renderer: Renderer) -> None:
         """Render the first rows of every source of the recipe, once: a typo in the last source must not cost the
-        tokenising of the first. Raises UserError as the build would."""
+        tokenizing of the first. Raises UserError as the build would."""
         if self._heads_checked:
             return
         data = self._recipe.data
@@ -161,19 +161,19 @@ def _check_rows(settings: RowSettings, items: Iterator[Item] | tuple[Item, ...])
 
 @dataclass(frozen=True)
 class EntryBuild:
-    """Recipe, source and renderer that an entry is built from, and how."""
+    """Recipe, source, renderer and settings that an entry is built from."""
 
     recipe: Recipe
     opened: OpenedSource
     renderer: Renderer
     progress: Callable[[int], None] | None = None  # called with the rows done so far
-    workers: int | None = None  # processes; None: one a core if there is enough to do
+    workers: int | None = None  # processes; None: one per core if there is enough to do
 
 
 def build_source(writer: EntryWriter, build: EntryBuild, digest: str) -> None:
     """Write all examples of a source whose content has this digest.
 
-    Raises UserError for bad rows beyond what the recipe allows, where nothing is left, and where the content changes.
+    Raises UserError for bad rows beyond what the recipe allows, if no example is left, and if the content changes.
     """
     reader = build.opened.reader
     untrained = _write_examples(writer, build, read_items(reader))
@@ -184,13 +184,13 @@ def build_source(writer: EntryWriter, build: EntryBuild, digest: str) -> None:
 
 
 def build_part(writer: EntryWriter, build: EntryBuild, items: Iterator[Item]) -> None:
-    """Write the examples of some rows of a source; there may be none. Raises UserError as `build_source` does."""
+    """Writes the examples of some rows of a source, possibly none. Raises UserError as `build_source` does."""
     _write_examples(writer, build, items)
     _check_share(writer.report, build.recipe.data.max_bad_share)
 
 
 def _write_examples(writer: EntryWriter, build: EntryBuild, items: Iterator[Item]) -> TokenizedExample | None:
-    """Likewise `_write`, for KTO with an answer of another row next to each."""
+    """Writes the examples of `items`; for KTO, each next to an answer of another row."""
     if build.recipe.objective.name != "kto":
         return _write(writer, build, items)
     per_row = 2 if build.opened.source.format == "preference" else 1
@@ -231,7 +231,7 @@ def _check_share(report: SourceReport, most: float) -> None:
 
 
 def _check_rest(report: SourceReport, max_length: int, untrained: TokenizedExample | None, renderer: Renderer) -> None:
-    """Raises UserError where no example is left, with one that was dropped and its mask."""
+    """Raises UserError if no example is left, with one that was dropped and its mask."""
     if report.examples:
         return
     message = (
@@ -257,7 +257,7 @@ def _check_rest(report: SourceReport, max_length: int, untrained: TokenizedExamp
 
 
 def read_items(reader: SourceReader) -> Generator[Item, None, None]:
-    """Rows in their order, those that cannot be read as the reason."""
+    """Rows in their order; for rows that cannot be read, the reason."""
     try:
         for label, number, row in reader.readable_and_bad():
             yield label, number, str(row) if isinstance(row, BadRow) else row
@@ -289,7 +289,7 @@ def _chunks(items: Iterator[Item]) -> Generator[list[Item], None, None]:
 
 
 def num_characters(value: Any) -> int:
-    """Characters in a row, about."""
+    """Approximate number of characters in a row."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, bytes):  # of an image: its text is short, but it travels between processes
@@ -328,7 +328,7 @@ class BuildProgress:
     """A bar with rows, rows/s and the time left; without a terminal a line now and then. Both on standard error."""
 
     def __init__(self, name: str, total: int | None):
-        """total: rows, about; None: not known."""
+        """total: approximate number of rows; None: unknown."""
         self.name, self.total = name, total
         self._begun = self._shown_at = time.monotonic()
         self._bar = _bar() if sys.stderr.isatty() else None

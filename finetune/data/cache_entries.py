@@ -1,6 +1,6 @@
-"""What is in the cache, and its removal: `finetune cache list` and `cache clean`.
+"""Lists and removes cache entries: `finetune cache list` and `cache clean`.
 
-Entries are of tokens, of a reference's log-probabilities and of a teacher's predictions, each a folder with a report.
+Entries hold tokens, a reference's log-probabilities or a teacher's predictions, each a folder with a report.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNIT_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 @dataclass(frozen=True)
 class CachedEntry:
-    """One entry, or an unfinished one. What its report says is None where that cannot be read."""
+    """One entry, or an unfinished one. Fields read from its report are None if it cannot be read."""
 
     key: str
     path: str
@@ -42,7 +42,7 @@ class CachedEntry:
 
 
 def list_entries() -> list[CachedEntry]:
-    """The last used first."""
+    """Entries, the last used first."""
     root = entries_folder()
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     entries = [entry for folder in folders for entry in _describe(folder)]
@@ -50,7 +50,7 @@ def list_entries() -> list[CachedEntry]:
 
 
 def _describe(folder: Path) -> Iterator[CachedEntry]:
-    """Nothing where the folder was removed or renamed meanwhile."""
+    """Yields the entry, unless the folder was removed or renamed meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         report = folder / "report.json"
         used = (report if report.exists() else folder).stat().st_mtime

@@ -1,7 +1,7 @@
-"""Checksums of what the cache keeps: disks and copies change bits, and wrong tokens train without an error.
+"""Checksums of the cache: disks and copies change bits, and wrong tokens train without an error.
 
 CRC-32 (zlib's, about 3 GB/s on one core) sees every change within 32 bits in a row, and of others all but one in 2^32.
-JSON files have one of their own content. Arrays have one in the JSON file next to them, and what is too large to be
+JSON files have one of their own content. Arrays have one in the JSON file next to them, and arrays too large to be
 read at every start one of each example, verified whenever that is read. Copies of files from elsewhere have a file next
 to them (`.crc32`).
 """
@@ -22,7 +22,7 @@ VERIFIED_AT_ONCE = 1 << 30  # bytes of an entry's large arrays, a third of a sec
 
 
 class Damaged(Exception):
-    """A part of a cache entry is not what was written: which, and how it differs."""
+    """A part of a cache entry differs from what was written: its name, and the difference."""
 
 
 def checksum(*contents: bytes | NDArray[Any], before: int = 0) -> int:
@@ -44,7 +44,7 @@ def write_checksum(path: Path, of: Path) -> None:
 
 
 def verify_file(path: Path) -> None:
-    """Raises OSError, and Damaged if a file is not what it was when `write_checksum` read it."""
+    """Raises OSError, and Damaged if a file has changed since `write_checksum` read it."""
     try:
         expected = _checksum_file(path).read_bytes()
     except FileNotFoundError:  # of an older version
@@ -71,7 +71,7 @@ def sealed(content: dict[str, Any]) -> str:
 
 
 def unsealed(path: Path) -> dict[str, Any]:
-    """Returns what was `sealed` into a file. Raises OSError, and Damaged if it is something else."""
+    """Returns the content `sealed` into a file. Raises OSError, and Damaged if it has changed."""
     try:
         content = json.loads(path.read_bytes().decode("utf-8"))
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
-"""What the examples of a source hold, as digests: the same wherever its files are, another where a token, a mask, a
-number or an image is another. A checkpoint keeps it, and a resume compares it.
+"""Digests of the examples of a source: independent of the location of its files, and changed if a token, a mask, a
+number or an image changes. A checkpoint keeps the digest, and a resume compares it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _IMAGES_READ = 10_000  # of a source; of all others the size
 def source_content(entry: CacheEntry) -> dict[str, Any]:
     """Returns the number of examples, and digests of their tokens, masks, columns and images.
 
-    Tokens by the hash that the cache keeps of each example; it has the paths of images, so with these the ids are read.
-    Raises UserError where an image is gone.
+    Tokens by the hash in the cache for each example; it includes the paths of images, so with these the ids are read.
+    Raises UserError if an image is gone.
     """
     has_images = len(entry.image_numbers) > 0
     tokens = (entry.input_ids, entry.sequence_offsets, entry.example_offsets) if has_images else (entry.hashes,)
@@ -50,7 +50,7 @@ def _bytes(part: bytes | str) -> bytes:
 
 
 def _images_content(entry: CacheEntry) -> str:
-    """Digest of places and sizes in tokens and pixels, and of the files: in full where the rows have them, else of
+    """Digest of places and sizes in tokens and pixels, and of the files: in full if the rows contain them, else of
     their sizes, and of the bytes of at most `_IMAGES_READ` of them."""
     places = entry.image_numbers.reshape(-1, 6)[:, :5]
     sources = entry.image_list()
@@ -62,7 +62,7 @@ def _images_content(entry: CacheEntry) -> str:
 
 
 def _file(path: str, read: bool) -> bytes:
-    """Returns the size of a file, and what is read of its bytes."""
+    """Returns the size of a file, and the part of its bytes that is read."""
     try:
         size = os.stat(path).st_size
         content = b""

@@ -1,4 +1,4 @@
-"""Which examples of each source an epoch takes, and the rows of a run whose epochs take different ones.
+"""Examples of each source in an epoch, and the rows of a run whose epochs have different ones.
 
 An epoch that takes a part of a source continues where the one before it ended, in one permutation of the source that is
 repeated. So the counts of how often a run has taken an example, after any number of epochs, differ by at most 1.
@@ -28,7 +28,7 @@ _EPOCHS_KEPT = 2  # in memory; a step may lie in both
 
 @dataclass(frozen=True)
 class SourceShare:
-    """How much of a source of `n` examples each epoch takes."""
+    """Share of a source of `n` examples in each epoch."""
 
     order: NDArray[np.int64]  # (n,) the permutation
     passes: float  # in an epoch
@@ -41,7 +41,7 @@ class SourceShare:
         return np.cumsum(np.asarray(self.lengths, np.int64)[self.order])
 
     def position(self, epochs: float) -> int:
-        """Examples that so many epochs take; counted in tokens, as many as come nearest to them."""
+        """Examples in `epochs` epochs; counted in tokens, as many as come nearest to them."""
         passes, count = min(epochs * self.passes, self.most), len(self.order)
         if self.lengths is None or not count:
             return round(passes * count)
@@ -60,7 +60,7 @@ class SourceShare:
         return np.concatenate([np.tile(np.arange(count), passes), np.sort(again)]).astype(np.int64)
 
     def is_whole(self, num_epochs: int) -> bool:
-        """Whether each of so many epochs takes whole passes."""
+        """Returns whether each of `num_epochs` epochs takes whole passes."""
         return self.position(num_epochs) == num_epochs * round(self.passes) * len(self.order)
 
 
@@ -72,18 +72,18 @@ def source_order(count: int, seed: int, source_index: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a recipe trains, by whichever ends first."""
+    """Length of training, by the limit that is reached first."""
 
     epochs: float | None
     rows: int | None  # packed sequences, of `train.max_steps`
 
     def span(self, epoch: int) -> tuple[float, float]:
-        """Returns where an epoch begins and ends, in epochs: of 2.5 epochs, the last one is half as long."""
+        """Returns the begin and end of an epoch, in epochs: of 2.5 epochs, the last one is half as long."""
         return epoch, min(epoch + 1, self.epochs or math.inf)
 
 
 def epochs_differ(shares: Sequence[SourceShare], length: RunLength, rows_per_epoch: int) -> bool:
-    """Whether epochs take different examples, or one takes a source more often than a run may."""
+    """Returns whether epochs take different examples, or one takes a source more often than a run may."""
     num_epochs = math.ceil(length.epochs or (length.rows or 0) / rows_per_epoch)
     if num_epochs <= 1:
         return any(share.passes > share.most for share in shares)
@@ -108,7 +108,7 @@ class EpochRows:
         """lengths: (n,) tokens of all examples of each source; max_length: None if examples are not packed; chosen:
         those of each source that the run may take, None for those that it does.
 
-        Packs every epoch once, to know how many rows each has. There are fewer than `length.rows` if every source is
+        Packs every epoch once, to count the rows of each. There are fewer than `length.rows` if every source is
         exhausted before.
         """
         self.shares, self.length, self.max_length = tuple(shares), length, max_length

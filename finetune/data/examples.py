@@ -1,7 +1,7 @@
-"""From a recipe's sources to tokenised examples: loaded from the cache, or built once and kept there.
+"""Tokenizes the examples of a recipe's sources: loaded from the cache, or built once and kept there.
 
 `building.py` builds an entry from a source, `token_cache.py` keeps it. Weights and seeds are not part of an entry: they
-choose among its examples afterwards, so that to change one tokenises nothing again.
+choose among its examples afterwards, so that changing one does not tokenize again.
 
     sizes 900 and 100 tokens, mixture {by: tokens, temperature: 2}
     shares  like 900^(1/2) : 100^(1/2) = 3 : 1         an epoch has 1,000 tokens, as the sources together
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from finetune.data.images.expansion import RowImages
 
 CODE_VERSION = 8  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
-# Of a source: what chooses among its examples, or names them.
+# Keys of a source that choose among its examples, or name them.
 _NOT_IN_AN_ENTRY = {"weight", "name", "max_epochs"}
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class TargetColumns(Protocol):
     def identity(self) -> str: ...
 
     def of(self, example: Example) -> Mapping[str, NDArray[Any]] | None:
-        """Returns arrays (num_targets, ...); None where the example is not known."""
+        """Returns arrays (num_targets, ...); None if the example is unknown."""
         ...
 
 
@@ -70,8 +70,8 @@ class Examples:
     """The examples of an epoch, chosen by `weight`, or of a run, source after source; a sequence that reads from disk.
 
     sizes: of all examples; lengths, num_targets: (N,) int64, tokens and trained tokens of every example.
-    report: what was read and dropped. build_s: for every source the seconds that tokenising it took just now; None
-    where it was in the cache.
+    report: counts of rows read and dropped. build_s: seconds that tokenizing each source took just now; None
+    if it was in the cache.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Examples:
         self.predictions = predictions
         self.report, self.build_s = report, tuple(build_s)
         self.sizes = concatenate_sizes(
-            # What every entry has once, in order, is not copied.
+            # Arrays that every entry has once, in order, are not copied.
             entry.sizes()
             if len(indices) == len(entry) and np.all(np.diff(indices) == 1)
             else entry.sizes().take(indices)
@@ -103,7 +103,7 @@ class Examples:
         return Examples(self._entries, self._chosen, self.report, self.build_s, more, self.predictions)
 
     def with_predictions(self, predictions: TargetColumns) -> Examples:
-        """The same examples with what a teacher predicts at their targets."""
+        """The same examples with a teacher's predictions at their targets."""
         return Examples(self._entries, self._chosen, self.report, self.build_s, self._columns, predictions)
 
     def identity(self) -> str:
@@ -115,7 +115,7 @@ class Examples:
         return digest.hexdigest()
 
     def content(self, key: str) -> dict[str, dict[str, Any]]:
-        """Returns what each source holds, see `source_content`, by its place in the recipe. key: `train` or `eval`."""
+        """Returns the content of each source (`source_content`) by its place in the recipe. key: `train` or `eval`."""
         return {f"{key}[{i}]": source_content(entry) for i, entry in enumerate(self._entries)}
 
     def image_files(self) -> list[str]:
@@ -176,15 +176,15 @@ def prepare_examples(
     opened: OpenedSources | None = None,
     held_out: bool = False,
 ) -> Examples:
-    """Reads, renders, masks and tokenises `sources` (`recipe.data.train` or `.eval`), or loads them from the cache;
+    """Reads, renders, masks and tokenizes `sources` (`recipe.data.train` or `.eval`), or loads them from the cache;
     returns the examples of an epoch.
 
     Uses no process group: every process may call it at once, the first builds each entry and the others wait at a file
-    lock. Before anything is tokenised the first rows of all the recipe's sources are rendered.
+    lock. Before anything is tokenized the first rows of all the recipe's sources are rendered.
     progress: called with the number of rows done in the source at hand. opened: of this recipe, if other parts of the
     run open sources too. held_out: the rows of `recipe.data.train` that `data.eval.share` keeps from training, instead
     of the others.
-    Raises UserError with file and row for data that cannot be used, and where nothing trainable is left.
+    Raises UserError with file and row for data that cannot be used, and if no trainable example is left.
     """
     return draw_examples(recipe, sources, tokenizer, progress, opened, held_out).first_epoch
 
@@ -197,7 +197,7 @@ def draw_examples(
     opened: OpenedSources | None = None,
     held_out: bool = False,
 ) -> Draw:
-    """Returns the examples of the first epoch as `prepare_examples`, and what later epochs take."""
+    """Returns the examples of the first epoch as `prepare_examples`, and the selection of later epochs."""
     opened = opened or OpenedSources(recipe)
     of_sources = [opened.open(source) for source in sources]
     renderer = recipe_renderer(recipe, tokenizer)
@@ -232,7 +232,7 @@ def recipe_renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Rende
 
 
 def row_images(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RowImages | None:
-    """Returns how the recipe's model sees the images of rows; None without `data.image`. Raises UserError."""
+    """Returns the image settings of the recipe's model; None without `data.image`. Raises UserError."""
     if recipe.data.image is None:
         return None
     from finetune.data.images.expansion import RowImages
@@ -242,9 +242,9 @@ def row_images(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RowImages 
 
 
 def check_same_images(key: str, name: str | None, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError where another model, `key: name`, sees images as other tokens than the recipe's.
+    """Raises UserError if another model, `key: name`, sees images as other tokens than the recipe's.
 
-    name: None where there is no other model.
+    name: None if there is no other model.
     """
     own = row_images(recipe, tokenizer) if name is not None else None
     if own is None:
@@ -259,7 +259,7 @@ def check_same_images(key: str, name: str | None, recipe: Recipe, tokenizer: Pre
 
 
 def image_reader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ImageInputs | None:
-    """Returns what makes the inputs of a micro-batch's images; None without `data.image`. Raises UserError."""
+    """Returns the function that builds a micro-batch's image inputs; None without `data.image`. Raises UserError."""
     if (images := row_images(recipe, tokenizer)) is None:
         return None
     from finetune.data.images.pixels import pixel_reader
@@ -274,7 +274,7 @@ def _choose_from(
     build_s: Sequence[float | None],
     held_out: bool,
 ) -> Draw:
-    """Raises UserError where the weights, or the share that is held out, leave nothing."""
+    """Raises UserError if the weights, or the share that is held out, leave no examples."""
     is_training = sources is recipe.data.train and not held_out
     mixture = recipe.data.mixture if is_training else None
     by_tokens = mixture is not None and mixture.by == "tokens"
@@ -325,7 +325,7 @@ def rows_held_out(entry: CacheEntry, share: float, seed: int, source_index: int)
     return np.isin(content, chosen)[row.reshape(-1)]
 
 
-# --- what an entry's tokens depend on
+# --- settings that an entry's tokens depend on
 
 
 def entry_key(recipe: Recipe, source: Source, digest: str, rendering: str) -> str:
@@ -367,7 +367,7 @@ def _image_settings(images: RowImages) -> list[Any]:
 
 
 def entry_metadata(recipe: Recipe, opened: OpenedSource, renderer: Renderer) -> dict[str, Any]:
-    """Returns what an entry was built from, for people: `cache list` shows it."""
+    """Returns the inputs of an entry, for people: `cache list` shows them."""
     return {
         "source": opened.name,
         "split": opened.source.split,
@@ -389,7 +389,7 @@ MAX_EXAMPLES = 10**9  # of an epoch: their indices alone are 8 GB
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
-    """Names of the sources in metrics and tables: `name`, or the last part of `path`, numbered where two are alike."""
+    """Names of the sources in metrics and tables: `name`, or the last part of `path`, numbered if two are alike."""
     names = [source.name or _short(source.path) for source in sources]
     counts = Counter(names)
     return [name if counts[name] == 1 else f"{name}-{i}" for i, name in enumerate(names)]
@@ -405,11 +405,11 @@ def _short(path: str) -> str:
 def passes_per_epoch(
     sizes: Sequence[int], sources: Sequence[Source], mixture: Mixture | None, epochs: float | None
 ) -> list[float]:
-    """How often an epoch of the run takes each source; sizes in what `mixture.by` counts (any, without a mixture).
+    """Passes over each source per epoch of the run; sizes in the unit of `mixture.by` (any, without a mixture).
 
     Without a mixture that is `weight`. With one, shares like weight * size^(1/temperature) of as many rows or tokens
-    as the sources have together. What `max_epochs` keeps a source from giving, the others give in proportion.
-    epochs: of the run, where it is known; None: `max_epochs` is checked when the run's length is known.
+    as the sources have together. The amount that `max_epochs` cuts from a source is given by the others in proportion.
+    epochs: of the run, if known; None: `max_epochs` is checked when the run's length is known.
     """
     most = [source.max_epochs / epochs if source.max_epochs and epochs else UNBOUNDED for source in sources]
     if mixture is None:
@@ -423,7 +423,7 @@ def passes_per_epoch(
 
 
 def filled(wanted: NDArray[np.float64], room: NDArray[np.float64], total: float) -> NDArray[np.float64]:
-    """`total` poured out in proportion to `wanted`, no part above its `room`; less than `total` where none has more.
+    """`total` distributed in proportion to `wanted`, no part above its `room`; less than `total` if all are full.
 
     filled([1, 1, 2], [5, inf, inf], 40) -> [5, 11.67, 23.33]
     """
@@ -443,7 +443,7 @@ def filled(wanted: NDArray[np.float64], room: NDArray[np.float64], total: float)
 
 
 def check_caps(sources: Sequence[Source], passes: Sequence[float], epochs: float) -> None:
-    """Raises UserError where a run of `epochs` passes over the mixture takes a source more often than it may."""
+    """Raises UserError if a run of `epochs` passes over the mixture takes a source more often than it may."""
     for source_index, (source, each) in enumerate(zip(sources, passes, strict=True)):
         if source.max_epochs is not None and each * epochs > source.max_epochs * (1 + 1e-6):
             fewer = source.max_epochs / each / epochs

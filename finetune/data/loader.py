@@ -1,4 +1,4 @@
-"""The rows of a run are distributed over processes, micro-batch by micro-batch."""
+"""Distributes the rows of a run over processes, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from finetune.recipe import divisibility_message
 
 @dataclass(frozen=True)
 class StepBatches:
-    """Micro-batches of this rank in one optimizer step, and the counts of all ranks, known without a reduction."""
+    """Micro-batches of this rank in one optimizer step, and the counts of all ranks, computed without a reduction."""
 
     batches: list[Batch]  # heaviest first
     counts: dict[str, int]  # of the whole step over all ranks, by the names of `ExampleSizes.counts`
-    padding: int  # tokens of its forwards that count for nothing: padding and dummies
+    padding: int  # uncounted tokens of its forwards: padding and dummies
     epoch: float  # passes over the data that are done after this step
     has_images: bool = False  # in any row of any rank
 
@@ -44,16 +44,16 @@ class Loader:
         micro-batch m (`Batch.index`)                  0: 8s+0,1   1: 8s+2,3   2: 8s+4,5   3: 8s+6,7
 
     With `tokens_per_device` the rows of a step are sorted by length instead, longest first, and cut into micro-batches
-    of at most so many tokens; there may be more of them in one step than in another.
+    of at most that many tokens; their number may differ from step to step.
 
     Which process runs a micro-batch follows from its work, the sum of squared sequence lengths: the heaviest run first,
     at the same time, one on each process; then the next heaviest, from the last process to the first, so that sums even
-    out too. What does not fit into memory shows at once.
+    out too. A micro-batch that does not fit into memory shows at once.
 
         work of 0..3 is 5, 9, 8, 4; world_size 2       rank 0: micro-batches 1, 3    rank 1: micro-batches 2, 0
 
-    Every process gets equally many: where they do not divide, as at the end of a run, the shortest sequence of the step
-    stands in without a target. There is a forward to do, and nothing is trained twice.
+    Every process gets equally many: if they do not divide, as at the end of a run, the shortest sequence of the step
+    stands in without a target. The forward is needed, and no example is trained twice.
     """
 
     rows: RunRows
@@ -63,9 +63,9 @@ class Loader:
     world_size: int
     total_rows: int  # row positions of the run
     tokens_per_device: int | None = None  # no less than the longest row has
-    padded_to: int | None = None  # tokens of every forward, where they have to be equally many
-    share: TokenShare = UNSHARDED  # of every row, where several ranks with the same `rank` have its tokens
-    # Forwards of a step are padded to its longest, rounded up to a multiple of so many tokens; 0: no padding.
+    padded_to: int | None = None  # tokens of every forward, if they must be equally many
+    share: TokenShare = UNSHARDED  # of every row, if several ranks with the same `rank` have its tokens
+    # Forwards of a step are padded to its longest, rounded up to a multiple of this many tokens; 0: no padding.
     alike: int = 0
     shares_prompts: bool = False  # the beginning that two sequences share is computed once, see `collate`
     image_inputs: ImageInputs | None = None  # see `collate`
@@ -119,14 +119,14 @@ class Loader:
         return dict(counts)
 
     def _forward_tokens(self, assignment: StepAssignment, tokens: int) -> int:
-        """Tokens of the forward for so many, padding included, over all ranks that share it."""
+        """Tokens of a forward of `tokens` tokens, padding included, over all ranks that share it."""
         of_step = -(-assignment.longest // self.alike) * self.alike if self.alike else tokens
         return self.share.padded(self.padded_to or of_step)
 
     def _assign(self, positions: range) -> StepAssignment:
         lengths = [self.rows.lengths(position) for position in positions]
         work = np.array([(of_row**2).sum() for of_row in lengths])  # (rows,)
-        # By what the sequences have, computed once or twice: micro-batches do not depend on what the attention can.
+        # By the sequences alone, computed once or twice: micro-batches do not depend on the attention's capabilities.
         micro_batches = self._micro_batches(np.array([of_row.sum() for of_row in lengths]))
         mine = assign_micro_batches([int(work[rows].sum()) for rows in micro_batches], self.rank, self.world_size)
         shares = self.shares_prompts
@@ -182,7 +182,7 @@ class StepAssignment:
 
     @property
     def micro_batch_tokens(self) -> list[int]:
-        """Tokens that are computed of each."""
+        """Computed tokens of each."""
         return [sum(int(self.lengths[row].sum()) - self.shared[row] for row in rows) for rows in self.micro_batches]
 
     @property
@@ -197,7 +197,7 @@ class StepAssignment:
 
 
 def assign_micro_batches(work: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Indices of the micro-batches that a rank runs, in its order; beyond the last one where it runs a dummy.
+    """Indices of the micro-batches that a rank runs, in its order; beyond the last one if it runs a dummy.
 
     work: of each micro-batch. Its `world_size` heaviest run at the same time, then the next, in turns from the first
     rank to the last and back.

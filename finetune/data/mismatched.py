@@ -3,10 +3,10 @@
     own examples   q1 a1,  q2 a2,  q3 a3            (of a pair: two examples, one after the other)
     groups         q1 a1 | q1 a2    q2 a2 | q2 a3    q3 a3 | q3 a1
 
-How much likelier the policy finds such answers than the reference does estimates the KL divergence of the two
+The log-ratio of policy and reference on such answers estimates the KL divergence of the two
 (Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, section 4.1). The partner is the next example, after a
 rotation by one row, whose answer fits next to both within `data.max_length`: a function of the data, not of the launch.
-A stream pairs within the rows that are tokenised together (`data.window`).
+A stream pairs within the rows that are tokenized together (`data.window`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def write_with_mismatched(writer: EntryWriter, write: Callable[[EntryWriter], T], max_length: int, per_row: int) -> T:
-    """Calls `write` to write single answers, and writes each with a mismatched one; counts those that have none.
+    """Calls `write` for single answers, and writes each with a mismatched one; counts those without one.
 
     per_row: answers of a row.
     """
@@ -63,7 +63,7 @@ def answer_begins(entry: CacheEntry) -> NDArray[np.int64]:  # (N,)
 def partners(
     prompts: NDArray[np.int64], answers: NDArray[np.int64], rows: NDArray[np.int64], max_length: int, per_row: int
 ) -> NDArray[np.int64]:  # (N,)
-    """Returns the index of the example whose answer each gets; -1 where none of another row fits.
+    """Returns the index of the example whose answer each gets; -1 if no answer of another row fits.
 
     prompts, answers: (N,) tokens; rows: (N,) equal for the answers of a row.
     """

@@ -1,4 +1,4 @@
-"""What an objective makes of a row: one example or several, with the numbers that it reads next to their tokens."""
+"""Converts a row to the examples of an objective, with the numbers that it reads next to their tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from finetune.recipe.schema import ROW_KINDS, ObjectiveSettings
 
 @dataclass(frozen=True)
 class ObjectiveRows:
-    """What of a recipe decides which examples a row gives."""
+    """Settings of a recipe that decide which examples a row gives."""
 
     columns: tuple[str, ...] = ()  # of each example
     labels: tuple[str, ...] = ()  # names of the classes
     is_unpaired: bool = False  # kto: the answers of a pair are two examples
-    is_text: bool = False  # classify: what is said is read, whoever says it
+    is_text: bool = False  # classify: the text is read, whoever says it
 
 
 PLAIN = ObjectiveRows()
@@ -36,9 +36,9 @@ def trained_part(objective: ObjectiveSettings) -> str:
 
 
 def examples_of(sample: Sample, rows: ObjectiveRows, pairs: str) -> Iterator[tuple[Drawable, tuple[float, ...]]]:
-    """Yields what each example of a row says, with its numbers. pairs: of ranked answers, see `Source.pairs`.
+    """Yields the content of each example of a row, with its numbers. pairs: of ranked answers, see `Source.pairs`.
 
-    Raises BadRow for a label that is none of the recipe's.
+    Raises BadRow for a label that the recipe does not list.
     """
     if isinstance(sample, Labelled):
         label = _class_index(sample.label, rows.labels) if rows.is_text else float(sample.label)

@@ -1,4 +1,4 @@
-"""Which examples share a row, and the order in which a run sees its rows.
+"""Packs examples into rows, and orders the rows of a run.
 
 Packing is decided over all lengths at once; an example of several sequences stays together. The order is a pure
 function of seed, epoch and the rows, never of the launch.
@@ -49,10 +49,10 @@ def one_per_row(lengths: NDArray[np.integer] | Sequence[int]) -> Rows:
     return Rows(np.arange(count + 1, dtype=np.int64), np.arange(count, dtype=np.int64))
 
 
-_FULL = 0.999  # share of the places that hold a token; beyond it there is nothing to search for
+_FULL = 0.999  # share of the places that hold a token; beyond it no search is needed
 _SEARCHABLE = 2**34  # distinct lengths times the longest one: bounds the search to a few seconds
 
-_Chain = tuple[Any, int, int] | None  # what a row holds: (what it held before, a length, how many of it)
+_Chain = tuple[Any, int, int] | None  # content of a row: (its content before, a length, how many of it)
 _Pattern = tuple[list[tuple[int, int]], int]  # ([(length, how many of it in each row)], how many such rows)
 
 
@@ -60,7 +60,7 @@ def pack(lengths: NDArray[np.integer] | Sequence[int], max_length: int) -> Rows:
     """Uncut examples in few rows: as few as best-fit decreasing makes, or fewer; seconds for a million examples.
 
     Best-fit decreasing (Johnson 1973; at most 11/9 of the fewest possible rows): longest first, each into the fullest
-    row that has room for it. Where few examples are short enough to fill what that leaves, rows that are closed
+    row that has room for it. If few examples are short enough to fill the remaining room, rows that are closed
     exactly are fewer: longest first, until two examples fill the rest to the last token (after the minimum bin slack
     heuristic of Gupta & Ho 1999, Production Planning & Control 10:6). Both look at how many examples there are of each
     length, and repeat a row as often as there are examples for it.
@@ -96,7 +96,7 @@ def _filled(patterns: list[_Pattern], lengths: NDArray[np.int64]) -> Rows:
     length, each, times = np.array(places, np.int64).reshape(-1, 3).T  # one for each length in each pattern
     rows = np.array([times for _, times in patterns], np.int64)
     first_row = np.repeat(np.cumsum(rows) - rows, [len(entries) for entries, _ in patterns])
-    # The places by length, one pattern after the other, are as many as the examples by length.
+    # There are as many places by length, one pattern after the other, as examples by length.
     order = np.argsort(length, kind="stable")
     each, first_row, count = each[order], first_row[order], (each * times)[order]
     within = np.arange(len(lengths)) - np.repeat(np.cumsum(count) - count, count)
@@ -126,13 +126,13 @@ def _entries(chain: _Chain) -> list[tuple[int, int]]:
 
 
 class _OpenRows:
-    """Rows by the room they have left. There are at most max_length distinct rooms, found by bisection."""
+    """Rows by the room they have left. There are at most max_length distinct rooms, located by bisection."""
 
     def __init__(self, max_length: int):
         self.max_length = max_length
         self._full: list[tuple[_Chain, int]] = []
         self._rooms: list[int] = []  # distinct, ascending
-        self._rows_with: dict[int, list[tuple[_Chain, int]]] = {}  # room left -> [(what they hold, how many rows)]
+        self._rows_with: dict[int, list[tuple[_Chain, int]]] = {}  # room left -> [(their content, number of rows)]
 
     def all(self) -> list[tuple[_Chain, int]]:
         return self._full + [rows for room in self._rooms for rows in self._rows_with[room]]
@@ -150,7 +150,7 @@ class _OpenRows:
             count -= full * fits + rest
 
     def _tightest(self, length: int, count: int) -> tuple[int, _Chain, int]:
-        """Takes out rows with the least room that still holds `length`; new ones, for all, if there are none."""
+        """Takes out rows with the least room that still holds `length`; if there are none, new ones for all."""
         at = bisect_left(self._rooms, length)
         if at == len(self._rooms):
             return self.max_length, None, -(-count // (self.max_length // length))
@@ -174,7 +174,7 @@ class _OpenRows:
 
 
 def _closed(present: NDArray[np.int64], counts: NDArray[np.int64], max_length: int) -> list[_Pattern]:
-    """Rows of the longest examples left, closed by two that fill the rest to the last token where there are such."""
+    """Rows of the longest examples left, closed by two that fill the rest to the last token if possible."""
     stock = _Stock(present, counts)
     patterns = []
     while stock.longest(max_length):
@@ -201,7 +201,7 @@ def _one_row(stock: _Stock, room: int) -> dict[int, int]:
 
 
 class _Stock:
-    """How many examples are left of each length, and which lengths are, as bits of one number."""
+    """Counts of the examples left of each length, and the lengths that are left, as bits of one number."""
 
     def __init__(self, present: NDArray[np.int64], counts: NDArray[np.int64]):
         self.top = int(present[-1])
@@ -259,7 +259,7 @@ class RowOrder:
     """
 
     def __init__(self, num_rows: int, seed: int, work: NDArray[np.int64] | None = None, group: int = 1):
-        """work: (num_rows,) of each row; without it, or with `group` 1, the order knows nothing of work."""
+        """work: (num_rows,) of each row; without it, or with `group` 1, the order does not depend on work."""
         if num_rows < 1:
             raise ValueError(f"an order needs at least one row, got {num_rows}")
         self.num_rows = num_rows

@@ -1,7 +1,7 @@
-"""What a teacher predicts at the trained tokens of every example, on disk: k ids and their log-probabilities each.
+"""A teacher's predictions at the trained tokens of every example, on disk: k ids and their log-probabilities each.
 
-An entry of the cache is a folder that numpy maps (S trained tokens of R examples), found by the key of where they are
-from; examples in it are found by a hash of their tokens:
+An entry of the cache is a folder that numpy maps (S trained tokens of R examples), named by the key of their origin;
+examples in it are looked up by a hash of their tokens:
 
     ids.bin (S, k) int32      log_probs.bin (S, k) float32      checksums.npy (R,) uint32, of both for each example
     keys.npy (R,) uint64      offsets.npy (R + 1,) int64        report.json, with checksums of all arrays
@@ -33,7 +33,7 @@ from finetune.data.samples import Example, Sequence
 from finetune.data.token_cache import entries_folder, load_or_write, removed, temporary_folder
 from finetune.errors import RunFailure, UserError
 
-CODE_VERSION = 2  # raise it where an entry's layout changes, or what is accepted in a file
+CODE_VERSION = 2  # raise it when an entry's layout changes, or the rules for accepting a file
 IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"  # columns of targets: (S, k) int64, float32
 
 _MAPPED = {"ids": "<i4", "log_probs": "<f4"}
@@ -44,20 +44,20 @@ log = logging.getLogger(__name__)
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of every token with its id: equal where ids mean the same."""
+    """sha256 of every token with its id: equal if ids mean the same."""
     tokens = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 def example_key(input_ids: Tokens, trained: NDArray[np.bool_], images: bytes = b"") -> int:
-    """64 bits of the tokens, of which of them are trained, and of `images_digest`: images of one size are the same
+    """64-bit hash of token ids, loss mask and `images_digest`: images of one size are the same
     tokens."""
     content = np.ascontiguousarray(input_ids, np.int32).tobytes() + np.ascontiguousarray(trained, np.bool_).tobytes()
     return int.from_bytes(hashlib.blake2b(content + images, digest_size=8).digest(), "little")
 
 
 def images_digest(sources: Iterable[str | bytes]) -> bytes:
-    """Returns what tells the images of a sequence from others, b"" where it has none. sources: see `samples.Image`."""
+    """Returns bytes that distinguish the images of a sequence, b"" if it has none. sources: see `samples.Image`."""
     contents = (source if isinstance(source, bytes) else os.fsencode(source) for source in sources)
     return b"".join(hashlib.blake2b(content, digest_size=16).digest() for content in contents)
 
@@ -68,7 +68,7 @@ def key_of_sequence(sequence: Sequence) -> int:
 
 @dataclass(frozen=True)
 class Predictions:
-    """An entry, mapped into memory: what is not looked up is not read."""
+    """An entry, mapped into memory: only the examples looked up are read."""
 
     identity: str  # of the content
     ids: NDArray[np.int32]  # (S, k)
@@ -85,8 +85,8 @@ class Predictions:
         return self.ids.shape[1]
 
     def of(self, example: Example) -> dict[str, NDArray[Any]] | None:
-        """Returns the columns (n, k) of an example's n targets; None if it has none. Raises RunFailure if they are not
-        what was written."""
+        """Returns the columns (n, k) of an example's n targets; None if it has none. Raises RunFailure if they differ
+        from those written."""
         (sequence,) = example.sequences
         key = np.uint64(key_of_sequence(sequence))
         at = int(np.searchsorted(self.keys, key))
@@ -103,7 +103,7 @@ class Predictions:
 
 
 class PredictionsWriter:
-    """An entry's files as they grow, example by example: nothing but keys is kept in memory. Raises OSError."""
+    """An entry's files as they grow, example by example: only keys are kept in memory. Raises OSError."""
 
     def __init__(self, folder: Path, per_target: int):
         folder.mkdir(parents=True)
@@ -158,7 +158,7 @@ class PredictionsWriter:
 
 
 def load_predictions(key: str) -> Predictions | None:
-    """Returns the entry of this key; None if there is none, or it is damaged, which is logged."""
+    """Returns the entry of this key; None if it is absent, or damaged, which is logged."""
     try:
         return open_predictions(key)
     except Damaged as damage:
@@ -167,7 +167,7 @@ def load_predictions(key: str) -> Predictions | None:
 
 
 def open_predictions(key: str) -> Predictions | None:
-    """Returns the entry of this key; None if there is none. Raises Damaged if a part is missing, or not what was
+    """Returns the entry of this key; None if absent. Raises Damaged if a part is missing, or differs from what was
     written."""
     folder = entries_folder() / key
     if not folder.is_dir():
@@ -200,7 +200,7 @@ def _map(path: Path, dtype: str, shape: tuple[int, int]) -> np.ndarray:
 def find_or_write(
     key: str, per_target: int, of: dict[str, Any], fill: Callable[[PredictionsWriter], None]
 ) -> Predictions:
-    """Returns the entry, which one process fills while others wait. Raises UserError, also what `fill` raises."""
+    """Returns the entry, which one process fills while others wait. Raises UserError, also the errors of `fill`."""
     folder = entries_folder() / key
     write = functools.partial(write_entry, folder, per_target, of, fill)
     return load_or_write(folder, lambda: open_predictions(key), write, "reads a teacher's file")[0]
@@ -221,7 +221,7 @@ def write_entry(folder: Path, per_target: int, of: dict[str, Any], fill: Callabl
 
 
 def check_complete(examples: Iterable[Example], predictions: Predictions, origin: str) -> None:
-    """Raises UserError naming the first examples that have no predictions. origin: where these are from."""
+    """Raises UserError naming the first examples that have no predictions. origin: source of the predictions."""
     missing = [f"{example.path}:{example.row}" for example in examples if predictions.of(example) is None]
     if missing:
         raise UserError(

@@ -2,7 +2,7 @@
 
 On CUDA the thread copies from pinned memory on a stream of its own, next to the kernels of the step before. The stream
 that computes waits for the copy, never the process; and memory that was given out on the thread's stream is not given
-out again before what computes on it is done (`Tensor.record_stream`).
+out again before the computation on it is done (`Tensor.record_stream`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from finetune.data.loader import Loader, StepBatches
 
 T = TypeVar("T")
 
-_PATIENCE_S = (
-    10.0  # to wait for an item that is being made when the iterator is closed; the thread ends with the process
-)
+_PATIENCE_S = 10.0  # to wait for the current item when the iterator is closed; the thread ends with the process
 
 
 class Prefetched(Generic[T], Iterator[T]):
-    """The same items in the same order, up to `most` of them ready before they are asked for.
+    """The same items in the same order, up to `most` of them ready before they are needed.
 
-    allowed: items that are made at all, until `allow` raises their number.
+    allowed: number of items that may be made, until `allow` raises their number.
 
-    Only the thread touches the iterator, from its first item to its end. What the iterator raises is raised here, with
-    its traceback, after the items that came before. Close it, or use it as a context, where it may be left early.
+    Only the thread touches the iterator, from its first item to its end. Errors of the iterator are raised here, with
+    their traceback, after the items that came before. Close it, or use it as a context, if it may be left early.
 
         with Prefetched(make() for make in work) as items:
             for item in items: ...
@@ -64,7 +62,7 @@ class Prefetched(Generic[T], Iterator[T]):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing more is made. What is being made is waited for, a while."""
+        """Stops producing items, and waits a while for the current one."""
         with self._changed:
             self._closed = self._ended = True
             self._ready.clear()
@@ -171,7 +169,7 @@ class Feed(Generic[Item], Iterator[Item]):
         self._ahead.close()
 
     def _on_device(self, items: Iterator[Item]) -> Iterator[tuple[Item, Any]]:
-        """Runs in the thread. Yields (item, event after its copies, where there are any to wait for)."""
+        """Runs in the thread. Yields (item, event after its copies, if there are any to wait for)."""
         if self._device.type != "cuda":
             yield from ((item.map_tensors(lambda tensor: tensor.to(self._device)), None) for item in items)
             return

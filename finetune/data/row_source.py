@@ -97,7 +97,7 @@ class RowSource(RunRows):
 
     @abstractmethod
     def facts(self, part: str, max_length: int) -> dict[str, str]:
-        """Returns what `check` says of the data. part: train or eval."""
+        """Returns the sizes that `check` reports. part: train or eval."""
 
     @abstractmethod
     def summary(self) -> dict[str, float | str]:
@@ -105,10 +105,10 @@ class RowSource(RunRows):
 
     @abstractmethod
     def content(self) -> dict[str, Any]:
-        """Returns what the rows hold, source by source, whatever files they are from."""
+        """Returns the content of the rows, source by source, independent of their files."""
 
     def extra_state(self, position: int) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of the rows before a position, if `content` does not cover them."""
+        """Returns the state of the rows before a position that a checkpoint keeps besides `content`."""
         return {}
 
     def same_state(self, saved: dict[str, Any]) -> dict[str, Any]:

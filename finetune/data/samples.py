@@ -1,4 +1,4 @@
-"""Samples and examples: what a row says, and what it becomes.
+"""Samples and examples: the content of a row, and the result of rendering it.
 
 Formats make samples: a conversation, plain text, a prompt and its completion, ids, a preference, ranked answers, or
 something with a label. Rendering turns them into examples: groups of token sequences.
@@ -16,23 +16,23 @@ from numpy.typing import NDArray
 
 
 class BadRow(Exception):
-    """A row that cannot be used: what was seen and what was expected. Whoever knows file and row adds them."""
+    """A row that cannot be used: the value and the expected one. The caller that knows file and row adds them."""
 
 
 # Stands in a message's content for each of its images (U+FFFC, which is for such things).
 IMAGE = "\N{OBJECT REPLACEMENT CHARACTER}"
-# What a row says of an image: a path, a data URL, or the file itself; None: the next of those in its column of images.
+# Reference to an image in a row: a path, a data URL, or the file itself; None: the next in its column of images.
 ImageReference = str | bytes | None
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. Of an assistant, `content` may be empty where `tool_calls` are not."""
+    """One turn. Of an assistant, `content` may be empty if `tool_calls` are not."""
 
     role: str  # system | developer | user | assistant | tool
     content: str
     train: bool = True  # an assistant's: false leaves it as context; without meaning for the other roles
-    reasoning: str | None = None  # what an assistant thought before it answered
+    reasoning: str | None = None  # an assistant's reasoning before its answer
     tool_calls: tuple[
         Mapping[str, Any], ...
     ] = ()  # {"type": "function", "id"?: ..., "function": {"name", "arguments"}}
@@ -42,7 +42,7 @@ class Message:
 
     @property
     def texts(self) -> list[str]:
-        """Returns what is said before, between and after the images."""
+        """Returns the texts before, between and after the images."""
         return self.content.split(IMAGE) if self.images else [self.content]
 
 
@@ -75,7 +75,7 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class Ids:
-    """Tokens as they are, with what is trained of them."""
+    """Tokens as they are, with their trained parts."""
 
     input_ids: tuple[int, ...]
     trained: tuple[bool, ...]  # as long; the first is never trained
@@ -87,7 +87,7 @@ class Preference:
 
     chosen: Conversation | PromptCompletion
     rejected: Conversation | PromptCompletion
-    margin: float = 0.0  # by how much it is better, where the row says
+    margin: float = 0.0  # by how much it is better, if the row says
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Labelled:
     label: bool | int | str
 
 
-Drawable = Conversation | Text | PromptCompletion | Ids | Preference  # what a renderer draws
+Drawable = Conversation | Text | PromptCompletion | Ids | Preference  # text or tokens that a renderer draws
 Sample = Drawable | Ranked | Labelled
 
 
@@ -117,7 +117,7 @@ Sample = Drawable | Ranked | Labelled
 class Image:
     """An image as it is stored, and the tokens of a sequence that stand for it; its pixels are read when trained on."""
 
-    source: str | bytes  # path of its file, or the file itself, where the row has it
+    source: str | bytes  # path of its file, or the file itself, if the row has it
     height: int  # pixels, as it is seen: turned as its EXIF data says
     width: int
     begin: int  # its tokens [begin, end) of the sequence, marks of lines and crops included; none is ever trained
@@ -129,7 +129,7 @@ class Sequence:
     """Tokens that attention keeps apart from all others: a document, or one answer of a preference."""
 
     input_ids: NDArray[np.int32]  # (T,)
-    loss_mask: NDArray[np.bool_]  # (T,) whether a token is trained; never the first, which nothing predicts
+    loss_mask: NDArray[np.bool_]  # (T,) whether a token is trained; never the first, as no token predicts it
     images: tuple[Image, ...] = ()  # in the order of their tokens
 
     @property
@@ -166,7 +166,7 @@ class Example:
 def shared_prefix(sequences: Collection[Sequence]) -> int:
     """Returns the tokens of the longest beginning that two sequences share, and leaves each at least one of its own.
 
-    Of ids, not of texts: causal models compute the same there, also where it reaches into the answers. 0 where there
+    By ids, not by texts: causal models compute the same there, even if it reaches into the answers. 0 if there
     are not two sequences, and with images, of which each sequence computes its own.
 
     1 5 6 7 8 2 and 1 5 6 9 2 -> 3      1 5 6 and 1 5 6 2 -> 2
@@ -181,7 +181,7 @@ def shared_prefix(sequences: Collection[Sequence]) -> int:
 
 @dataclass(frozen=True)
 class ExampleSizes:
-    """How large `N` examples of `M` sequences are: all that packing, order and the counts of a step depend on.
+    """Sizes of `N` examples of `M` sequences: all that packing, order and the counts of a step depend on.
 
     two pairs and a single sequence:  offsets [0, 2, 4, 5]   lengths [7, 9, 4, 4, 6]  ->  tokens [16, 8, 6]
     """

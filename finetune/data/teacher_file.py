@@ -1,7 +1,7 @@
 """A teacher's predictions in a parquet file (`objective.teacher`), a row for each example, in any order:
 
     input_ids   list of ints             its tokens
-    labels      list of ints             as long: -100 where a token is not trained, else the token, not shifted
+    labels      list of ints             as long: -100 if a token is not trained, else the token, not shifted
     ids         list of lists of ints    for every trained token, in order, k ids: the likeliest, or drawn ones
     log_probs   list of lists of floats  their natural log-probabilities at the temperature
 
@@ -56,7 +56,7 @@ class TeacherFile:
     per_target: int  # k
 
     def predictions(self) -> Predictions:
-        """Returns what is in it, checked row by row and converted the first time. Raises UserError."""
+        """Returns its predictions, checked row by row and converted the first time. Raises UserError."""
         code = f"teacher {CODE_VERSION} {file_digest(self.path)}"
         of = {"source": str(self.path), "format": "teacher", "temperature": self.temperature, "sampled": self.sampled}
         return find_or_write(hashlib.sha256(code.encode()).hexdigest(), self.per_target, of, self._fill)
@@ -92,7 +92,7 @@ def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
 
 
 def read_teacher_file(path: Path) -> TeacherFile:
-    """Returns the file by its head. Raises UserError for what is missing or unknown."""
+    """Returns the file by its head. Raises UserError for missing or unknown parts."""
     with _opened(path) as table:
         schema = table.schema_arrow
         missing = [name for name in _COLUMNS if name not in schema.names]
@@ -141,11 +141,11 @@ def _rows(label: str, first: int, batch: pyarrow.RecordBatch, k: int, sampled: b
 
 
 class _Bad(Exception):
-    """What is wrong with a row."""
+    """The problem with a row."""
 
 
 def _values(row: pyarrow.RecordBatch, name: str, kind: pyarrow.DataType) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Returns a cell's numbers, and the lengths of its inner lists (of a flat list: none)."""
+    """Returns a cell's numbers, and the lengths of its inner lists (() for a flat list)."""
     try:
         cell = row.column(name).cast(kind)
     except pyarrow.ArrowException:
@@ -207,9 +207,9 @@ def is_teacher_file(teacher: str) -> bool:
 
 
 def file_predictions(settings: ObjectiveSettings, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Predictions:
-    """Returns the predictions of the file in `objective.teacher`. vocabulary: of the model that learns.
+    """Returns the predictions of the file in `objective.teacher`. vocabulary: of the student.
 
-    Raises UserError where the file is not one for this recipe.
+    Raises UserError if the file is not one for this recipe.
     """
     assert settings.teacher is not None  # a rule wants one
     file = read_teacher_file(Path(settings.teacher).expanduser())

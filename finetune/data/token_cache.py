@@ -1,4 +1,4 @@
-"""Tokenised examples on disk: entries that are complete or absent, made by one process while the others wait.
+"""Tokenized examples on disk: entries that are complete or absent, built by one process while the others wait.
 
 An entry is a folder of flat arrays (`T` tokens in `M` sequences of `N` examples of one source) that numpy maps:
 
@@ -12,13 +12,13 @@ An entry is a folder of flat arrays (`T` tokens in `M` sequences of `N` examples
     rows.npy             (N,) int64
     numbers.npy          (N * C,) float64, the report's `columns` of each example
     image_numbers.npy    (I * 6,) int64, of each of `I` images, see `ImageArrays`; the last: where its source ends
-    image_sources.npy    (B,) uint8, paths of their files, or the files themselves where rows have them; no pixels
+    image_sources.npy    (B,) uint8, paths of their files, or the files themselves if rows have them; no pixels
     example_checksums.npy (N,) uint32, of all that is read of an example, see `CacheEntry.checksum`
     report.json          counts, and checksums of the arrays
 
-Its name is the key: a hash of everything that its tokens depend on, so that nothing stale can be found. Small arrays
+Its name is the key: a hash of everything that its tokens depend on, so that a stale entry is never used. Small arrays
 are verified when an entry is opened, large ones then or example by example (`checksums.py`). Next to it are
-`<key>.lock`, held while it is built or removed, `<key>.builder`, who builds, and `<key>.*.tmp`, what is being written.
+`<key>.lock`, held while it is built or removed, `<key>.builder`, its builder, and `<key>.*.tmp`, unfinished files.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ Entry = TypeVar("Entry")
 
 @dataclass
 class SourceReport:
-    """What became of one source. rows = bad + overlong dropped + the rest; counts before `weight`."""
+    """Counts of one source. rows = bad + overlong dropped + the rest; counts before `weight`."""
 
     path: str
     name: str = ""  # in metrics
-    format: str = ""  # the one that was chosen, where the recipe says auto
+    format: str = ""  # the one that was chosen, if the recipe says auto
     rows: int = 0  # read, the bad ones too
     bad: int = 0  # skipped under on_bad_row: skip
     dropped_overlong: int = 0
     truncated: int = 0
     split: int = 0  # rows cut into pieces
-    no_supervised_token: int = 0  # examples (or pieces) dropped because nothing in them is trained
+    no_supervised_token: int = 0  # examples (or pieces) dropped because they have no trained token
     no_other_answer: int = 0  # kto: examples dropped because no other row's answer fits next to them
     unrolled: int = 0  # conversations that became several examples, because the template rewrites history
     duplicates: int = 0  # examples whose tokens are those of an earlier one of this source; kept
-    examples: int = 0  # what is left
+    examples: int = 0  # the remaining ones
     tokens: int = 0
     supervised_tokens: int = 0
     bad_rows: list[str] = field(default_factory=list)  # the first `BAD_ROWS_LISTED`, with place and reason
@@ -79,7 +79,7 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class DataReport:
-    """What became of all sources; `totals` sums them, `as_dict` is for JSON."""
+    """Counts of all sources; `totals` sums them, `as_dict` is for JSON."""
 
     sources: tuple[SourceReport, ...]
 
@@ -116,7 +116,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One source's examples, mapped into memory: nothing is read before it is used."""
+    """One source's examples, mapped into memory: read only when used."""
 
     input_ids: NDArray[np.int32]  # (T,)
     loss_mask: NDArray[np.bool_]  # (T,)
@@ -150,7 +150,7 @@ class CacheEntry:
         return ExampleSizes(self.example_offsets, np.diff(self.sequence_offsets), self.targets, self.shared)
 
     def example(self, i: int, source: int) -> Example:
-        """Example `i`, of the recipe's source with this index. Raises RunFailure if it is not what was written."""
+        """Example `i`, of the recipe's source with this index. Raises RunFailure if it differs from the one written."""
         if not self.is_verified and self.checksum(i) != self.example_checksums[i]:
             self._remove(i)
         first, end = self.example_offsets[i], self.example_offsets[i + 1]
@@ -200,7 +200,7 @@ class CacheEntry:
         return stored[1:] if stored[:1] == b"\1" else os.fsdecode(stored[1:])
 
     def image_list(self) -> list[str | bytes]:
-        """Returns the path of each image, or the image itself where the row has it."""
+        """Returns the path of each image, or the image itself if the row has it."""
         return [self._image_source(i) for i in range(len(self.image_numbers) // 6)]
 
     def image_files(self) -> set[str]:
@@ -213,7 +213,7 @@ def entries_folder() -> Path:
 
 
 def load(folder: Path) -> CacheEntry | None:
-    """A complete entry; None if there is none, or it is damaged."""
+    """A complete entry; None if it is absent or damaged."""
     try:
         return open_entry(folder)
     except Damaged:
@@ -221,7 +221,7 @@ def load(folder: Path) -> CacheEntry | None:
 
 
 def open_entry(folder: Path) -> CacheEntry | None:
-    """A complete entry; None if there is none. Raises Damaged if a part is missing, or not what was written."""
+    """A complete entry; None if it is absent. Raises Damaged if a part is missing, or differs from what was written."""
     if not folder.is_dir():
         return None
     try:
@@ -244,7 +244,7 @@ def open_entry(folder: Path) -> CacheEntry | None:
 
 
 def _map(folder: Path, name: str, count: int) -> np.ndarray:
-    """Raises Damaged if the file is not of `count` items of its type, which reads nothing but its header."""
+    """Raises Damaged if the file is not of `count` items of its type; reads only its header."""
     path, dtype = folder / f"{name}.npy", ARRAYS[name]
     header = _header(dtype, count)
     with path.open("rb") as file:
@@ -255,7 +255,7 @@ def _map(folder: Path, name: str, count: int) -> np.ndarray:
 
 
 def _header(dtype: np.dtype, count: int) -> bytes:
-    """Of a .npy file of one dimension; as long for any count, since numpy leaves room for it to grow."""
+    """Header of a .npy file of one dimension; as long for any count, since numpy leaves room for it to grow."""
     written = io.BytesIO()
     described = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
     npy.write_array_header_1_0(written, described)
@@ -268,10 +268,10 @@ def _header(dtype: np.dtype, count: int) -> bytes:
 def find_or_build(
     folder: Path, metadata: dict[str, Any], build: Callable[[EntryWriter], None]
 ) -> tuple[CacheEntry, float | None]:
-    """Returns the entry, and the seconds that building it took; None where it was there already.
+    """Returns the entry, and the seconds that building it took; None if it already existed.
 
-    build: fills an EntryWriter. metadata: for people, see `cache list`. Raises UserError where the cache cannot be
-    written, and what `build` raises.
+    build: fills an EntryWriter. metadata: for people, see `cache list`. Raises UserError if the cache cannot be
+    written, and the errors of `build`.
     """
     what = f"tokenises {metadata.get('source', folder.name)}"
     return load_or_write(folder, lambda: open_entry(folder), lambda: _build(folder, metadata, build), what)
@@ -280,10 +280,10 @@ def find_or_build(
 def load_or_write(
     folder: Path, load: Callable[[], Entry | None], write: Callable[[], None], what: str
 ) -> tuple[Entry, float | None]:
-    """Returns what `load` finds in a folder of the cache, and the seconds of `write` if it had to be written first.
+    """Returns the result of `load` in a folder of the cache, and the seconds of `write` if it had to be written first.
 
     Any number of processes may ask at once: one writes, the others wait for it and log that it `what`. What is Damaged
-    is logged, and written again. Raises UserError if the cache cannot be written, and what `write` raises.
+    is logged, and written again. Raises UserError if the cache cannot be written, and the errors of `write`.
     """
     with contextlib.suppress(Damaged):
         if (entry := load()) is not None:
@@ -367,14 +367,14 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def discard(folder: Path) -> None:
-    """Renamed first, so that no process finds half of it; one that has mapped it keeps what it mapped."""
+    """Renamed first, so that no process finds half of it; one that has mapped it keeps its mapping."""
     aside = temporary_folder(folder)
     folder.rename(aside)
     shutil.rmtree(aside)
 
 
 def removed(folder: Path) -> str:
-    """Removes an entry whose damage was found in use, so that the next start makes it again; says what was done."""
+    """Removes an entry that turned out damaged in use, so that the next start rebuilds it; returns a message."""
     try:
         discard(folder)
     except FileNotFoundError:  # another process was first
@@ -385,7 +385,7 @@ def removed(folder: Path) -> str:
 
 
 class EntryWriter:
-    """An entry's files as they grow: nothing of it is kept in memory."""
+    """An entry's files as they grow, without a copy in memory."""
 
     def __init__(self, folder: Path):
         folder.mkdir()
@@ -476,7 +476,7 @@ def _example_checksums(chunk: ExampleArrays, width: int) -> NDArray[np.uint32]:
 
 
 class _ArrayFile:
-    """A .npy file of one dimension whose length is known at the end, when its header is written again."""
+    """A .npy file of one dimension whose length is only available at the end, when its header is written again."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self._file, self._dtype, self._count, self._checksum = path.open("wb"), dtype, 0, 0
@@ -501,6 +501,6 @@ class _ArrayFile:
 
 
 def _flush(file: Any) -> None:
-    """A rename may reach the disk before what was written, unless that was flushed."""
+    """A rename may reach the disk before the data, unless that was flushed."""
     file.flush()
     os.fsync(file.fileno())

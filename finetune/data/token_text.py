@@ -1,4 +1,4 @@
-"""Examples as text that people can read: what each token writes, coloured for a terminal, and as JSON."""
+"""Examples as text that people can read: the text of each token, coloured for a terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from finetune.data.visible_text import Token, visible
 
 SHOWN_TOKENS = 400  # of an example inside an error message, and in a terminal
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for a part of a character
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for a part of a character
 LONGEST_PART = 16  # tokens that are tried as one character
 
 
@@ -45,7 +45,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {*tokenizer.all_special_ids, *added}
 
 
-_Text = tuple[str, bool]  # what a token adds, whether it is part of a character
+_Text = tuple[str, bool]  # the text of a token, whether it is part of a character
 _Decode = Callable[[list[int]], str]
 
 
@@ -102,7 +102,7 @@ def _part(name: str) -> str:
 
 
 def plain_text(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The decoded sequence, shortened, with [[ ]] around what is trained."""
+    """The decoded sequence, shortened, with [[ ]] around trained text."""
     length = len(sequence.input_ids)
     tokens = tokens_of(Sequence(sequence.input_ids[:SHOWN_TOKENS], sequence.loss_mask[:SHOWN_TOKENS]), tokenizer)
     runs = [(key, "".join(token.text for token in run)) for key, run in groupby(tokens, key=lambda t: t.trained)]
@@ -113,13 +113,13 @@ def plain_text(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
 # --- in a terminal, and for other programs
 
 TRAINED_STYLE, CONTEXT_STYLE, SPECIAL_STYLE, MARK_STYLE = "bold green", "dim", "magenta", "dim"
-SHARED_END = "⟫"  # after what both sequences of a pair begin with
+SHARED_END = "⟫"  # after the common beginning of both sequences of a pair
 EVEN_STYLE, ODD_STYLE = "", "underline"  # tell a token from its neighbour, on dark and light terminals alike
 
 
 def to_json_lines(examples: Iterable[Example], rows: int | None = None) -> Iterator[dict[str, Any]]:
-    """{path, row, input_ids, labels} of the first `rows` examples (all of them if None), one dict each; of an example
-    of several sequences one dict for each, with its index as `sequence`. labels: -100 where not trained."""
+    """{path, row, input_ids, labels} of the first `rows` examples (all if None), one dict each; for an example
+    of several sequences one dict for each, with its index as `sequence`. labels: -100 if not trained."""
     for example in islice(examples, rows):
         for i, sequence in enumerate(example.sequences):
             yield {
@@ -136,7 +136,7 @@ RECORDED, RECORDED_TOKENS = 4, 400  # examples that a run keeps, tokens of each 
 
 def recorded(sources: ListLike[ListLike[Example]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Returns the first examples of sources, taken in turn, as a run keeps them for people: tokens of each sequence as
-    [id, is supervised, is special, text, part], in two pieces where the middle is left out."""
+    [id, is supervised, is special, text, part], in two pieces if the middle is left out."""
     in_turn = (one for group in zip_longest(*sources) for one in group if one is not None)
     return [
         {"path": one.path, "row": one.row, "sequences": [_recorded(sequence, tokenizer) for sequence in one.sequences]}
@@ -157,9 +157,9 @@ def _recorded(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 @dataclass(frozen=True)
 class Look:
-    """How sequences are drawn in a terminal."""
+    """Style of sequences drawn in a terminal."""
 
-    colour: bool = True  # False: [[ ]] around what is trained
+    colour: bool = True  # False: [[ ]] around trained text
     borders: bool = False  # between tokens, with ids
     full: bool = False  # False: long examples without their middle
 
@@ -186,13 +186,13 @@ def render_rich(
 
 
 def image_note(image: Image, number: int) -> str:
-    """Returns what an image is, in a line: image 1: cats/1.jpg, 60 x 90 pixels, 6 tokens."""
+    """Returns a description of an image, in a line: image 1: cats/1.jpg, 60 x 90 pixels, 6 tokens."""
     name = image.source if isinstance(image.source, str) else "in the row"
     return f"image {number}: {visible(name)}, {image.width} x {image.height} pixels, {image.end - image.begin:,} tokens"
 
 
 def images_as_one(tokens: list[Token], sequence: Sequence) -> list[Token]:
-    """Returns the tokens with one in place of those of each image, which says what it is."""
+    """Returns the tokens with one in place of those of each image, which describes it."""
     for number, image in reversed(list(enumerate(sequence.images, start=1))):
         first = replace(tokens[image.begin], text=f"[{image_note(image, number)}]", part="")
         tokens[image.begin : image.end] = [first]
@@ -200,12 +200,12 @@ def images_as_one(tokens: list[Token], sequence: Sequence) -> list[Token]:
 
 
 def left_out_note(left_out: ListLike[Token]) -> str:
-    """How much of an example is not shown."""
+    """Line about the part of an example that is not shown."""
     return f"{len(left_out):,} tokens not shown here, {sum(token.trained for token in left_out):,} of them trained"
 
 
 def shortened(tokens: ListLike[Token], most: int | None) -> tuple[tuple[ListLike[Token], ...], ListLike[Token]]:
-    """((head, tail), what is between them): at most `most` tokens, two thirds of them at the head; None: all."""
+    """((head, tail), the tokens between them): at most `most` tokens, two thirds of them at the head; None: all."""
     if most is None or len(tokens) <= most:
         return (tokens, []), []
     head, tail = most - most // 3, len(tokens) - most // 3
@@ -226,7 +226,7 @@ def _draw(shown: Text, tokens: ListLike[Token], first: int, look: Look) -> None:
 
 
 def _draw_run(shown: Text, tokens: ListLike[Token], first: int, look: Look) -> None:
-    """Tokens that are alike."""
+    """Draws consecutive tokens of one style."""
     trained, special = tokens[0].trained, tokens[0].special
     style = TRAINED_STYLE if trained else SPECIAL_STYLE if special else CONTEXT_STYLE
     if not look.borders:

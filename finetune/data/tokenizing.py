@@ -1,7 +1,7 @@
-"""Rows to tokens: a chunk of rows at a time, over all cores, and back in order.
+"""Tokenizes rows: a chunk of rows at a time, over all cores, and back in order.
 
-A chunk's result depends on nothing but the chunk, so an entry of the cache is the same with any number of processes.
-Processes come from a fork server: a fresh process that has imported what a worker needs and has no threads, so that
+A chunk's result depends on the chunk alone, so an entry of the cache is the same with any number of processes.
+Processes come from a fork server: a fresh process that has imported a worker's modules and has no threads, so that
 its forks start at once, share those pages, and cannot inherit a lock that some thread of ours (torch, rich) holds. A
 spawned process would import everything again, on every core.
 """
@@ -43,7 +43,7 @@ MOST_WAITING = 16  # times as many results may wait for one before them
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How the rows of one source become examples."""
+    """Settings that turn the rows of one source into examples."""
 
     renderer: Renderer
     format: str
@@ -108,12 +108,12 @@ class ChunkResult:
     bad_rows: list[str]  # with place and reason
     arrays: ExampleArrays
     untrained: TokenizedExample | None  # the first one without a trained token
-    failed: str | None  # the first error in the order of the rows that ends the build; then nothing else counts
+    failed: str | None  # the first error in the order of the rows that ends the build; the rest is then ignored
 
 
 @dataclass
 class _Tally:
-    """What became of the rows of a chunk so far."""
+    """Counts of the rows of a chunk so far."""
 
     counts: Counter[str] = field(default_factory=Counter)
     bad_rows: list[str] = field(default_factory=list)
@@ -132,7 +132,7 @@ class DrawnRow:
 
 
 def tokenize_chunk(settings: RowSettings, items: Iterable[Item]) -> ChunkResult:
-    """Parse, render, tokenize and cut rows, in their order. Raises nothing for bad rows: see `ChunkResult.failed`."""
+    """Parse, render, tokenize and cut rows, in their order. Does not raise for bad rows: see `ChunkResult.failed`."""
     tally = _Tally()
     rows = _draw_rows(settings, items, tally)
     try:
@@ -157,7 +157,7 @@ def tokenize_chunk(settings: RowSettings, items: Iterable[Item]) -> ChunkResult:
 
 
 def draw(settings: RowSettings, item: Item) -> DrawnRow:
-    """The texts and numbers of a row's examples. Raises BadRow, and UserError for what no row could mend."""
+    """The texts and numbers of a row's examples. Raises BadRow, and UserError for a problem of every row."""
     label, number, row = item
     if isinstance(row, str):
         raise BadRow(row)
@@ -204,7 +204,7 @@ def _refuse_row(settings: RowSettings, row_id: RowId, error: BadRow, tally: _Tal
 
 
 def _has_equal_answers(settings: RowSettings, examples: list[TokenizedExample]) -> bool:
-    """Texts that differ may be the same tokens: a template strips them, a tokenizer normalises them."""
+    """Different texts may be the same tokens: a template strips them, a tokenizer normalizes them."""
     groups = [example.sequences for example in examples]
     if settings.objective.is_unpaired:  # the answers of a pair are examples of their own
         groups = [tuple(sequence for group in groups for sequence in group)]
@@ -215,7 +215,7 @@ def _keep_row(settings: RowSettings, examples: list[TokenizedExample], tally: _T
     """The examples of one row that are short enough and trained: each with all its sequences, or not at all."""
     for one in examples:
         for example in _fit(settings, one, tally.counts):
-            # count_nonzero takes a quarter of what `any` takes for so few
+            # count_nonzero takes a quarter of the time of `any` for so few
             is_trained = all(np.count_nonzero(sequence.loss_mask) for sequence in example.sequences)
             if is_trained or settings.objective.is_text:  # a text may be a single token
                 tally.examples.append(example)
@@ -254,12 +254,12 @@ def _cut(example: TokenizedExample, begin: int, end: int) -> TokenizedExample:
     """A piece of an example of one sequence; the recipe allows no others to be cut."""
     (sequence,) = example.sequences
     loss_mask = sequence.loss_mask[begin:end].copy()
-    loss_mask[:1] = False  # nothing predicts the first token of a piece either
+    loss_mask[:1] = False  # no token predicts the first token of a piece either
     return replace(example, sequences=(Sequence(sequence.input_ids[begin:end], loss_mask),))
 
 
 def _turns(example: TokenizedExample, most: int) -> Iterator[TokenizedExample]:
-    """Yields pieces of an example with images that end where an answer does, so that no image is cut: each of as many
+    """Yields pieces of an example with images that end with an answer, so that no image is cut: each of as many
     turns as fit into `most` tokens. A turn that is longer by itself is left out."""
     (sequence,) = example.sequences
     mask = np.append(sequence.loss_mask, False)
@@ -329,10 +329,10 @@ def image_arrays(sequences: list[Sequence]) -> ImageArrays:
 def tokenize_chunks(
     settings: RowSettings, chunks: Iterable[list[Item]], workers: int
 ) -> Generator[ChunkResult, None, None]:
-    """Results in the order of `chunks`, made by `workers` processes; 1: by this one.
+    """Results in the order of `chunks`, computed by `workers` processes; 1: by this one.
 
-    A UserError of `chunks` is raised after the results of what came before it. Raises RunFailure for a worker that
-    was killed. Close it (`contextlib.closing`) where it is left early: that ends the processes.
+    A UserError of `chunks` is raised after the results before it. Raises RunFailure for a worker that
+    was killed. Close it (`contextlib.closing`) if it is left early: that ends the processes.
     """
     here = partial(tokenize_chunk, settings)
     if workers == 1:
@@ -358,7 +358,7 @@ def _in_order(
     chunks: Iterable[list[Item]],
     most: int,
 ) -> Iterator[ChunkResult]:
-    """`most` chunks are with the processes. Where this one would wait for them, it works, too: they take seconds to
+    """`most` chunks are with the processes. When this one would wait for them, it works, too: they take seconds to
     start."""
     waiting: deque[Future[ChunkResult]] = deque()
     unread, failure = iter(chunks), None
@@ -404,7 +404,7 @@ def _begin(pickled: bytes) -> None:
     end_with_parent()
     _settings = settings = pickle.loads(pickled)  # noqa: S301 - from our parent, through a pipe
     remember_words(settings.renderer.tokenizer)
-    gc.freeze()  # or each collection walks through all that the libraries made: a tenth of the time
+    gc.freeze()  # or each collection walks through all objects of the libraries: a tenth of the time
 
 
 def _tokenize_in_worker(items: list[Item]) -> ChunkResult:

@@ -1,11 +1,11 @@
-"""What a token writes, and names for what cannot be seen. Imports nothing heavy."""
+"""Visible text of a token, and names for invisible characters. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-# What has no picture of its own, or turns the text after it around: controls but newline and tab, directions, spaces
+# Characters without a glyph, or that turn later text around: controls but newline and tab, directions, spaces
 # of no width, surrogates, tags. The joiners U+200C and U+200D stay: emoji and Persian are written with them.
 INVISIBLE = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
@@ -20,12 +20,12 @@ class Token:
     id: int
     trained: bool
     special: bool  # an added token: it has an id of its own wherever it stands
-    text: str  # what it adds; "" in a character of several tokens, but for the last of them
-    part: str = ""  # what it is where `text` does not say: the bytes of a part of a character, ⟨E2⟩⟨80⟩
+    text: str  # its text; "" in a character of several tokens, except for the last of them
+    part: str = ""  # the bytes of a part of a character, ⟨E2⟩⟨80⟩, which `text` cannot show
 
 
 def visible(text: str) -> str:
-    """The text with a name in place of what cannot be seen: ␛ for the escape of terminals, ⟨U+202E⟩, ..."""
+    """The text with a name in place of each invisible character: ␛ for the escape of terminals, ⟨U+202E⟩, ..."""
     return INVISIBLE.sub(lambda match: name_of(match[0]), text)
 
 

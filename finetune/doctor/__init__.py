@@ -1,1 +1,1 @@
-"""A launch: its topology, bandwidth, clocks, disks and versions, and what to change."""
+"""Diagnosis of a launch: topology, bandwidth, clocks, disks, versions, and advice."""

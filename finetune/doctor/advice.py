@@ -1,4 +1,4 @@
-"""`doctor`: what to change in a launch, one function per problem; and the tables of a diagnosis."""
+"""`doctor`: advice for a launch, one function per problem; and the tables of a diagnosis."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ RULES: tuple[Callable[[Diagnosis], Iterator[str]], ...] = (
 
 
 def advice(diagnosis: Diagnosis) -> list[str]:
-    """Returns everything worth changing, in the order of the table."""
+    """Returns all advice, in the order of the table."""
     return [line for rule in RULES for line in rule(diagnosis)]
 
 
@@ -199,7 +199,7 @@ def _listed(ranks: Iterable[int]) -> str:
 
 def show_diagnosis(console: Console, diagnosis: Diagnosis, advice: list[str]) -> None:
     console.print(_ranks(diagnosis))
-    for topology in dict.fromkeys(host.topology for host in diagnosis.hosts if host.topology):  # alike on most machines
+    for topology in dict.fromkeys(host.topology for host in diagnosis.hosts if host.topology):  # equal on most machines
         console.print(topology, markup=False, highlight=False)
     console.print(_networks(diagnosis))
     if diagnosis.links:

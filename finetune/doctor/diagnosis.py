@@ -1,4 +1,4 @@
-"""`doctor`: facts of a launch (hosts, devices, links, disks); `doctor_advice` says what to change."""
+"""`doctor`: facts of a launch (hosts, devices, links, disks); `advice.py` suggests changes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from finetune.utils import num_cores
 
 @dataclass(frozen=True)
 class Diagnosis:
-    hosts: list[Host]  # by rank
+    hosts: list[Host]  # one per rank
     links: Links | None  # None for one process
-    disks: list[Disk]  # of rank 0
-    not_shared: dict[str, list[str]]  # hosts on which a folder is not rank 0's, by folder
+    disks: list[Disk]  # rank 0's disks
+    not_shared: dict[str, list[str]]  # folder -> hosts on which it is not rank 0's
 
     @property
     def nodes(self) -> int:
@@ -41,7 +41,8 @@ class Diagnosis:
 
 
 def diagnose(group: LaunchGroup, folders: list[Path]) -> Diagnosis:
-    """Takes seconds. Collective. Raises UserError on all ranks if a folder is not writable."""
+    """Collects the facts, which takes seconds. Collective. Raises UserError on all ranks if a folder is not
+    writable."""
     hosts = group.gather(inspect_host(group.rank, group.node, group.device))
     links = measure_links(group)
     disks = group.gather(_measure_disks(folders) if group.rank == 0 else [])[0]
@@ -78,18 +79,18 @@ _REPORTED_VARIABLES = (
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface that is up, other than loopback."""
+    """Active network interface other than loopback."""
 
     name: str
     address: str | None  # IPv4
-    network: str | None  # of the address, such as 10.0.0.0/24
+    network: str | None  # network of the address, such as 10.0.0.0/24
     megabits: int  # 0: unknown
     mtu: int
 
 
 @dataclass(frozen=True)
 class Rdma:
-    """A port of an InfiniBand or RoCE adapter."""
+    """Port of an InfiniBand or RoCE adapter."""
 
     name: str
     state: str
@@ -106,12 +107,12 @@ class Host:
     name: str
     cores: int
     memory: int
-    shared_memory: int  # of /dev/shm; 0 where there is none
-    locked_memory: int | None  # that a process may pin; None: any
+    shared_memory: int  # size of /dev/shm; 0 if there is none
+    locked_memory: int | None  # limit that a process may pin; None: no limit
     device: str
     device_memory: int | None
     tf32: bool | None  # whether torch rounds operands of fp32 products to 10 bits; None: the device cannot
-    reaches: list[bool]  # whether this device has peer access to each other one of its machine
+    reaches: list[bool]  # peer access of this device to each other one on its machine
     topology: str | None  # connections of devices and network adapters, as nvidia-smi prints them
     interfaces: list[Interface]
     rdma: list[Rdma]
@@ -144,14 +145,15 @@ def inspect_host(rank: int, node: int, device: torch.device) -> Host:
 
 
 def _tf32(device: torch.device) -> bool | None:
-    """Tensor cores of Ampere and later have it (https://docs.nvidia.com/cuda/ampere-tuning-guide)."""
+    """Returns whether TF32 is on; Ampere and later support it (https://docs.nvidia.com/cuda/ampere-tuning-guide)."""
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return None
     return torch.get_float32_matmul_precision() != "highest" and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
 
 
 def _topology() -> str | None:
-    """NV#: NVLink; PIX, PXB: PCIe switches; PHB, NODE, SYS: through the CPU (legend of `nvidia-smi topo -m`)."""
+    """Returns nvidia-smi's matrix. NV#: NVLink; PIX, PXB: PCIe switches; PHB, NODE, SYS: through the CPU (legend of
+    `nvidia-smi topo -m`)."""
     if not shutil.which("nvidia-smi"):
         return None
     done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False)
@@ -203,7 +205,7 @@ class Disk:
 def measure_disk(folder: Path) -> Disk:
     """Writes and reads a quarter of a gigabyte in `folder`, created if absent. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    noise = os.urandom(_CHUNK)  # a file system that compresses must not look faster
+    noise = os.urandom(_CHUNK)  # incompressible, so that a compressing file system does not look faster
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
         began = time.perf_counter()
         for _ in range(_SIZE // _CHUNK):

@@ -1,8 +1,8 @@
-"""The interface of a backend, for everything above this package.
+"""Interface of a backend, for everything above this package.
 
-That reads like single-device code: it calls `backward` with its part of the global loss and gets the global gradient
-norm from `step`. Differences in how backends average, scale or clip are undone here and in the files of the backends,
-nowhere else.
+Code above it reads like single-device code: it calls `backward` with its part of the global loss and gets the global
+gradient norm from `step`. Differences in how backends average, scale or clip are undone here and in the files of the
+backends, nowhere else.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Engine(abc.ABC):
         self.rank = accelerator.process_index
         self.world_size = accelerator.num_processes
         self.parallelism = launch.parallelism
-        self.data_rank = self.parallelism.data_rank(self.rank)  # whose rows this rank works on
+        self.data_rank = self.parallelism.data_rank(self.rank)  # data parallel rank, whose rows this rank works on
         self.is_data_parallel_leader = self.parallelism.is_data_parallel_leader(self.rank)
         place = self.parallelism.coordinates(self.rank)
         self.context_shard = TokenShare(
@@ -66,14 +66,14 @@ class Engine(abc.ABC):
         self.stopwatch = Stopwatch(self.device, self.world_size == 1 or self.knows_waits(recipe))
         self.ranks = Ranks(accelerator, self.parallelism, self.stopwatch)
         self.optimizers: list[Optimizer] = []
-        self.model: Any = None  # what a forward calls: `WrappedModel` in the backend's wrapper
+        self.model: Any = None  # callable of a forward: `WrappedModel` in the backend's wrapper
         self.unwrapped: Any = None  # the transformers or peft model inside
 
     # --- set-up
 
     @property
     def token_ranks(self) -> TokenRanks:
-        """The ranks that share this rank's rows. Collective at the first use."""
+        """Returns the ranks that share this rank's rows. Collective on first use."""
         return token_ranks(self.parallelism, self.rank)
 
     @abc.abstractmethod
@@ -82,18 +82,18 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def loading(self, recipe: Recipe) -> Iterator[None]:
-        """Around the load."""
+        """Context manager around loading the weights."""
         yield
 
     @abc.abstractmethod
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
-        """Shard or replicate the model, then build the optimizers over what this rank steps."""
+        """Shard or replicate the model, then build the optimizers over the parameters that this rank steps."""
 
     # --- the loop
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around a forward and its backward.
+        """Context manager around a forward and its backward.
 
         last: the step follows; backends that can delay communication until then do.
         """
@@ -101,7 +101,7 @@ class Engine(abc.ABC):
         yield
 
     def accumulate(self, batches: Sequence[T], forward: Forward[T], loss: Loss[T]) -> None:
-        """Forward and backward of every micro-batch of a step."""
+        """Run forward and backward of every micro-batch of a step."""
         for batch in batches:
             with self.micro_batch(last=batch is batches[-1]):
                 value = loss(forward(self.model, batch), batch)
@@ -109,13 +109,13 @@ class Engine(abc.ABC):
                     self.backward(value)
 
     def forwards(self, batches: Iterable[T], forward: Forward[T]) -> Iterator[tuple[T, Outputs]]:
-        """Yields the outputs of each micro-batch, on the ranks that are to count them. Collective."""
+        """Yields the outputs of each micro-batch, on the ranks that count them. Collective."""
         for batch in batches:
             yield batch, forward(self.model, batch)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around forwards without dropout and without gradients."""
+        """Context manager for forwards without dropout and gradients."""
         self.model.eval()
         try:
             with torch.no_grad():
@@ -125,11 +125,11 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
-        """Around a generation's many short forwards, in `evaluating`. Collective."""
+        """Context manager for the many short forwards of a generation, inside `evaluating`. Collective."""
         yield
 
     def all_have_room(self, needed: int) -> bool:
-        """Returns whether every rank has so many bytes left: of its device, on CPUs its share of the host's memory.
+        """Returns whether every rank has `needed` bytes left: on its device, on CPUs in its share of the host's memory.
         Collective."""
         if self.device.type == "cuda":
             kept_by_allocator = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -140,46 +140,46 @@ class Engine(abc.ABC):
 
     @property
     def forwards_alike(self) -> bool:
-        """Whether all micro-batches of a step must have equally many tokens."""
+        """Returns whether all micro-batches of a step must have equally many tokens."""
         return False
 
     @property
     def gathers_in_forward(self) -> bool:
-        """Whether a forward waits for the other ranks at each part of the model."""
+        """Returns whether a forward waits for the other ranks at each part of the model."""
         return False
 
     @property
     def caches(self) -> bool:
-        """Whether a forward may be given a cache of keys and values."""
+        """Returns whether a forward supports a cache of keys and values."""
         return True
 
     def summary(self, micro_batches: int) -> dict[str, Any]:
-        """Returns how this backend divides the model, for a plan. micro_batches: of a step on each process."""
+        """Returns how this backend divides the model, for a plan. micro_batches: number per step on each process."""
         return {}
 
     @abc.abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Backward of this rank's part of the step's loss; gradients over all ranks add up to the global one.
+        """Run the backward of this rank's part of the step's loss; gradients over all ranks add up to the global one.
 
-        Where `steps_in_backward`, the optimizer has stepped when it returns.
+        If `steps_in_backward`, the optimizer has stepped when it returns.
         """
 
     @property
     def warm_ups(self) -> int:
-        """Returns how many backwards of a process are unlike all later ones, in memory or in the order of adding up
+        """Returns how many first backwards of a process differ from later ones, in memory or in the order of sums
         over ranks.
 
-        The loop runs as many before its first step and drops them, or a resumed run would not be bitwise the same.
+        The loop runs this many before its first step and drops them, or a resumed run would not be bitwise the same.
         """
         return 0
 
     @property
     def trial_is_collective(self) -> bool:
-        """Whether `trial` waits for the other ranks in the middle of a forward: all must call it, with as many rows."""
+        """Returns whether `trial` waits for other ranks inside a forward: all must call it, with equally many rows."""
         return self.world_size > 1
 
     def trial(self, loss: Callable[[Any], Tensor]) -> None:
-        """Use the memory of a micro-batch: `loss` of the model and its backward, added to the gradients and never
+        """Use the memory of a micro-batch: run `loss` and its backward, which adds to the gradients and is never
         stepped.
 
         `drop_gradients` undoes it.
@@ -189,19 +189,19 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def drop_gradients(self) -> None:
-        """Drop those of a warm-up or a trial: nothing of them reaches the next step."""
+        """Drop the gradients of a warm-up or a trial, so that they do not reach the next step."""
 
     @abc.abstractmethod
     def step(self) -> float | None:
         """Clip and update at the rate of `prepare_groups`. Returns the global gradient norm before clipping.
 
-        None: fp16 only, the step was skipped for a smaller loss scale. Raises NonFinite before anything is stepped;
-        afterwards, with `stepped` set, where `steps_in_backward`.
+        None (fp16 only): the step was skipped to lower the loss scale. Raises NonFinite before anything is stepped;
+        if `steps_in_backward`, afterwards, with `stepped` set.
         """
 
     def prepare_groups(self, lr_factor: float, has_images: bool) -> None:
-        """Set `lr_factor` times each group's own rate, and leave out tower and projector of a step without an image:
-        what plain torch does, where their gradient is None. Before the step's first backward.
+        """Set `lr_factor` times each group's own rate, and leave out tower and projector in a step without images,
+        as plain torch does if their gradient is None. Call before the step's first backward.
         """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -212,7 +212,7 @@ class Engine(abc.ABC):
     # --- meters
 
     def knows_waits(self, recipe: Recipe) -> bool:
-        """Returns whether `stopwatch` has all of this rank's waits for others: only then is their time a metric."""
+        """Returns whether `stopwatch` sees all waits of this rank for others: only then is their time a metric."""
         return False
 
     def gradients(self) -> list[Tensor]:
@@ -228,15 +228,15 @@ class Engine(abc.ABC):
         """Yields each parameter and saved buffer of the unwrapped model, unsharded: (name, CPU tensor on rank 0, None
         elsewhere).
 
-        Collective: every rank must run through all of it. One tensor at a time is full anywhere, as long as the caller
-        frees the last one before it takes the next. dtype: that floating-point tensors are cast to on their device;
-        None: their own.
+        Collective: every rank must consume all of it. One tensor at a time is full anywhere, as long as the caller
+        frees the last one before it takes the next. dtype: type that floating-point tensors are cast to on their
+        device; None keeps their own.
         """
 
     def saved_shapes(self, trainable_only: bool) -> dict[str, Tensor]:
         """Returns the tensors of full_tensors, in its order, without values (device `meta`). No communication."""
         return {
-            # ds_shape: of a parameter that ZeRO-3 has sharded; a DTensor's shape is that of the full one
+            # ds_shape: shape of a parameter sharded by ZeRO-3; a DTensor's shape is that of the full one
             name: torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
             for name, tensor in saved_tensors(self.unwrapped, trainable_only).items()
         }
@@ -245,23 +245,23 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def parts(self, reading: bool) -> list[ShardPart]:
-        """Returns what this rank writes to a checkpoint, or reads from one. Of writes, every element is on exactly one
+        """Returns the parts this rank writes to a checkpoint, or reads from one. Each element is written by exactly one
         rank."""
 
     @property
     def copies_state(self) -> bool:
-        """Whether a save may copy this rank's state to CPU memory, to be written while steps run."""
+        """Returns whether a save may copy this rank's state to CPU memory, and write it while steps run."""
         return True
 
     def make_room(self, owner: Optimizer, stepped: Tensor, types: Types) -> None:
-        """Allocate the state of a stepped tensor that is read from a checkpoint."""
+        """Allocate the state of a stepped tensor before it is read from a checkpoint."""
         make_room(owner, stepped, types)
 
     def restored(self) -> None:  # noqa: B027 (most backends have nothing to do)
-        """After the parts were filled from a checkpoint: update what is derived from them. Collective."""
+        """Update tensors derived from the parts after these were filled from a checkpoint. Collective."""
 
     def close(self) -> None:
-        """Forget this run but stay in the process group: a process may run several recipes, one after another."""
+        """Release this run but stay in the process group: a process may run several recipes in turn."""
         self.optimizers, self.model, self.unwrapped = [], None, None
         self.accelerator.free_memory()
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -269,9 +269,9 @@ class Engine(abc.ABC):
 
 
 def wait_after_gradients(loss: Tensor, stopwatch: Stopwatch) -> None:
-    """Begin a wait when the backward of `loss` has computed all it computes here; the caller ends it.
+    """Begin a wait when the backward of `loss` has finished computing; the caller ends it.
 
-    What a backend then still waits for is in callbacks of the same kind (DDP's Reducer::finalize_backward, FSDP2's
+    A backend's remaining waits are in callbacks of the same kind (DDP's Reducer::finalize_backward, FSDP2's
     _root_post_backward_final_callback), and they run in the order in which they were queued.
     """
     engine = torch.autograd.Variable._execution_engine
@@ -287,10 +287,10 @@ def named_trainables(model: Any) -> NamedTensors:
 
 
 def saved_tensors(model: Any, trainable_only: bool) -> dict[str, Tensor]:
-    """Returns the tensors of the result, as this rank has them: all of the state dict, or what trains. Tied: the first
-    name.
+    """Returns the tensors of the result, as this rank holds them: the full state dict, or the trained ones. Tied
+    tensors have the first name.
 
-    They are the parameters themselves (`keep_vars`): nothing is copied, and two names of one tensor are known by its
+    They are the parameters themselves (`keep_vars`): nothing is copied, and two names of one tensor share its
     identity.
     """
     state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
@@ -303,14 +303,14 @@ def saved_tensors(model: Any, trainable_only: bool) -> dict[str, Tensor]:
 
 
 def detached(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Returns a tensor without its graph, in `dtype` where that is not None and it is floating-point."""
+    """Returns a tensor without its graph, in `dtype` if that is not None and the tensor is floating-point."""
     tensor = tensor.detach()
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def norm_of_steps(stepper: StepInBackward, over_ranks: Callable[[Tensor], float]) -> float:
-    """Returns the norm that `update_shards` would, where the backward has stepped. Raises NonFinite too late to prevent
-    it."""
+    """Returns the norm as `update_shards` does, for steps inside the backward. Raises NonFinite, too late to prevent
+    them."""
     norm = math.sqrt(over_ranks(stepper.take_squared_norm()))
     if not math.isfinite(norm):
         raise NonFinite("the gradient is not finite", stepped=True)
@@ -325,8 +325,8 @@ def update_shards(
 ) -> float | None:
     """Clip, check and step for backends whose gradients are plain tensors on this rank.
 
-    gradients: this rank's part. counted: those that the norm is computed from, where not all; each element once over
-    all ranks after `over_ranks`, which adds up the squared norms. Returns the norm; None where the step was skipped.
+    gradients: this rank's part. counted: gradients of the norm, if not all; each element once over
+    all ranks after `over_ranks`, which adds up the squared norms. Returns the norm; None if the step was skipped.
     The norm is that of the true gradient (loss scale divided out), clipping is torch.nn.utils.clip_grad_norm_'s.
     """
     scale = engine.loss_scale.value
@@ -376,7 +376,7 @@ def measure_state_bytes(engine: Engine) -> tuple[int, int]:
 
 
 def _weights(model: Any) -> Iterator[Tensor]:
-    """Yields weights, buffers, and what unpacks weights in four bits."""
+    """Yields weights, buffers, and the tensors that unpack 4-bit weights."""
     for parameter in model.parameters():
         yield getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's shard
     yield from model.buffers()

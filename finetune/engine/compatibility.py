@@ -1,4 +1,4 @@
-"""Whether recipe and launch go together: the recipe owns the maths, and a backend offers what it can do exactly."""
+"""Checks that recipe and launch are compatible: the recipe owns the maths, backends offer what they do exactly."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _OTHER_TYPES = ("msamp", "torch_autocast", "quantize_training")
 
 
 def check_launch(recipe: Recipe, recipe_file: str, launch: Launch, config: Any | None = None) -> int:
-    """Check all that recipe and launch decide together, before a process group exists. Raises UserError.
+    """Check all settings that recipe and launch decide together, before a process group exists. Raises UserError.
 
-    config: transformers', where it is known. Returns the micro-batches that each process runs per step; with
+    config: of transformers, if available. Returns the micro-batches that each process runs per step; with
     `tokens_per_device` and with `rows_per_device: auto` the largest possible number.
     """
     automatic = recipe.batch.rows_per_device == "auto"
@@ -33,7 +33,7 @@ def check_launch(recipe: Recipe, recipe_file: str, launch: Launch, config: Any |
 
 
 def check_products(recipe: Recipe, device: str, capability: tuple[int, int]) -> None:
-    """Raises UserError where the recipe asks for products of 8 bits that a GPU does not have. capability: CUDA's."""
+    """Raises UserError if the recipe needs 8-bit products that the GPU does not support. capability: CUDA's."""
     scaled = recipe.quantization is not None and recipe.quantization.compute == "scaled"
     for key, asked, other in (
         ("train.precision", recipe.train.precision == "fp8", "bf16"),
@@ -47,9 +47,9 @@ def check_products(recipe: Recipe, device: str, capability: tuple[int, int]) -> 
 
 
 def check_agreement(recipe: Recipe, recipe_file: str, launch: Launch, micro_batches: int | None) -> None:
-    """Raises UserError naming both files where the accelerate config contradicts the recipe.
+    """Raises UserError naming both files if the accelerate config contradicts the recipe.
 
-    micro_batches: of each process in a step; None with `rows_per_device: auto`, before the trial.
+    micro_batches: number per process and step; None with `rows_per_device: auto`, before the trial.
     """
     problems = [*_contradictions(recipe, launch, micro_batches), *_not_offered(recipe, launch)]
     if recipe.optimizer.in_backward and micro_batches is not None:  # a recipe rule refuses it with `auto`
@@ -60,7 +60,8 @@ def check_agreement(recipe: Recipe, recipe_file: str, launch: Launch, micro_batc
 
 
 def _contradictions(recipe: Recipe, launch: Launch, micro_batches: int | None) -> Iterator[str]:
-    """Settings that both files could have: each must be the same in both, `auto`, or absent from the config."""
+    """Yields contradictions between settings of both files: each must be equal in both, `auto`, or absent from the
+    config."""
     for name, configured, expected, key in _shared_settings(recipe, launch, micro_batches):
         if configured not in (None, "auto", "none") and not _same(configured, expected):
             yield f"`{name}: {configured}` against `{key}`: remove it from the accelerate config, or write `auto`"
@@ -115,7 +116,7 @@ def _same(configured: Any, expected: Any) -> bool:
 
 
 def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
-    """Settings that a backend does not offer with the recipe's meaning."""
+    """Yields settings that a backend does not offer with the recipe's meaning."""
     fsdp_version = (launch.config.get("fsdp_config") or {}).get("fsdp_version", 1 if launch.kind == "fsdp2" else 2)
     if launch.kind == "fsdp2" and int(fsdp_version) != 2:
         yield "`fsdp_version: 1` loses the optimizer state on resume: set `fsdp_version: 2`"
@@ -128,7 +129,7 @@ def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
         yield "DeepSpeed gathers a weight for one layer's call, and torchao's products keep it: use ddp, fsdp2 or bf16"
     if launch.parallelism.tensor > 1 and precision == "fp8":
         yield "`train.precision: fp8` has a scale for each row, which tensor parallel divides: use fsdp2, or `bf16`"
-    # By accelerate's keys, or by those of a DeepSpeed file.
+    # From accelerate's keys, or those of a DeepSpeed file.
     section = (launch.deepspeed.get("zero_optimization") or {}).get("offload_optimizer") or {}
     devices = (launch.deepspeed.get("offload_optimizer_device"), section.get("device"))
     if name.endswith("8bit") and "nvme" in devices:
@@ -141,7 +142,7 @@ def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
 
 
 def _not_in_backward(recipe: Recipe, launch: Launch, micro_batches: int) -> Iterator[str]:
-    """Why the optimizer cannot step inside the backward here."""
+    """Yields why the optimizer cannot step inside the backward here."""
     if launch.kind == "replicated" and launch.processes > 1:
         yield (
             "`optimizer.in_backward`: DDP stores every gradient until it is reduced over all ranks, so nothing would "

@@ -1,11 +1,11 @@
-"""Attention where several ranks share the tokens of a row: context parallel, Ulysses, or Ulysses within each context
+"""Attention over rows whose tokens several ranks share: context parallel, Ulysses, or Ulysses within each context
 rank.
 
-Context parallel: queries stay on their rank, and attend to the keys and values of all ranks of their row. Every
-exchange computes the same, pieces merged by log-sum-exp (`models.attention.pieces`). They differ in how keys and values
-arrive: all at once (`allgather`, https://arxiv.org/abs/2407.21783, section 3.3.2), or those of one rank after the
-other, round the ring, during attention to the previous ones (https://arxiv.org/abs/2310.01889), from neighbour to
-neighbour (`ring`) or by a collective of all (`alltoall`). Each is waited for where it is needed; in the backward they
+Context parallel: queries stay on their rank and attend to the keys and values of all ranks of their row. Every
+exchange computes the same: pieces merged by log-sum-exp (`models.attention.pieces`). They differ in how keys and values
+arrive: all at once (`allgather`, https://arxiv.org/abs/2407.21783, section 3.3.2), or one rank's after the
+other, around the ring, during attention to the previous ones (https://arxiv.org/abs/2310.01889), from neighbour to
+neighbour (`ring`) or by a collective (`alltoall`). Each is waited for only when it is needed; in the backward they
 arrive once more, and the gradients of keys and values return to their rank.
 
 Ulysses (sequence parallel): ranks with some tokens of all heads exchange them for all tokens of some heads, attend as
@@ -46,16 +46,16 @@ Arrival = Callable[[], Tensor]  # waits for a tensor
 
 
 class SharedRow:
-    """How the tokens of one micro-batch are exchanged, and the attention among them."""
+    """Exchange of the tokens of one micro-batch, and the attention among them."""
 
     def __init__(self, sequence_group: Any, attention: WithinDocuments, documents: Any):
-        self.sequence_group = sequence_group  # of Ulysses; None without
+        self.sequence_group = sequence_group  # None without Ulysses
         self.attention = attention
         self.documents = documents
 
 
 def divided(choice: AttentionChoice, parallelism: Parallelism) -> AttentionChoice:
-    """Returns the attention for rows whose tokens lie on several ranks, without the groups that it exchanges over; the
+    """Returns the attention for rows whose tokens lie on several ranks, without its process groups; the
     same attention if tokens are not divided. Raises UserError if it does not support that."""
     if parallelism.tokens == 1:
         return choice
@@ -103,7 +103,7 @@ def _arguments(
 
 
 def _obstacle(choice: AttentionChoice, parallelism: Parallelism) -> str | None:
-    """Returns why this attention cannot be sharded: it follows from the model's class and the installed packages."""
+    """Returns why this attention cannot be sharded; depends on the model's class and the installed packages."""
     if not choice.isolates_documents:
         return f"{choice.reason}, so its tokens cannot be sharded: use data parallel only"
     if choice.mixers:
@@ -120,7 +120,7 @@ def _obstacle(choice: AttentionChoice, parallelism: Parallelism) -> str | None:
     )
 
 
-def shared_attention(call: AttentionCall, row: SharedRow) -> Tensor:  # (1, t, H, D), as the call's
+def shared_attention(call: AttentionCall, row: SharedRow) -> Tensor:  # (1, t, H, D), as in the call
     if row.sequence_group is None:
         return row.attention(call, row.documents)
     query, key, value = to_heads(row.sequence_group, *call[:3])
@@ -132,7 +132,7 @@ register(SHARED_TOKENS, shared_attention)
 
 
 def _group(dimension: str, parallelism: Parallelism, rank: int) -> Any:
-    """Returns the group of ranks that differ from this one in one dimension only; None where it is not used."""
+    """Returns the group of ranks that differ from this one in one dimension only; None if it is not used."""
     if getattr(parallelism, dimension) == 1:
         return None
     return _groups(dist.group.WORLD, dimension, parallelism)[rank]
@@ -154,7 +154,7 @@ def _groups(world: Any, dimension: str, parallelism: Parallelism) -> dict[int, A
 
 
 def token_ranks(parallelism: Parallelism, rank: int) -> TokenRanks:
-    """Returns the ranks that share this rank's rows. Collective where it creates groups."""
+    """Returns the ranks that share this rank's rows. Collective if it creates groups."""
     groups = [group for name in ("sequence", "context") if (group := _group(name, parallelism, rank)) is not None]
     return TokenRanks(parallelism.tokens, partial(_summed, groups)) if groups else ONE_RANK
 
@@ -162,7 +162,7 @@ def token_ranks(parallelism: Parallelism, rank: int) -> TokenRanks:
 def _summed(groups: list[Any], tensor: Tensor) -> Tensor:
     """Returns the sum over the ranks of all groups, on each of them; nothing is sent for an empty tensor (of a dummy).
 
-    Each rank continues with the same sum, and the loss is the sum of what the ranks make of it: so is the gradient.
+    Each rank continues with the same sum, and the loss is the sum over ranks; so is the gradient.
     """
     summed: Any = _SumOverRanks.apply(groups, tensor) if tensor.numel() else tensor
     return summed
@@ -192,7 +192,7 @@ def _all_reduced(groups: list[Any], tensor: Tensor) -> Tensor:
 class ContextRow:
     """Which keys this rank's queries attend to in one micro-batch, for every arrival. Created once for all layers.
 
-    A plain object, as the `documents` of every attention implementation.
+    A plain object, like the `documents` of every attention implementation.
     """
 
     def __init__(self, document_lengths: tuple[int, ...], shard: TokenShare, exchange: ContextExchange, group: Any):
@@ -207,7 +207,7 @@ class ContextRow:
         self.arrivals: list[list[Piece]] = [pieces(document_lengths, queries, arrival) for arrival in arrivals]
 
 
-def context_attention(call: AttentionCall, row: ContextRow) -> Tensor:  # (1, t, H, D), as the call's
+def context_attention(call: AttentionCall, row: ContextRow) -> Tensor:  # (1, t, H, D), as in the call
     """Causal attention within each document of the row. Collective over the row's context ranks."""
     if call.dropout or call.window is not None or call.softcap is not None:
         raise ValueError("context parallel attention has no dropout, no sliding window and no soft-capping")
@@ -256,7 +256,7 @@ def _allgather_backward(
 def _ring_backward(
     gradient: Tensor, query: Tensor, key_value: Tensor, attended: Attended, scale: float, row: ContextRow
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of keys and values follows them one step later, and is on their rank after the last."""
+    """The gradient of keys and values follows them one step later, and reaches their rank after the last."""
     grad_query = torch.zeros_like(query, dtype=attended.lse.dtype)
     current, following = key_value, None
     for step, arrival in enumerate(row.arrivals):
@@ -272,7 +272,7 @@ def _ring_backward(
 
 
 def _shift(tensor: Tensor, row: ContextRow) -> Arrival:
-    """Send to the next rank of the ring; returns what waits for the tensor of the previous one."""
+    """Send to the next rank of the ring; returns a function that waits for the previous rank's tensor."""
     sent = tensor.contiguous()
     arrived = torch.empty_like(sent)
     works = (_shift_by_neighbours if row.exchange == "ring" else _shift_by_all_to_all)(sent, arrived, row)
@@ -295,7 +295,7 @@ def _shift_by_neighbours(sent: Tensor, arrived: Tensor, row: ContextRow) -> list
 
 
 def _shift_by_all_to_all(sent: Tensor, arrived: Tensor, row: ContextRow) -> list[Any]:
-    """All of it to one rank, nothing to the others."""
+    """Send all of it to one rank, by an all-to-all with empty parts for the others."""
     rank = dist.get_rank(row.group)
     send_sizes, receive_sizes = [0] * row.size, [0] * row.size
     send_sizes[(rank + 1) % row.size] = receive_sizes[(rank - 1) % row.size] = sent.numel()
@@ -325,7 +325,7 @@ def _reduce_scattered_row(full: Tensor, row: ContextRow) -> Tensor:  # (1, K, T,
 def to_heads(group: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(1, H, t, D) -> (1, H / n, n * t, D), the tokens in the order of the ranks. Collective.
 
-    Heads of keys and values are repeated where n does not divide them. n divides the query heads: a rule refuses it
+    Heads of keys and values are repeated if n does not divide them. n divides the query heads: a rule refuses it
     otherwise.
     """
     size, kv_heads = dist.get_world_size(group), key.shape[1]
@@ -336,13 +336,13 @@ def to_heads(group: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
 
 
 def to_tokens(group: Any, output: Tensor) -> Tensor:
-    """The inverse: (1, H / n, n * t, D) -> (1, H, t, D). Collective."""
+    """Inverse of `to_heads`: (1, H / n, n * t, D) -> (1, H, t, D). Collective."""
     exchanged: Any = _HeadExchange.apply(group, False, output)
     return exchanged[0]
 
 
 class _HeadExchange(torch.autograd.Function):
-    """Each direction is the backward of the other: values only move."""
+    """Exchange in which each direction is the backward of the other: values only move."""
 
     @staticmethod
     def forward(ctx: Any, group: Any, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -368,7 +368,7 @@ def _heads_to_tokens(group: Any, tensor: Tensor) -> Tensor:  # (1, H / n, n * t,
 
 
 def _all_to_all(group: Any, parts: Tensor) -> Tensor:
-    """Part i to rank i; from rank i, part i."""
+    """Send part i to rank i and receive part i from rank i."""
     sent = parts.contiguous()
     arrived = torch.empty_like(sent)
     dist.all_to_all_single(arrived, sent, group=group)

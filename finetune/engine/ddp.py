@@ -28,11 +28,11 @@ from finetune.recipe.schema import Recipe
 
 
 class Ddp(Engine):
-    """DDP averages gradients at the last micro-batch of a step; the factor of the loss undoes the average.
+    """DDP averages gradients at the last micro-batch of a step; a factor on the loss undoes the average.
 
     DDP decides in a forward whether its backward communicates, so `no_sync` must wrap both. Until then gradients
-    accumulate in the buckets that are sent. With several micro-batches a step they are zeroed in place, not dropped:
-    otherwise each gradient would be in memory twice.
+    accumulate in the buckets that are sent. With several micro-batches per step they are zeroed in place, not dropped:
+    otherwise each gradient would be stored twice.
     """
 
     def placement(self, recipe: Recipe) -> Placement:
@@ -74,15 +74,15 @@ class Ddp(Engine):
 
     @property
     def warm_ups(self) -> int:
-        """DDP rebuilds its buckets after the first backward, in the order in which gradients came (torch's
-        Reducer::rebuild_buckets), and the position of an element decides in which order three or more ranks are summed.
-        After one more, gradients are in these buckets from the first micro-batch on."""
+        """DDP rebuilds its buckets after the first backward, in the order in which gradients arrived (torch's
+        Reducer::rebuild_buckets), and an element's position decides the order in which three or more ranks are summed.
+        After one more backward, gradients are in these buckets from the first micro-batch on."""
         if not self._communicates:
             return 0
         return 2 if self.accumulates else int(self.world_size > 2)
 
     def knows_waits(self, recipe: Recipe) -> bool:
-        """For the part of DDP's reduction that the backward does not hide, and for sums of the loss."""
+        """True for the part of DDP's reduction that the backward does not hide, and for sums of the loss."""
         return True
 
     @property
@@ -90,7 +90,7 @@ class Ddp(Engine):
         return self.parallelism.tokens > 1  # attention waits for the ranks that share its rows
 
     def trial(self, loss: Callable[[Any], Tensor]) -> None:
-        """Without DDP, which would reduce: a rank that runs out of memory leaves no other waiting."""
+        """Runs without DDP's reduction, so that no rank waits for one that runs out of memory."""
         (loss(getattr(self.model, "module", self.model)) * (self.world_size * self.loss_scale.value)).backward()
 
     def drop_gradients(self) -> None:
@@ -102,7 +102,7 @@ class Ddp(Engine):
             parameter.grad = None
 
     def parts(self, reading: bool) -> list[ShardPart]:
-        """Every rank writes an equal range of every parameter, and reads all of it."""
+        """Returns all of every parameter; each rank writes an equal range."""
         return replica_parts(named_trainables(self.unwrapped), self.rank, self.world_size, reading)
 
     def full_tensors(

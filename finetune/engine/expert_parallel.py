@@ -1,4 +1,4 @@
-"""Expert parallel under fully_shard: which rank has which experts, over which ranks they are sharded, and the
+"""Expert parallel under fully_shard: placement of experts on ranks, their sharding, and the
 all-to-all of tokens between them.
 
     4 ranks in one shard group, expert 2, 8 experts        rank      0         1         2         3
@@ -6,9 +6,9 @@ all-to-all of tokens between them.
     those of ranks 0 and 2 are sharded over these two      shard     0 1       4 5       2 3       6 7
 
 A parameter is a DTensor over both mesh dimensions, so its name, shape and rows are those of all experts: checkpoints
-and results need no special case. Its gradient is reduced over the ranks with the same experts, and comes from the
-tokens of all ranks (`AllToAll.weight`). Adapters on experts are parameters like those of other layers: sharded over all
-ranks, gathered with their decoder layer, and of those of all experts a rank has gradients for its own.
+and results need no special case. Its gradient is reduced over the ranks with the same experts, and comes from
+the tokens of all ranks (`AllToAll.weight`). Adapters on experts are parameters like those of other layers: sharded over
+all ranks and gathered with their decoder layer; a rank has gradients for its own experts only.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from finetune.models.moe import adapters_of, dispatch_tokens, experts_of
 def parallelize_experts(
     model: Any, parallelism: Parallelism, device_type: str, stopwatch: Stopwatch
 ) -> dict[nn.Module, DeviceMesh]:
-    """Leave each rank its experts, and dispatch tokens to theirs. Before the model is sharded; collective.
+    """Keep each rank's own experts, and dispatch tokens to them. Call before the model is sharded; collective.
 
-    Returns the mesh over which each module of experts must be sharded, the ranks with the same experts; empty without
+    Returns, for each module of experts, the mesh over which it must be sharded (ranks with equal experts); {} without
     expert parallel. Raises UserError for a model whose experts are not supported.
     """
     if parallelism.expert == 1:
@@ -59,8 +59,8 @@ class AllToAll:
         self.size, self._group, self._stopwatch = group.size(), group, stopwatch
 
     def weight(self, stacked: Any) -> Tensor:
-        """FSDP averages over a `size`-th of the ranks, and these gradients are from the tokens of `size` ranks:
-        divided by `size`, they are averages over all ranks, as those of the rest of the model."""
+        """Scales gradients. FSDP averages over a `size`-th of the ranks, and these come from the tokens of `size`
+        ranks: divided by `size`, they are averages over all ranks, like those of the rest of the model."""
         local = stacked.to_local()
         if local.requires_grad:
             local.register_hook(lambda gradient: gradient / self.size)

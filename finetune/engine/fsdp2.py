@@ -53,21 +53,22 @@ class Fsdp2(Engine):
     """torch's fully_shard, called as in `sharding.py`, with the options of the accelerate config.
 
     Not accelerate's own wrapping: it does not support our meshes, has one type for weights, reduction and output, pins
-    offloaded memory even where there is no device to pin it for, and needs an optimizer before there are shards. Ours
+    offloaded memory even without a device to pin it for, and needs an optimizer before there are shards. Ours
     is built afterwards, over this rank's plain local shards: 8-bit and fused optimizers support these, and DTensor
     dispatch does not slow them down.
     """
 
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         super().__init__(accelerator, launch, recipe)
-        # Not of a checkpoint that is quantised itself: transformers makes the packed layers as it reads them.
+        # Not for a checkpoint that is already quantized: transformers creates packed layers while reading it.
         self._rank_0_reads = recipe.quantization is None or not is_stored_quantised(model_config(recipe.model))
         self._policy = MixedPrecisionPolicy()
         if recipe.train.precision in ("bf16", "fp16", "fp8"):
             self._policy = MixedPrecisionPolicy(param_dtype=dtypes(recipe).compute, reduce_dtype=torch.float32)
 
     def placement(self, recipe: Recipe) -> Placement:
-        """Only rank 0 reads the weights, packs quantised ones one by one on its device, and has them in host memory."""
+        """Places weights on rank 0 only: it reads them, packs quantized ones one by one on its device, and keeps them
+        in host memory."""
         from_meta = self.rank > 0 and self._rank_0_reads
         return Placement("meta" if from_meta else "load", self.device, packed_on=torch.device("cpu"))
 
@@ -104,7 +105,8 @@ class Fsdp2(Engine):
             self.optimizers = build(trained)
 
     def _plugin(self) -> Any:
-        """Returns accelerate's, with the config's options; replicas of tensor parallel models are shards of one."""
+        """Returns accelerate's plugin, with the config's options; replicas of tensor parallel models are shards of
+        one."""
         if self.launch.kind == "fsdp2":
             return self.accelerator.state.fsdp_plugin
         return FullyShardedDataParallelPlugin(
@@ -119,7 +121,7 @@ class Fsdp2(Engine):
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
-        """Keeps layers gathered between tokens, where all ranks have twice the memory of the weights free: the cache of
+        """Keeps layers gathered between tokens if all ranks have twice the memory of the weights free: the cache of
         keys and values needs some of it. Else every token gathers the model.
         """
         needed = sum(p.numel() * p.element_size() for module in self._freed for p in module.parameters())
@@ -138,9 +140,9 @@ class Fsdp2(Engine):
         return True
 
     def backward(self, loss: Tensor) -> None:
-        """Every micro-batch is reduced at once: accumulated gradients would be unsharded, on every rank."""
+        """Reduces after every micro-batch: accumulated gradients would be unsharded on every rank."""
         sharing = self.parallelism.data * self.parallelism.tokens
-        scaled = loss * (sharing * self.loss_scale.value)  # reduce-scatter averages, as does HSDP's all-reduce
+        scaled = loss * (sharing * self.loss_scale.value)  # reduce-scatter averages, like HSDP's all-reduce
         with self._waits.backward(scaled):
             scaled.backward()
 
@@ -157,7 +159,7 @@ class Fsdp2(Engine):
         return norm
 
     def _reduce_partial_gradients(self) -> None:
-        """Sum what each tensor parallel rank has of a gradient from its own heads: once a step, in one all-reduce."""
+        """Sum the gradients that tensor parallel ranks have from their own heads: once per step, in one all-reduce."""
         partial = [local.grad for name, _, local in self._shards if name in self._sharded.partial]
         gradients = [gradient for gradient in partial if gradient is not None]
         if not gradients or self._tensor_group is None:
@@ -169,7 +171,8 @@ class Fsdp2(Engine):
             gradient.copy_(total.view_as(gradient))
 
     def _counts(self, name: str, parameter: Tensor) -> bool:
-        """Whether this rank's shard counts for the norm and is saved; of equal shards on several ranks the first's."""
+        """Returns whether this rank's shard counts for the norm and is saved: the first of equal shards on several
+        ranks."""
         coordinates = self.parallelism.coordinates(self.rank)
         over_all_ranks = isinstance(parameter, DTensor) and parameter.device_mesh == self._meshes.ends
         unique = coordinates["tensor"] == 0 or name in self._sharded.shards or over_all_ranks
@@ -180,7 +183,8 @@ class Fsdp2(Engine):
             parameter.grad = local.grad = None
 
     def knows_waits(self, recipe: Recipe) -> bool:
-        """Not where layers are compiled, without the hooks of `ShardWaits`; nor for tensor parallel sums in a layer."""
+        """False with compiled layers, which lack the hooks of `ShardWaits`, and with tensor parallel sums in a
+        layer."""
         return not recipe.train.compile and self.parallelism.tensor == 1
 
     def gradients(self) -> list[Tensor]:
@@ -189,7 +193,7 @@ class Fsdp2(Engine):
     # --- checkpoints and the result
 
     def parts(self, reading: bool) -> list[ShardPart]:
-        """Rows of each parameter, or of this rank's columns of it; equal shards are read by all ranks."""
+        """Returns rows of each parameter, or of this rank's columns of it; all ranks read equal shards."""
         return [
             part_of_shard(name, parameter, local, self._sharded.shards.get(name))
             for name, parameter, local in self._shards
@@ -203,13 +207,13 @@ class Fsdp2(Engine):
             yield name, self._full_on_main(detached(tensor.to(self.device), dtype), self._sharded.shards.get(name))
 
     def _full_on_main(self, tensor: Tensor, shard: ParameterShard | None) -> Tensor | None:
-        """Collective. The other ranks free it at once."""
+        """Returns the full tensor on rank 0; the other ranks free it at once. Collective."""
         full = full_tensor(tensor)
         if shard is not None and self._tensor_group is not None:
             full = all_gathered(full, self._tensor_group, shard.dim)
         if self.is_main:
             return full.cpu()
-        # Otherwise all gathers of the model are queued while rank 0 writes, and NCCL's timeout of each one runs.
+        # Otherwise all gathers of the model are queued while rank 0 writes, and the NCCL timeout of each runs.
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return None
@@ -223,7 +227,7 @@ class Fsdp2(Engine):
 
 
 class ShardWaits:
-    """Measures when a rank waits for shards: hooks around FSDP2's own, by torch's public ones.
+    """Measures when a rank waits for shards: hooks around FSDP2's own, through torch's public API.
 
         forward    | pre-hooks: begin, FSDP2 gathers the layer's weights, end |  layer  |
         backward   | hooks on the output's gradient: begin, FSDP2 gathers, end |  layer's backward  |
@@ -231,14 +235,14 @@ class ShardWaits:
         at the end | begin: all is computed, FSDP2 waits for the last reductions, end: the backward returns |
 
     On the CPU a collective is complete when it returns, so this is its full duration; on CUDA it is the time in which
-    the compute stream waits, and the copy from the gathered buffer. With CPU offload also the transfer from there.
-    Without effect where the stopwatch does not count waits.
+    the compute stream waits, and the copy from the gathered buffer. With CPU offload this includes the transfer.
+    No effect if the stopwatch does not count waits.
     """
 
     def __init__(self, model: nn.Module, stopwatch: Stopwatch):
         self._stopwatch = stopwatch
         self._in_backward = False
-        self._inputs: list[Tensor] = []  # of the module whose weights are being gathered
+        self._inputs: list[Tensor] = []  # inputs of the module whose weights are being gathered
         if not stopwatch.knows_waits:
             return
         for module in model.modules():
@@ -246,7 +250,7 @@ class ShardWaits:
                 self._watch(module)
 
     def _watch(self, module: nn.Module) -> None:
-        """FSDP2's hooks are registered already: prepended ones run before them, the others after."""
+        """Register hooks around FSDP2's existing ones: prepended ones run before them, the others after."""
         module.register_forward_pre_hook(self._before_gather, prepend=True, with_kwargs=True)
         module.register_forward_pre_hook(self._after_gather, with_kwargs=True)
         module.register_forward_hook(self._before_backward_gather, prepend=True)
@@ -263,7 +267,7 @@ class ShardWaits:
             self._in_backward = False
             self._stopwatch.end_wait()
 
-    # Hooks of a forward that is recomputed in the backward register none on tensors: these get no gradient.
+    # Hooks of a forward that is recomputed in the backward register none on tensors, which get no gradient.
 
     def _before_gather(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         self._inputs = list(_differentiable((args, kwargs)))
@@ -274,7 +278,7 @@ class ShardWaits:
         if self._in_backward:
             return
         for own, returned in zip(self._inputs, _differentiable((args, kwargs)), strict=True):
-            if returned is not own:  # else FSDP2 does nothing when its gradient comes
+            if returned is not own:  # else FSDP2 has no hook on its gradient
                 returned.register_hook(self._stopwatch.begin_wait)
                 own.register_hook(self._stopwatch.end_wait)
         self._inputs = []

@@ -1,4 +1,4 @@
-"""Devices, their links and the machines around them: peaks, memory, bandwidth, each with source and date.
+"""Devices, their links and host machines: peaks, memory, bandwidth, each with source and date.
 
 They are shipped in `hardware.yaml`; a file of that name in the current folder adds to them.
 """
@@ -31,15 +31,15 @@ class Device(Section):
     """One device as torch counts it. Peaks in TFLOP/s by operand type; None if not supported."""
 
     name: Text
-    also: Names | tuple[()] = ()  # other names in `--on`
+    also: Names | tuple[()] = ()  # further names in `--on`
     cuda_name: str | None = None  # regular expression for torch.cuda.get_device_name()
-    capability: Annotated[tuple[int, int], Field(strict=False)] | None = None  # CUDA's; None: not known, or not CUDA
+    capability: Annotated[tuple[int, int], Field(strict=False)] | None = None  # of CUDA; None: unknown, or not CUDA
     fp32: Positive
     tf32: Positive | None = None
     fp16: Positive | None = None
     bf16: Positive | None = None
     memory_gb: Positive  # 10^9 bytes
-    memory_gib: Positive | None = None  # that torch reports, which differs
+    memory_gib: Positive | None = None  # total that torch reports, which differs
     seen: str | None = None  # source of memory_gib
     bandwidth_gb_s: Positive
     link: Text  # between the devices of a machine; a row of `links`
@@ -52,24 +52,24 @@ class Device(Section):
 
 
 class Link(Section):
-    gb_s: Positive  # that one device sends and, at once, receives
+    gb_s: Positive  # sent, and received at once, by one device
     latency_us: Positive
-    share: Share  # of it that collectives reach
+    share: Share  # share of gb_s reached by collectives
     source: Text
 
 
 class Shares(Section):
-    """Shares of a device's peaks that operators reach."""
+    """Shares of a device's peaks reached by operators."""
 
-    products: Share  # of matrices
+    products: Share  # share for matrix products
     attention: Share
-    memory: Share  # of the bandwidth, by element-wise operators and the optimizer
+    memory: Share  # share of bandwidth, for element-wise operators and the optimizer
 
 
 class Efficiency(Section):
     date: Day
     source: Text
-    operator_us: Positive  # that the host takes to start an operator
+    operator_us: Positive  # for the host to start an operator
     ampere: Shares
     hopper: Shares
     default: Shares
@@ -80,7 +80,7 @@ _Pair = Annotated[tuple[Positive, Positive], Field(strict=False)]
 
 
 class Processors(Section):
-    """What one process reaches on some machine's processors, in fp32; see hardware.yaml."""
+    """Throughput of one process on a machine's processors, in fp32; see hardware.yaml."""
 
     date: Day
     source: Text
@@ -88,25 +88,25 @@ class Processors(Section):
     attention: Positive
     memory: tuple[_Pair, ...] = Field(strict=False)  # (bytes of an operator, bytes/s), ascending
     operator_us: Positive
-    adamw: Positive  # elements a second
+    adamw: Positive  # elements per second
 
 
 class HostSpec(Section):
-    """The machine around devices, for what is offloaded."""
+    """The machine around devices, for offload."""
 
     date: Day
     source: Text
-    links: dict[str, Text]  # of a device's link to others: that to host memory, a row of `links`
-    adamw_per_core: Positive  # parameters a second
+    links: dict[str, Text]  # device link -> link to host memory, a row of `links`
+    adamw_per_core: Positive  # parameters per second
     cores_per_device: Positive
-    disk_gb_s: Positive  # of a machine
+    disk_gb_s: Positive  # per machine
 
     def link_of(self, link: str) -> str:
         return self.links.get(link, link)
 
 
 class Reserve(Section):
-    """Memory of a device that no tensor has; see hardware.yaml."""
+    """Device memory outside tensors; see hardware.yaml."""
 
     date: Day
     source: Text
@@ -116,7 +116,7 @@ class Reserve(Section):
     margin: Share
 
     def bytes(self, tensors: int, processes: int) -> int:
-        """Returns what comes on top of the tensors' peak. processes: of the launch."""
+        """Returns the bytes on top of the tensors' peak. processes: number in the launch."""
         fixed = self.context_gib + (self.collectives_gib if processes > 1 else 0)
         return int(fixed * GIB + self.gaps * tensors)
 
@@ -132,12 +132,12 @@ class Hardware(Section):
     reserve: Reserve
 
     def key_of(self, name: str) -> str | None:
-        """name: of a device, as torch has it. Returns None for an unknown one, or a slice of one (MIG)."""
+        """Returns the key of a device by torch's name; None for an unknown one, or a slice of one (MIG)."""
         known = self.devices.items() if not re.search(r"\bMIG\b", name) else ()
         return next((key for key, one in known if one.cuda_name and re.search(one.cuda_name, name)), None)
 
     def shares(self, key: str) -> Shares:
-        """key: of a device."""
+        """Returns the shares of a device by key."""
         efficiency = self.efficiency
         kind = next((name for name, keys in efficiency.by_device.items() if key in keys), "default")
         return getattr(efficiency, kind)
@@ -145,13 +145,13 @@ class Hardware(Section):
 
 # --- reading
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # an eighth of the time, where PyYAML was built with it
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # takes an eighth of the time, if PyYAML was built with it
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Raises UserError."""
+    """Reads a YAML table. Raises UserError."""
     try:
-        read = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a safe one
+        read = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a safe loader
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(read, dict):
@@ -196,7 +196,7 @@ def read_hardware(own: Path | None = None) -> Hardware:
 
 
 def _with_links(read: dict[str, Any]) -> dict[str, Any]:
-    """Puts the address of a source where its short name is."""
+    """Replaces short names of sources by their addresses."""
     sources = read.get("sources", {})
     for one in (*read.get("devices", {}).values(), *read.get("links", {}).values()):
         if isinstance(one, dict):
@@ -205,14 +205,14 @@ def _with_links(read: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_device(name: str) -> Device | None:
-    """name: as in torch. Returns None for an unknown device, or a slice of one (MIG)."""
+    """Returns the device by torch's name; None for an unknown device, or a slice of one (MIG)."""
     hardware = shipped_hardware()
     key = hardware.key_of(name)
     return None if key is None else hardware.devices[key]
 
 
 def peak_tflops(name: str, compute: torch.dtype) -> float | None:
-    """Returns the dense peak for products of this type; fp32 ones run in TF32 where torch allows it."""
+    """Returns the dense peak for products of this type; fp32 ones run in TF32 if torch allows it."""
     if (device := find_device(name)) is None:
         return None
     if compute == torch.bfloat16:

@@ -1,4 +1,4 @@
-"""How this process was started: by `accelerate launch`, by `torchrun` with an accelerate config, or alone.
+"""Launch of this process: by `accelerate launch`, by `torchrun` with an accelerate config, or alone.
 
 accelerate's launcher passes its options to its processes as environment variables, but neither the name of the config
 file nor the requested number of processes. Both are read from the launcher's command line, so that an error can name
@@ -30,30 +30,30 @@ Kind = Literal["replicated", "fsdp2", "zero"]
 
 TIMEOUT_VARIABLE = "FINETUNE_TIMEOUT_S"
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for gloo (torch/distributed/constants.py); with NCCL it would be 600
-_VISIBLE_AFTER_S = 5.0  # a file that another machine has created
+_VISIBLE_AFTER_S = 5.0  # for a file created by another machine
 _SHARDED: tuple[tuple[str, Kind], ...] = (("ACCELERATE_USE_FSDP", "fsdp2"), ("ACCELERATE_USE_DEEPSPEED", "zero"))
 _KINDS: dict[str, Kind] = {"DEEPSPEED": "zero", "FSDP": "fsdp2"}
-CONFIG_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")  # prefixes of those that describe a config
+CONFIG_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")  # prefixes of variables that describe a config
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was started. `processes` counts all machines."""
+    """Launch of this process. `processes` counts all machines."""
 
     kind: Kind
     processes: int
     config_file: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    launched: bool = False  # by a launcher, not directly
+    launched: bool = False  # True if by a launcher, not directly
 
     @property
     def name(self) -> str:
-        """The config file, or what stands in for one in messages."""
+        """Config file, or its substitute in messages."""
         return self.config_file or "the accelerate launch"
 
     @cached_property
     def parallelism(self) -> Parallelism:
-        """Sizes of the parallel dimensions. Raises UserError where they do not multiply to the number of processes."""
+        """Sizes of the parallel dimensions. Raises UserError if their product is not the number of processes."""
         return read_parallelism(self.config, self.kind != "replicated", self.processes, self.name)
 
     @property
@@ -68,7 +68,7 @@ class Launch:
 
     @property
     def deepspeed(self) -> dict[str, Any]:
-        """The config's section; where it names a JSON file, that file's content as well. Raises UserError."""
+        """The config's DeepSpeed section, with the content of a JSON file that it names. Raises UserError."""
         section = dict(self.config.get("deepspeed_config") or {})
         path = section.get("deepspeed_config_file")
         if path and path != "none":
@@ -80,14 +80,14 @@ class Launch:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the optimizer state is in host memory or on NVMe, so that the CPU steps."""
+        """Returns whether the optimizer state is in host memory or on NVMe, and the CPU steps."""
         if self.kind == "fsdp2":
             return str((self.config.get("fsdp_config") or {}).get("fsdp_offload_params", "")).lower() == "true"
         return bool({"cpu", "nvme"} & self._optimizer_devices)
 
     @property
     def uses_nvme(self) -> bool:
-        """Whether the optimizer state is on a disk."""
+        """Returns whether the optimizer state is on a disk."""
         return self.kind == "zero" and "nvme" in self._optimizer_devices
 
     @property
@@ -98,7 +98,7 @@ class Launch:
 
     @property
     def where(self) -> str:
-        """A short name for reports: `zero3_offload`, `ddp` or `single`."""
+        """Short name for reports: `zero3_offload`, `ddp` or `single`."""
         if self.config_file:
             return Path(self.config_file).stem
         return "single" if self.processes == 1 and self.kind == "replicated" else self.kind
@@ -126,16 +126,16 @@ def read_launch(config_file: str | None = None) -> Launch:
 
 
 def read_config_file(path: str, processes: int | None = None) -> Launch:
-    """Returns the launch that `accelerate launch --config_file path` would be.
+    """Returns the launch of `accelerate launch --config_file path`.
 
-    Raises UserError where the file is not an accelerate config.
+    Raises UserError if the file is not an accelerate config.
     """
     config = _load_config(path)
     return Launch(_kind(config), int(processes or config.get("num_processes") or 1), path, config)
 
 
 def check_started(launch: Launch, world_size: int, kind: str) -> None:
-    """Raises UserError where other processes are running than the config describes; accelerate does not check that."""
+    """Raises UserError if the running processes differ from the config; accelerate does not check this."""
     if world_size != launch.processes:
         raise UserError(
             f"{launch.name} asks for {launch.processes} processes, but {world_size} "
@@ -168,7 +168,7 @@ def _load_config(path: str) -> dict[str, Any]:
 
 
 def _launcher_arguments() -> list[str] | None:
-    """Returns the arguments after `accelerate launch` of the nearest parent process that is one."""
+    """Returns the arguments after `accelerate launch` of the nearest such parent process."""
     try:
         command_lines = [process.cmdline() for process in psutil.Process().parents()]
     except (psutil.Error, OSError):
@@ -184,7 +184,7 @@ def _launcher_arguments() -> list[str] | None:
 
 
 def user_set_threads(launch: Launch) -> bool:
-    """Whether OMP_NUM_THREADS is the user's. Launchers set it where it is not set, so their own environment decides."""
+    """Returns whether the user set OMP_NUM_THREADS. Launchers set it if it is unset, so their environment decides."""
     if "OMP_NUM_THREADS" not in os.environ or not launch.launched:
         return "OMP_NUM_THREADS" in os.environ
     try:
@@ -194,7 +194,8 @@ def user_set_threads(launch: Launch) -> bool:
 
 
 def _option(arguments: list[str] | None, name: str) -> str | None:
-    """Returns the value of `--name value` or `--name=value`, also with dashes, before the program's own arguments."""
+    """Returns the value of `--name value` or `--name=value`, with dashes or underscores, before the program's
+    arguments."""
     spellings = (f"--{name}", f"--{name.replace('_', '-')}")
     for i, word in enumerate(arguments or []):
         if word in spellings and arguments is not None and i + 1 < len(arguments):
@@ -219,12 +220,13 @@ def _launcher_config(arguments: list[str] | None) -> tuple[str | None, dict[str,
 
 
 def _is_torchrun() -> bool:
-    """Whether torch elastic started this process; it is what `accelerate launch` of several processes uses, too."""
+    """Returns whether torch elastic started this process; `accelerate launch` of several processes uses it too."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _torchrun_launch(config_file: str, arguments: list[str] | None) -> Launch:
-    """torchrun decides how many processes there are, which may change with each restart; the file decides the rest."""
+    """Returns the launch of torchrun, which decides the number of processes, also per restart; the file decides the
+    rest."""
     if arguments is not None:
         raise UserError(f"--config-file {config_file}: accelerate launch has an option of its own, --config_file")
     config = _load_config(config_file)
@@ -248,7 +250,7 @@ def _variables_of_config(path: str, world_size: str) -> dict[str, str]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    # torchrun has decided these already; both functions require them, and start nothing.
+    # torchrun has decided these already; both functions require them and start no process.
     decided = ["--config_file", path, "--num_processes", world_size, "--num_machines", "1", "--main_process_port", "0"]
     options = launch_command_parser().parse_args([*decided, "--num_cpu_threads_per_process", "1", "finetune"])
     options, config, precision_from_config = _validate_launch_command(options)
@@ -259,13 +261,13 @@ def _variables_of_config(path: str, world_size: str) -> dict[str, str]:
     return prepare_deepspeed_cmd_env(options)[1]
 
 
-# --- what every launch has
+# --- every launch
 
 
 def collective_timeout() -> timedelta:
-    """Returns how long a collective waits before it fails; a broken link shows by nothing else.
+    """Returns how long a collective waits before it fails; a broken link has no other symptom.
 
-    torch takes it from programs only, not from the environment, so the variable is ours. Raises UserError where it is
+    torch accepts it only in code, not from the environment, so the variable is ours. Raises UserError if it is
     not a number.
     """
     text = os.environ.get(TIMEOUT_VARIABLE, str(_DEFAULT_TIMEOUT_S))
@@ -281,7 +283,7 @@ def collective_timeout() -> timedelta:
 
 
 def hosts_without_shared_folder(gather: Callable[[Any], list[Any]], rank: int, folder: Path) -> list[str]:
-    """Returns the machines that do not see a file which rank 0 creates in `folder`, which exists. Collective."""
+    """Returns the machines that do not see a file that rank 0 creates in the existing `folder`. Collective."""
     probe = folder / f".shared-{gather(uuid.uuid4().hex)[0]}"  # a new name: NFS caches the absence of files
     if rank == 0:
         probe.touch()

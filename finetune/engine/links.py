@@ -33,7 +33,7 @@ class LaunchGroup:
     device: torch.device
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns a small value of every rank, in rank order."""
+        """Returns a small value from every rank, in rank order."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -48,7 +48,7 @@ class Collective:
 
     name: str
     latency: float  # seconds, of a message of 4 KiB
-    bytes: int  # of the large message: what is reduced, or what every rank has afterwards
+    bytes: int  # size of the large message: reduced, or on every rank afterwards
     seconds: float  # for it, on the slowest rank
     bus_bandwidth: float
 
@@ -70,7 +70,7 @@ class Links:
 
 
 def join_group() -> LaunchGroup:
-    """Returns the process group of the launcher's environment variables; a group of one without them."""
+    """Returns the process group from the launcher's environment variables; a group of one without them."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local, per_node = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
@@ -83,7 +83,7 @@ def join_group() -> LaunchGroup:
 
 
 def measure_links(group: LaunchGroup) -> Links | None:
-    """Takes seconds. Collective. Returns None for one process."""
+    """Measures the links, which takes seconds. Collective. Returns None for one process."""
     if group.world_size == 1:
         return None
     large = _LARGE[group.device.type]
@@ -93,7 +93,7 @@ def measure_links(group: LaunchGroup) -> Links | None:
     for ranks in chosen_pairs(nodes):
         latency, seconds = (_there_and_back(group, ranks, size) / 2 for size in (_SMALL, large))
         pairs.append(Pair(ranks, nodes[ranks[0]] != nodes[ranks[1]], latency, large / seconds))
-    # By node, against the first: as NTP does, from the fastest of several round trips (RFC 5905, section 8).
+    # Skew of each node against the first: as in NTP, from the fastest of several round trips (RFC 5905, section 8).
     leaders = {node: nodes.index(node) for node in sorted(set(nodes)) if node != nodes[0]}
     skews = {node: _skew(group, rank) for node, rank in leaders.items()}
     return Links("nccl" if group.device.type == "cuda" else "gloo", collectives, pairs, skews)
@@ -157,7 +157,7 @@ def _synchronise(group: LaunchGroup) -> None:
 
 
 def _there_and_back(group: LaunchGroup, ranks: tuple[int, int], size: int) -> float:
-    """Returns median seconds, on every rank; the other ranks wait."""
+    """Returns the median round trip in seconds, on every rank; the other ranks wait."""
     first, second = ranks
     tensor = torch.zeros(size // 4, device=group.device)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-OF_IMAGES, IDLE = "of_images", "idle"  # of a parameter group: what it has, and whether the next step leaves it out
+OF_IMAGES, IDLE = "of_images", "idle"  # keys of a parameter group: it has image parameters; the next step skips it
 _CHUNK = 2**18  # elements: 2 MB in fp64, which stays in a core's cache; 2**17 to 2**20 take as long
 
 
@@ -47,9 +47,9 @@ class LossScale:
         return cls(enabled=True, value=2.0**16) if precision == "fp16" else cls(enabled=False)
 
     def update(self, grad_norm: float) -> bool:
-        """Returns whether the step counts; False where it must be skipped, for a smaller scale.
+        """Returns whether the step counts; False if it must be skipped to lower the scale.
 
-        Raises NonFinite where no scale is small enough: the gradient itself is not finite.
+        Raises NonFinite if no scale is small enough: the gradient itself is not finite.
         """
         if not self.enabled:
             return True
@@ -67,7 +67,7 @@ class LossScale:
 def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the sum of squares of all elements, () fp64 on `device`; 0 without gradients.
 
-    In fp64 however gradients are sharded: fp32 norms of different shards differ in the last bits, and through clipping
+    In fp64 for any sharding: fp32 norms of different shards differ in the last bits, and through clipping
     every element of the update would depend on the sharding.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -87,10 +87,10 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def hold_back_idle_groups(optimizer: Optimizer) -> None:
-    """Let `optimizer.step()` pass by groups that are `IDLE`: weights, momentum and number of steps stay as they are.
+    """Let `optimizer.step()` skip groups that are `IDLE`: weights, momentum and number of steps stay as they are.
 
-    torch's optimizers pass by parameters without a gradient. Backends give all of them one, zeros if nothing has used
-    them, and DeepSpeed steps one flat tensor for many: it is out of sight during the step, then back, because under
+    torch's optimizers skip parameters without a gradient. Backends give all parameters one, zeros if unused,
+    and DeepSpeed steps one flat tensor for many: it is removed for the step, then put back, because under
     offload it is a buffer that DeepSpeed fills again.
     """
     hidden: list[tuple[Tensor, Tensor | None]] = []
@@ -111,9 +111,9 @@ def hold_back_idle_groups(optimizer: Optimizer) -> None:
 
 
 class StepInBackward:
-    """The optimizer's step inside the backward: each parameter by itself, as soon as its gradient is there.
+    """Optimizer step inside the backward: each parameter by itself, as soon as it has its gradient.
 
-    The gradient is freed at once, so that gradients never are in memory all together (Lv et al. 2023,
+    The gradient is freed at once, so gradients are never all in memory together (Lv et al. 2023,
     https://arxiv.org/abs/2306.09782). The backward no longer needs the weight then: its gradient comes last. Hooks on
     parameters, one optimizer each; FSDP2 calls them after its reduce-scatter (torch's _fsdp_collectives.py,
     foreach_reduce).
@@ -141,6 +141,6 @@ class StepInBackward:
         shard.grad = parameter.grad = None
 
     def take_squared_norm(self) -> Tensor:  # () fp64
-        """Returns that of this rank's gradient shards since the last call."""
+        """Returns the squared norm of this rank's gradient shards since the last call."""
         squares, self._squares = self._squares, []
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self._device)

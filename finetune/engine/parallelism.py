@@ -42,7 +42,7 @@ _NO_EFFECT = {"cp_backend", "sp_backend", "sp_seq_length", "sp_seq_length_is_var
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Sizes of the dimensions of a launch; 1 where one is not used."""
+    """Sizes of the dimensions of a launch; 1 if a dimension is not used."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -51,9 +51,9 @@ class Parallelism:
     sequence: int = 1
     tensor: int = 1
     expert: int = 1
-    exchange: ContextExchange = "allgather"  # of keys and values between context ranks
+    exchange: ContextExchange = "allgather"  # method for keys and values between context ranks
     schedule: Schedule = "1f1b"
-    stages_per_rank: int = 1  # of a pipeline; more than one with interleaved schedules only
+    stages_per_rank: int = 1  # in a pipeline; more than one with interleaved schedules only
 
     @property
     def processes(self) -> int:
@@ -61,22 +61,22 @@ class Parallelism:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """In the order of DIMENSIONS."""
+        """Sizes in the order of DIMENSIONS."""
         return tuple(getattr(self, name) for name in DIMENSIONS)
 
     @property
     def data(self) -> int:
-        """Data parallel size: groups of ranks that train on different rows."""
+        """Data parallel size: number of groups of ranks that train on different rows."""
         return self.replicate * self.shard
 
     @property
     def tokens(self) -> int:
-        """Ranks that share the tokens of a row."""
+        """Number of ranks that share the tokens of a row."""
         return self.context * self.sequence
 
     @property
     def is_plain(self) -> bool:
-        """Only data parallel, replicated or sharded over all ranks, which every backend supports."""
+        """True if only data parallel, replicated or sharded over all ranks, which every backend supports."""
         return self.data == self.processes and self.expert == 1 and 1 in (self.replicate, self.shard)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -96,22 +96,22 @@ class Parallelism:
         return coordinates["replicate"] * self.shard + coordinates["shard"]
 
     def is_data_parallel_leader(self, rank: int) -> bool:
-        """Whether a rank is the first of those that share its rows, and reports for them."""
+        """Returns whether a rank is the first of those that share its rows, and reports for them."""
         coordinates = self.coordinates(rank)
         return not any(coordinates[name] for name in DIMENSIONS if name not in ("replicate", "shard"))
 
     def summary(self) -> str:
-        """For reports: `shard 2 x tensor 2`."""
+        """Summary for reports: `shard 2 x tensor 2`."""
         used = [f"{name} {size}" for name, size in zip(DIMENSIONS, self.sizes, strict=True) if size > 1]
         return " x ".join([*used, *([f"expert {self.expert}"] if self.expert > 1 else [])]) or "one process"
 
 
 def read_parallelism(config: dict[str, Any], sharded: bool, processes: int, name: str) -> Parallelism:
-    """Returns the sizes of an accelerate config. name: of the config, for messages.
+    """Returns the sizes of an accelerate config. name: the config's name in messages.
 
     The data parallel size that the config leaves out follows from the number of processes, so that one file serves any
-    number of them: `shard` where the backend is `sharded`, else `replicate`. Raises UserError where keys or sizes do
-    not fit.
+    number of them: `shard` if the backend is `sharded`, else `replicate`. Raises UserError if keys or sizes do
+    not match.
     """
     configured = _configured(config.get("parallelism_config") or {}, name)
     free = "shard" if sharded else "replicate"

@@ -1,4 +1,4 @@
-"""Which parallel dimensions go together, and with which model, recipe and backend.
+"""Rules for combinations of parallel dimensions, and for the model, recipe and backend they support.
 
 Every rule yields messages, each with an alternative; `check_combination` raises all of them at once, before a model
 loads. A rule refuses what is impossible or what a library below does not do correctly, never what is merely slow.
@@ -23,24 +23,24 @@ from finetune.utils import divisors
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the rules need to know of a model; 0 or empty where it has none of it."""
+    """Properties of a model that the rules need; 0 or empty for what it lacks."""
 
     layers: int
     heads: int
     kv_heads: int
     experts: int
     attention: tuple[str, ...]  # other than full causal attention: "sliding_attention", "chunked_attention"
-    modules: tuple[str, ...] = ()  # of the base model, where transformers has a plan to split it between them
+    modules: tuple[str, ...] = ()  # modules of the base model, if transformers has a plan to split it between them
     soft_capped: bool = False  # attention's logits
     dropouts: dict[str, float] = field(default_factory=dict)  # settings of active dropout
     rope_types: tuple[str, ...] = ()  # those whose frequencies depend on the length of a document
-    tensor_styles: frozenset[str] = frozenset()  # of the tensor parallel plan; empty: it has none
+    tensor_styles: frozenset[str] = frozenset()  # styles in the tensor parallel plan; empty without a plan
 
     @classmethod
     def of(cls, config: Any) -> Architecture:
-        """config: transformers'."""
+        """Returns the properties from a transformers config."""
         text = config.get_text_config()
-        # Layers may have different numbers of heads (Gemma 4): what divides all of them divides their common divisor.
+        # Layers may have different numbers of heads (Gemma 4): a divisor of all of them divides their common divisor.
         layers = layer_configs(text)
         heads = math.gcd(*(getattr(layer, "num_attention_heads", 0) or 0 for layer in layers))
         kv_heads = math.gcd(*(getattr(layer, "num_key_value_heads", 0) or 0 for layer in layers))
@@ -63,12 +63,12 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Combination:
-    """What the rules look at."""
+    """Input of the rules."""
 
     launch: Launch
     sizes: Parallelism
     recipe: Recipe
-    model: Architecture | None  # None: the model's config is not known yet
+    model: Architecture | None  # None: config of the model not read yet
 
     def key(self, dimension: str) -> str:
         """Returns `parallelism_config_tp_size: 4`, as it is in the config."""
@@ -91,7 +91,7 @@ Rule = Callable[[Combination], Iterator[str]]
 
 
 def check_combination(recipe: Recipe, recipe_file: str, launch: Launch, config: Any | None) -> None:
-    """Raises UserError with every message of every rule. config: transformers', where it is known."""
+    """Raises UserError with the messages of all rules. config: of transformers, if available."""
     model = None if config is None else Architecture.of(config)
     combination = Combination(launch, launch.parallelism, recipe, model)
     problems = [problem for rule in RULES for problem in rule(combination)]
@@ -101,7 +101,7 @@ def check_combination(recipe: Recipe, recipe_file: str, launch: Launch, config: 
 
 
 def tensor_plan(config: Any) -> dict[str, str]:
-    """Returns the tensor parallel plan of a transformers config: a style by pattern; empty where it has none."""
+    """Returns the tensor parallel plan of a transformers config: {pattern: style}; empty without a plan."""
     return dict(getattr(config.get_text_config(), "base_model_tp_plan", None) or {})
 
 
@@ -120,7 +120,7 @@ def nearest_divisors(wanted: int, number: int) -> str:
 
 
 def shards_and_replicas(combination: Combination) -> Iterator[str]:
-    """HSDP is FSDP2's; plain replicas have no shards."""
+    """Checks data parallel dimensions: HSDP needs FSDP2; plain replicas have no shards."""
     kind, sizes, key = combination.launch.kind, combination.sizes, combination.key
     if kind == "zero" and sizes.replicate > 1:
         yield f"{key('replicate')}: DeepSpeed shards over all ranks here: use hsdp, or remove it"
@@ -132,7 +132,7 @@ def shards_and_replicas(combination: Combination) -> Iterator[str]:
 
 
 def tensor_backends(combination: Combination) -> Iterator[str]:
-    """Matrices are sharded by columns and rows before torch's fully_shard, which sees smaller matrices."""
+    """Refuses what needs unsharded matrices: they are sharded before torch's fully_shard, which sees smaller ones."""
     if combination.sizes.tensor == 1:
         return
     key, recipe = combination.key("tensor"), combination.recipe
@@ -152,7 +152,7 @@ def tensor_backends(combination: Combination) -> Iterator[str]:
 
 
 def tensor_shape(combination: Combination) -> Iterator[str]:
-    """Each rank computes full heads, and draws no random number that another rank does not draw."""
+    """Requires full heads on each rank, and the same random numbers on all ranks."""
     size, model = combination.sizes.tensor, combination.model
     if size == 1 or model is None:
         return
@@ -179,7 +179,7 @@ def tensor_shape(combination: Combination) -> Iterator[str]:
 
 
 def context_and_sequence(combination: Combination) -> Iterator[str]:
-    """Rows whose tokens several ranks share."""
+    """Rules for rows whose tokens several ranks share."""
     if combination.sizes.tokens == 1:
         return
     keys = " and ".join(combination.key(name) for name in combination.uses("context", "sequence"))
@@ -199,7 +199,7 @@ def context_and_sequence(combination: Combination) -> Iterator[str]:
 
 
 def context(combination: Combination) -> Iterator[str]:
-    """Documents on several ranks are attended to by kernels that support causal attention only."""
+    """Requires full causal attention, the only kind that the kernels for documents on several ranks support."""
     if combination.sizes.context == 1:
         return
     key, model, attention = combination.key("context"), combination.model, combination.recipe.model.attention
@@ -218,7 +218,7 @@ def context(combination: Combination) -> Iterator[str]:
 
 
 def sequence(combination: Combination) -> Iterator[str]:
-    """Each rank of Ulysses attends with full heads."""
+    """Requires full heads on each rank of Ulysses."""
     size, tensor, model = combination.sizes.sequence, combination.sizes.tensor, combination.model
     if size == 1 or model is None:
         return
@@ -234,7 +234,7 @@ def sequence(combination: Combination) -> Iterator[str]:
 
 
 def pipeline_stages(combination: Combination) -> Iterator[str]:
-    """Whether model and backend can be split into so many stages."""
+    """Checks that model and backend can be split into this many stages."""
     sizes, model = combination.sizes, combination.model
     key, schedule = combination.key("pipeline"), dimension_key("schedule")
     if sizes.stages_per_rank > 1 and (sizes.pipeline == 1 or sizes.schedule in SINGLE_STAGE_SCHEDULES):
@@ -262,13 +262,13 @@ def pipeline_stages(combination: Combination) -> Iterator[str]:
 
 
 def pipeline_micro_batches(combination: Combination) -> Iterator[str]:
-    """Whether the schedule can run a step's micro-batches. Where their number varies, empty ones fill it up."""
+    """Checks that the schedule can run a step's micro-batches. If their number varies, empty ones pad it."""
     sizes, batch = combination.sizes, combination.recipe.batch
     if sizes.pipeline == 1 or batch.rows_per_device == "auto" or batch.tokens_per_device is not None:
         return
     if batch.rows % (batch.rows_per_device * sizes.data):
         return  # reported by check_launch
-    rows = batch.rows // sizes.data  # of a pipeline
+    rows = batch.rows // sizes.data  # per pipeline
 
     def schedulable(count: int) -> int:
         return schedulable_micro_batches(sizes.schedule, sizes.pipeline, count)
@@ -287,7 +287,7 @@ def pipeline_micro_batches(combination: Combination) -> Iterator[str]:
 
 
 def pipeline_recipe(combination: Combination) -> Iterator[str]:
-    """Settings of a recipe that a pipeline does not support."""
+    """Refuses settings of a recipe that a pipeline does not support."""
     if combination.sizes.pipeline == 1:
         return
     recipe, key = combination.recipe, combination.key("pipeline")
@@ -308,7 +308,7 @@ def pipeline_recipe(combination: Combination) -> Iterator[str]:
 
 
 def _zero_bubble(key: str, recipe: Recipe) -> Iterator[str]:
-    """torch runs each backward in two parts: for the gradients of the inputs, later for those of the weights."""
+    """Checks zero bubble: torch runs each backward in two parts, for gradients of inputs, then those of weights."""
     if recipe.train.compile:
         yield f"{key}: torch cannot split a compiled backward: use `1f1b`, or `compile: false`"
     if recipe.model.cross_entropy != "plain":
@@ -327,7 +327,7 @@ def _zero_bubble(key: str, recipe: Recipe) -> Iterator[str]:
 
 
 def expert_shards(combination: Combination) -> Iterator[str]:
-    """The ranks of a shard group divide the experts."""
+    """Checks that the ranks of a shard group can divide the experts."""
     sizes = combination.sizes
     if sizes.expert == 1:
         return
@@ -354,7 +354,7 @@ def expert_number(combination: Combination) -> Iterator[str]:
 
 
 def expert_recipe(combination: Combination) -> Iterator[str]:
-    """Settings that would need the experts of other ranks."""
+    """Refuses settings that would need the experts of other ranks."""
     if combination.sizes.expert == 1:
         return
     key, recipe = combination.key("expert"), combination.recipe
@@ -366,7 +366,7 @@ def expert_recipe(combination: Combination) -> Iterator[str]:
 
 
 def router_balance_of_rows(combination: Combination) -> Iterator[str]:
-    """The load balancing loss averages over full rows."""
+    """Refuses the load balancing loss on divided rows: it averages over full rows."""
     if not combination.recipe.objective.router_aux_loss_coef:
         return
     for name in combination.uses("context", "sequence", "pipeline"):
@@ -377,7 +377,7 @@ def router_balance_of_rows(combination: Combination) -> Iterator[str]:
 
 
 def images(combination: Combination) -> Iterator[str]:
-    """A tower and its images are on every rank in full."""
+    """Refuses dimensions that would divide a tower: a tower and its images are on every rank in full."""
     if combination.recipe.model.train is None:
         return
     why = {

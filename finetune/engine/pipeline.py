@@ -7,8 +7,8 @@ https://arxiv.org/abs/1811.06965). In addition, replicas of the full pipeline on
             layers 0-6                             norm, head, loss
 
 Every rank of a pipeline has the same micro-batches from the loader, so only hidden states and their gradients travel:
-positions, documents and masks are computed where they are used. The forward is the same function as everywhere, called
-in every stage with that stage as its model; the loss is computed where the last stage is.
+positions, documents and masks are computed on the rank that uses them. The forward is the same function as everywhere,
+called in every stage with that stage as its model; the last stage computes the loss.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from finetune.models.weights import Placement
 from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.recipe.schema import Recipe
 
-BUCKET_BYTES = 25 * 2**20  # of gradients in one all-reduce, as DDP's buckets
+BUCKET_BYTES = 25 * 2**20  # gradients per all-reduce, as DDP's buckets
 
 
 @dataclass(frozen=True)
 class _RunningStep:
-    """The step that the schedule is running."""
+    """Step that the schedule is running."""
 
     batches: Sequence[Any]
     counted: int  # the batches after these only fill the schedule up
@@ -76,7 +76,7 @@ class Pipeline(Engine):
         super().__init__(accelerator, launch, recipe)
         sizes, place = self.parallelism, self.parallelism.coordinates(self.rank)
         self.place, self.replica = place["pipeline"], place["replicate"]
-        self._along = [stage * sizes.replicate + self.replica for stage in range(sizes.pipeline)]  # ranks of a pipeline
+        self._along = [stage * sizes.replicate + self.replica for stage in range(sizes.pipeline)]  # ranks per pipeline
         self._layout = self._lay_out(recipe)
         self._compute = dtypes(recipe).compute
         self._prepared: tuple[tuple[int, int], Any] | None = None  # a schedule, for (micro-batches, tokens of each)
@@ -84,7 +84,7 @@ class Pipeline(Engine):
         self._pipeline = self._replicas = self._ends = None  # groups
 
     def _lay_out(self, recipe: Recipe) -> Layout:
-        """Returns a layout by the weights of the model alone, so that it is the same in every mode."""
+        """Returns a layout from the model's own weights alone, so that it is the same in every mode."""
         sizes = self.parallelism
         skeleton = without_weights(model_config(recipe.model), trusted=recipe.model.trust_remote_code)
         stages = sizes.pipeline * sizes.stages_per_rank
@@ -105,7 +105,7 @@ class Pipeline(Engine):
         self.optimizers = build(trained) if (trained := self._trained()) else []
 
     def _make_groups(self) -> None:
-        """Collective: every rank creates all of them, in one order."""
+        """Creates the process groups. Collective: every rank creates all of them, in the same order."""
         sizes = self.parallelism
         columns = [range(first, sizes.processes, sizes.replicate) for first in range(sizes.replicate)]
         rows = [range(i * sizes.replicate, (i + 1) * sizes.replicate) for i in range(sizes.pipeline)]
@@ -115,7 +115,7 @@ class Pipeline(Engine):
         self._ends = self._create_groups(ends) if any(len(ranks) > 1 for ranks in self._holders.values()) else None
 
     def _create_groups(self, groups: Sequence[Sequence[int]]) -> Any:
-        """Returns this rank's group; None where it is in none."""
+        """Returns this rank's group; None if it has none."""
         created = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
         return next((group for ranks, group in created if self.rank in ranks), None)
 
@@ -131,13 +131,13 @@ class Pipeline(Engine):
         self._step = _RunningStep(filled, len(batches), forward, loss)
         first: Any = batches[0]  # the loader gives all of a step as many tokens
         schedule = self._schedule_of(count, first.inputs["input_ids"].shape[1])
-        indices = torch.arange(count)  # of the micro-batches: torch passes one to each forward
+        indices = torch.arange(count)  # micro-batch indices: torch passes one to each forward
         with self.stopwatch.waiting():
             schedule.step(*[indices] * (self.place == 0), micro_batch=indices, target=indices, return_outputs=False)
             self._reduce_gradients()
 
     def _schedule_of(self, count: int, tokens: int) -> Any:
-        """Returns the schedule, kept until a step of another shape comes."""
+        """Returns the schedule, cached until a step has another shape."""
         if self._prepared is None or self._prepared[0] != (count, tokens):
             hidden = torch.empty(1, tokens, self._width, dtype=self._compute, device="meta", requires_grad=True)
             stages = [
@@ -156,7 +156,7 @@ class Pipeline(Engine):
         return self._prepared[1]
 
     def run_scheduled(self, stage: StageModel, received: Tensor | None, index: int) -> Tensor:
-        """Returns, for a forward of the schedule, hidden states, or in the last stage the loss. index: of the
+        """Returns a scheduled forward's hidden states, or the loss in the last stage. index: position of the
         micro-batch."""
         step, batch = self._step, self._step.batches[index]
         with self._computing():
@@ -167,7 +167,7 @@ class Pipeline(Engine):
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
-        """Around computation within a schedule, where all else is waiting: for other stages, and in the bubble."""
+        """Context manager for computation in a schedule; the rest is waiting, for other stages and in the bubble."""
         self.stopwatch.end_wait()
         try:
             yield
@@ -180,7 +180,7 @@ class Pipeline(Engine):
             yield
 
     def _reduce_gradients(self) -> None:
-        """Add up gradients over the replicas; those of a matrix that two stages have, over these as well."""
+        """Add up gradients over the replicas; those of a matrix on two stages, over these as well."""
         trained = self._trained()
         if self._replicas is not None:
             _all_reduce([_gradient(p) for _, p in trained], self._replicas)
@@ -203,13 +203,13 @@ class Pipeline(Engine):
         return norm
 
     def knows_waits(self, recipe: Recipe) -> bool:
-        """All that its schedule does in addition to computing is a wait: also the bubble."""
+        """True: all time of the schedule outside computation is a wait, the bubble included."""
         return True
 
     # --- forwards alone
 
     def forwards(self, batches: Iterable[T], forward: Forward[T]) -> Iterator[tuple[T, Outputs]]:
-        """One after another, each stage on its rank; only the last one's rank has outputs."""
+        """Runs the stages in turn, each on its rank; only the last one's rank has outputs."""
         for batch in batches:
             outputs = self._relay(lambda model, batch=batch: forward(model, batch))
             if outputs is not None:
@@ -233,7 +233,7 @@ class Pipeline(Engine):
         return self._along[self._layout.rank_of(stage)]
 
     def answer(self, arguments: dict[str, Any]) -> Any:
-        """Returns the logits of the last stage, on every rank of its pipeline."""
+        """Returns the logits of the last stage, on every rank of the pipeline."""
         output = self._relay(lambda model: model(**arguments))
         vocabulary = self.unwrapped.config.get_text_config().vocab_size
         shape = (arguments["input_ids"].shape[0], arguments["logits_to_keep"], vocabulary)
@@ -243,7 +243,7 @@ class Pipeline(Engine):
 
     @property
     def caches(self) -> bool:
-        """False: a cache of keys and values begins with layer 0, which most stages do not have."""
+        """False: a cache of keys and values begins with layer 0, which most stages lack."""
         return False
 
     # --- reports
@@ -261,7 +261,7 @@ class Pipeline(Engine):
     # --- checkpoints and the result
 
     def parts(self, reading: bool) -> list[ShardPart]:
-        """Each replica of a stage writes a range of the stage's parameters; the first stage writes what two have."""
+        """Returns the stage's parameters: each replica writes a range; the first stage writes shared ones."""
         trained = [(name, p) for name, p in self._trained() if reading or self._holders[name][0] == self.place]
         return replica_parts(trained, self.replica, self.parallelism.replicate, reading)
 
@@ -272,8 +272,8 @@ class Pipeline(Engine):
             yield name, self._on_main(detached(tensor, dtype), self._holders.get(name, [0])[0])
 
     def _on_main(self, tensor: Tensor, place: int) -> Tensor | None:
-        """Returns the tensor on rank 0, sent by the first replica of the stage that has it: between these two only, and
-        in one order."""
+        """Returns the tensor on rank 0, sent by the first replica of its stage: between these two only, and
+        in the same order."""
         source = place * self.parallelism.replicate
         if self.is_main and source != 0:
             tensor = torch.empty_like(tensor, device=self.device)
@@ -292,7 +292,7 @@ class Pipeline(Engine):
 
 
 class _StageCall:
-    """A stage as a forward calls it: like the full model."""
+    """Stage with the call of the full model, for a forward."""
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ class _StageCall:
 
 
 class _InSchedule(nn.Module):
-    """A stage as torch's schedule calls it: with hidden states (in the first, without effect), and a micro-batch's
+    """Stage with the call of torch's schedule: hidden states (unused in the first), and a micro-batch's
     index."""
 
     def __init__(self, engine: Pipeline, stage: StageModel):
@@ -321,7 +321,7 @@ class _InSchedule(nn.Module):
 
 
 class _FullPipeline:
-    """The pipeline as one model, forwards only: what generation calls."""
+    """The pipeline as one model, forwards only, for generation."""
 
     def __init__(self, engine: Pipeline, model: WrappedModel):
         self._engine, self._model = engine, model
@@ -343,7 +343,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _all_reduce(gradients: list[Tensor], group: Any) -> None:
-    """All-reduce in place, in flat buckets."""
+    """Sum gradients over a group in place, by all-reduces of flat buckets."""
     bucket: list[Tensor] = []
     size = 0
     for i, gradient in enumerate(gradients):
@@ -368,7 +368,7 @@ _CLASSES: dict[Schedule, Any] = {
 
 
 class TimedStage(PipelineStage):
-    """Reports when it computes backwards; forwards are reported by the stage's own module."""
+    """Stage that reports when it computes backwards; its own module reports forwards."""
 
     computing: Callable[[], AbstractContextManager[None]]
 
@@ -382,7 +382,7 @@ class TimedStage(PipelineStage):
 
 
 def make_schedule(schedule: Schedule, stages: list[PipelineStage], micro_batches: int) -> Any:
-    """Returns the schedule of one step. The last stage returns normalised losses: nothing is scaled here."""
+    """Returns the schedule of one step. The last stage returns normalized losses: nothing is scaled here."""
     own = stages[0] if schedule in SINGLE_STAGE_SCHEDULES else stages
     return _CLASSES[schedule](own, micro_batches, loss_fn=lambda loss, _target: loss, scale_grads=False)
 

@@ -1,4 +1,4 @@
-"""The collectives that everything above a backend uses: sums, and values of every rank."""
+"""Collectives for everything above a backend: sums, and values of every rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.timing import Stopwatch
 
-SIDE_TIMEOUT = timedelta(hours=6)  # for the slowest rank's disk, in a thread that the training loop does not wait for
+SIDE_TIMEOUT = timedelta(hours=6)  # for the slowest rank's disk, in a thread outside the training loop
 
 
 class Ranks:
@@ -22,10 +22,10 @@ class Ranks:
     def __init__(self, accelerator: Accelerator, parallelism: Parallelism, stopwatch: Stopwatch):
         self._accelerator, self._stopwatch = accelerator, stopwatch
         self._size, self._device = accelerator.num_processes, accelerator.device
-        self._copies = parallelism.tensor  # ranks that compute the very same
+        self._copies = parallelism.tensor  # ranks that compute the same values
 
     def sum(self, *values: float | Tensor) -> list[float]:
-        """Returns each value summed over all ranks, in fp64. One collective, one synchronisation."""
+        """Returns each value summed over all ranks, in fp64. One collective, one synchronization."""
         numbers = torch.tensor([v for v in values if not isinstance(v, Tensor)], dtype=torch.float64)
         tensors = [v.detach().double() for v in values if isinstance(v, Tensor)]
         copied = [_without_waiting(numbers, self._device)] if len(numbers) else []  # one copy for all
@@ -35,9 +35,9 @@ class Ranks:
         return [next(of_tensors if isinstance(v, Tensor) else of_numbers) for v in values]
 
     def total(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns each tensor summed over all ranks, in fp64 and on the CPU; ranks that compute the very same (tensor
+        """Returns each tensor summed over all ranks, in fp64 and on the CPU; ranks that compute the same values (tensor
         parallel) count as one. Tensors may have any shape and lie on the device or the CPU. One collective, one
-        synchronisation.
+        synchronization.
         """
         of_device = [name for name, tensor in named.items() if tensor.device.type == self._device.type]
         names = [*of_device, *(name for name in named if name not in of_device)]
@@ -49,7 +49,8 @@ class Ranks:
         return {name: summed[name] for name in named}
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Returns equally many numbers of every rank, in rank order, in fp64. One collective, one synchronisation."""
+        """Returns the numbers of every rank, equally many, in rank order, in fp64. One collective, one
+        synchronization."""
         if self._size == 1:
             return [list(values)]
         local = _without_waiting(torch.tensor(values, dtype=torch.float64), self._device)
@@ -67,7 +68,7 @@ class Ranks:
         return values
 
     def side_gather(self) -> Callable[[Any], list[Any]]:
-        """Returns a `gather` over a process group of its own, on the CPU, for a thread that runs next to the loop."""
+        """Returns a `gather` over a separate process group on the CPU, for a thread outside the loop."""
         if self._size == 1:
             return lambda value: [value]
         group = torch.distributed.new_group(backend="gloo", timeout=SIDE_TIMEOUT)
@@ -90,5 +91,5 @@ class Ranks:
 
 
 def _without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on the device. From pinned memory: else the process would wait for all that runs there."""
+    """Returns a copy on the device. From pinned memory, or the process would wait for all work there."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

@@ -1,7 +1,7 @@
 """A model sharded by torch's fully_shard, and filled from the one rank that loaded its weights.
 
     decoder layer   one unit each: gathered before its forward, freed after it
-    embedding       a unit; where the head shares its weight, part of the next unit
+    embedding       a unit; part of the next unit if the head shares its weight
     norm and head   a unit, not freed between forward and backward, which begins with it
     the rest        the root's
 
@@ -38,12 +38,12 @@ class Meshes:
     """The ranks that share a parameter. One dimension: shards; two: replicas of shards (HSDP)."""
 
     layers: DeviceMesh
-    ends: DeviceMesh  # of embeddings, final norm and head, which are not tensor parallel: over those ranks as well
-    tensor: DeviceMesh | None  # the ranks that have other columns of a layer's matrices
+    ends: DeviceMesh  # for embeddings, final norm and head: not tensor parallel, so also over those ranks
+    tensor: DeviceMesh | None  # ranks with other columns of a layer's matrices
 
 
 def device_meshes(parallelism: Parallelism, device_type: str) -> Meshes:
-    """Returns the meshes of this rank. Ranks that share the tokens of a row have different shards, as those with
+    """Returns the meshes of this rank. Ranks that share the tokens of a row have different shards, as do those with
     different rows."""
     sharing = parallelism.shard * parallelism.tokens
     grid = _grid(parallelism, device_type, sharing, parallelism.tensor)
@@ -67,12 +67,12 @@ def _data_mesh(grid: DeviceMesh) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How units are sharded."""
+    """Options for sharding units."""
 
     meshes: Meshes
     precision: MixedPrecisionPolicy
     offload: OffloadPolicy
-    reshard: bool | int  # a layer's weights, after its forward
+    reshard: bool | int  # free a layer's weights after its forward
 
     def options(self, mesh: DeviceMesh) -> dict[str, Any]:
         return {"mesh": mesh, "mp_policy": self.precision, "offload_policy": self.offload}
@@ -85,10 +85,10 @@ def shard_model(
     expert_meshes: Mapping[nn.Module, DeviceMesh] | None = None,
 ) -> list[nn.Module]:
     """Shard every parameter of a model, in place; its forward gathers them. Returns the modules whose gathered
-    parameters are freed after their forward, where the config says so.
+    parameters are freed after their forward, if the config says so.
 
     units: decoder layers, inner ones first. expert_meshes: modules in them that are sharded over other ranks, each a
-    unit of its own.
+    separate unit.
     """
     for module, mesh in (expert_meshes or {}).items():
         fully_shard(module, **sharding.options(mesh), reshard_after_forward=sharding.reshard)
@@ -101,7 +101,7 @@ def shard_model(
     tail = [final_norm(causal_lm), head]
     embedding_parameters = {id(parameter) for parameter in embedding.parameters()}
     if any(id(parameter) in embedding_parameters for parameter in head.parameters()):  # tied
-        tail.insert(0, embedding)  # the first of them to run gathers all
+        tail.insert(0, embedding)  # the first to run gathers all of them
     else:
         fully_shard(embedding, **ends, reshard_after_forward=sharding.reshard)
         freed.append(embedding)
@@ -111,7 +111,7 @@ def shard_model(
 
 
 def shared_by_units(model: Any, units: list[nn.Module]) -> str | None:
-    """Returns two names of a weight in two units, which FSDP does not take; embedding and tied head are one unit."""
+    """Returns two names of a weight in two units, which FSDP does not support; embedding and tied head are one unit."""
     own = {id(unit) for unit in [*units, output_head(model)]}
     paths = [f"{name}." for name, module in model.named_modules() if id(module) in own]
     tied, first = {id(p) for p in model.get_input_embeddings().parameters()}, dict[int, tuple[str, str]]()
@@ -131,9 +131,7 @@ def final_norm(model: Any) -> nn.Module | None:
 
 def sharding_units(model: Any, plugin: Any) -> list[nn.Module]:
     """Returns the modules to shard one by one, inner ones first. plugin: accelerate's, which has the wrap policy."""
-    if (
-        plugin.transformer_cls_names_to_wrap is None
-    ):  # those that the class of a text part names of a tower are not in it
+    if plugin.transformer_cls_names_to_wrap is None:  # a text part's class names no module of a tower
         here = {type(module).__name__ for module in model.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(here.intersection(unwrap_peft(model)._no_split_modules or ()))
     plugin.set_auto_wrap_policy(model)
@@ -154,16 +152,16 @@ def sharding_units(model: Any, plugin: Any) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class Weights:
-    """All values of a model, on the rank that has them; on the others their names."""
+    """All values of a model, on the rank that has them; on the others only names."""
 
-    saved: dict[str, Tensor]  # its state dict; empty on the other ranks
-    computed: dict[str, Tensor]  # by path of attributes: what a state dict lacks, such as rotary frequencies
+    saved: dict[str, Tensor]  # state dict; empty on the other ranks
+    computed: dict[str, Tensor]  # {path of attributes: tensor} missing from a state dict, such as rotary frequencies
 
 
 def take_weights(model: Any, on_this_rank: bool) -> Weights:
     """Move a model to `meta`. Returns its values on the rank that has them, shapes on the others. Collective.
 
-    on_this_rank: whether the values are here. Raises UserError on every rank where they do not have the same model.
+    on_this_rank: whether the values are here. Raises UserError on every rank if their models differ.
     """
     state = model.state_dict(keep_vars=True)
     computed = dict(_computed_tensors(model))
@@ -176,8 +174,8 @@ def take_weights(model: Any, on_this_rank: bool) -> Weights:
 
 
 def _computed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields (path of attributes, tensor) of what no state dict has: buffers that are not saved, plain attributes, and
-    what unpacks a weight."""
+    """Yields (path of attributes, tensor) missing from state dicts: buffers that are not saved, plain attributes, and
+    tensors that unpack a weight."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if name in module._non_persistent_buffers_set:
@@ -192,7 +190,7 @@ _TensorList = list[tuple[str, tuple[int, ...], torch.dtype]]
 def _adopt_types(state: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
     """Compare the tensors that ranks will send and receive, before any is sent. Returns the type of each on rank 0.
 
-    Only the rank that reads the weights knows which of them their code keeps in fp32: the others adopt its types.
+    Only the rank that reads the weights knows which tensors are kept in fp32: the others adopt its types.
     """
     tensors = [*state.items(), *computed.items()]
     own: _TensorList = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
@@ -237,12 +235,12 @@ def fill_shards(
 ) -> None:
     """Give every rank its shard of rank 0's weights; one tensor at a time is full. Collective.
 
-    shards: of the tensor parallel parameters, by name. device: where full tensors are communicated. shard_device: where
-    shards stay, the CPU where they are offloaded. FSDP2 would move them there itself, but only the local tensor in a
-    DTensor, which would then name another device than it is on.
+    shards: tensor parallel parameters by name. device: device for communication of full tensors. shard_device: device
+    of the shards, the CPU if they are offloaded. FSDP2 would move them there itself, but only the local tensor in a
+    DTensor, whose device would then be wrong.
     """
     filled: dict[str, Tensor] = {}
-    by_identity: dict[int, Tensor] = {}  # of the model's tensors: tied weights have two names
+    by_identity: dict[int, Tensor] = {}  # the model's tensors: tied weights have two names
     for name, sharded in model.state_dict(keep_vars=True).items():
         if id(sharded) not in by_identity:
             full = _broadcast(weights.saved.pop(name, None), sharded, shards.get(name), device)
@@ -256,7 +254,7 @@ def fill_shards(
 
 
 def _broadcast_bytes(own: Tensor, device: torch.device) -> Tensor:
-    """Returns rank 0's tensor, of any type: what is computed may be complex or a mask."""
+    """Returns rank 0's tensor, of any type: computed tensors may be complex or masks."""
     full = torch.empty(own.shape, dtype=own.dtype, device=device) if own.is_meta else own.to(device)
     full = full.clone(memory_format=torch.contiguous_format)
     if full.numel():
@@ -286,7 +284,7 @@ def _local_shard(full: Tensor, sharded: Tensor, shard: ParameterShard | None, sh
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Returns the unsharded tensor. Collective. One mesh dimension after the other: torch's `full_tensor` warns where
+    """Returns the unsharded tensor. Collective. One mesh dimension after the other: torch's `full_tensor` warns if
     two dimensions shard the same one, as those of expert parallel do."""
     while isinstance(tensor, DTensor):
         sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
@@ -302,7 +300,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def first_row(parameter: Tensor) -> int:
-    """Returns that of this rank's shard, among the rows that the ranks of its mesh share."""
+    """Returns the first row of this rank's shard, among the rows shared by the ranks of its mesh."""
     if not isinstance(parameter, DTensor):
         return 0
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -310,9 +308,9 @@ def first_row(parameter: Tensor) -> int:
 
 
 def part_of_shard(name: str, parameter: Tensor, local: Tensor, shard: ParameterShard | None) -> ShardPart:
-    """Returns the range of the unsharded parameter that `local` is.
+    """Returns the range of the unsharded parameter in `local`.
 
-    local: rows of `parameter`, which is a DTensor where they are not all, and tensor parallel where `shard` is given.
+    local: rows of `parameter`, a DTensor if they are not all, tensor parallel if `shard` is given.
     """
     first, width = first_row(parameter), math.prod(parameter.shape[1:])
     if shard is None or shard.dim == 0:

@@ -1,16 +1,16 @@
-"""Stages of a pipeline: which layers each has, which rank runs it, in which order micro-batches run, and its model.
+"""Stages of a pipeline: layers and rank of each, order of micro-batches, and a stage's model.
 
 A stage is a run of consecutive decoder layers; the first also has the embedding, the last the final norm and the head.
-Bounds make the largest stage as small as possible, by parameters: those are a stage's memory (16 bytes each where they
-train in fp32 with AdamW) and, except for the embedding, its time (6 FLOPs a token). The embedding costs no time, but
-where schedules start backwards early the first stage holds the most activations.
+Bounds make the largest stage as small as possible, by parameters: these determine its memory (16 bytes each if they
+train in fp32 with AdamW) and, except for the embedding, its time (6 FLOPs per token). The embedding costs no time, but
+with schedules that start backwards early the first stage holds the most activations.
 
 Schedules                                                     source
 
 gpipe         every forward, then every backward              Huang et al. 2018, https://arxiv.org/abs/1811.06965
 1f1b          a backward as soon as one can run               Narayanan et al. 2021, https://arxiv.org/abs/2104.04473
 interleaved   the same, with several stages on each rank      the same, section 2.2
-zero_bubble   gradients of weights where a rank would wait    Qi et al. 2023, https://arxiv.org/abs/2401.10241 (ZB-H1)
+zero_bubble   gradients of weights when a rank would wait     Qi et al. 2023, https://arxiv.org/abs/2401.10241 (ZB-H1)
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Layout:
 
 
 def lay_out(model: Any, stages: int, ranks: int, scores: bool = False) -> Layout:
-    """model: a transformers causal model whose base model has the modules of PLAN; its weights may be `meta`.
-    scores: whether a head of scores, a few rows, is in the place of its LM head."""
+    """Returns the layout of a transformers causal model whose base model has the modules of PLAN; weights may be
+    `meta`. scores: whether a small score head replaces the LM head."""
     base = model.base_model
     layers = [_numel(layer) for layer in base.layers]
     head = 0 if scores else _numel(model.get_output_embeddings())
@@ -76,7 +76,7 @@ def _numel(module: Any) -> int:
 def stage_bounds(layers: tuple[int, ...], stages: int, first: int, last: int) -> tuple[int, ...]:
     """Returns bounds with the smallest possible maximum cost of a stage, then the smallest sum of squared costs.
 
-    layers: the cost of each; first, last: what the first and the last stage have in addition. No stage is empty.
+    layers: cost of each layer; first, last: additional costs of the first and the last stage. No stage is empty.
 
     >>> stage_bounds((1,) * 32, 4, 2, 3)
     (0, 7, 16, 25, 32)
@@ -90,7 +90,7 @@ def stage_bounds(layers: tuple[int, ...], stages: int, first: int, last: int) ->
 
     @cache
     def smallest_maximum(stage: int, begin: int) -> float:
-        """Of the stages from this one on."""
+        """Returns the smallest maximum cost of the stages from this one on."""
         if stage == stages - 1:
             return cost(stage, begin, len(layers))
         ends = range(begin + 1, len(layers) - (stages - 2 - stage))
@@ -131,7 +131,7 @@ def bubble_share(schedule: Schedule, ranks: int, stages_per_rank: int, micro_bat
 def schedulable_micro_batches(schedule: Schedule, ranks: int, micro_batches: int) -> int:
     """Returns the smallest number of micro-batches, at least `micro_batches`, that a schedule can run.
 
-    1F1B needs one for each stage. Those with several stages on a rank run rounds of about `ranks` micro-batches, all of
+    1F1B needs one per stage. Schedules with several stages per rank run rounds of about `ranks` micro-batches, all of
     the same size.
 
     >>> [schedulable_micro_batches("1f1b", 4, n) for n in (1, 4, 5)]
@@ -150,12 +150,12 @@ def schedulable_micro_batches(schedule: Schedule, ranks: int, micro_batches: int
 
 # --- one stage of a model
 #
-# The modules of other stages are on `meta`, without memory, so parameters have the names that they have on every other
-# backend. While a stage runs, the base model has that stage's layers, and in the place of the others modules that
-# return the hidden states unchanged; embeddings, masks and rotations are what transformers computes from
+# The modules of other stages are on `meta`, without memory, so parameters have the same names as on every other
+# backend. While a stage runs, the base model has that stage's layers, and in place of the others modules that
+# return the hidden states unchanged; transformers computes embeddings, masks and rotations from
 # `inputs_embeds` and `position_ids`.
 
-_HEAD_ARGUMENTS = ("logits_to_keep", "targets")  # that a stage without the head has no use for
+_HEAD_ARGUMENTS = ("logits_to_keep", "targets")  # unused by stages without the head
 
 
 class _PassOn(nn.Module):
@@ -164,13 +164,13 @@ class _PassOn(nn.Module):
 
 
 class StageModel(nn.Module):
-    """Its parameters are the stage's own; called with the hidden states of the stage before it."""
+    """Model of a stage with the stage's parameters, called with the previous stage's hidden states."""
 
     def __init__(self, model: WrappedModel, layout: Layout, index: int, compute: torch.dtype):
-        """compute: the type of the hidden states that stages pass on."""
+        """compute: type of the hidden states passed between stages."""
         super().__init__()
         self.index, self.is_last = index, index == layout.stages - 1
-        self._model = [model]  # in a list: no submodule of ours
+        self._model = [model]  # in a list, so that it is no submodule
         self._compute = compute
         base = unwrap_peft(model.causal_lm).base_model
         mine = layout.layers(index)
@@ -203,7 +203,7 @@ class StageModel(nn.Module):
                 f"{hidden.dtype}, not {self._compute}: use train.precision: fp32, or another accelerate config"
             )
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            hidden.requires_grad_()  # nothing up to here trains; the schedule sends a gradient anyway
+            hidden.requires_grad_()  # no parameter up to here trains, but the schedule sends a gradient
         return hidden
 
 
@@ -230,7 +230,7 @@ def parts_of(model: Any, layout: Layout, stage: int) -> list[nn.Module]:
 
 
 def holders(model: Any, layout: Layout) -> dict[str, list[int]]:
-    """Returns the pipeline ranks that have each parameter, by all of its names; a matrix that is embedding and head has
+    """Returns the pipeline ranks that have each parameter, by all of its names; a matrix for embedding and head has
     two."""
     ranks: dict[int, set[int]] = {}
     for stage in range(layout.stages):
@@ -242,9 +242,9 @@ def holders(model: Any, layout: Layout) -> dict[str, list[int]]:
 
 
 def keep_only(model: nn.Module, keeps: Callable[[str], bool], device: torch.device) -> None:
-    """Move parameters to the device where `keeps` says so of their names, else to `meta`; one tensor with two names
+    """Move parameters whose names `keeps` accepts to the device, others to `meta`; one tensor with two names
     stays one."""
-    named = list(model.named_parameters(remove_duplicate=False))  # and alive, so that no two have one id
+    named = list(model.named_parameters(remove_duplicate=False))  # kept alive, so that ids are unique
     elsewhere: dict[int, nn.Parameter] = {}
     for name, parameter in named:
         if keeps(name):
@@ -263,9 +263,9 @@ def keep_only(model: nn.Module, keeps: Callable[[str], bool], device: torch.devi
 
 
 def check_cuttable(model: Any) -> None:
-    """Raises UserError where a base model does more between embedding, layers and norm than to run them in turn.
+    """Raises UserError if a base model does more than run embedding, layers and norm in turn.
 
-    That is tried by running it with every layer and the norm returning their inputs.
+    This is tested by running it with every layer and the norm returning their inputs.
     """
     causal = unwrap_peft(model)
     base, name = causal.base_model, type(causal).__name__
@@ -274,8 +274,8 @@ def check_cuttable(model: Any) -> None:
     ]
     if others:
         raise UserError(f"pipeline: {name} has weights outside its layers ({', '.join(others)}): use another config")
-    buffers = (buffer for buffer in base.buffers() if not buffer.is_meta)  # as those of other stages' layers may be
-    device = next(buffers, torch.empty(0)).device  # of the rotary frequencies
+    buffers = (buffer for buffer in base.buffers() if not buffer.is_meta)  # other stages' layers may be
+    device = next(buffers, torch.empty(0)).device  # device of the rotary frequencies
     hidden = torch.linspace(-1, 1, 2 * base.config.hidden_size, device=device).reshape(1, 2, -1)
     shown = {"layers": nn.ModuleList(_PassOn() for _ in base.layers), "norm": _PassOn()}
     with torch.no_grad(), _showing(base, shown):

@@ -1,9 +1,9 @@
-"""From a launch to an engine: join the process group, check it against the launch, choose the backend.
+"""Starts an engine from a launch: join the process group, check it against the launch, choose the backend.
 
 On a machine without an accelerator any accelerate config runs on CPU processes, as a rehearsal. accelerate 1.15
-supports several processes without a GPU as plain data parallel only: for FSDP and DeepSpeed it names no communication
+supports several processes without a GPU as plain data parallel only: for FSDP and DeepSpeed it sets no communication
 backend there and starts N runs of one process each (accelerate/state.py, `PartialState._prepare_backend` and
-`AcceleratorState.__init__`). `prepare_rehearsal` supplies the backend, and only where no accelerator exists.
+`AcceleratorState.__init__`). `prepare_rehearsal` supplies the backend, only if there is no accelerator.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from finetune.utils import num_cores
 log = logging.getLogger(__name__)
 
 _KINDS = {DistributedType.FSDP: "fsdp2", DistributedType.DEEPSPEED: "zero"}
-_KNOWN_SIGNATURE = ["self", "cpu", "sagemaker_dp", "backend"]  # of PartialState._prepare_backend
+_KNOWN_SIGNATURE = ["self", "cpu", "sagemaker_dp", "backend"]  # arguments of PartialState._prepare_backend
 
 
 def start_engine(recipe: Recipe, launch: Launch) -> Engine:
-    """Returns the engine of this process, which has joined the process group. Raises UserError where that is not the
+    """Returns the engine of this process, after joining the process group. Raises UserError if the group is not the
     launch's."""
     if launch.kind == "zero":
         require_deepspeed()
@@ -48,7 +48,7 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
         prepare_rehearsal(launch)
     _clear_environment(launch)
     accelerator = Accelerator(
-        mixed_precision="no",  # precision is the model's own: see `CausalLMWithLoss`
+        mixed_precision="no",  # the model handles precision: see `CausalLMWithLoss`
         gradient_accumulation_steps=1,  # the trainer accumulates
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
@@ -73,8 +73,8 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
 
 
 def _clear_environment(launch: Launch) -> None:
-    """Remove what accelerate must not act on, and pass what its launcher leaves out."""
-    # The launcher passes the words of the config file; accelerate cannot read its own `auto` here.
+    """Remove variables that accelerate must not act on, and set those that its launcher omits."""
+    # The launcher passes the config file's values; accelerate cannot read its own `auto` here.
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
     os.environ.pop("ACCELERATE_GRADIENT_CLIPPING", None)
     os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # read in parallelism.py
@@ -88,7 +88,7 @@ def _engine(kind: str, accelerator: Accelerator, launch: Launch, recipe: Recipe)
         from finetune.engine.pipeline import Pipeline  # torch's pipelining takes a third of a second to import
 
         return Pipeline(accelerator, launch, recipe)
-    if kind == "fsdp2" or launch.parallelism.tensor > 1:  # replicas of tensor parallel models: shards of one
+    if kind == "fsdp2" or launch.parallelism.tensor > 1:  # tensor parallel replicas are shards of one
         return Fsdp2(accelerator, launch, recipe)
     return (Zero if kind == "zero" else Ddp)(accelerator, launch, recipe)
 
@@ -106,7 +106,7 @@ def check_cuda(recipe: Recipe, launch: Launch) -> None:
 
 
 def check_in_backward(recipe: Recipe, launch: Launch, torch_version: str) -> None:
-    """Raises UserError for steps inside the backward of offloaded shards, where torch does not wait for gradients.
+    """Raises UserError for steps inside the backward of offloaded shards if torch does not wait for gradients.
 
     Before 2.13 FSDP2 calls a parameter's hook while its gradient is still being copied to pinned memory
     (https://github.com/pytorch/pytorch/pull/180666).
@@ -120,9 +120,9 @@ def check_in_backward(recipe: Recipe, launch: Launch, torch_version: str) -> Non
 
 
 def optimizer_threads(launch: Launch) -> int | None:
-    """Returns the threads of an optimizer that runs on the CPU, this process's share of the cores; None: as they are.
+    """Returns the threads of a CPU optimizer, this process's share of the cores; None leaves them unchanged.
 
-    Launchers set OMP_NUM_THREADS=1 where the user has set nothing.
+    Launchers set OMP_NUM_THREADS=1 if it is unset.
     """
     if not launch.offloads_optimizer or user_set_threads(launch):
         return None
@@ -146,9 +146,9 @@ def leave_group() -> None:
 
 @contextlib.contextmanager
 def abort_on_crash() -> Iterator[None]:
-    """End the process at once, with one line, where one rank fails and the others do not know.
+    """End the process at once, with one line, if one rank fails and the others cannot know.
 
-    At a normal exit Python would join its threads, and the one that writes a checkpoint may wait for a crashed rank.
+    At a normal exit Python would join its threads, and the checkpoint writer may wait for a crashed rank.
     """
     try:
         yield
@@ -171,9 +171,9 @@ def is_rehearsal() -> bool:
 
 
 def prepare_rehearsal(launch: Launch) -> None:
-    """Make accelerate treat CPU processes as it treats GPUs. Call before `Accelerator()`.
+    """Make accelerate treat CPU processes like GPUs. Call before `Accelerator()`.
 
-    Raises UserError where accelerate's private method is not the one this knows how to replace.
+    Raises UserError if accelerate's private method is not the supported version.
     """
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -187,7 +187,7 @@ def prepare_rehearsal(launch: Launch) -> None:
 
 
 def _describe_group_of_one() -> None:
-    """Set the variables that a process group needs; for a single process the launcher sets none."""
+    """Set the variables that a process group needs; the launcher sets none for a single process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -198,8 +198,8 @@ def _describe_group_of_one() -> None:
 def _skip_shared_memory_build() -> None:
     """Leave out DeepSpeed's all-reduce for inference on one machine, which training never calls.
 
-    It would be compiled at the first start, for most of a minute and with a compiler that may be missing. A process
-    killed while it looks at the build leaves torch's lock file, for which every later start waits forever.
+    It would be compiled at the first start, taking most of a minute and a compiler that may be missing. A process
+    killed while checking the build leaves torch's lock file, and every later start waits for it forever.
     """
     import deepspeed
 

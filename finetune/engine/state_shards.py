@@ -1,7 +1,7 @@
-"""Which part of a run's state is on this rank, in a form that is the same for every backend.
+"""This rank's part of a run's state, in the same form for every backend.
 
 Every backend's shard is a range of a flattened parameter: all of it (replicas), some rows (FSDP2), a range of a flat
-group (ZeRO), some columns of some rows (tensor parallel). A `ShardPart` names the range, and where it is in the tensor
+group (ZeRO), some columns of some rows (tensor parallel). A `ShardPart` names the range, and its position in the tensor
 that the optimizer steps. The optimizer's own tensors have that tensor's shape, so the same place in them belongs to the
 same part. State in 8 bits has blocks and scales in addition (last section).
 """
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-WEIGHT = "weight"  # the field that is the parameter itself
+WEIGHT = "weight"  # field of the parameter itself
 BLOCK = 256  # elements with one scale; bitsandbytes' Optimizer2State.init_state
-_MAX_BLOCKS = 2**16  # rounded at a time, 64 MB in fp32
-Types = dict[str, torch.dtype]  # of the optimizer's tensors as they were stored, by field
+_MAX_BLOCKS = 2**16  # rounded at once, 64 MB in fp32
+Types = dict[str, torch.dtype]  # types of the optimizer's tensors as stored, by field
 MakeRoom = Callable[[Optimizer, Tensor, Types], None]  # allocates the state of a stepped tensor
 
 
@@ -37,7 +37,7 @@ class Range:
 
     start: int
     run: int
-    stride: int = 0  # without meaning where there is one run
+    stride: int = 0  # unused with one run
     count: int = 1
 
     @property
@@ -51,7 +51,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Elements that two ranges share, by their positions in each: for i < count and j < run,
+    """Elements that two ranges share, by position in each: for i < count and j < run,
     low + i * from_pitch + j of the first is at + i * to_pitch + j of the second."""
 
     low: int
@@ -66,7 +66,7 @@ class Overlap:
         return self.run * self.count
 
     def joined(self) -> Overlap:
-        """Returns it as one run, where runs follow each other in both ranges."""
+        """Returns the overlap as one run, if runs are adjacent in both ranges."""
         if self.count == 1 or self.run == self.from_pitch == self.to_pitch:
             return Overlap(self.low, self.at, self.numel)
         return self
@@ -79,10 +79,10 @@ class Overlap:
             if low < high:
                 yield Overlap(self.low + low - self.at, low - start, high - low)
             return
-        first = min(max(-(-(start - self.at) // self.to_pitch), 0), self.count)  # the first run that begins in it
+        first = min(max(-(-(start - self.at) // self.to_pitch), 0), self.count)  # first run that begins in it
         last = min(
             max((end - self.run - self.at) // self.to_pitch + 1, first), self.count
-        )  # after those that end there
+        )  # after the runs that end there
         for i in (first - 1, *((last,) if last >= first else ())):
             if 0 <= i < self.count:
                 yield from self._one_run(i).within(start, end)
@@ -108,7 +108,7 @@ class _Rectangle:
 
 
 def overlaps(first: Range, second: Range) -> Iterator[Overlap]:
-    """Yields the elements that two ranges share, in as few overlaps as possible, for any number of runs."""
+    """Yields the elements that two ranges share, in as few overlaps as possible."""
     width = _common_width(first, second)
     if width is None:  # sharded along other dimensions: run by run
         for i in range(first.count):
@@ -127,7 +127,7 @@ def overlaps(first: Range, second: Range) -> Iterator[Overlap]:
 
 
 def _common_width(first: Range, second: Range) -> int | None:
-    """Returns the width of rows in which both ranges are rectangles, if there is one."""
+    """Returns the row width for which both ranges are rectangles, if any."""
     strides = {r.stride for r in (first, second) if not r.is_contiguous}
     if not strides:
         return max(first.start + first.numel, second.start + second.numel)  # one row for all
@@ -135,7 +135,7 @@ def _common_width(first: Range, second: Range) -> int | None:
 
 
 def _rectangles(r: Range, width: int) -> Iterator[_Rectangle]:
-    """Yields one of a strided range; of a contiguous one a partial row, full rows and a partial row."""
+    """Yields one rectangle for a strided range; for a contiguous one a partial row, full rows and a partial row."""
     if not r.is_contiguous:
         top, left = divmod(r.start, width)
         yield _Rectangle(top, top + r.count, left, left + r.run, 0, r.run)
@@ -161,11 +161,11 @@ class ShardPart:
     """numel elements of the flattened parameter `name`: from `start` on, or runs of `run` each `stride` apart."""
 
     name: str
-    shape: tuple[int, ...]  # of the unsharded parameter
+    shape: tuple[int, ...]  # shape of the unsharded parameter
     start: int
     numel: int
-    stepped: Tensor  # what the optimizer steps
-    offset: int  # of this part in it, flattened and contiguous
+    stepped: Tensor  # tensor that the optimizer steps
+    offset: int  # position of this part in `stepped`, flattened and contiguous
     run: int = 0  # 0: one run
     stride: int = 0
 
@@ -181,7 +181,7 @@ class ShardPart:
 
 
 def replica_parts(trained: Iterable[tuple[str, Tensor]], replica: int, replicas: int, reading: bool) -> list[ShardPart]:
-    """Returns the parts of parameters that `replicas` ranks have in full: each writes a range, and reads all."""
+    """Returns the parts of parameters that `replicas` ranks have in full: each writes a range and reads all."""
     parts = []
     for name, parameter in trained:
         per_replica = -(-parameter.numel() // replicas)
@@ -193,7 +193,7 @@ def replica_parts(trained: Iterable[tuple[str, Tensor]], replica: int, replicas:
 
 
 def fields(part: ShardPart, optimizers: list[Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    """Yields (field, flat tensor): the weight, then what the optimizer stores by element, or by block of elements."""
+    """Yields (field, flat tensor): the weight, then the optimizer's state per element, or per block of elements."""
     yield WEIGHT, part.view(part.stepped)
     state = _state(part, optimizers)
     for field, value in state.items():
@@ -204,7 +204,7 @@ def fields(part: ShardPart, optimizers: list[Optimizer]) -> Iterator[tuple[str, 
 
 
 def scalars(parts: list[ShardPart], optimizers: list[Optimizer]) -> dict[str, dict[str, float]]:
-    """Returns, by parameter, what the optimizer stores once per tensor, such as its number of steps."""
+    """Returns, by parameter, the optimizer's state per tensor, such as its number of steps."""
     return {
         part.name: {field: float(value) for field, value in _state(part, optimizers).items() if _is_scalar(value)}
         for part in parts
@@ -237,14 +237,14 @@ def make_state(
     for field, number in numbers.items():
         if _is_bitsandbytes(optimizer):  # counts steps in an int
             state[field] = int(number)
-        else:  # torch keeps the count with the parameter where the step is fused, else on the CPU
+        else:  # torch keeps the count with the parameter if the step is fused, else on the CPU
             device = stepped.device if optimizer.defaults.get("fused") else torch.device("cpu")
             state[field] = torch.tensor(number, device=device)
     return state
 
 
 def make_room(owner: Optimizer, stepped: Tensor, types: Types) -> None:
-    """Allocate state where the optimizer has none yet. bitsandbytes chooses its own types."""
+    """Allocate state if the optimizer has none yet. bitsandbytes chooses its own types."""
     state = owner.state[stepped]
     if types and not state and _is_bitsandbytes(owner):
         _init_bitsandbytes_state(owner, stepped)
@@ -254,7 +254,8 @@ def make_room(owner: Optimizer, stepped: Tensor, types: Types) -> None:
 
 
 def _optimizer_of(stepped: Tensor, optimizers: list[Optimizer]) -> Optimizer:
-    """A single one is not searched: DeepSpeed's stage 3 empties its groups between steps."""
+    """Returns the optimizer that steps a tensor. A single one is not searched: DeepSpeed's stage 3 empties its groups
+    between steps."""
     if len(optimizers) == 1:
         return optimizers[0]
     return next(o for o in optimizers if any(stepped is p for g in o.param_groups for p in g["params"]))
@@ -268,21 +269,21 @@ def _is_bitsandbytes(optimizer: Optimizer) -> bool:
 #
 # One code for each element and one scale for each 256 elements of the stepped tensor: element i is
 # book[codes[i]] * scales[i // 256]. A ZeRO group steps many parameters as one tensor, so a part of it may begin in the
-# middle of a block. Codes and scales are copied where blocks of the file and of this rank coincide, which is exact, and
-# rounded again only where other elements share a block.
+# middle of a block. Codes and scales are copied if blocks of the file and of this rank coincide, which is exact, and
+# rounded again only if other elements share a block.
 
 
 @dataclass(frozen=True)
 class Blocks:
     """A range of a stepped tensor's state in 8 bits."""
 
-    codes: Any  # (numel,) uint8; of a file, what loads the elements of a slice
+    codes: Any  # (numel,) uint8; from a file, an object that loads slices
     scales: Tensor  # (blocks that the range touches,) fp32
     book: Tensor  # (256,) fp32, ascending
-    phase: int = 0  # of the range's first element in its block
+    phase: int = 0  # offset of the range's first element in its block
 
     def scales_of(self, low: int, high: int) -> Tensor:
-        """Returns those of the blocks that elements [low, high) touch."""
+        """Returns the scales of the blocks that contain elements [low, high)."""
         return self.scales[_blocks_of_elements(self.phase + low, self.phase + high)]
 
     def values(self, low: int, high: int) -> Tensor:  # (high - low,) fp32
@@ -293,10 +294,10 @@ class Blocks:
         return dequantize_blockwise(codes, absmax=self.scales_of(low, high), code=self.book, blocksize=BLOCK)[lead:]
 
     def at_full_scale(self) -> Blocks:
-        """Returns it to be rounded again. The signed book begins at -0.993, but the element that set the scale of a
-        block was -1 or 1 of it.
+        """Returns the blocks prepared for rounding again. The signed book begins at -0.993, but the element that set
+        the scale of a block was -1 or 1 of it.
 
-        Read as -0.993, -1 would set a smaller scale, to which its neighbours round with the codes they had: the
+        Read as -0.993, -1 would set a smaller scale, to which its neighbors round with the same codes: the
         block would shrink by 0.7 %.
         """
         book = self.book.clone()
@@ -306,10 +307,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Elements of a stored range, and where they belong in a stepped tensor, flattened."""
+    """Elements of a stored range, and their place in a flattened stepped tensor."""
 
-    source: Any  # Blocks, or anything that gives a tensor when sliced
-    overlap: Overlap  # of the stored range with the stepped tensor
+    source: Any  # Blocks, or any object whose slices are tensors
+    overlap: Overlap  # between stored range and stepped tensor
 
     @property
     def is_contiguous(self) -> bool:
@@ -317,7 +318,7 @@ class StoredPiece:
 
     @property
     def end(self) -> int:
-        """After its last element in the stored range."""
+        """Position after its last element in the stored range."""
         return self.overlap.low + (self.overlap.count - 1) * self.overlap.from_pitch + self.overlap.run
 
     def values(self) -> Tensor:  # (count, run)
@@ -329,12 +330,12 @@ class StoredPiece:
         return replace(self, source=self.source.at_full_scale()) if isinstance(self.source, Blocks) else self
 
     def within(self, start: int, end: int) -> Iterator[StoredPiece]:
-        """Yields its parts for elements [start, end) of the stepped tensor, numbered from `start`."""
+        """Yields the parts for elements [start, end) of the stepped tensor, numbered from `start`."""
         for overlap in self.overlap.within(start, end):
             yield StoredPiece(self.source, overlap)
 
     def place(self, flat: Tensor) -> Tensor:  # (count, run)
-        """Returns the view of a flat tensor where the values belong."""
+        """Returns the view of a flat tensor for the values."""
         shape, offset = (self.overlap.count, self.overlap.run), flat.storage_offset() + self.overlap.at
         return flat.as_strided(shape, (self.overlap.to_pitch, 1), offset)
 
@@ -344,7 +345,7 @@ def is_coded(value: Any) -> bool:
 
 
 def _coded_fields(state: dict[str, Any], field: str, offset: int, numel: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, flat tensor) of all that describes elements [offset, offset + numel) of a coded field.
+    """Yields (name, flat tensor) of all tensors for elements [offset, offset + numel) of a coded field.
 
     Names are `field`, `field:scales`, `field:book`, `field:phase`; the last is (1,) uint8.
     """
@@ -356,10 +357,11 @@ def _coded_fields(state: dict[str, Any], field: str, offset: int, numel: int) ->
 
 
 def _init_bitsandbytes_state(optimizer: Optimizer, stepped: Tensor) -> None:
-    """By bitsandbytes' own method, which chooses 8 bits or fp32 by size, shares the books and pages large buffers."""
+    """Initializes state by bitsandbytes' own method, which chooses 8 bits or fp32 by size, shares the books and pages
+    large buffers."""
     group = optimizer.param_groups[0]
     params = group["params"]
-    group["params"] = [stepped]  # it looks the tensor up there; DeepSpeed's groups are empty between steps
+    group["params"] = [stepped]  # bitsandbytes searches the tensor there; DeepSpeed's groups are empty between steps
     try:
         optimizer.init_state(group, stepped, 0, 0)  # pyright: ignore[reportAttributeAccessIssue]  (bnb's)
     finally:
@@ -370,7 +372,7 @@ def _init_bitsandbytes_state(optimizer: Optimizer, stepped: Tensor) -> None:
 def fill_coded(state: dict[str, Any], field: str, pieces: list[StoredPiece]) -> None:
     """Fill a coded field of a stepped tensor: blocks that coincide with stored ones are copied, the others rounded.
 
-    Elements of no piece, which are padding of a flat group, become 0: anything else could set the scale of its block.
+    Elements outside all pieces, the padding of a flat group, become 0: other values could set their block's scale.
     """
     blocks = _stepped_blocks(state, field)
     scales = _common_scales(blocks, pieces)
@@ -384,13 +386,13 @@ def fill_coded(state: dict[str, Any], field: str, pieces: list[StoredPiece]) -> 
 
 
 def _common_scales(blocks: Blocks, pieces: list[StoredPiece]) -> Tensor:  # (blocks,) fp32 on the CPU
-    """Returns the scales of blocks that are stored as they are needed, with one scale where pieces meet; else NaN."""
+    """Returns the scales of blocks stored as needed, with one scale at a border of pieces; else NaN."""
     book, unknown = blocks.book.cpu(), -1.0
     common = torch.full(blocks.scales.shape, unknown)
     for piece in pieces:
         stored, low, at = piece.source, piece.overlap.low, piece.overlap.at
         last = at + (piece.overlap.count - 1) * piece.overlap.to_pitch + piece.overlap.run
-        ours = common[_blocks_of_elements(at, last)]  # also blocks between runs, which do not change when rounded again
+        ours = common[_blocks_of_elements(at, last)]  # also blocks between runs, unchanged by another rounding
         alike = isinstance(stored, Blocks) and torch.equal(stored.book, book) and piece.is_contiguous
         if alike and (stored.phase + low - at) % BLOCK == 0:
             scales = stored.scales_of(low, piece.end)
@@ -411,8 +413,8 @@ def _block_runs(chosen: Tensor) -> Iterator[tuple[int, int]]:
 def _round_again(blocks: Blocks, pieces: list[StoredPiece], first: int, last: int) -> None:
     """Fill blocks [first, last) with the nearest codes.
 
-    Not by bitsandbytes' quantize_blockwise: on CPUs (0.50.2) it goes in steps of 2^-15 and makes 2e-5 of the scale out
-    of 0, which padding must stay.
+    Not by bitsandbytes' quantize_blockwise: on CPUs (0.50.2) it has steps of 2^-15 and returns 2e-5 of the scale
+    instead of 0, which padding must keep.
     """
     start, end = first * BLOCK, min(last * BLOCK, blocks.codes.numel())
     values = torch.zeros((last - first) * BLOCK, device=blocks.scales.device)
@@ -428,7 +430,7 @@ def _round_again(blocks: Blocks, pieces: list[StoredPiece], first: int, last: in
 
 
 def _stepped_blocks(state: dict[str, Any], field: str) -> Blocks:
-    """bitsandbytes calls them state1, absmax1 and qmap1."""
+    """Returns the blocks, named state1, absmax1 and qmap1 by bitsandbytes."""
     suffix = field.removeprefix("state")
     return Blocks(state[field].view(-1), state[f"absmax{suffix}"], state[f"qmap{suffix}"])
 

@@ -2,12 +2,12 @@
 
     full x -> column parallel matrix -> some of the features -> row parallel matrix -> sum over the ranks -> full x
 
-(Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3.) The model's own plan says which matrices form a pair
+(Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3.) The model's own plan says which matrices are paired
 (transformers' `base_model_tp_plan`). All other parameters are full on every rank: norms, embeddings, the head.
 
-Parameters stay plain tensors of the size of a rank's shard, so that adapters, 8-bit optimizers and packed attention
-over the local heads work as on a smaller model; `ParameterShard` says which part of the full parameter each is. Of an
-adapter, the matrix at the sharded side is sharded: B of a column parallel matrix, A of a row parallel one.
+Parameters stay plain tensors of the size of a rank's shard, so adapters, 8-bit optimizers and packed attention
+over the local heads work as on a smaller model; a `ParameterShard` gives the range of each in the full parameter. In an
+adapter, the matrix on the sharded side is sharded: B of a column parallel matrix, A of a row parallel one.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class TensorGroup:
     """The ranks that share matrices."""
 
     process_group: Any
-    index: int  # of this rank
+    index: int  # this rank's position
     size: int
 
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """Part `index` of `count` equal ones of a parameter, along dimension `dim`."""
+    """Part `index` of `count` equal parts of a parameter, along dimension `dim`."""
 
     dim: int
     index: int
     count: int
 
     def full_shape(self, shape: torch.Size) -> torch.Size:
-        """Returns the shape of the full parameter, from that of the shard."""
+        """Returns the shape of the full parameter, from the shard's."""
         return torch.Size(size * self.count if dim == self.dim else size for dim, size in enumerate(shape))
 
     def take(self, full: Tensor) -> Tensor:
@@ -59,14 +59,14 @@ class ShardedParameters:
     """Parameters of a tensor parallel model, by name."""
 
     shards: Mapping[str, ParameterShard]
-    partial: frozenset[str]  # full, but each rank has only its heads' part of the gradient
+    partial: frozenset[str]  # full, but each rank has only the gradient of its heads
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a linear layer is sharded, by the plan."""
+    """Sharding of a linear layer, by the plan."""
 
-    dim: int  # of its weight: 0 the outputs (column parallel), 1 the inputs (row parallel)
+    dim: int  # dimension of the weight: 0 the outputs (column parallel), 1 the inputs (row parallel)
     full: bool = False  # a column parallel layer gathers its output, a row parallel one scatters its input
 
 
@@ -76,21 +76,21 @@ STYLES = {
     "colwise_gather_output": Style(0, full=True),
     "rowwise_split_input": Style(1, full=True),
 }
-PARTIAL = "replicated_with_grad_allreduce"  # full weights, whose gradient comes from this rank's heads only
+PARTIAL = "replicated_with_grad_allreduce"  # full weights, with gradients from this rank's heads only
 REPLICATED = {"replicate", "embedding_rowwise", "embedding_colwise"}  # full on every rank, with full input and output
 
 
 def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
     """Shard the matrices of a model on `meta`, in place, and make their modules communicate.
 
-    Raises UserError where the model's plan is not supported, or sizes do not divide.
+    Raises UserError if the model's plan is not supported or sizes are not divisible.
     """
     causal = unwrap_peft(model)
     base, plan = causal.base_model, tensor_plan(causal.config)
     names = {id(module): name for name, module in model.named_modules()}
     shards: dict[str, ParameterShard] = {}
     partial: set[str] = set()
-    inputs: defaultdict[str, SharedInput] = defaultdict(lambda: SharedInput(group))  # by the module that receives it
+    inputs: defaultdict[str, SharedInput] = defaultdict(lambda: SharedInput(group))  # by receiving module
     for pattern, style, path, planned in _planned(base, plan):
         if style == PARTIAL:
             partial |= {f"{names[id(planned)]}.{name}" for name, _ in planned.named_parameters()}
@@ -110,7 +110,7 @@ def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
 
 
 def _planned(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, str, Any]]:
-    """Yields (pattern, style, name, module or parameter) of all that the plan names."""
+    """Yields (pattern, style, name, module or parameter) for every entry of the plan."""
     named: dict[str, Any] = {**dict(base.named_parameters()), **dict(base.named_modules())}
     for pattern, style in plan.items():
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
@@ -118,8 +118,8 @@ def _planned(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, st
 
 
 def _check_plan_is_complete(base: nn.Module, plan: Mapping[str, str]) -> None:
-    """Raises UserError where a weight without a plan is next to a column parallel matrix: it would see only some of the
-    features, and each rank would have a part of its gradient."""
+    """Raises UserError if a weight without a plan is next to a column parallel matrix: it would receive some of the
+    features, and each rank part of its gradient."""
     planned = {name for _, _, name, _ in _planned(base, plan)}
     parents = {name.rpartition(".")[0] for _, style, name, _ in _planned(base, plan) if style == "colwise"}
     for parent in parents:
@@ -135,7 +135,8 @@ def _check_plan_is_complete(base: nn.Module, plan: Mapping[str, str]) -> None:
 
 
 def _linear_layers(module: nn.Module, style: Style, group: TensorGroup, path: str) -> Iterator[nn.Linear]:
-    """Yields the linear layers to shard for one of the plan: itself, or those of peft's layer in its place."""
+    """Yields the linear layers to shard for a layer of the plan: itself, or those of the peft layer that replaces
+    it."""
     if type(module) is nn.Linear:
         yield module
     elif hasattr(module, "lora_A"):
@@ -156,7 +157,7 @@ def _linear_layers(module: nn.Module, style: Style, group: TensorGroup, path: st
 def _shard_linear(
     module: nn.Linear, style: Style, group: TensorGroup, shared_input: SharedInput, path: str
 ) -> dict[str, ParameterShard]:
-    """Returns the shards by the name of the module's parameter. Raises UserError where its size does not divide."""
+    """Returns the shards by the name of the module's parameter. Raises UserError if its size is not divisible."""
     size = module.weight.shape[style.dim]
     if size % group.size:
         raise UserError(
@@ -187,7 +188,7 @@ def _shard_linear(
 
 
 class SharedInput:
-    """The input of several layers, copied to the ranks once, so that the backward sums its gradient once for all."""
+    """Input of several layers, copied to the ranks once, so that the backward sums its gradient once for all."""
 
     def __init__(self, group: TensorGroup):
         self._group, self._layers = group, 0
@@ -202,12 +203,12 @@ class SharedInput:
         copy: Any = self._copy
         self._remaining -= 1
         if self._remaining == 0:
-            self._x = self._copy = None  # or an activation would live until the next forward
+            self._x = self._copy = None  # or an activation would stay until the next forward
         return copy
 
 
 def _make_column_parallel(module: Any, group: TensorGroup, shared_input: SharedInput, gather_output: bool) -> None:
-    """For a linear layer with this rank's rows of the weight: its outputs."""
+    """Make a linear layer column parallel: it has this rank's rows of the weight, its outputs."""
     shared_input.add_layer()
     module.register_forward_pre_hook(lambda _module, inputs: shared_input(*inputs))
     if gather_output:
@@ -215,7 +216,7 @@ def _make_column_parallel(module: Any, group: TensorGroup, shared_input: SharedI
 
 
 def _make_row_parallel(module: Any, group: TensorGroup, scatter_input: bool) -> None:
-    """For a linear layer with this rank's columns of the weight: its inputs."""
+    """Make a linear layer row parallel: it has this rank's columns of the weight, its inputs."""
 
     def forward(x: Tensor) -> Tensor:
         features = _Scatter.apply(x, group) if scatter_input else x
@@ -226,7 +227,7 @@ def _make_row_parallel(module: Any, group: TensorGroup, scatter_input: bool) -> 
 
 
 def sharded_dropout(module: Any, group: TensorGroup) -> None:
-    """Every rank draws the same mask for the full width, as one process does, and takes its features of it."""
+    """Draw the same mask for the full width on every rank, as one process does, and apply this rank's slice."""
 
     def forward(x: Tensor) -> Tensor:
         if not module.training:

@@ -1,7 +1,8 @@
-"""Where the time of a run is spent: steps, their phases, waits for other ranks, stalls between steps.
+"""Time of a run: steps, their phases, waits for other ranks, stalls between steps.
 
-Measured without waiting for the device. On CUDA a mark is an event in the current stream, so an interval is what the
-device spent between two marks, waits included; on the CPU it is the host's clock. Marks are read once a step, after it.
+Measured without waiting for the device. On CUDA a mark is an event in the current stream, so an interval is the time
+that the device spent between two marks, waits included; on the CPU it is the host's clock. Marks are read once per
+step, after it.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ class Lap:
     """Seconds from the end of one step to the end of the next."""
 
     step: float  # without stalls
-    phases: dict[str, float]  # of it; the rest is other work of the host
+    phases: dict[str, float]  # parts of it; the rest is other host work
     stalls: dict[str, float]  # in addition to it, since the last lap
 
 
 class Stopwatch:
-    """Laps from step to step, without a gap: what happens between two steps belongs to the second one.
+    """Laps from step to step, without a gap: time between two steps belongs to the second one.
 
     Phases do not nest; waits for other ranks are subtracted from the phase in which they occur. Waits may nest or
-    overlap: what counts is from the beginning of the first until none is left.
+    overlap: they count from the start of the first to the end of the last.
     """
 
     def __init__(self, device: torch.device, knows_waits: bool):
-        """knows_waits: whether the backend reports all its waits; else none is counted."""
+        """knows_waits: whether the backend reports all its waits; else no wait is counted."""
         self.knows_waits = knows_waits
         self._device = device if device.type == "cuda" else None
         self._spare: list[Any] = []  # events to reuse
@@ -75,7 +76,8 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def stall(self, name: str) -> Iterator[None]:
-        """Around what delays the next step; the device has ended the last one. Waits in it are not counted."""
+        """Context manager for a delay of the next step; the device has ended the last one. Waits in it are not
+        counted."""
         began, self._stalled = time.perf_counter(), True
         try:
             yield
@@ -85,7 +87,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what other ranks must complete before this one can compute."""
+        """Context manager for waits until other ranks let this one compute."""
         self.begin_wait()
         try:
             yield
@@ -100,7 +102,7 @@ class Stopwatch:
         self._waits += 1
 
     def end_wait(self, *_: object) -> None:
-        """Without effect where no wait is open: hooks of a recomputed forward may end one twice."""
+        """Ends a wait, if one is open: hooks of a recomputed forward may end one twice."""
         if self._waits == 0:
             return
         self._waits -= 1

@@ -31,7 +31,7 @@ class Zero(Engine):
     """Wrapped by accelerate, then driven by DeepSpeed's own backward and step.
 
     DeepSpeed always runs its fp32 path: trained weights, gradients and state are fp32 there, and the compute type is
-    that of autocast inside the forward, as on every backend. The optimizer is torch's also under offload
+    autocast's inside the forward, as on every backend. The optimizer is torch's also under offload
     (`zero_force_ds_cpu_optimizer: false`): the same arithmetic, and nothing to compile.
     """
 
@@ -47,9 +47,10 @@ class Zero(Engine):
 
     @contextlib.contextmanager
     def loading(self, recipe: Recipe) -> Iterator[None]:
-        """Under stage 3 transformers shards every model as it is created, so that no rank holds all of it.
+        """Context manager for loading: under stage 3 transformers shards every model as it is created, so that no rank
+        holds all of it.
 
-        It does so in the config's compute type, which would be fp32: frozen weights would take twice their memory.
+        transformers does so in the config's compute type, which would be fp32: twice the memory for frozen weights.
         Random weights drawn in shards would depend on the number of ranks, and rows of shards cannot be packed: these
         models are created in full on every rank, and sharded at wrap.
         """
@@ -79,8 +80,8 @@ class Zero(Engine):
         self._make_leaves(self.unwrapped)
         config = self.plugin.deepspeed_config
         config.update(
-            train_micro_batch_size_per_gpu=1,  # rows are ours; DeepSpeed only checks that the product fits
-            gradient_accumulation_steps=micro_batches,  # of no effect: `backward` says where a step ends
+            train_micro_batch_size_per_gpu=1,  # the recipe sets rows; DeepSpeed only checks that the product fits
+            gradient_accumulation_steps=micro_batches,  # no effect: `backward` marks the end of a step
             train_batch_size=micro_batches * self.world_size,
             gradient_clipping=self.max_grad_norm or 0.0,
             zero_force_ds_cpu_optimizer=False,
@@ -106,8 +107,8 @@ class Zero(Engine):
 
     @staticmethod
     def _make_leaves(model: Any) -> None:
-        """A head with adapters is called once for each chunk of positions, what is in a mixer once for each document,
-        and ranks have different numbers of them: stage 3 must gather the weights below these once for all calls."""
+        """Mark modules whose weights stage 3 gathers once for all calls: a head with adapters is called once per chunk
+        of positions, modules of a mixer once per document, and ranks have different numbers of both."""
         from deepspeed.utils import set_z3_leaf_module
 
         mixers = [module for module in model.modules() if is_mixer(module)]
@@ -119,8 +120,8 @@ class Zero(Engine):
 
     @staticmethod
     def _limit_buckets(config: dict[str, Any], model: Any) -> None:
-        """DeepSpeed allocates buffers for 5e8 gradients, 2 GB each in fp32 and two of them where it overlaps, also for
-        adapters of a few million parameters: at most the number of trained parameters."""
+        """Limit buckets to the number of trained parameters: DeepSpeed allocates buffers for 5e8 gradients, 2 GB each
+        in fp32 (two if it overlaps), also for adapters of a few million parameters."""
         trained = sum(full_shape(p).numel() for _, p in named_trainables(model))
         section = config.setdefault("zero_optimization", {})
         if isinstance(size := section.get("reduce_bucket_size", 500_000_000), int | float):
@@ -128,8 +129,8 @@ class Zero(Engine):
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
-        """As FSDP2's under stage 3: weights are gathered once, where all ranks have twice their memory, and DeepSpeed's
-        hooks, which free each module's after its forward, are off meanwhile. Not of weights that are on NVMe.
+        """Like FSDP2's under stage 3: weights are gathered once if all ranks have twice their memory, and DeepSpeed's
+        hooks, which free each module's after its forward, are off meanwhile. Not for weights on NVMe.
         """
         parameters = [p for p in self.unwrapped.parameters() if hasattr(p, "ds_id")]
         swapped = any(p.ds_tensor.final_location == "nvme" for p in parameters)
@@ -139,7 +140,7 @@ class Zero(Engine):
             return
         from deepspeed.runtime.zero import unwrap_model_for_generation
 
-        self.zero.parameter_offload.get_param_coordinator().reset_step()  # frees what the last forward fetched ahead
+        self.zero.parameter_offload.get_param_coordinator().reset_step()  # frees what the last forward prefetched
         with unwrap_model_for_generation(self.model):
             yield
 
@@ -163,8 +164,8 @@ class Zero(Engine):
         return norm if self.loss_scale.update(norm) else None
 
     def gradients(self) -> list[Tensor]:
-        """Stages 1 and 2 build flat pieces of them, with offload those of the host's master weights; stage 3 has one
-        buffer for all."""
+        """Returns gradients: flat pieces under stages 1 and 2, with offload those of the host's master weights; stage 3
+        one buffer for all of them."""
         gradients = super().gradients()
         parts = getattr(self.zero, "single_partition_of_fp32_groups", ())
         gradients += [part.grad for part in parts if part.grad is not None]
@@ -174,7 +175,8 @@ class Zero(Engine):
         return gradients if buffer is None else [*gradients, buffer]
 
     def drop_gradients(self) -> None:
-        """As DeepSpeed's own step does where a gradient overflowed, and back to the first micro-batch of a step."""
+        """Drops gradients as DeepSpeed's step does after an overflow, and goes back to the first micro-batch of a
+        step."""
         zero = self.zero
         zero.zero_grad(set_to_none=True)
         zero.reset_cpu_buffers()
@@ -187,7 +189,7 @@ class Zero(Engine):
     # --- checkpoints and the result
 
     def parts(self, reading: bool) -> list[ShardPart]:
-        """Ranges of parameters in DeepSpeed's flat fp32 groups, on NVMe in its swap files."""
+        """Returns ranges of parameters in DeepSpeed's flat fp32 groups, on NVMe in its swap files."""
         if not self.copies_state:
             _map_swapped_groups(self.zero)
         part_of = self._stage_3_part if self.plugin.zero_stage == 3 else self._flat_part
@@ -195,7 +197,7 @@ class Zero(Engine):
         return [part for part in parts if part is not None]
 
     def _flat_part(self, name: str, parameter: Any) -> ShardPart | None:
-        """Stages 1 and 2: the group's flat range on this rank may hold a piece of the parameter."""
+        """Returns the part of a parameter in this rank's flat range of a group, if any (stages 1 and 2)."""
         fragment = parameter._hp_mapping
         if fragment is None:
             return None
@@ -204,7 +206,7 @@ class Zero(Engine):
         return ShardPart(name, tuple(parameter.shape), place.start, place.numel, stepped, within.start)
 
     def _stage_3_part(self, name: str, parameter: Any) -> ShardPart | None:
-        """Every rank has an equal range, padded at the end."""
+        """Returns this rank's range of a parameter: equal on all ranks, padded at the end."""
         group, offset, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
         start = self.rank * parameter.ds_tensor.ds_numel
         numel = min(parameter.ds_tensor.ds_numel, parameter.ds_numel - start)
@@ -213,7 +215,7 @@ class Zero(Engine):
 
     @property
     def copies_state(self) -> bool:
-        """Not what is on NVMe because memory cannot hold it."""
+        """Returns False for state on NVMe, which memory may not hold."""
         return not (self.plugin.zero_stage == 3 and self.zero.swap_optimizer)
 
     def make_room(self, owner: Optimizer, stepped: Tensor, types: Types) -> None:
@@ -224,7 +226,7 @@ class Zero(Engine):
             super().make_room(owner, stepped, types)
 
     def restored(self) -> None:
-        """The weights of the forward are copies of the fp32 groups."""
+        """Updates the weights of the forward, copies of the fp32 groups."""
         if self.plugin.zero_stage != 3:
             self.zero.update_lp_params()
             return
@@ -241,18 +243,18 @@ class Zero(Engine):
         from deepspeed.runtime.zero import GatheredParameters
 
         if self.plugin.zero_stage == 3:
-            # Whole or under way since the last forward, which fetched them ahead for a backward that did not come.
+            # Gathered or in flight since the last forward, which prefetched them for a backward that did not run.
             self.zero.empty_partition_cache()
         for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
             sharded = [tensor] if hasattr(tensor, "ds_id") else []
             with GatheredParameters(sharded):
                 full = detached(tensor, dtype).to("cpu", copy=True) if self.is_main else None
-            yield name, full  # the devices hold their shards again
+            yield name, full  # each device holds its shards again
             del full
 
 
 def require_deepspeed() -> None:
-    """Raises UserError with the install line where DeepSpeed is missing."""
+    """Raises UserError with the install line if DeepSpeed is missing."""
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("this accelerate config needs DeepSpeed: pip install 'deepspeed>=0.19'")
 
@@ -273,7 +275,7 @@ def _map_swapped_groups(zero: Any) -> None:
 
 
 def _create_swap_files(zero: Any, owner: Optimizer, stepped: Tensor, fields: Iterable[str]) -> None:
-    """State before the first step: the files that DeepSpeed would create at its end (its `_get_state_tensors`)."""
+    """Creates state before the first step: files that DeepSpeed would create at its end (its `_get_state_tensors`)."""
     swapper = zero.optimizer_swapper
     info = swapper._get_param_swap_info(stepped)
     for field in fields:

@@ -1,1 +1,1 @@
-"""Using a trained model: generate, chat, serve, score, evaluate, and questions to a live server."""
+"""Using a trained model: generate, chat, serve, score, evaluate, and comparison with a live server."""

@@ -1,7 +1,7 @@
 """`generate` and `chat`: a trained model answers prompts, conversations and files of them.
 
-A prompt is rendered as training rendered it: the same reader of messages, the same template, the same tokens, and of
-pictures the same pixels, by the bounds of the run's `data.image`. What is drawn begins with the model's
+A prompt is rendered as in training: the same reader of messages, the same template, the same tokens, and for
+pictures the same pixels, within the bounds of the run's `data.image`. Sampling starts from the model's
 generation_config.json, as in transformers' servers; options take precedence.
 """
 
@@ -41,7 +41,7 @@ from finetune.recipe import load_recipe
 from finetune.recipe.schema import Images, Model
 from finetune.utils import sha256_file, write_atomically
 
-if TYPE_CHECKING:  # Pillow and transformers' processors are for those who have images
+if TYPE_CHECKING:  # Pillow and transformers' processors are needed for images only
     from finetune.data.images.expansion import RowImages
     from finetune.data.images.pixels import PixelReader
 
@@ -63,13 +63,13 @@ def generation_settings(config: GenerationConfig, sampling: Sampling) -> Generat
 
 
 class StopFilter:
-    """Text up to the first of some stops: keeps back what may be the beginning of one."""
+    """Text up to the first stop: holds back a possible beginning of one."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held, self.ended = tuple(stops), "", False
 
     def feed(self, text: str, is_last: bool = False) -> str:
-        """Returns what may be shown of a text that goes on. is_last: nothing follows."""
+        """Returns the text that may be shown so far. is_last: the text is complete."""
         if self.ended:
             return ""
         text = self._held + text
@@ -85,7 +85,7 @@ class StopFilter:
 
 
 class _Shown(TextStreamer):
-    """Answers on the terminal while they are written."""
+    """Streams answers to the terminal."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -98,12 +98,12 @@ class _Shown(TextStreamer):
 @dataclass(frozen=True)
 class Answer:
     text: str
-    finish_reason: str  # stop: by an end token or a stop; length
+    finish_reason: str  # stop (end token or stop text) or length
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation as tokens, up to where the model answers."""
+    """A conversation as tokens, up to the model's answer."""
 
     ids: list[int]
     images: tuple[Image, ...] = ()  # in the order of their tokens
@@ -116,16 +116,16 @@ class Answerer:
     model: Any  # transformers' or peft's
     tokenizer: Any
     chat: Chat | None  # None: no template, so that prompts are texts
-    processor: Model | None = None  # whose processor sees pictures
-    rules: Images = field(default_factory=Images)  # of a run on images, its `data.image`
+    processor: Model | None = None  # for a processor of pictures
+    rules: Images = field(default_factory=Images)  # `data.image` of a run on images
 
     def prompt(self, messages: Any, tools: Any = (), data_file: str = "") -> Prompt:
-        """Returns the tokens of a conversation. data_file: in whose folder paths of pictures start. Raises
+        """Returns the tokens of a conversation. data_file: its folder is the base of picture paths. Raises
         UserError."""
         return self.tokens(read_asked(messages, tools), data_file)
 
     def tokens(self, asked: Conversation, data_file: str = "") -> Prompt:
-        """Returns the tokens of a conversation that was read; special tokens that were typed are text. Raises
+        """Returns the tokens of a parsed conversation; typed special tokens are text. Raises
         UserError."""
         if self.chat is None:
             return self.plain(render_prompt(None, asked))
@@ -142,7 +142,7 @@ class Answerer:
         return Prompt(ids, self._row_images.place(array, np.zeros(len(ids), np.bool_), found))
 
     def plain(self, text: str) -> Prompt:
-        """Returns the tokens of a text that the model continues, in which special tokens are tokens."""
+        """Returns the tokens of a text to continue, in which special tokens are tokens."""
         return Prompt(self.tokenizer(text)["input_ids"])
 
     @cached_property
@@ -165,7 +165,7 @@ class Answerer:
         return pixel_reader(self._row_images.family, self.rules.threads)
 
     def inputs(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
-        """Returns what transformers' `generate` takes for prompts as one batch (B, T), padded on the left. Raises
+        """Returns inputs of transformers' `generate` for prompts as one batch (B, T), padded on the left. Raises
         UserError for a picture that cannot be decoded."""
         width = max(len(prompt.ids) for prompt in prompts)
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
@@ -180,7 +180,7 @@ class Answerer:
 
     @torch.no_grad()
     def answer(self, prompts: Sequence[Prompt], sampling: Sampling, shown: bool = False) -> list[Answer]:
-        """Returns an answer to each prompt, as one batch. shown: print it meanwhile."""
+        """Returns an answer to each prompt, as one batch. shown: stream it to the terminal."""
         inputs = self.inputs(prompts)
         settings = generation_settings(self.model.generation_config, sampling)
         settings.pad_token_id = 0 if settings.pad_token_id is None else settings.pad_token_id
@@ -202,17 +202,17 @@ class Answerer:
 
 
 def load_answerer(run_dir: Path) -> Answerer:
-    """Returns the model of a run directory or a model folder. Raises UserError where there is none."""
+    """Returns the model of a run directory or a model folder. Raises UserError if there is none."""
     model, tokenizer = load_result(run_dir)
     return answerer_of(run_dir, model, tokenizer)
 
 
 def answerer_of(run_dir: Path, model: Any, tokenizer: Any) -> Answerer:
-    """Returns a loaded result, which sees pictures as its run did; where no run is around it, as its folder says."""
+    """Returns a loaded result, which processes pictures as its run did, or without a run as its folder says."""
     folder, rules = model_folder(run_dir), None
     trusted = trusts_code(folder)
     processor = Model(name=str(folder), trust_remote_code=trusted)
-    if (file := folder / "adapter_config.json").is_file():  # which has no config of the model
+    if (file := folder / "adapter_config.json").is_file():  # an adapter folder has no config of the model
         settings = json.loads(file.read_text(encoding="utf-8"))
         base, revision = settings["base_model_name_or_path"], settings.get("revision")
         processor = Model(name=base, revision=revision, trust_remote_code=trusted)
@@ -227,7 +227,7 @@ def chat_template(tokenizer: Any) -> Chat | None:
 
 
 def read_asked(messages: Any, tools: Any = ()) -> Conversation:
-    """Returns a conversation that ends where the model answers. Raises UserError for one that does not."""
+    """Returns a conversation that ends before the model's answer. Raises UserError otherwise."""
     try:
         conversation = context_of(read_messages(messages, "messages"), tools=read_tools(tools or None, "tools"))
     except BadRow as error:
@@ -238,13 +238,13 @@ def read_asked(messages: Any, tools: Any = ()) -> Conversation:
 
 
 def images_of(asked: Conversation) -> list[Any]:
-    """Returns what a conversation says of its images, in their order."""
+    """Returns a conversation's image parts, in order."""
     return [one for message in asked.messages for one in message.images]
 
 
 def render_prompt(chat: Chat | None, asked: Conversation) -> str:
-    """Returns a conversation as text, with the generation prompt and a placeholder for each image. Raises UserError for
-    one that there is not."""
+    """Returns a conversation as text, with the generation prompt and a placeholder for each image. Raises UserError if
+    it cannot be rendered."""
     if chat is None:
         first, *others = asked.messages
         if others or asked.tools or first.images:
@@ -270,7 +270,7 @@ def answer_prompts(
     images: Sequence[Path],
     as_json: bool,
 ) -> None:
-    """Print each prompt with its answer; without prompts, read them from standard input. images: seen ahead of each.
+    """Print each prompt with its answer; without prompts, read them from standard input. images: placed before each.
     Raises UserError."""
     sampling.check()
     seen = [image_part(path) for path in images]
@@ -292,7 +292,7 @@ def answers(
     system: str | None = None,
     images: Sequence[Path] = (),
 ) -> list[str]:
-    """Returns the answer to each prompt. images: seen ahead of each. Raises UserError where there is no result."""
+    """Returns the answer to each prompt. images: placed before each. Raises UserError if there is no result."""
     sampling.check()
     seen = [image_part(path) for path in images]
     answerer = load_answerer(run_dir)
@@ -307,7 +307,7 @@ def _seed(sampling: Sampling, row: int = 0) -> None:
 
 
 def _read_prompts(as_json: bool) -> Iterator[str]:
-    """Lines of standard input, until an empty one; shows a prompt on a terminal."""
+    """Yields lines of standard input, until an empty one; shows a prompt on a terminal."""
     while True:
         if sys.stdin.isatty() and not as_json:
             print("> ", end="", flush=True)
@@ -328,8 +328,8 @@ def answer_file(
 ) -> int:
     """Answer every row of a JSONL file, and write the rows with `answer` and `finish_reason`; returns their number.
 
-    Until it is complete the file is OUTPUT.partial, and the same command goes on with it: a batch is written whole,
-    and with a seed it is drawn as it would have been. Raises UserError, RunFailure where the disk is full.
+    Until it is complete the file is OUTPUT.partial, and the same command continues it: batches are written whole,
+    and a seed draws the same as without a stop. Raises UserError, and RunFailure if the disk is full.
     """
     sampling.check()
     if output.exists():
@@ -361,7 +361,7 @@ def answer_file(
 
 
 def _read_rows(path: Path, system: str | None) -> list[tuple[Any, dict[str, Any]]]:
-    """Returns messages of each row, `prompt` or `messages` up to its last answer, and the row. Raises UserError."""
+    """Returns (messages, row) of each row: its `prompt`, or `messages` up to the last answer. Raises UserError."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     found = []
@@ -401,8 +401,8 @@ def _settings_file(partial: Path) -> Path:
 
 
 def _begin(partial: Path, about: dict[str, Any], batch_size: int) -> int:
-    """Returns how many rows are done; what a stop left of a batch is cut off. Raises UserError where what is there is
-    of another command."""
+    """Returns the number of finished rows; cuts off a partial batch. Raises UserError if the file is
+    from another command."""
     settings = _settings_file(partial)
     if not partial.exists():
         write_atomically(settings, json.dumps(about, indent=1) + "\n")
@@ -428,7 +428,7 @@ def _begin(partial: Path, about: dict[str, Any], batch_size: int) -> int:
 
 
 def chat_with(run_dir: Path, sampling: Sampling, system: str | None) -> None:
-    """A conversation with the model of a run or a folder. Raises UserError."""
+    """Chat with the model of a run or a folder. Raises UserError."""
     sampling.check()
     answerer = load_answerer(run_dir)
     if answerer.chat is None:

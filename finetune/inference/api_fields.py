@@ -1,4 +1,4 @@
-"""A request of an OpenAI client, checked before anything is computed for it: its body, its fields and their bounds."""
+"""Checks of an OpenAI client's request before any computation: body, fields and their bounds."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformers import GenerationConfig
 
 from finetune.recipe.schema import check_template_arguments
 
-MAX_BODY_BYTES = 32 * 2**20  # a prompt with pictures; of models that see none a quarter
-MAX_VALUES = 200_000  # of a body's JSON: lists, objects and their items
+MAX_BODY_BYTES = 32 * 2**20  # a prompt with pictures; a quarter for models without
+MAX_VALUES = 200_000  # in a body's JSON: lists, objects and their items
 MAX_DEPTH = 64
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_BIASES = 1024
-MAX_ARGUMENTS = 4096  # characters of a template's, as JSON: templates are kept with them
+MAX_ARGUMENTS = 4096  # characters of template arguments as JSON: templates are cached by them
 DEFAULT_MAX_TOKENS = 1024
 
-# Numbers of a request: whether they are whole, their least and their largest value.
+# Numbers of a request: (is an integer, minimum, maximum).
 _NUMBERS: dict[str, tuple[bool, float, float]] = {
     "temperature": (False, 0, 100),
     "top_p": (False, 0, 1),
@@ -30,8 +30,8 @@ _NUMBERS: dict[str, tuple[bool, float, float]] = {
     "max_completion_tokens": (True, 1, 2**31 - 1),
     "seed": (True, 0, 2**63 - 1),
 }
-_LEAST_TEMPERATURE = 0.01  # above 0; logits divided by less overflow
-# Fields without an effect here, with the values that ask for none.
+_LEAST_TEMPERATURE = 0.01  # above 0; smaller divisors overflow logits
+# Fields without an effect here, with the values that request no effect.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -54,7 +54,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
-_KINDS = {  # fields of other types, by what they must be
+_KINDS = {  # fields of other types, by required type
     "model": (str, "a text"),
     "messages": (list, "a list of messages"),
     "prompt": (str, "a text"),
@@ -72,7 +72,7 @@ _KNOWN = {*_NUMBERS, *_WITHOUT_EFFECT, *_KINDS, "stop"}
 
 
 class Refused(Exception):
-    """A request that is not answered, with the status of HTTP."""
+    """Rejection of a request, with its HTTP status."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -80,7 +80,7 @@ class Refused(Exception):
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
-    """Returns the object of a request's body. Raises Refused for what is none, and for what is out of bounds."""
+    """Returns the JSON object of a request's body. Raises Refused if it is not one, or is out of bounds."""
     if sum(body.count(sign) for sign in (b",", b"[", b"{")) > MAX_VALUES:
         raise Refused(400, f"the body has more than {MAX_VALUES:,} values")
     try:
@@ -116,7 +116,7 @@ def _check_values(fields: Any) -> None:
 
 
 def check_fields(fields: dict[str, Any], is_chat: bool) -> None:
-    """Raises Refused for a field that is unknown, of another type, out of its bounds or not supported."""
+    """Raises Refused for a field that is unknown, of the wrong type, out of bounds or not supported."""
     known = _KNOWN - (_OF_TEXT if is_chat else _OF_CHAT)
     if unknown := sorted(fields.keys() - known):
         raise Refused(400, f"unknown field {unknown[0][:100]!r}: this server knows {', '.join(sorted(known))}")
@@ -151,7 +151,7 @@ def _check_template_arguments(arguments: dict[str, Any]) -> None:
 
 
 def _none_of(name: str) -> tuple[Any, ...]:
-    """Returns the values of a field that ask for nothing; a number also as a decimal."""
+    """Returns the values of a field that request no effect; a number also as a decimal."""
     values = _WITHOUT_EFFECT[name]
     return (*values, *(float(one) for one in values if type(one) is int))
 
@@ -176,7 +176,7 @@ def stops_of(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def settings_of(fields: Mapping[str, Any], of_model: GenerationConfig, room: int, vocabulary: int) -> GenerationConfig:
-    """Returns the model's settings with what a request says. room: tokens that its context has left. Raises
+    """Returns the model's settings with a request's fields. room: tokens left in its context. Raises
     Refused."""
     settings = copy.deepcopy(of_model)
     wanted = fields.get("max_completion_tokens") or fields.get("max_tokens")

@@ -1,4 +1,4 @@
-"""From a request of an OpenAI client to what a lane answers."""
+"""Converts requests of OpenAI clients to requests for a lane."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from finetune.inference.answering import Answerer, Prompt, images_of, read_asked
 from finetune.inference.api_fields import MAX_BODY_BYTES, Refused, check_fields, parse_body, settings_of, stops_of
 from finetune.inference.lane import Request
 
-_CONTEXT = 32_768  # tokens, of a model that states none
+_CONTEXT = 32_768  # tokens, for a model without a limit
 
 
 def context_of(entry: Answerer) -> int:
-    """Returns how many tokens a model takes, prompt and answer together."""
+    """Returns the model's limit of tokens, prompt and answer together."""
     config = entry.model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     stated = getattr(config, "max_position_embeddings", None) or _CONTEXT
@@ -28,16 +28,16 @@ def context_of(entry: Answerer) -> int:
 
 
 class Prompts:
-    """Makes of requests what a lane answers, in one thread: tokenizers are not to be used by two at once."""
+    """Converts HTTP requests for a lane, in one thread: tokenizers are not safe for two."""
 
     def __init__(self, entries: dict[str, Answerer]):
         self.entries, self._thread = entries, ThreadPoolExecutor(1, "prompts")
         sees = any(hasattr(entry.model.config, "vision_config") for entry in entries.values())
         self.max_body = MAX_BODY_BYTES if sees else MAX_BODY_BYTES // 4
-        self._longest: dict[int, int] = {}  # characters of a token, by the tokenizer
+        self._longest: dict[int, int] = {}  # characters of the longest token, by tokenizer
 
     async def make(self, body: bytes, is_chat: bool) -> tuple[dict[str, Any], Request]:
-        """Returns a request's fields, and what is to be answered. Raises Refused."""
+        """Returns a request's fields, and its request for the lane. Raises Refused."""
         return await asyncio.wrap_future(self._thread.submit(self._make, body, is_chat))
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class Prompts:
         return prompt
 
     def _check_length(self, entry: Answerer, characters: int, context: int) -> None:
-        """Raises Refused for a text that has more tokens than the context if each were the longest there is."""
+        """Raises Refused for a text that exceeds the context even if each token were the longest of the vocabulary."""
         key = id(entry.tokenizer)
         if key not in self._longest:
             self._longest[key] = max(map(len, entry.tokenizer.get_vocab()))

@@ -1,6 +1,6 @@
 """`chat`: a conversation on the terminal, with a model in this process (`answering.py`) or on a server.
 
-Imports nothing heavy, so that a conversation with a server begins at once.
+No heavy imports, so that a conversation with a server begins at once.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"  # https://ecma-international.org/publicatio
 def asked(
     prompt: str, system: str | None, history: Messages = (), images: Sequence[Mapping[str, Any]] = ()
 ) -> list[Mapping[str, Any]]:
-    """Returns a prompt as messages, after a system prompt and what was said before. images: parts ahead of its text."""
+    """Returns a prompt as messages, after a system prompt and the history. images: parts before its text."""
     first = [{"role": "system", "content": system}] if system else []
     content = [*images, {"type": "text", "text": prompt}] if images else prompt
     return [*first, *history, {"role": "user", "content": content}]
 
 
 def image_part(path: Path) -> dict[str, Any]:
-    """Returns a picture as a part of a message, as OpenAI's clients send it. Raises UserError where there is no such
-    file; whether it is a picture is seen by who reads it."""
+    """Returns a picture as a part of a message, as OpenAI's clients send it. Raises UserError if there is no such
+    file; the recipient checks that it is a picture."""
     try:
         return image_url_part(path.read_bytes(), path.name)
     except OSError as error:
@@ -50,12 +50,12 @@ def image_url_part(content: bytes, name: str) -> dict[str, Any]:
 
 
 def converse(answer: Callable[[Messages], str], system: str | None) -> None:
-    """A conversation on the terminal, or on standard input, a line a turn.
+    """Run a conversation on the terminal, or on standard input, one line per turn.
 
-    answer: returns what the model says to a conversation, and has shown it. Raises UserError where that does.
+    answer: shows and returns the model's answer to a conversation. Raises UserError if `answer` does.
     """
     history: list[Mapping[str, Any]] = []
-    images: list[Mapping[str, Any]] = []  # of the next question
+    images: list[Mapping[str, Any]] = []  # for the next question
     if sys.stdin.isatty():
         print(_HELP)
     for line in _read_turns():
@@ -93,7 +93,7 @@ def _read_turns() -> Iterator[str]:
 
 
 def chat_with_server(url: str, model: str | None, sampling: Sampling, system: str | None) -> None:
-    """A conversation with a running server of any make. Raises UserError, and RunFailure for what is no answer."""
+    """Chat with a running server of any kind. Raises UserError, and RunFailure for an invalid answer."""
     sampling.check()
     server = Server(url)
     name = server.choose(model)
@@ -111,7 +111,7 @@ def chat_with_server(url: str, model: str | None, sampling: Sampling, system: st
 
 
 def _save(path: Path, system: str | None, history: Messages) -> None:
-    """Add the conversation to a file, as a row that can be trained on."""
+    """Add the conversation to a file, as a row for training."""
     first = [{"role": "system", "content": system}] if system else []
     try:
         with path.open("a", encoding="utf-8") as file:

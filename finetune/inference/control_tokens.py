@@ -1,13 +1,13 @@
-"""Special tokens that a person types: text, and not tokens.
+"""Special tokens typed by a user, kept as text.
 
-Training refuses rows with such texts (`Renderer`). In use anyone may type `<|im_end|>`, and must not end a turn by it:
+Training refuses rows with such texts (`Renderer`). In use anyone may type `<|im_end|>`, which must not end a turn:
 
     content    say <|im_end|>                       typed by a user
-    hidden     say \\ue000                            one character, which no template knows
+    hidden     say \\ue000                            one private character
     rendered   <|im_start|>user\\nsay \\ue000<|im_end|>\\n...
-    ids        1 872 198 36339 27 91 318 ...        the turn's own tokens are 1 and 2; what was typed is letters
+    ids        1 872 198 36339 27 91 318 ...        the turn's own tokens are 1 and 2; the typed ones are letters
 
-Texts without special tokens have the ids of training: they take the tokenizer's ordinary way.
+Texts without special tokens have the ids of training: the tokenizer encodes them as usual.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.samples import Conversation, Message
 
 _PRIVATE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # characters that Unicode gives no meaning
-_SAID = ("content", "reasoning", "name", "tool_call_id", "tool_calls")  # of a message, what a template may write
-_ALIASES = 0x100000  # the first of those that stand for a template's tokens
+_SAID = ("content", "reasoning", "name", "tool_call_id", "tool_calls")  # keys of a message that a template may write
+_ALIASES = 0x100000  # first character for a template's tokens
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Hidden:
 
 @dataclass(frozen=True)
 class ControlTokens:
-    """A tokenizer's special tokens, as a template writes them and as a person types them."""
+    """A tokenizer's special tokens, as written by a template and as typed by a user."""
 
     tokenizer: PreTrainedTokenizerBase
 
@@ -49,11 +49,12 @@ class ControlTokens:
 
     @cached_property
     def _typed(self) -> re.Pattern[str]:
-        """Finds what must stay text; as in training, the unknown token is a word of some corpora and marks nothing."""
+        """Pattern of the tokens that must stay text; not the unknown token, which as in training is a word of some
+        corpora."""
         return _any_of([text for text in self._special if text != self.tokenizer.unk_token])
 
     def hide(self, conversation: Conversation) -> Hidden:
-        """Returns a conversation in which no text is a special token."""
+        """Returns a conversation with special tokens in its texts hidden."""
         said = [{name: getattr(message, name) for name in _SAID} for message in conversation.messages]
         texts = "\n".join(_texts([conversation.tools, dict(conversation.template_arguments), said]))
         tokens = dict.fromkeys(self._typed.findall(texts))
@@ -78,7 +79,7 @@ class ControlTokens:
         return Hidden(Conversation(messages, tools, hidden(conversation.template_arguments)), typed)
 
     def ids(self, text: str, typed: Mapping[str, str]) -> list[int]:
-        """Returns the tokens of a rendered text, in which `typed` says what is written for some characters."""
+        """Returns the tokens of a rendered text, with `typed` as the text of some characters."""
         if not typed:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         backend, aliases, numbers = self._by_alias
@@ -88,7 +89,7 @@ class ControlTokens:
 
     @cached_property
     def _by_alias(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
-        """Returns a tokenizer to which special tokens are text, and characters that are those tokens to it instead:
+        """Returns a tokenizer to which special tokens are text, and the characters that replace them:
         token -> character, and the character's id -> the token's."""
         fast: Any = self.tokenizer
         backend = Tokenizer.from_str(fast.backend_tokenizer.to_str())
@@ -114,12 +115,12 @@ class ControlTokens:
 
 
 def _any_of(texts: Sequence[str] | Mapping[str, Any]) -> re.Pattern[str]:
-    """Returns a pattern of any of some texts, the longest first, as tokenizers find them."""
+    """Returns a pattern of any of the texts, longest first, as in tokenizers."""
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
 
 
 def _texts(value: Any) -> list[str]:
-    """Returns every text in a value of JSON, keys among them."""
+    """Returns every text in a JSON value, including keys."""
     found, rest = [], [value]
     while rest:
         value = rest.pop()

@@ -1,9 +1,9 @@
 """`evaluate RUN ... --tasks ...`: tasks of lm_eval on trained models and on their base, side by side.
 
-Both are asked through the run's chat template and end where the run's answers end, so that the difference is what
-training changed: what it gained at one task, and what it forgot at others. All answer the same rows, so differences
+Both use the run's chat template and end tokens, so the difference is the effect of
+training: gains in one task, forgetting in others. All answer the same rows, so differences
 have the standard error of paired samples. Figures go into evaluate.json, into the line of metrics.jsonl of the step
-that was asked (`eval_tasks/...`), and to the run's trackers.
+evaluated (`eval_tasks/...`), and to the run's trackers.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _FIELDS = ("trained", "trained_stderr", "base", "base_stderr", "difference", "di
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What is asked, and how. fewshot: None: as the task says; base: whether the base is asked, too; step: a
+    """Options of an evaluation. fewshot: None: the task's own; base: whether to evaluate the base, too; step: a
     checkpoint's number or `best`, None: the result."""
 
     tasks: tuple[str, ...]
-    folder: Path | None = None  # of tasks in YAML
+    folder: Path | None = None  # YAML files of tasks
     limit: int | None = None
     fewshot: int | None = None
     batch_size: int = 8
@@ -59,17 +59,17 @@ class EvaluateOptions:
 
 @dataclass(frozen=True)
 class Asked:
-    """A metric of a task by one model. of_rows: by the row's number; empty where the metric is no mean of them."""
+    """A metric of a task by one model. of_rows: by the row's number; empty if the metric is not a mean over rows."""
 
     rows: int
     value: float
-    stderr: float | None  # None where lm_eval gives none
+    stderr: float | None  # None if lm_eval has none
     of_rows: dict[int, float]
 
 
 @dataclass
 class Score:
-    """A metric of a task. difference: trained - base; over_first: of several runs, trained - that of the first."""
+    """A metric of a task. difference: trained - base; over_first: for several runs, trained - trained of the first."""
 
     rows: int
     trained: float
@@ -83,7 +83,7 @@ class Score:
     of_rows: dict[int, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the figures, without those of rows."""
+        """Returns the figures, without values of rows."""
         return {name: value for name, value in asdict(self).items() if name != "of_rows"}
 
 
@@ -92,8 +92,8 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[floa
 
         sqrt(sum_i (d_i - mean)^2 / (n (n - 1)))
 
-    Rows that are hard, or easy, for both add nothing to it: it is that of independent samples without twice their
-    covariance (https://arxiv.org/abs/2411.00640). None, where there are no values of the same two rows or more.
+    Rows that are hard, or easy, for both do not add to it: it is that of independent samples less twice their
+    covariance (https://arxiv.org/abs/2411.00640). None with fewer than two rows in common.
     """
     if len(ours) < 2 or ours.keys() != theirs.keys():
         return None, None
@@ -103,8 +103,8 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[floa
 
 
 def evaluate_runs(run_dirs: Sequence[Path], options: EvaluateOptions, console: Console) -> list[dict[str, Score]]:
-    """Returns scores by "task/metric" of each run; writes them. A base that several runs share is asked once. Raises
-    UserError for what cannot be asked or is no run."""
+    """Returns scores by "task/metric" of each run, and writes them. A base shared by runs is evaluated once. Raises
+    UserError for an invalid run or task."""
     every = [find_trained(run_dir, options.step) for run_dir in run_dirs]
     manager, of_bases = _task_manager(options), dict[str, dict[str, Asked]]()
     found = [_evaluate(trained, options, manager, of_bases, console) for trained in every]
@@ -119,7 +119,7 @@ def evaluate_runs(run_dirs: Sequence[Path], options: EvaluateOptions, console: C
 def _evaluate(
     trained: Trained, options: EvaluateOptions, manager: Any, of_bases: dict[str, dict[str, Asked]], console: Console
 ) -> dict[str, Score]:
-    """of_bases: what bases have answered, which is added to."""
+    """of_bases: results of bases, extended in place."""
     run_dir, recipe = trained.run_dir, trained.recipe
     with _locked(run_dir):
         model, tokenizer = _load(trained)
@@ -129,7 +129,7 @@ def _evaluate(
         found = ask(model.get_base_model() if is_adapter else model)
         scores = {name: Score(one.rows, one.value, one.stderr, of_rows=one.of_rows) for name, one in found.items()}
         name = recipe.model.name if recipe is not None else None
-        # Templates, ends and added tokens are the run's; a result is asked in its own precision.
+        # Templates, ends and added tokens are the run's; a result runs in its own precision.
         parts = (name, recipe and (recipe.model.revision, recipe.tokens), tokenizer.chat_template, ends.eos_token_id)
         key = repr((*parts, trained.is_checkpoint, is_adapter))
         of_base = of_bases.get(key, {}) if name is not None and options.base else {}
@@ -145,14 +145,14 @@ def _evaluate(
             score = scores[task]
             score.base, score.base_stderr = one.value, one.stderr
             score.difference, score.difference_stderr = paired(score.of_rows, one.of_rows)
-        show_scores(console, [run_dir], [scores])  # before anything is written: a full disk must not cost them
+        show_scores(console, [run_dir], [scores])  # before writing: a full disk must not lose them
         how = {"limit": options.limit, "fewshot": options.fewshot, "lm_eval": metadata.version("lm_eval")}
         write_scores(run_dir, recipe, scores, how, trained.step)
     return scores
 
 
 def _load(trained: Trained) -> tuple[Any, Any]:
-    """Returns model and tokenizer: a result as it is saved, a checkpoint in fp32. Raises UserError."""
+    """Returns model and tokenizer: a result as saved, a checkpoint in fp32. Raises UserError."""
     if not trained.is_checkpoint:
         return load_result(trained.run_dir)
     if trained.recipe is not None and trained.recipe.objective.scores_sequences:
@@ -172,7 +172,7 @@ def _package() -> Any:
 
 
 def _task_manager(options: EvaluateOptions) -> Any:
-    """Returns lm_eval's index of tasks, of the folder alone where it has them all. Raises UserError for other names."""
+    """Task index: only `folder` if it defines every task, else lm_eval's. Raises UserError for other names."""
     _package()
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
@@ -197,7 +197,7 @@ def _task_manager(options: EvaluateOptions) -> Any:
 def _asker(
     manager: Any, tokenizer: Any, ends: GenerationConfig, options: EvaluateOptions
 ) -> Callable[[Any], dict[str, Asked]]:
-    """Returns a function from a model to what it answers, by "task/metric"."""
+    """Returns a function from a model to its results by "task/metric"."""
     from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
@@ -205,7 +205,7 @@ def _asker(
 
     def ask(model: Any) -> dict[str, Asked]:
         model.generation_config = ends
-        # A template writes the token at the beginning itself.
+        # A template itself writes the token at the beginning.
         bos = False if has_template else None
         asked = HFLM(model, tokenizer=tokenizer, batch_size=options.batch_size, add_bos_token=bos)
         results = simple_evaluate(
@@ -237,7 +237,7 @@ def _scores(results: dict[str, Any]) -> Iterator[tuple[str, Asked]]:
 
 
 def _of_rows(results: dict[str, Any], task: str, metric: str, picked: str, value: float) -> dict[int, float]:
-    """Returns what each row adds to a metric, where this is their mean; of corpus metrics nothing."""
+    """Returns the metric of each row if the metric is their mean; {} for corpus metrics."""
     samples = results["samples"].get(task, ())
     found = {one["doc_id"]: one.get(metric) for one in samples if one["filter"] == picked}
     if not found or not all(isinstance(one, int | float) for one in found.values()):
@@ -246,7 +246,7 @@ def _of_rows(results: dict[str, Any], task: str, metric: str, picked: str, value
 
 
 def _base_of(recipe: Recipe, tokens: int) -> Any:
-    """Returns the model that full training began with. Raises UserError where it is gone."""
+    """Returns the base model of full training. Raises UserError if it is gone."""
     name, code = str(recipe.model.name), recipe.model.trust_remote_code
     try:
         base = load_auto(auto_class(name, code), name, code, revision=recipe.model.revision or "main", dtype="auto")
@@ -257,7 +257,7 @@ def _base_of(recipe: Recipe, tokens: int) -> Any:
 
 @contextlib.contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    """Holds a run's lock, so that nothing else writes its metrics. Raises UserError where a launch has it."""
+    """Holds a run's lock, so that no other process writes its metrics. Raises UserError if a launch holds it."""
     if not (run_dir / "metrics.jsonl").is_file():
         yield
         return
@@ -272,15 +272,15 @@ def _locked(run_dir: Path) -> Iterator[None]:
         lock.release()
 
 
-# --- what is written
+# --- output
 
 
 def write_scores(
     run_dir: Path, recipe: Recipe | None, scores: dict[str, Score], how: dict[str, Any], checkpoint: int | None = None
 ) -> None:
-    """Write evaluate.json, keeping other tasks and steps there, and add the figures to metrics and trackers. how: they
-    were asked for; checkpoint: its step, of a result None. Raises RunFailure where the disk is full, which leaves both
-    files as they were or whole.
+    """Write evaluate.json, keeping other tasks and steps, and add the figures to metrics and trackers. how: settings of
+    the evaluation; checkpoint: its step, None for a result. Raises RunFailure if the disk is full, which leaves both
+    files old or complete.
 
     A result has its scores under "task/metric", a checkpoint under "task/metric@step".
     """
@@ -322,7 +322,7 @@ def _write(
 
 
 def _step(run_dir: Path, recipe: Recipe | None) -> int | None:
-    """Returns the step whose weights the result has; None without a run's metrics."""
+    """Returns the step of the result's weights; None without a run's metrics."""
     lines = read_steps(run_dir / "metrics.jsonl")
     if recipe is not None and recipe.train.result == "best":
         best = best_checkpoint(run_dir / "checkpoints", recipe.checkpoint.best)

@@ -1,4 +1,4 @@
-"""OpenAI's API over HTTP: routes, bodies, streams, errors, and clients that go away."""
+"""OpenAI's API over HTTP: routes, bodies, streams, errors, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from finetune.inference.api_prompts import Prompts
 from finetune.inference.lane import Finished, Lane, Piece, Request
 from finetune.utils import LOCAL_HOSTS, host_name
 
-BODY_TIMEOUT_S = 30.0  # until a request's body is whole
-MAX_WAITING = 256  # requests, the one that is answered included
-MAX_BODIES_BYTES = 256 * 2**20  # of all requests that are read or wait
-ANY_ADDRESS = "any address"  # among the names of a server that listens on all of its machine's
+BODY_TIMEOUT_S = 30.0  # until a request's body is complete
+MAX_WAITING = 256  # requests, including the one being answered
+MAX_BODIES_BYTES = 256 * 2**20  # total of requests being read or waiting
+ANY_ADDRESS = "any address"  # among the names of a server that listens on all addresses
 
 
 def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL_HOSTS) -> Any:
-    """Returns the application. hosts: names that a request may give in its header `Host`."""
+    """Returns the application. hosts: names allowed in a request's header `Host`."""
     lane, prompts = Lane(), Prompts(entries)
     waiting, held = 0, 0  # requests; bytes of bodies
 
@@ -139,13 +139,13 @@ def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL_HOSTS
 
 
 async def _answer(lane: Lane, request: Request, http: HttpRequest) -> Finished:
-    """Waits for an answer, and ends it once its client closes the connection, also while it waits for the lane."""
+    """Waits for an answer, and ends it if its client closes the connection, also before its turn in the lane."""
 
     async def until_gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
         request.gone.set()
-        future.cancel()  # if it still waits
+        future.cancel()  # if it is still waiting
 
     future = lane.submit(request)
     watch = asyncio.create_task(until_gone())
@@ -153,7 +153,7 @@ async def _answer(lane: Lane, request: Request, http: HttpRequest) -> Finished:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         if future.cancelled() and request.gone.is_set():
-            return Finished("", "stop", 0)  # nobody reads it
+            return Finished("", "stop", 0)  # the client is gone
         raise
     finally:
         request.gone.set()
@@ -199,7 +199,7 @@ def _whole(request: Request, finished: Finished, about: dict[str, Any], is_chat:
 async def _events(
     answer: asyncio.Task[Finished], request: Request, about: dict[str, Any], is_chat: bool, usage: bool
 ) -> AsyncIterator[str]:
-    """Yields a streamed answer as server-sent events. usage: once more at the end, as `include_usage` asks."""
+    """Yields a streamed answer as server-sent events. usage: also at the end, for `include_usage`."""
     about = {**about, "object": "chat.completion.chunk" if is_chat else "text_completion"}
     calls = 0
 
@@ -227,7 +227,7 @@ async def _events(
                 piece.cancel()
         try:
             finished = answer.result()
-        except RuntimeError as error:  # of torch, such as a full memory
+        except RuntimeError as error:  # from torch, such as a full memory
             yield f"data: {json.dumps({'error': {'message': str(error)[:200], 'type': 'server_error'}})}\n\n"
             return
         count = _usage(request, finished)
@@ -240,12 +240,12 @@ async def _events(
         answer.cancel()
 
 
-# --- names by which the server is called
+# --- names of the server
 
 
 def is_allowed_host(header: str, hosts: Collection[str]) -> bool:
-    """Returns whether a request's `Host` is one of some names, with or without a port. A page of another name that
-    resolves to this machine (DNS rebinding) is none; "*" in hosts: any."""
+    """Returns whether a request's `Host` is one of the names, with or without a port. A page under another name that
+    resolves to this machine (DNS rebinding) is not allowed; "*" in hosts allows any."""
     name = host_name(header)
     return name in hosts or "*" in hosts or (ANY_ADDRESS in hosts and _is_address(name))
 
@@ -259,7 +259,7 @@ def _is_address(name: str) -> bool:
 
 
 class _HostCheck:
-    """Around an application: refuses requests for a server of another name."""
+    """Middleware that refuses requests for a server of another name."""
 
     def __init__(self, app: Any, hosts: Collection[str]):
         self._app, self._hosts = app, hosts

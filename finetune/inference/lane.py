@@ -1,4 +1,4 @@
-"""One answer at a time: a thread in which models generate, and what it says of an answer while it is written."""
+"""One answer at a time: a thread in which models generate, and the pieces that it reports meanwhile."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, response_eve
 from finetune.data.dataset import until_end
 from finetune.inference.answering import Prompt, StopFilter
 
-Piece = str | ReasoningText | ToolCall  # of an answer; str: its text
+Piece = str | ReasoningText | ToolCall  # piece of an answer; str: text
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of an answer. text: all of it; None: a parser took it apart, and it is the sum of its pieces."""
+    """End of an answer. text: all of it; None: a parser split it, and its pieces are the answer."""
 
     text: str | None
     finish_reason: str
@@ -32,17 +32,17 @@ class Finished:
 
 @dataclass
 class Request:
-    """An answer that is wanted: prompt, settings, and where its pieces go."""
+    """Request for an answer: prompt, settings, and the destination of its pieces."""
 
     entry: Any  # an Answerer
     prompt: Prompt
     settings: GenerationConfig
     stops: tuple[str, ...]
     seed: int | None
-    parser: Any = None  # transformers' ResponseParser: takes thoughts and tool calls out of the text
+    parser: Any = None  # transformers' ResponseParser: separates thoughts and tool calls from the text
     pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
-    begun: asyncio.Event = field(default_factory=asyncio.Event)  # there is a piece
-    gone: threading.Event = field(default_factory=threading.Event)  # its client has closed the connection
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # set by the first piece
+    gone: threading.Event = field(default_factory=threading.Event)  # the client has closed the connection
 
     def put(self, piece: Piece) -> None:
         self.pieces.put_nowait(piece)
@@ -50,7 +50,7 @@ class Request:
 
 
 class Lane:
-    """A thread that answers requests in their order. A request whose client has gone is dropped, or ends at its next
+    """A thread that answers requests in order. A request whose client is gone is dropped, or ends at its next
     token."""
 
     def __init__(self) -> None:
@@ -87,14 +87,14 @@ class Lane:
             self.answering = 0
 
     def _decoder(self, tokenizer: Any) -> Any:
-        """Returns this thread's own copy: a tokenizer is not to be used by two threads at once."""
+        """Returns this thread's own copy: tokenizers are not thread-safe."""
         if id(tokenizer) not in self._decoders:
             self._decoders[id(tokenizer)] = copy.deepcopy(tokenizer)
         return self._decoders[id(tokenizer)]
 
 
 class _Watch(StoppingCriteria):
-    """Tells the pieces of an answer after each token; ends it at a stop, and once its client has gone."""
+    """Reports the pieces of an answer after each token; ends it at a stop, or if its client is gone."""
 
     def __init__(self, request: Request, tokenizer: Any, tell: Callable[[Piece], None], closing: threading.Event):
         self._request, self._tokenizer, self._tell, self._closing = request, tokenizer, tell, closing
@@ -117,7 +117,7 @@ class _Watch(StoppingCriteria):
         return torch.full((len(input_ids),), stops, device=input_ids.device)
 
     def finish(self, ids: list[int]) -> Finished:
-        """Returns the end of an answer, after what the stream has held back: a part of a character, or of a stop."""
+        """Returns the end of an answer, after sending held-back text: part of a character, or of a stop."""
         kept = until_end(ids, self._ends)
         whole = self._tokenizer.decode(kept if self._hides_special else ids, skip_special_tokens=self._hides_special)
         self._feed(whole[len(self._text) :] if whole.startswith(self._text) else "")
@@ -132,7 +132,7 @@ class _Watch(StoppingCriteria):
     def _finish_parser(self) -> None:
         try:
             _, events = self._request.parser.finalize()
-        except (ValueError, RuntimeError):  # it ended within a call
+        except (ValueError, RuntimeError):  # the answer ended within a call
             events = []
         self._parsed(events)
 

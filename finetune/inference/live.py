@@ -1,11 +1,11 @@
-"""`verify --url`: whether a live server of any make answers like what was trained, through the OpenAI API.
+"""`verify --url`: compares a live server of any kind with the trained model, through the OpenAI API.
 
     prompts of held-out rows ── the server, greedy ──> text ── the run's model reads it ──> is each token its likeliest?
 
-The run's model reads what the server wrote, so that one rounding does not change all that follows: a token that is not
-its likeliest one is a flip, and what it lacks in log-probability says whether rounding can explain it. Also compared:
-the number of tokens of the prompt (template, a beginning that is written twice), where answers end, and whether the
-base alone explains them better, as where a server has left the adapter out.
+The run's model reads the server's text, so that one rounding does not change later tokens: a token that is not
+its likeliest one is a flip, whose gap in log-probability shows whether rounding can explain it. Also compared:
+the number of tokens of the prompt (template, a doubled beginning-of-text token), ends of answers, and whether the
+base alone explains them better, as without an adapter.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from finetune.models.remote_code import load_auto
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut, Images
 
-# For any format that a server may compute in; docs/export.md.
-TOP1, GAP_MEAN, GAP_MAX = 0.95, 1e-2, 1.0  # share; nats of a token that is not the likeliest
+# For any format of a server; docs/export.md.
+TOP1, GAP_MEAN, GAP_MAX = 0.95, 1e-2, 1.0  # share; nats for a token that is not the likeliest
 _FORMAT_ROWS = 100
 
 
 @dataclass
 class Live:
-    """How a server compares with a run."""
+    """Comparison of a server with a run."""
 
     model: str
     rows: int = 0
-    tokens: int = 0  # that the server wrote, with the ends
-    top1: float | None = None  # share of them that are the run's likeliest
-    gap_mean: float | None = None  # nats: log-probability of the likeliest token, less that of the server's
+    tokens: int = 0  # written by the server, including ends
+    top1: float | None = None  # share of tokens that are the run's likeliest
+    gap_mean: float | None = None  # nats: log-probability of the likeliest token, less that of the server's token
     gap_max: float | None = None
-    base_top1: float | None = None  # the same share of the base, of adapters
-    prompts: float | None = None  # share of prompts with as many tokens; None: the server does not count
+    base_top1: float | None = None  # same share for the base, with adapters
+    prompts: float | None = None  # share of prompts with equal numbers of tokens; None: the server does not count
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,8 +74,8 @@ class Live:
 
 
 def verify_url(url: str, trained: Trained, model: str | None, base: str | None, rows: int, console: Console) -> Live:
-    """Compare a server with a run. Raises UserError, and RunFailure where it does not answer like the run, or answers
-    what is no answer."""
+    """Compare a server with a run. Raises UserError, and RunFailure if it does not answer like the run, or its
+    answer is invalid."""
     if trained.recipe is None:
         raise UserError(f"{trained.run_dir}: no recipe.yaml here, so there are no rows to compare on: give a run")
     if trained.recipe.objective.scores_sequences:
@@ -107,7 +107,7 @@ def _tokenizer(trained: Trained) -> Any:
 
 
 def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
-    """Yields the messages of held-out rows up to their last answer. Raises UserError where there are none."""
+    """Yields the messages of held-out rows up to their last answer. Raises UserError if there are none."""
     data, count = recipe.data, 0
     sources = data.train if isinstance(data.eval, HeldOut) else data.eval_sources or data.train
     for source in sources:
@@ -132,7 +132,7 @@ def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
 
 
 def _asked(sample: Any, rules: Images, path: str) -> list[dict[str, Any]]:
-    """Returns a sample's messages before its last answer, as the API takes them; of other samples, none. Raises BadRow
+    """Returns a sample's messages before its last answer, as the API expects them; [] for other samples. Raises BadRow
     for a picture that cannot be read."""
     if isinstance(sample, Preference):
         sample = sample.chosen
@@ -149,7 +149,7 @@ def _asked(sample: Any, rules: Images, path: str) -> list[dict[str, Any]]:
 
 
 def _content(message: Message, rules: Images, path: str) -> str | list[dict[str, Any]]:
-    """Returns a text, or parts with pictures as data URLs."""
+    """Returns the content as text, or as parts with pictures as data URLs."""
     if not message.images:
         return message.content
     from finetune.data.images.image_files import find_image
@@ -183,7 +183,7 @@ def _compare(
             found.problems.append(f"it shows {shown[0]!r} in an answer: the token does not end it there")
         written: list[int] = answerer.tokenizer(reply.text, add_special_tokens=False)["input_ids"]
         first, is_ended = len(prompt.ids) - 1, reply.finish_reason == "stop"
-        written = written if is_ended else written[:-1]  # the last one may be half a character
+        written = written if is_ended else written[:-1]  # the last token may be half a character
         if reply.has_thoughts or not (written or is_ended):
             continue
         inputs = answerer.inputs([Prompt(prompt.ids + written, prompt.images)])
@@ -208,7 +208,7 @@ def _log_probs(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:  # 
 
 
 def _gaps(log_probs: torch.Tensor, written: list[int], ends: set[int], is_ended: bool) -> list[float]:
-    """Returns for each token, and for the end, what it lacks to the likeliest one, in nats."""
+    """Returns for each token, and for the end, its gap to the likeliest one, in nats."""
     best = log_probs.max(dim=1).values
     gaps = [float(best[i] - log_probs[i, token]) for i, token in enumerate(written)]
     if is_ended and ends:

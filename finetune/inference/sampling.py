@@ -1,4 +1,4 @@
-"""How answers are drawn, by the options of `generate` and `chat`. Imports nothing heavy: the command line reads it."""
+"""Sampling options of `generate` and `chat`. No heavy imports: the command line reads it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from finetune.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn; None: as the model's generation config has it."""
+    """Sampling options; None: the model's generation config decides."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0  # 0: greedy
@@ -17,7 +17,7 @@ class Sampling:
     top_k: int | None = None  # 0: all tokens
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: tuple[str, ...] = ()  # texts that end an answer, and are not part of it
+    stop: tuple[str, ...] = ()  # texts that end an answer, excluded from it
 
     def check(self) -> Sampling:
         """Raises UserError for options that would have no effect."""

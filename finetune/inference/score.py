@@ -1,4 +1,4 @@
-"""`score`: what a finished model of scores says of the rows of a file: pairs, answers or texts.
+"""`score`: applies a finished reward model or classifier to the rows of a file: pairs, answers or texts.
 
 Letters: B sequences of a forward, T tokens of the longest, N labels.
 """
@@ -34,10 +34,10 @@ from finetune.models.wrapped import output_head
 from finetune.recipe.schema import Source
 from finetune.utils import unwrap_peft
 
-_FORMAT_ROWS = 100  # that the format is detected from
+_FORMAT_ROWS = 100  # rows from which the format is detected
 _WINDOW = 512  # rows whose sequences are scored together, the longest first
-_BATCH_TOKENS = 16_384  # of a forward, with its padding
-_FORMATS = {  # by whether it is a classifier, in addition to plain texts and answers
+_BATCH_TOKENS = 16_384  # per forward, padding included
+_FORMATS = {  # {is a classifier: formats}, in addition to plain texts and answers
     True: ("classification", "messages", "text", "tokens"),
     False: ("preference", "ranked", "unpaired", "messages", "prompt_completion", "text", "tokens"),
 }
@@ -45,7 +45,7 @@ _FORMATS = {  # by whether it is a classifier, in addition to plain texts and an
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model of scores with its tokenizer."""
+    """Reward model or classifier with its tokenizer."""
 
     model: Any  # transformers' or peft's
     renderer: Renderer
@@ -57,7 +57,7 @@ class Scorer:
 
     @torch.no_grad()
     def scores(self, sequences: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:  # (len(sequences), N)
-        """Returns the scores at the last token of each, in their order."""
+        """Returns the scores at the last token of each, in order."""
         order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
         found = np.zeros((len(sequences), len(self.labels)), np.float32)
         while order:
@@ -80,7 +80,7 @@ class Scorer:
 
 
 def load_scorer(run_dir: Path) -> Scorer:
-    """Returns the model of a run directory or a model folder. Raises UserError where it has no head of scores."""
+    """Returns the model of a run directory or a model folder. Raises UserError if it has no score head."""
     folder = model_folder(run_dir)
     if not is_scoring(folder):
         raise UserError(f"{run_dir}: this model writes text, and has no head of scores: `finetune generate` uses it")
@@ -93,7 +93,7 @@ def load_scorer(run_dir: Path) -> Scorer:
 
 
 def source_of(path: str, format: str, limit: int | None) -> Source:
-    """Returns the file as a recipe would have it. Raises UserError for a format that there is not."""
+    """Returns the file as a recipe would have it. Raises UserError for an unknown format."""
     try:
         return Source.model_validate({"path": path, "format": format, "limit": limit})
     except ValidationError:
@@ -102,7 +102,7 @@ def source_of(path: str, format: str, limit: int | None) -> Source:
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """A row's place in the file, its sequences as texts, and the label that it has."""
+    """A row's position in the file, its sequences as texts, and its label."""
 
     where: tuple[str, int]
     kind: str  # pair | ranked | text
@@ -113,7 +113,7 @@ class ScoredRow:
 def score_file(run_dir: Path, data: Source, output: Path | None, console: Console) -> dict[str, float]:
     """Score every row of a file, write a JSON object for each to `output`, whole or absent, and return the metrics.
 
-    Raises UserError, and RunFailure where the disk is full.
+    Raises UserError, and RunFailure if the disk is full.
     """
     scorer, reader, metrics = load_scorer(run_dir), SourceReader(data), Metrics()
     rows = _drawn(scorer, data, reader)
@@ -186,7 +186,7 @@ def _scores(scorer: Scorer, window: list[ScoredRow]) -> Iterator[NDArray[np.floa
 
 
 def _result(scorer: Scorer, row: ScoredRow, scores: NDArray[np.float32]) -> dict[str, Any]:
-    """Returns what is written of a row."""
+    """Returns the output for a row."""
     if scorer.is_classifier:
         probabilities = np.exp(scores[0] - np.logaddexp.reduce(scores[0]))
         best = scorer.labels[int(scores[0].argmax())]

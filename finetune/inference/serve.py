@@ -3,10 +3,10 @@
     POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health
 
     request ── body (http_api.py), fields and bounds (api_fields.py)
-            ── prompt, read, rendered and tokenized as in training (api_prompts.py), in a thread
-            ── waits for the lane, a thread in which models generate (lane.py) ── pieces, or one answer
+            ── prompt, parsed, rendered and tokenized as in training (api_prompts.py), in a thread
+            ── waits for the lane, the thread in which models generate (lane.py) ── pieces, or one answer
 
-The event loop does none of this work, so that /health answers meanwhile.
+All of this runs outside the event loop, so that /health answers meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from finetune.utils import LOCAL_HOSTS
 
 
 class Served:
-    """One name of the server: an adapter is switched on for each request."""
+    """A name of the server: its adapter is activated for each request."""
 
     def __init__(self, model: Any, adapter: str | None, settings: GenerationConfig):
         self._model, self._adapter = model, adapter
@@ -78,7 +78,7 @@ def load_served(runs: Sequence[tuple[str, Path]], device: str) -> dict[str, Answ
 
 
 def _base_to_share(folder: Path) -> str | None:
-    """Returns the base of an adapter that leaves all else of it as it is; None: it needs a model of its own."""
+    """Returns the base that an adapter leaves unchanged; None: it needs a separate model."""
     file = folder / "adapter_config.json"
     if not file.is_file():
         return None
@@ -100,13 +100,13 @@ def _placed(folder: Path, device: str, adapter: str) -> Any:
 
 
 def hosts_of(host: str, more: Sequence[str]) -> set[str]:
-    """Returns the names of a server that listens on a host; on all addresses, it has them all."""
+    """Returns the names of a server that listens on a host: any name if on all addresses."""
     every = {ANY_ADDRESS} if host in ("0.0.0.0", "::", "") else set[str]()
     return {*LOCAL_HOSTS, host.lower(), *map(str.lower, more), *every}
 
 
 def serve(runs: Sequence[tuple[str, Path]], host: str, port: int, device: str, allowed: Sequence[str] = ()) -> None:
-    """Serve runs until Ctrl-C. port 0: any that is free; allowed: more names of the server. Raises UserError."""
+    """Serve runs until Ctrl-C. port 0: any free port; allowed: more names of the server. Raises UserError."""
     try:
         listening = socket.create_server((host, port))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible servers, for `chat --url` and `verify --url`. Imports nothing heavy."""
+"""Client of OpenAI-compatible servers, for `chat --url` and `verify --url`. No heavy imports."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 from finetune.errors import RunFailure, UserError
 from finetune.inference.sampling import Sampling
 
-KEY = "FINETUNE_SERVER_KEY"  # an environment variable: sent as the server's key, printed nowhere
+KEY = "FINETUNE_SERVER_KEY"  # environment variable: sent as the server's key, never printed
 MAX_TOKENS, TIMEOUT_S = 32, 120.0
-REASONING = ("reasoning_content", "thinking", "reasoning")  # as finetune/data/formats/messages.py has them
+REASONING = ("reasoning_content", "thinking", "reasoning")  # as in finetune/data/formats/messages.py
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Reply:
 
 
 class Server:
-    """An OpenAI-compatible server. url: up to /v1."""
+    """OpenAI-compatible server. url: up to /v1."""
 
     def __init__(self, url: str):
         if not url.startswith(("http://", "https://")):
@@ -36,7 +36,7 @@ class Server:
         self._url = url.rstrip("/")
 
     def choose(self, wanted: str | None, run: str | None = None) -> str:
-        """Returns the model to ask: the one that was named, the only one, or that of the run's name. Raises
+        """Returns the model to use: the `wanted` one, the only one, or the one with the run's name. Raises
         UserError."""
         models: list[Any] = self._part(self._ask("/models"), "data", list, "/models")
         names = [one["id"] for one in models if isinstance(one, dict) and isinstance(one.get("id"), str)]
@@ -49,7 +49,7 @@ class Server:
         return name
 
     def answer(self, model: str, messages: list[dict[str, Any]]) -> Reply:
-        """Returns the greedy answer. Raises RunFailure for what is no answer."""
+        """Returns the greedy answer. Raises RunFailure for an invalid answer."""
         asked = {"model": model, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
         path = "/chat/completions"
         said = self._ask(path, asked)
@@ -66,8 +66,8 @@ class Server:
     def stream(
         self, model: str, messages: Sequence[Mapping[str, Any]], sampling: Sampling
     ) -> Iterator[tuple[str, bool]]:
-        """Yields pieces of an answer as the server writes them, each with whether it is of a thought. Raises RunFailure
-        for what is no answer, or breaks off."""
+        """Yields pieces of an answer as the server sends them, with whether each is a thought. Raises RunFailure
+        for an invalid or incomplete answer."""
         names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
         chosen = {name: value for name in names if (value := getattr(sampling, name)) is not None}
         stop = {"stop": list(sampling.stop)} if sampling.stop else {}
@@ -76,11 +76,11 @@ class Server:
         for line in self._lines(path, {**asked, **chosen, **stop}):
             if not line.startswith(b"data:"):  # https://html.spec.whatwg.org/multipage/server-sent-events.html
                 continue
-            if (data := line[len(b"data:") :].strip()) == b"[DONE]":  # not every server says so
+            if (data := line[len(b"data:") :].strip()) == b"[DONE]":  # not every server sends this
                 return
             choices = self._part(self._json(path, data), "choices", list, path)
             is_ended |= bool(choices and isinstance(choices[0], dict) and choices[0].get("finish_reason"))
-            delta = self._part(choices[0], "delta", dict, path) if choices else {}  # the last may have the usage alone
+            delta = self._part(choices[0], "delta", dict, path) if choices else {}  # the last may have only the usage
             thought = next((delta[key] for key in REASONING if delta.get(key)), "")
             yield from ((text, text is thought) for text in (thought, delta.get("content")) if text)
         if not is_ended:
@@ -90,7 +90,7 @@ class Server:
         return self._json(path, b"".join(self._lines(path, body)))
 
     def _lines(self, path: str, body: dict[str, Any] | None) -> Iterator[bytes]:
-        """Yields the lines that a server answers, as they come. Raises RunFailure."""
+        """Yields the lines of a server's response as they arrive. Raises RunFailure."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY):
             headers["Authorization"] = f"Bearer {key}"

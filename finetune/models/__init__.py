@@ -1,1 +1,1 @@
-"""Tokenizer and weights, quantisation, adapters, attention for packed rows."""
+"""Tokenizer and weights, quantization, adapters, attention for packed rows."""

@@ -1,8 +1,8 @@
-"""What a forward keeps for its backward: computed again instead, or kept in the host's memory.
+"""Activations of a forward: recomputed in the backward, or kept in the host's memory.
 
 Recomputation runs a layer a second time in the backward (Chen et al. 2016, https://arxiv.org/abs/1604.06174):
 non-reentrant, so that it works with frozen inputs and under every backend, and with the random numbers of the first
-time, so that the same dropout is drawn. Offload copies what is kept to the host until the backward (second section).
+time, so that the same dropout is drawn. Offload copies activations to the host until the backward (second section).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def recompute_activations(
     """Let each decoder layer keep its input alone (True), or the results of matrix products and attention as well
     (selective): those are most of the work to repeat; norms, activation functions, rotations and casts are cheap.
 
-    around: returns contexts of a forward and of its recomputation, given what returns further ones or None.
+    around: returns contexts of a forward and of its recomputation, given a function that returns further ones or None.
     """
     arguments: dict[str, Any] = {"use_reentrant": False}
     contexts = functools.partial(create_selective_checkpoint_contexts, _policy) if how == "selective" else None
@@ -44,13 +44,13 @@ def recompute_activations(
 
 
 def _policy(_context: Any, operator: Any, *values: Any, **named: Any) -> CheckpointPolicy:
-    """Returns MUST_SAVE for what is not computed again.
+    """Returns MUST_SAVE for operators that are not recomputed.
 
-    Attention with dropout is: it draws random numbers, and what draws after it would get others if it were left out.
+    Attention with dropout is recomputed: it draws random numbers, and later draws would differ if it were left out.
     """
     if operator not in _expensive("bitsandbytes" in sys.modules):
         return CheckpointPolicy.PREFER_RECOMPUTE
-    schema = getattr(operator, "_schema", None)  # flex attention has none, and no dropout
+    schema = getattr(operator, "_schema", None)  # flex attention has no schema, and no dropout
     names = [argument.name for argument in schema.arguments] if schema else []
     has_dropout = {**dict(zip(names, values, strict=False)), **named}.get("dropout_p", 0.0)
     return CheckpointPolicy.PREFER_RECOMPUTE if has_dropout else CheckpointPolicy.MUST_SAVE
@@ -59,7 +59,7 @@ def _policy(_context: Any, operator: Any, *values: Any, **named: Any) -> Checkpo
 @functools.cache
 def _expensive(packed: bool) -> frozenset[Any]:
     """Returns matrix products, and attention in every form that scaled_dot_product_attention, torch.nn.attention.varlen
-    and FlexAttention reach; those that this torch has. packed: also bitsandbytes' product with 4-bit weights, where it
+    and FlexAttention reach, if this torch has them. packed: also bitsandbytes' product with 4-bit weights, if it
     is an operator of its own."""
     aten, operators = torch.ops.aten, set[Any]()
     for name in _PRODUCTS + _ATTENTION:
@@ -89,11 +89,11 @@ _ATTENTION = (
 # --- offload
 #
 # On its way out a tensor is copied by a stream of its own next to the computation; on its way back it is requested
-# while the backward still works on what was kept after it. At most `AHEAD` bytes are under way in either direction, and
-# what was kept last never leaves, for the backward begins with it.
+# while the backward still works on later ones. At most `AHEAD` bytes are under way in either direction, and
+# the last tensors never leave, as the backward begins with them.
 #
 # Memory on the device is always taken and given back on the computing stream, which waits for a copy before it frees
-# what is copied: so it can be used again at once, in the order of that stream, however far the CPU runs ahead.
+# its source: so that memory can be used again at once, in the order of that stream, however far the CPU runs ahead.
 
 SMALLEST = 2**20  # bytes; the copy of a smaller one costs its start, not its size
 AHEAD = 2**28  # bytes under way: some milliseconds of a PCIe bus, a layer's input or a few
@@ -104,7 +104,7 @@ class Kept:
     """The bytes of one storage: on the device, on the host, or on both while `copied` has not happened."""
 
     index: int  # in the order of the forward
-    host: Tensor  # (bytes,) uint8; pinned where there is a device
+    host: Tensor  # (bytes,) uint8; pinned if there is a device
     device: Tensor | None  # (bytes,) uint8
     copied: Any = None  # torch.Event of the copy under way
 
@@ -129,15 +129,15 @@ class View:
 
 
 class ActivationOffload:
-    """`keep` and `bring` are the hooks of torch.autograd.graph.saved_tensors_hooks. Parameters stay where they are:
-    their engine moves them.
+    """`keep` and `bring` are the hooks of torch.autograd.graph.saved_tensors_hooks. Parameters are not moved:
+    this is up to their engine.
 
-    On the CPU the copy is made, and the backward reads it: nothing is saved there, but tests take the same way.
+    On the CPU the copy is made, and the backward reads it: it saves no memory, but tests take the same path.
     """
 
     def __init__(self, device: torch.device, smallest: int | None = None, ahead: int = AHEAD):
         """smallest: bytes of a storage that is moved; None: SMALLEST, and on the CPU all, so that small
-        models in tests take the same way."""
+        models in tests take the same path."""
         if smallest is None:
             smallest = SMALLEST if device.type != "cpu" else 1
         self.device, self.smallest, self.ahead = device, smallest, ahead
@@ -150,7 +150,7 @@ class ActivationOffload:
 
     @contextlib.contextmanager
     def saved_tensors(self) -> Iterator[None]:
-        """Around a training forward: what it saves for its backward goes to the host."""
+        """A context for a training forward: tensors saved for its backward go to the host."""
         self.begin()
         with saved_tensors_hooks(self.keep, self.bring):
             yield
@@ -192,7 +192,7 @@ class ActivationOffload:
         return kept
 
     def _release_oldest(self) -> None:
-        """Free the device's copy of what began to leave first."""
+        """Free the device's copy of the tensor that began to leave first."""
         key, kept = self.leaving.popleft()
         del self.here[key]
         self._wait(kept)
@@ -203,7 +203,7 @@ class ActivationOffload:
     def bring(self, kept: Tensor | View) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        self.leaving.clear()  # what has not left by now is referenced by the graph alone
+        self.leaving.clear()  # tensors that have not left by now are referenced by the graph alone
         self.here.clear()
         self._fetch(kept.kept)
         self.next = min(self.next, kept.kept.index - 1)

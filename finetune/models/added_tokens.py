@@ -1,7 +1,7 @@
 """Tokens that a recipe adds: in the tokenizer, as rows of the embedding and of an LM head of its own, and trained alone
 under adapters.
 
-A row begins as the mean of the rows of its pieces: what the tokenizer made of the token's text before. Under
+A row begins as the mean of the rows of its pieces: the tokens of its text before it was added. Under
 `tokens.train: added` these rows are parameters of their own, in the module whose frozen rows they stand for, so that
 every backend treats them like any other weight of it; saved, they are peft's `trainable_token_indices`.
 
@@ -53,7 +53,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[list[
 
 
 def start_rows(model: Any, first: int, pieces: list[list[int]]) -> None:
-    """Grow embedding and head where they lack rows from `first` on, and set each to the mean of its pieces' rows.
+    """Grow embedding and head if they lack rows from `first` on, and set each to the mean of its pieces' rows.
 
     model: transformers', before adapters. Computed in fp32, the same on every rank. Raises UserError for a model with
     tables that cannot grow.
@@ -92,14 +92,14 @@ def has_added_tokens(model: Any) -> bool:
 
 
 def _tables(model: Any) -> list[Any]:
-    """Returns the modules with a row for each token: the embedding, and an LM head where there is one."""
+    """Returns the modules with a row for each token: the embedding, and an LM head if there is one."""
     head = model.get_output_embeddings()
     return [model.get_input_embeddings(), *([head] if head is not None else [])]
 
 
 @contextlib.contextmanager
 def _gathered(weight: Any) -> Iterator[None]:
-    """Under ZeRO-3 the full weight, of which each rank then keeps its shard of rank 0's."""
+    """Gathers the full weight under ZeRO-3; each rank then keeps its shard of rank 0's."""
     if not hasattr(weight, "ds_id"):
         yield
         return
@@ -134,9 +134,9 @@ class _WithRows:
 
 
 def train_rows(model: Any, first: int, count: int, dtype: torch.dtype) -> None:
-    """Make the rows of added tokens parameters in `dtype`, of a peft model whose other weights are frozen.
+    """Convert the rows of added tokens to parameters in `dtype`, in a peft model whose other weights are frozen.
 
-    A head that is tied to the embedding has the same ones. Raises UserError where adapters have changed these modules.
+    A head that is tied to the embedding has the same ones. Raises UserError if adapters have changed these modules.
     """
     base, shared = unwrap_peft(model), {}
     for module in _tables(base):
@@ -153,7 +153,7 @@ def train_rows(model: Any, first: int, count: int, dtype: torch.dtype) -> None:
         vars(module)["first_added"] = first
         mix_in(module, _WithRows, "added rows")
     names = [name for name, module in base.named_modules() if ROWS in module._parameters]
-    if len(shared) < len(names):  # so that whoever ties the weights again ties these, too
+    if len(shared) < len(names):  # so that tying the weights again ties these, too
         base._tied_weights_keys = {**(base._tied_weights_keys or {}), f"{names[1]}.{ROWS}": f"{names[0]}.{ROWS}"}
     ids = list(range(first, first + count))
     indices = {name.rpartition(".")[2]: ids for name in names[: len(shared)]}
@@ -178,7 +178,7 @@ def grow_to(model: Any, size: int) -> Any:
     """Returns a base with at least as many rows as the tokenizer of its adapter has tokens."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if len(embedding.weight) < size:
-        if head is not None and head.weight is not embedding.weight:  # growing would tie them where the config says so
+        if head is not None and head.weight is not embedding.weight:  # growing would tie them if the config says so
             model.config.tie_word_embeddings = False
         model.resize_token_embeddings(size, mean_resizing=False)
     return model

@@ -23,7 +23,7 @@ from finetune.recipe import Recipe
 def skeleton(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, labels: tuple[str, ...] = ()) -> Any:
     """Returns the model of a run on `meta`: adapters, types and packed weights as they will be. Arguments and errors as
     of `load_model`."""
-    # Adapters would be made with random numbers. Added tokens are counted, and packed weights have tables.
+    # Adapters would be created with random numbers. Added tokens are counted, and packed weights have tables.
     alone = recipe.tokens is None and recipe.quantization is None
     with torch.device("meta") if alone else contextlib.nullcontext():
         return load_model(recipe, config, attention, Placement("meta", None), labels)
@@ -39,13 +39,15 @@ def assemble(
     routers: Routers | None = None,
     schedule: str | None = None,
     gathers_in_forward: bool = False,
+    emulates_fp8: bool | None = None,
 ) -> WrappedModel:
     """Returns the module that returns losses or scores, computing in the recipe's types; changes `model` in place.
 
     model: of `load_model`, before an engine divides it; has_scores: whether its head has a score for each label;
     only_sums: whether every objective is an unweighted sum of token losses; routers: those whose logits are recorded;
-    schedule: of a pipeline; gathers_in_forward: whether all ranks must run the image tower in each forward. Raises
-    UserError if a precision or a cross entropy of the recipe is not possible.
+    schedule: of a pipeline; gathers_in_forward: whether all ranks must run the image tower in each forward;
+    emulates_fp8: None: unless the device is a GPU. Raises UserError if a precision or a cross entropy of the recipe is
+    not possible.
     """
     types = dtypes(recipe)
     casts = types.compute != types.trained
@@ -53,7 +55,7 @@ def assemble(
         compute_experts_in(model, types.compute)
         keep_input_types(model)
     if recipe.train.precision == "fp8":
-        compute_in_fp8(model, device)
+        compute_in_fp8(model, device.type != "cuda" if emulates_fp8 is None else emulates_fp8)
     fuse_adapters(model, recipe.train.activation_checkpointing, schedule)
     shared: dict[str, Any] = {
         "device_type": device.type,

@@ -1,4 +1,4 @@
-"""The files of a multimodal base whose text part is trained: what is read of them, and what a result keeps of them."""
+"""The files of a multimodal base whose text part is trained: those that are read, and those that a result keeps."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class BaseCheckpoint:
 
 
 def base_checkpoint(model: Model) -> BaseCheckpoint | None:
-    """Returns the files of a recipe's model, None where its text part is all of it.
+    """Returns the files of a recipe's model, None if its text part is all of it.
 
-    They are downloaded where they are not here. Raises UserError where the text part's tensors are not found in them,
+    Missing ones are downloaded. Raises UserError if the text part's tensors are not in them,
     or would not be written as they are there.
     """
     if (part := text_part_of(model)) is None:
@@ -49,7 +49,7 @@ def base_checkpoint(model: Model) -> BaseCheckpoint | None:
 
 
 def check_adapted(part: TextPart, paths: list[str]) -> None:
-    """Raises UserError where peft would not find an adapter again on the base: it gives names in adapters the changes
+    """Raises UserError if peft could not load an adapter again on the base: it gives names in adapters the changes
     that transformers makes to names in the base's files, which some of the base's own names would not survive.
 
     paths: of the modules with adapters, in the text part.
@@ -76,7 +76,7 @@ def _check_written(model: Model, part: TextPart) -> None:
 
 
 def _check_tied(model: Model, part: TextPart, places: dict[str, Path]) -> None:
-    """Raises UserError where transformers would tie the LM head, as it has the embedding's values, and we
+    """Raises UserError if transformers would tie the LM head, as it has the embedding's values, and we
     would not, or the other way round."""
     if not getattr(part.base.config, "tie_word_embeddings", False):
         return

@@ -1,4 +1,4 @@
-"""A recipe's base model without its weights: its Hugging Face config as it is, its shapes, and why it was not found."""
+"""A recipe's base model without its weights: its Hugging Face config, its shapes, and reasons for a failed load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from finetune.utils import is_from_rust
 
 
 def base_config(model: Model) -> PretrainedConfig:
-    """Returns the Hugging Face config of the recipe's model as it is. Raises UserError where there is none."""
+    """Returns the Hugging Face config of the recipe's model as it is. Raises UserError if there is none."""
     where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
     with Parsing(f"{where}: no model config", model.name if model.config is None else None):
         if model.config is not None:
@@ -61,7 +61,7 @@ def rope_types(parameters: dict[str, Any] | None) -> set[str]:
 
 
 def depends_on_length(rope_type: str) -> bool:
-    """Whether a type of RoPE has other frequencies for a long document than for a short one."""
+    """Returns whether a type of RoPE has other frequencies for a long document than for a short one."""
     return "dynamic" in rope_type or rope_type == "longrope"
 
 
@@ -69,12 +69,12 @@ NO_FOLDER = "no such folder; give one, or the id of a model on the hub, as org/n
 
 
 def is_missing_folder(name: str) -> bool:
-    """Whether the name of a model can only be that of a folder, which is not there."""
+    """Returns whether the name of a model can only be that of a folder, which is not there."""
     return (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).expanduser().is_dir()
 
 
 def why_not_found(name: str | None, error: BaseException) -> str | None:
-    """Returns why a library found nothing under a model's name; None where it found something, or tried the network."""
+    """Returns why no model was found under a name; None if the failure has another cause."""
     if name is not None and is_missing_folder(name):
         return NO_FOLDER
     if constants.HF_HUB_OFFLINE and isinstance(error.__cause__, LocalEntryNotFoundError):
@@ -82,7 +82,7 @@ def why_not_found(name: str | None, error: BaseException) -> str | None:
     return None
 
 
-# What libraries raise while they parse settings and tokenizers of another shape than they expect.
+# Errors that libraries raise while they parse settings and tokenizers of another shape than they expect.
 _PARSING = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError),
     *(StrictDataclassError, SafetensorError),
@@ -92,7 +92,7 @@ _PARSING = (
 class Parsing(contextlib.AbstractContextManager[None]):
     """Turns whatever a library raises over a model's settings or tokenizer into a UserError.
 
-    It names the file that is damaged, if the folder is here and one is found; else `what`, such as a place in the
+    It names the file that is damaged, if the folder is here and has one; else `what`, such as a place in the
     recipe. name: of the model, a folder or hub id.
     """
 
@@ -115,14 +115,14 @@ def first_line(error: BaseException) -> str:
 
 
 def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """Returns the config of each layer, where a setting such as `head_dim` differs between them; else the one of
+    """Returns the config of each layer, if a setting such as `head_dim` differs between them; else the one of
     all."""
     return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Types in memory. `compute` is what the matrix products run in."""
+    """Types in memory. `compute` is the type of the matrix products."""
 
     trained: torch.dtype
     frozen: torch.dtype

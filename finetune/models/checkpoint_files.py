@@ -14,7 +14,7 @@ from finetune.recipe.schema import Model
 
 
 def checkpoint_file(model: Model, name: str) -> Path | None:
-    """Returns a file of the model on this machine, downloaded where it is not yet; None where the model has none of
+    """Returns a file of the model on this machine, downloaded if it is not yet; None if the model has none of
     that name."""
     assert model.name is not None
     found = cached_file(
@@ -28,9 +28,9 @@ def checkpoint_file(model: Model, name: str) -> Path | None:
 
 
 def tensor_names(model: Model) -> dict[str, str]:
-    """Returns, for each tensor of the model's weights, the name of its file; of several files, none is downloaded.
+    """Returns the name of the file of each tensor of the model's weights; if there are several, without a download.
 
-    Raises UserError where there are no safetensors files.
+    Raises UserError if there are no safetensors files.
     """
     if index := checkpoint_file(model, SAFE_WEIGHTS_INDEX_NAME):
         return weight_map(index, whole=False)
@@ -45,7 +45,7 @@ def tensor_names(model: Model) -> dict[str, str]:
 
 
 def tensor_places(model: Model) -> dict[str, Path]:
-    """Returns the file of each tensor of the model's weights, downloaded. Raises UserError where one is missing."""
+    """Returns the file of each tensor of the model's weights, downloaded. Raises UserError if one is missing."""
     names = tensor_names(model)
     files = {name: checkpoint_file(model, name) for name in sorted({*names.values()})}
     if missing := [name for name, file in files.items() if file is None]:

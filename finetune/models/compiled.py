@@ -1,4 +1,4 @@
-"""torch.compile, one decoder layer at a time, and the count of what it compiled."""
+"""torch.compile, one decoder layer at a time, and the count of its compilations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def compile_layers(model: Any) -> None:
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Returns a context that runs as if nothing were compiled: for generation, where every token is another shape."""
+    """Returns a context that runs as if nothing were compiled: in generation every token has another shape."""
     return torch.compiler.set_stance("force_eager")
 
 
@@ -28,7 +28,7 @@ def compilations() -> int:
 
 
 class CompilationWatch:
-    """Compilations of this launch's training steps. After the second there should be none: the first is reported.
+    """Compilations of this launch's training steps. None are expected after the second: the first is reported.
 
     Evaluation compiles its own forward, the first time; that is not counted against the steps.
     """
@@ -37,7 +37,7 @@ class CompilationWatch:
         self._steps, self._before, self._warned = 0, compilations(), False
 
     def step_done(self) -> str | None:
-        """After each step: a warning with torch's reason, or None."""
+        """Returns a warning with torch's reason after a step, or None."""
         self._steps += 1
         if compilations() == 0 and self._steps == 1:
             return "train.compile has compiled nothing and has no effect: torch cannot follow what these layers do"

@@ -18,7 +18,7 @@ from finetune.recipe.schema import Model, Recipe
 
 
 def model_config(model: Model) -> PretrainedConfig:
-    """Returns the Hugging Face config of the trained model: of a multimodal one the text part, or all of it where
+    """Returns the Hugging Face config of the trained model: of a multimodal one the text part, or all of it if
     `model.train` is given. Raises UserError."""
     config = base_config(model)
     if model.train is not None:
@@ -40,7 +40,7 @@ def model_config(model: Model) -> PretrainedConfig:
 
 
 def _tie_as_in_files(model: Model, config: PretrainedConfig) -> None:
-    """Tie the head of a multimodal model where its files do: the default of its class may say otherwise (Mistral 3),
+    """Tie the head of a multimodal model if its files do: the default of its class may say otherwise (Mistral 3),
     and then only those ranks would have a head of its own that read the files. Raises UserError."""
     has_head = any(name.endswith("lm_head.weight") for name in tensor_names(model))
     text = config.get_text_config(decoder=True)
@@ -51,10 +51,10 @@ MAX_LAYERS = 1000
 
 
 def check_sizes(model: Model, config: PretrainedConfig) -> None:
-    """Raises UserError for a `model.config` of which no model can be made, by making one without memory; and for a
+    """Raises UserError for a `model.config` that no model can be built from, by building one without memory; and for a
     multimodal model whose text part is no model by itself.
 
-    Call it before an engine starts: ZeRO-3 changes how models are made.
+    Call it before an engine starts: ZeRO-3 changes how models are built.
     """
     if model.config is None:
         check_weights(Path(model.name or "").expanduser())
@@ -87,7 +87,7 @@ _OF_OTHER_HEADS = ("classifier", "summary")
 
 
 def check_no_dropout(config: PretrainedConfig) -> None:
-    """Raises UserError where a model has dropout, for `batch.rows_per_device: auto`: each forward draws again, so its
+    """Raises UserError if a model has dropout, for `batch.rows_per_device: auto`: each forward draws again, so its
     number of rows would move the losses."""
     for name, value in active_dropouts(config):
         raise UserError(
@@ -106,7 +106,7 @@ def active_dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """Returns a copy of the config by which a model drops nothing at random."""
+    """Returns a copy of the config whose model has no dropout."""
     config = copy.deepcopy(config)
     for part in (config, config.get_text_config()):
         for name, _ in list(active_dropouts(part)):
@@ -115,7 +115,7 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def restore_dropout(config: PretrainedConfig, base: PretrainedConfig) -> None:
-    """Give a config the dropout of the one that it was made from by `without_dropout`."""
+    """Give a config the dropout of the one that it was copied from by `without_dropout`."""
     for part, of_base in ((config, base), (config.get_text_config(), base.get_text_config())):
         for name, value in active_dropouts(of_base):
             setattr(part, name, value)

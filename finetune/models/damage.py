@@ -1,4 +1,4 @@
-"""Damaged files of a model folder: which one it is, what is wrong with it and what to do, in one line.
+"""Damaged files of a model folder: the file, the problem and the remedy, in one line.
 
 Libraries raise almost anything for them: a KeyError for an index without its map, Rust's panic for a tokenizer. So a
 folder's small files and the headers of its weights are read here first; values are read by the library alone.
@@ -44,8 +44,8 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def check_settings(folder: Path) -> None:
-    """Raises UserError for settings in a folder that are no JSON objects, or whose token ids are no numbers: of those
-    of generation transformers does not tell, and answers would not end. A folder that is not here is not looked at."""
+    """Raises UserError for settings in a folder that are no JSON objects, or whose token ids are not numbers: for those
+    of generation transformers raises no error, and answers would not end. A folder that is not here is not checked."""
     for name in _SETTINGS:
         if (file := folder / name).is_file():
             _check_numbers(file, read_object(file))
@@ -86,7 +86,7 @@ def _holds_weights(file: Path) -> bool:
 
 
 def weight_map(index: Path, whole: bool = True) -> dict[str, str]:
-    """Returns the file of each tensor, by an index. Raises UserError unless they are beside it, if `whole`: those of
+    """Returns the file of each tensor, by an index. Raises UserError unless they are next to it, if `whole`: those of
     the hub may be downloaded later."""
     places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
@@ -120,7 +120,7 @@ def why_no_weights(error: BaseException) -> str:
 
 
 def mismatched_sizes(error: RuntimeError) -> bool:
-    """Whether transformers or peft has refused weights of other shapes than the config's."""
+    """Returns whether transformers or peft has refused weights of other shapes than the config's."""
     return "ignore_mismatched_sizes" in str(error) or "size mismatch" in str(error)
 
 

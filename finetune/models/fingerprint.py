@@ -1,8 +1,8 @@
-"""What a run reads of its model: tokenizer, config and the base's files, small enough for a checkpoint to keep.
+"""Fingerprint of a run's model: tokenizer, config and the base's files, small enough for a checkpoint to keep.
 
     tokenizer   digests of the vocabulary, the rules and the chat template; the special tokens themselves
     config      the values themselves, so that a change has a name and two values
-    base        of each file its size, and a digest of what is read of it; of the hub also the commit
+    base        the size of each file, and a digest of the parts that are read; for the hub also the commit
 
 A base may have hundreds of gigabytes, so a file larger than `READ_WHOLE` is not read in full: of it the header, which
 has the name, type and place of each tensor, a block within each tensor, and blocks at even distances. Other weights of
@@ -36,13 +36,13 @@ _BLOCK = 1 << 12
 _BLOCKS_OF_TENSORS, _BLOCKS_BETWEEN = 4096, 512  # at most, of a file
 _MOST_HEADER = 1 << 27
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json")
-# Keys of a config that change nothing that is computed.
+# Keys of a config that do not affect any computation.
 _NOT_COMPUTED = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 _NOT_COMPUTED |= {"id2label", "label2id", "problem_type", "return_dict"}
 
 
 def tokenizer_content(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Identifies a tokenizer as it is in memory; `library` wrote what is digested as `rules`. A large vocabulary is not
+    """Identifies a tokenizer in memory; `library` wrote the text digested as `rules`. A large vocabulary is not
     parsed, which would take most of the time."""
     written = tokenizer.backend_tokenizer.to_str()
     begin = written.index(',"model":{"type":')  # the last key
@@ -62,7 +62,7 @@ def tokenizer_content(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def config_content(config: PretrainedConfig) -> dict[str, Any]:
-    """Returns the values of a config that decide what is computed; `library` says which keys there are."""
+    """Returns the values of a config that affect computation; `library` determines which keys there are."""
     return {"library": transformers.__version__, **_computed(json.loads(config.to_json_string(use_diff=False)))}
 
 

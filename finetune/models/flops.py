@@ -4,11 +4,11 @@ A multiply-add counts as two. Only matrix products are counted: every weight tha
 the two products of attention; not norms, activations, rotary embeddings or the optimizer
 (https://arxiv.org/abs/2204.02311, appendix B). Of a model that sees images, tower and projector are counted as well.
 
-- `model`: what the maths needs. Forward; backward where needed: two products like the forward's for a trained weight,
+- `model`: the cost of the maths. Forward; backward if needed: two products like the forward's for a trained weight,
   one for a frozen one whose input needs a gradient, none below the first trained layer. Attention: pairs of tokens that
   attend to each other. LM head: supervised positions; a head of scores, at one token of a document, is not counted.
   Experts: those that a token is routed to. A tower: pairs of patches of a picture, or of a window of it.
-- `hardware`: what is executed. In addition: padding, masked pairs that are computed anyway, recomputation by activation
+- `hardware`: executed FLOPs. In addition: padding, masked pairs that are computed anyway, recomputation by activation
   checkpointing and fused attention in the backward.
 
 Letters: T tokens, L length of one document, w attention window, H heads.
@@ -41,7 +41,7 @@ _MASKED = ("sdpa", "eager")  # compute every pair of the row, and mask
 
 class Flops(NamedTuple):
     model: float
-    hardware: float  # NaN where unknown
+    hardware: float  # NaN if unknown
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ModelFlops:
 
 @dataclass(frozen=True)
 class TowerFlops:
-    """FLOPs of tower and projector. Backwards are included where there are any."""
+    """FLOPs of tower and projector. Backwards are included if there are any."""
 
     config: Any  # the multimodal model's
     patch: Flops  # products for one patch
@@ -144,7 +144,7 @@ class TowerFlops:
 
 
 def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
-    """Counts in the order in which modules are made; what comes before the first trained weight has no backward."""
+    """Counts in the order in which modules are created; those before the first trained weight have no backward."""
     if not image_modules(model):
         return None
     config, vision = model.config, model.config.vision_config
@@ -212,7 +212,7 @@ def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> M
     ]
     first = min(trained, default=None)
     needed = [_backward(product, first) for product in products]
-    # transformers lets gradients reach the embedding table where a frozen model is checkpointed.
+    # transformers lets gradients reach the embedding table if a frozen model is checkpointed.
     hooked = getattr(model, "_require_grads_hooks", None) or getattr(model, "_require_grads_hook", None)
     reached = _Position(-1, -1) if hooked else first
     executed = [_backward(product, reached) for product in products]
@@ -310,7 +310,7 @@ def _position(path: str, head: str = "") -> _Position:
 
 
 def _backward(product: _Product, first_trained: _Position | None) -> float:
-    """Returns multiply-adds for the gradient of the weight, and of the input if something before it is trained."""
+    """Returns multiply-adds for the gradient of the weight, and of the input if an earlier module is trained."""
     input_needs = product.after_trained or (first_trained is not None and first_trained < product.position)
     return product.weights * (product.trained + input_needs)
 
@@ -358,7 +358,7 @@ _WITHOUT_PAIRS = re.compile(r"mamba|conv|linear|recurrent|lightning|^(mlp|moe)$"
 
 
 def _head_size(config: Any) -> int | None:
-    """Of queries and keys; None where the config gives none."""
+    """Size of queries and keys; None if the config gives none."""
     if getattr(config, "qk_nope_head_dim", None):  # DeepSeek's multi-head latent attention
         return config.qk_nope_head_dim + config.qk_rope_head_dim
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)

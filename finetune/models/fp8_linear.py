@@ -5,7 +5,7 @@
     dW = dy' x               in bfloat16
 
 All in float8_e4m3fn, with powers of two as scales (torchao's `rowwise_with_gw_hp`,
-https://github.com/pytorch/ao/tree/main/torchao/float8). No scale is shared by tokens, so that what a token gets depends
+https://github.com/pytorch/ao/tree/main/torchao/float8). No scale is shared by tokens, so that a token's result depends
 neither on the others of its micro-batch nor on the number of processes; with a scale for a whole tensor, or products of
 8 bits in dW, it would. Weights, reductions and the optimizer stay as with `precision: bf16`.
 """
@@ -41,10 +41,10 @@ class Fp8TrainedLinear(Float8Linear):
 
 
 def use_fp8(layers: nn.Module, emulated: bool) -> int:
-    """Replace the linear layers of decoder layers, in place; returns how many. Routers and layers of other sizes than
-    multiples of 16 stay as they are. emulated: the same values by products of what was packed and unpacked."""
+    """Replace linear layers of decoder layers, in place; returns their number. Routers and layers of other sizes than
+    multiples of 16 stay as they are. emulated: the same values by products of packed and unpacked operands."""
     config = replace(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=emulated)
-    # Not layer by layer: where layers are compiled, this works around a fault of Triton by which gradients are NaN.
+    # Not layer by layer: if layers are compiled, this works around a fault of Triton by which gradients are NaN.
     convert_to_float8_training(
         layers,
         config=config,

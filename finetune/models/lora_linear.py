@@ -85,7 +85,7 @@ class FusedLinear(Linear):
 
     def fuses(self) -> bool:
         """Returns whether this layer computes the formula above, with weights that are on this rank. It does not with
-        dropout, DoRA, packed weights, and several adapters or none; nor where hooks gather its weight (ZeRO-3) or
+        dropout, DoRA, packed weights, and several adapters or none; nor if hooks gather its weight (ZeRO-3) or
         communicate (tensor parallel)."""
         name = self.active_adapters[0] if len(self.active_adapters) == 1 else ""
         if self.disable_adapters or self.merged or name not in self.lora_A or name in self.lora_variant:
@@ -117,7 +117,7 @@ def products(x: Tensor, layers: list[FusedLinear]) -> tuple[Tensor, ...]:
     up = [layer.lora_B[name].weight for layer, name in zip(layers, names, strict=True)]
     with torch.autocast(device, enabled=False):
         outputs: Any = _Products.apply(x, compute, scaling, *(w for base in bases for w in base), *down, *up)
-    # A model may add to an output in place (Llama 4), which autograd allows of views that are made outside.
+    # A model may add to an output in place (Llama 4), which autograd allows for views that are created outside.
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)  # -1 would not do for no rows
 
 
@@ -151,7 +151,7 @@ class _Products(torch.autograd.Function):
         of_up: list[Tensor | None] = [None] * n
         of_x: Any = None
         for i, part in enumerate(inner.split([a.shape[0] for a in down], 1)):
-            if grads[i] is None:  # an output that nothing has used
+            if grads[i] is None:  # an unused output
                 continue
             of_y = grads[i]  # (T, O)
             of_inner = of_y @ up[i].to(compute)  # (T, r), without the scaling

@@ -54,7 +54,7 @@ _MATRIX_LOSSES = {"chunked": matrix_losses, "torch": torch_losses, "liger": lige
 class TargetTokens:
     """The targets of a forward, and their losses."""
 
-    positions: Tensor  # (S,) in the row: where a target is predicted
+    positions: Tensor  # (S,) in the row: the positions that predict targets
     ids: Tensor  # (S,) the tokens predicted there
     token_loss: TargetLoss
     weights: Tensor | None = None  # (S,) of the tokens in `Outputs.total`; None: 1 each
@@ -68,8 +68,8 @@ class CausalLMWithLoss(WrappedModel):
     """`forward(targets=TargetTokens(...), **inputs)` returns `Outputs` with losses.
 
     The base model runs, the hidden states of the targets go to the head, and the head, inside its own forward, returns
-    losses. So what a backend does around forwards to gather weights (FSDP2 around this module and the head, ZeRO-3
-    around every module, DDP around this one) happens once for all chunks.
+    losses. So a backend's hooks around forwards to gather weights (FSDP2 around this module and the head, ZeRO-3
+    around every module, DDP around this one) run once for all chunks.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class CausalLMWithLoss(WrappedModel):
         only_sums: bool = True,
         images: ImagePart | None = None,
     ):
-        """model: transformers' or peft's; cross_entropy: `model.cross_entropy`; autocast: the compute type, where it is
+        """model: transformers' or peft's; cross_entropy: `model.cross_entropy`; autocast: the compute type, if it is
         not the parameters'; only_sums: whether every objective of this run is an unweighted sum of token losses.
 
-        Raises UserError where the recipe asks for a cross entropy that cannot be.
+        Raises UserError if the recipe's cross entropy is not possible.
         """
         super().__init__(model, device_type, autocast, offload, routers, images)
         causal = unwrap_peft(model)
@@ -101,7 +101,7 @@ class CausalLMWithLoss(WrappedModel):
             mapping = reason
         self.choice = choose_cross_entropy(cross_entropy, mapping, is_matrix(head), vocabulary, device_type, only_sums)
         if self.choice.implementation != "plain":
-            assert isinstance(mapping, LogitMap)  # the choice is plain where it is not known
+            assert isinstance(mapping, LogitMap)  # the choice is plain if it is unknown
             self._logit_map, self._rows = mapping, rows_at_once(vocabulary, device_type)
             _give_losses(head, self.choice.implementation)
 
@@ -131,7 +131,7 @@ class CausalLMWithLoss(WrappedModel):
         return output_head(self.causal_lm)(hidden, task=task)
 
     def _logits(self, positions: Tensor, inputs: dict[str, Any]) -> Tensor:  # (S, V)
-        # A model's config can ask for a balance loss in each forward. Nothing reads it; an objective adds its own.
+        # A model's config can enable a balance loss in each forward. It is not read; an objective adds its own.
         taken = accepted({**inputs, **self._no_balance_loss}, self._takes)
         if self._keeps_positions:
             return self.causal_lm(**taken, logits_to_keep=positions).logits[0]
@@ -154,7 +154,7 @@ class HeadWithLoss:
 
 
 def is_matrix(head: nn.Module) -> bool:
-    """Returns whether a head is a plain linear layer, without adapters or quantised weights."""
+    """Returns whether a head is a plain linear layer, without adapters or quantized weights."""
     kind = type(head)
     return kind is nn.Linear or (isinstance(head, HeadWithLoss) and kind.__mro__[2] is nn.Linear)
 
@@ -166,13 +166,13 @@ def _give_losses(head: Any, implementation: str) -> None:
 
 def choose_cross_entropy(
     requested: str,
-    mapping: LogitMap | UnknownHead,  # what the architecture does to its logits
+    mapping: LogitMap | UnknownHead,  # changes of the logits by the architecture
     matrix: bool,  # the head is a linear layer, without adapters
     vocabulary: int,
     device: str,
     only_sums: bool = True,
 ) -> CrossEntropyChoice:
-    """Returns which implementation computes the losses, and why. Raises UserError where the requested one is not
+    """Returns which implementation computes the losses, and why. Raises UserError if the requested one is not
     possible."""
     if requested == "plain":
         return CrossEntropyChoice("plain", "asked for in the recipe")

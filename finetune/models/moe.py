@@ -1,10 +1,10 @@
-"""Mixtures of experts: what their routers decide, the type that experts compute in, and expert parallel.
+"""Mixtures of experts: the choices of their routers, the type that experts compute in, and expert parallel.
 
 Expert parallel: each rank of a group has some experts of every layer, and tokens travel to the experts they chose.
 
     tokens of this rank, K experts chosen for each      0: a c    1: b c    2: a d      (a, b on rank 0; c, d on rank 1)
     rows in the order of experts, sent to their ranks   a: 0 2  b: 1  |  c: 0 1  d: 2
-    what arrives, computed by transformers' own forward, goes back the same way and is added up as in one process
+    arriving rows, computed by transformers' own forward, go back the same way and are added up as in one process
 
 Letters: T tokens of this rank, K experts chosen for each, E experts of a layer, P ranks of the group, R rows that
 arrive on this one, D hidden. GShard (Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668), without capacity: no
@@ -53,7 +53,7 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     """Returns, by name, the modules that have all experts of a layer, stacked along the first dimension of each
     parameter.
 
-    Raises UserError where there are none, as transformers stores this architecture's experts in another way.
+    Raises UserError if there are none, as transformers stores this architecture's experts in another way.
     """
     experts = _stacked_experts(model)
     if not experts:
@@ -94,7 +94,7 @@ def reach_experts(model: nn.Module) -> None:
     weights (LongCat-Flash's zero experts, https://arxiv.org/abs/2509.01322).
 
     Weights that no token of a rank chose would have no gradient there: FSDP2 would reduce less than on other ranks, and
-    an optimizer would not decay them on one process where it does on several.
+    an optimizer would not decay them on one process while it does on several.
     """
     for module in model.modules():
         if getattr(module, "zero_expert_num", 0) and getattr(module, "gate_up_proj", None) is not None:
@@ -176,7 +176,7 @@ def _compute(
 ) -> Tensor:  # (R, D)
     """Returns the experts' outputs by the module's own forward, as if each row had chosen one expert with weight 1.
 
-    Where no row arrives, one of zeros is computed: weights without a gradient would leave out a reduction that others
+    If no row arrives, one of zeros is computed: weights without a gradient would leave out a reduction that others
     wait in.
     """
     arrived = len(rows)
@@ -217,17 +217,17 @@ class _Self:
         return getattr(self._experts, name)
 
 
-# --- routers: their logits, caught by hooks where transformers says they are
+# --- routers: their logits, caught by hooks on the modules that transformers names
 #
 # The logits alone are kept, and the loss is computed from them outside of the layers: a layer that is recomputed in the
-# backward calls its router again, but nothing listens then, so nothing counts twice.
+# backward calls its router again, but recording is off then, so no logits count twice.
 
 
 class Routers:
     """The routers of a model, in the order of its layers. To be created before an engine wraps it."""
 
     def __init__(self, modules: list[nn.Module], index: int, experts: int, top_k: int):
-        """index: of the logits in what a router returns."""
+        """index: of the logits in a router's result."""
         self.layers, self.experts, self.top_k, self._index = len(modules), experts, top_k, index
         self._recorded: list[Tensor] | None = None
         for module in modules:
@@ -248,8 +248,8 @@ class Routers:
 
 
 def find_routers(model: Any) -> Routers | None:
-    """Returns the routers; None where there are none whose choice is the `top_k` of a softmax, for which the balance
-    loss is defined: where transformers records no router logits, or has no such loss of its own
+    """Returns the routers; None unless their choice is the `top_k` of a softmax, for which the balance loss is
+    defined; transformers must record router logits, and have such a loss of its own
     (`router_aux_loss_coef`)."""
     causal = unwrap_peft(model)
     config = causal.config.get_text_config()

@@ -1,4 +1,4 @@
-"""What an optimizer has to know of a parameter besides its shape, by the names of the model itself."""
+"""Properties of a parameter besides its shape that an optimizer needs, by the names of the model itself."""
 
 from __future__ import annotations
 

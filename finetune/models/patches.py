@@ -1,6 +1,6 @@
-"""Every replacement of a module's forward or class: what is replaced, in which order, and why a hook does not do.
+"""Every replacement of a module's forward or class: the original, the order, and why a hook is not enough.
 
-A forward or a class is changed on one instance. Names of parameters, `isinstance` and what is saved stay as they are.
+A forward or a class is changed on one instance. Names of parameters, `isinstance` and saved files stay as they are.
 """
 
 from __future__ import annotations

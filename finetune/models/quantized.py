@@ -31,7 +31,7 @@ META = torch.device("meta")
 
 
 def is_stored_quantised(config: PretrainedConfig) -> bool:
-    """Returns whether transformers unpacks or keeps packed what a checkpoint has, by its own config."""
+    """Returns whether transformers unpacks or keeps packed weights of a checkpoint, by its own config."""
     return getattr(config, "quantization_config", None) is not None
 
 
@@ -45,8 +45,8 @@ def quantise(
 ) -> None:
     """Replace linear layers by packed ones, in place. Those on `meta` get the shapes of packed ones.
 
-    device: where a layer is packed; kept_on: where it stays. whole: names of modules that stay as they are; None: the
-    head, and what the model's code keeps in fp32. Raises UserError with the install line where bitsandbytes is missing.
+    device: on which a layer is packed; kept_on: on which it stays. whole: names of modules left unpacked; None: the
+    head, and those kept in fp32 by the model's code. Raises UserError with the install line if bitsandbytes is missing.
     """
     pack = _pack_fp8 if settings.type == "fp8" else _four_bit_packer(settings)
     skipped = HfQuantizer.get_modules_to_not_convert(model, whole, model._keep_in_fp32_modules)
@@ -71,7 +71,7 @@ def quantise(
 
 
 def move_states(model: nn.Module, device: torch.device) -> None:
-    """Move what unpacks weights, and other buffers, to a device, in place; parameters stay where they are."""
+    """Move the unpacking tables of weights, and other buffers, to a device, in place; parameters are not moved."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and (state := getattr(module, "quant_state", None)) is not None:
             state.to(device)
@@ -97,7 +97,7 @@ def _four_bit_packer(settings: Quantization) -> Any:
         raise UserError(
             f"`quantization.type: {settings.type}` needs bitsandbytes: pip install 'bitsandbytes>=0.49'"
         ) from None
-    # Made at the first use, on the device of that one, which may be `meta`.
+    # Created at the first use, on the device of that one, which may be `meta`.
     functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
 
     def pack(weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> nn.Module:
@@ -138,7 +138,7 @@ def keep_weights_unpacked(model: Any) -> None:
 
 
 def make_plain(model: nn.Module) -> None:
-    """Replace 4-bit parameters by plain ones over the same bytes; layers keep their quantisation states themselves.
+    """Replace 4-bit parameters by plain ones over the same bytes; layers keep their quantization states themselves.
 
     A parameter with a state adds the state's tensors to each state dict, and reads numbers off them. The layer's
     forward gives it back.
@@ -149,7 +149,7 @@ def make_plain(model: nn.Module) -> None:
 
 
 def state_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields (path of attributes, tensor) of a 4-bit layer's quantisation state."""
+    """Yields (path of attributes, tensor) of a 4-bit layer's quantization state."""
     state = getattr(module, "quant_state", None) if isinstance(module, nn.Linear) else None
     for path, part in (("quant_state", state), ("quant_state.state2", getattr(state, "state2", None))):
         for name in ("absmax", "code", "offset"):
@@ -196,7 +196,7 @@ def _values(weight: Tensor, scale: Tensor, in_features: int) -> Tensor:  # (O, I
 
 
 def unpacked(weight: Tensor, scale: Tensor, in_features: int) -> Tensor:
-    """Returns (O, I) in the type that the bytes are stored as: exact, but where fp16 has no such small numbers."""
+    """Returns (O, I) in the type that the bytes are stored as: exact, except for numbers too small for fp16."""
     return _values(weight, scale, in_features).to(weight.dtype) * scale.to(weight.dtype)
 
 
@@ -219,7 +219,7 @@ MULTIPLE = 16  # of both sizes of a weight: torch._scaled_mm takes no other
 
 
 def multiplies_in_fp8(name: str, layer: nn.Linear) -> bool:
-    """Returns whether a linear layer may: not routers, whose choices are of the finest of differences."""
+    """Returns whether a linear layer may use FP8: not routers, whose choices depend on the finest of differences."""
     fits = layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
     return fits and not re.search(r"(^|\.)(\w*gate|\w*router)$", name)
 
@@ -230,7 +230,7 @@ class ScaledLinear(Fp8Linear):
     y  = q(x) (s w)'        W is s w: w in E4M3, s (O, 1)
     dx = q(dy s') w
 
-    q rounds to E4M3 with a power of two as the scale of each token, so that what a token gets depends neither on the
+    q rounds to E4M3 with a power of two as the scale of each token, so that a token's result depends neither on the
     others of its micro-batch nor on the number of processes. W's scales go to the gradient before it is rounded, as w
     is summed over its rows there: w itself is never rounded again.
     """
@@ -258,7 +258,7 @@ class _ScaledProduct(torch.autograd.Function):
 def scaled_product(x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
     """Returns q(x) (matrix * scale) in the type of x, accumulated in fp32: (..., K) -> (..., N).
 
-    matrix: (K, N) E4M3; scale: (1, N) fp32. On devices other than CUDA's by a product of what is unpacked: the same
+    matrix: (K, N) E4M3; scale: (1, N) fp32. On devices other than CUDA's by a product of the unpacked values: the same
     factors, all exact in bfloat16.
     """
     rows, of_rows = fp8_rows(x.reshape(-1, x.shape[-1]))  # (T, K), (T, 1)

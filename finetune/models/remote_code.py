@@ -1,7 +1,7 @@
-"""Python code that a model's repository brings along: run only if a recipe says `model.trust_remote_code: true`.
+"""Python code in a model's repository: run only if a recipe says `model.trust_remote_code: true`.
 
 Without that argument, transformers asks on the terminal and takes a line `y` of standard input as consent, which may
-be a prompt of `generate`. So nothing of an auto class is loaded except through these functions.
+be a prompt of `generate`. So auto classes are only loaded through these functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def trusts_code(folder: Path) -> bool:
     recipe = next((path for place in (folder, folder.parent) if (path := place / "recipe.yaml").is_file()), None)
     try:
         return recipe is not None and load_recipe(recipe).model.trust_remote_code
-    except UserError:  # of another program, or damaged: whoever needs it says so
+    except UserError:  # of another program, or damaged: the code that needs it reports that
         return False
 
 
@@ -45,7 +45,7 @@ def from_config(auto: Any, config: Any, trusted: bool | None = None, **arguments
 
 
 def _refusal(name: str, error: ValueError) -> Exception:
-    """Returns the error for a model that needs code of its own; any other one as it is."""
+    """Returns the error for a model that needs code of its own; any other error as it is."""
     if "trust_remote_code" not in str(error):
         return error
     return UserError(

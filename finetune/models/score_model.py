@@ -23,7 +23,7 @@ from finetune.models.wrapped import SCORE, CrossEntropyChoice, Outputs, WrappedM
 
 @dataclass(frozen=True)
 class ScoredPositions:
-    """Where a forward reads scores: the last token of each sequence."""
+    """Positions at which a forward reads scores: the last token of each sequence."""
 
     positions: Tensor  # (d,) in the row
 
@@ -31,8 +31,8 @@ class ScoredPositions:
 class ScoreModel(WrappedModel):
     """`forward(targets=ScoredPositions(...), **inputs)` returns `Outputs` with scores.
 
-    transformers' own forward looks for the last token that is no padding, and takes an end token that is padding as
-    well for padding. Here the ends of sequences are known.
+    transformers' own forward looks for the last token that is not padding, and takes an end token that is padding as
+    well for padding. Here the ends of sequences are given.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ def _score_in_fp32(head: Any, compute: torch.dtype | None) -> None:
     mix_in(head, _InFp32, "scores in fp32")
 
 
-# --- the labels of the head, and its first weights where a base model has none
+# --- the labels of the head, and its initial weights if a base model has none
 
 
 def labelled(config: PretrainedConfig, labels: tuple[str, ...]) -> PretrainedConfig:
     """Returns the config of a model with a score for each label; one label: a score that is used as it is.
 
-    Raises UserError where a checkpoint of such a model has other labels.
+    Raises UserError if a checkpoint of such a model has other labels.
     """
     if any("ForSequenceClassification" in name for name in config.architectures or ()):
         _check_labels(tuple(dict(config.id2label or {}).values()), labels)
@@ -109,7 +109,7 @@ def _check_labels(of_checkpoint: tuple[str, ...], labels: tuple[str, ...]) -> No
 
 
 def score_head(model: Any) -> nn.Linear:
-    """Returns the head of a model before adapters. Raises UserError where it is not one matrix of this name."""
+    """Returns the head of a model before adapters. Raises UserError if it is not one matrix of this name."""
     head = getattr(model, SCORE, None)
     if not isinstance(head, nn.Linear):
         raise UserError(f"{type(model).__name__} has no linear head `{SCORE}` over its last hidden state")
@@ -117,10 +117,10 @@ def score_head(model: Any) -> nn.Linear:
 
 
 def start_score_head(model: Any, dtype: torch.dtype, seed: int) -> None:
-    """Replace the head by one with random weights, which depend on nothing but the seed.
+    """Replace the head by one with random weights, which depend only on the seed.
 
     transformers draws its own from a generator that the rest of the load has used, in shards under ZeRO-3, and leaves
-    it on `meta` where a rank has no weights.
+    it on `meta` on ranks without weights.
     """
     head = score_head(model)
     new = nn.Linear(head.in_features, head.out_features, head.bias is not None, head.weight.device, dtype)

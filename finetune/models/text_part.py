@@ -4,8 +4,8 @@
     in the base's own class   Mistral3ForConditionalGeneration  model.language_model.layers.0.self_attn.q_proj.weight
     in the base's files       as it was published               language_model.model.layers.0.self_attn.q_proj.weight
 
-Names between the first two follow from where the base's class has the module of the text; those of files from
-transformers' own conversions. Both are tried on device `meta`, for every tensor, before anything is trained.
+Names between the first two follow from the path of the text module in the base's class; those of files from
+transformers' own conversions. Both are tried on device `meta`, for every tensor, before training begins.
 """
 
 from __future__ import annotations
@@ -59,25 +59,25 @@ def is_multimodal(config: PretrainedConfig) -> bool:
 def text_config(config: PretrainedConfig, has_head: bool) -> PretrainedConfig:
     """Returns the config of a multimodal model's text part, for which transformers' auto class then has a class.
 
-    has_head: whether there is an LM head in the model's files. Raises UserError where transformers has no text model.
+    has_head: whether there is an LM head in the model's files. Raises UserError if transformers has no text model.
     """
     text = copy.deepcopy(config.get_text_config(decoder=True))
     if hasattr(config, "tie_word_embeddings"):
-        # The base's class reads its own setting, whose default may be wrong: it unties what has other values in files.
+        # The base's class reads its own setting, whose default may be wrong: it unties weights that differ in files.
         text.tie_word_embeddings = config.tie_word_embeddings and (text.tie_word_embeddings or not has_head)
     if (crossed := getattr(text, "cross_attention_layers", None)) is not None:
-        # They look at images; without one they are skipped, so for texts they are no part of the model.
+        # They look at images; without one they are skipped, so for texts they are not part of the model.
         text.num_hidden_layers -= len(crossed)
         text.cross_attention_layers = []
     text.name_or_path = config.name_or_path
     if type(text) not in AutoModelForCausalLM._model_mapping:
-        # Not by `register`: in transformers 5.17 it does nothing for configs of its own.
+        # Not by `register`: in transformers 5.17 it has no effect for its own configs.
         AutoModelForCausalLM._model_mapping._extra_content[type(text)] = _causal_class(text)
     return text
 
 
 def _causal_class(text: PretrainedConfig) -> Any:
-    """Returns the causal class of a config that transformers' auto class does not know: its own, or one made here."""
+    """Returns the causal class of a config that transformers' auto class does not have: its own, or a new one."""
     modeling = importlib.import_module(type(text).__module__.replace(".configuration_", ".modeling_"))
     for name, value in vars(modeling).items():
         if name.endswith("ForCausalLM") and value.config_class is type(text):
@@ -128,11 +128,11 @@ def name_body(model: Any) -> None:
 
 @dataclass(frozen=True)
 class TextPart:
-    """Where a base has the tensors of its text part. `base` and `text`: models of shapes alone, on `meta`."""
+    """Location of the text part's tensors in a base. `base` and `text`: models of shapes alone, on `meta`."""
 
     base: Any
     text: Any
-    files: dict[str, str | None]  # tensors of its files, and what they are in the base, see `loaded_names`
+    files: dict[str, str | None]  # tensors of its files, and their names in the base, see `loaded_names`
     body: str  # path of the text model in the base, "model.language_model"
     head: str  # path of its LM head, "lm_head"
     layers: tuple[int, ...]  # of each layer of the text part, its number in the base
@@ -170,10 +170,10 @@ def _path_of(model: Any, module: Any) -> str:
 
 
 def text_part_of(model: Model) -> TextPart | None:
-    """Returns the text part of the recipe's model, None where it is all of it, or is trained with its other parts.
-    Raises UserError where it cannot be found.
+    """Returns the text part of the recipe's model, None if it is all of it, or is trained with its other parts.
+    Raises UserError if it cannot be located.
 
-    The first call must be before an engine starts: ZeRO-3 changes how models are made.
+    The first call must be before an engine starts: ZeRO-3 changes how models are built.
     """
     if model.name is None or model.train is not None:
         return None
@@ -195,7 +195,7 @@ def _text_part(name: str, revision: str | None, trust_remote_code: bool) -> Text
 
 
 def find_text_part(config: PretrainedConfig, files: Iterable[str] | None = None) -> TextPart:
-    """Returns the text part of a multimodal config. Raises UserError where its place in the base's class is unclear.
+    """Returns the text part of a multimodal config. Raises UserError if its place in the base's class is unclear.
 
     files: names of all tensors in them; None: as transformers would write them.
     """
@@ -239,10 +239,10 @@ def _of_base_class(config: PretrainedConfig) -> Any:
 
 
 def check_text_part(model: Model) -> None:
-    """Raises UserError where the text part of the recipe's model gives other logits than the base's class does for text
+    """Raises UserError if the text part of the recipe's model gives other logits than the base's class does for text
     alone.
 
-    Tried with a small text part: in the base's class, made on `meta`, it takes the place of its own, so that the other
+    Tried with a small text part: in the base's class, created on `meta`, it replaces its own, so that the other
     parts would fail if anything called them.
     """
     if (part := text_part_of(model)) is None:
@@ -281,10 +281,10 @@ def _unclear(config: PretrainedConfig, why: str) -> UserError:
 
 
 def key_mapping(part: TextPart) -> dict[str, str]:
-    """Returns `from_pretrained`'s argument that makes the text part's names of those in the base's files.
+    """Returns `from_pretrained`'s argument that maps names in the base's files to the text part's names.
 
-    Raises UserError unless each tensor of the text part then is made of those that the base's class would make it of,
-    and of no other.
+    Raises UserError unless each tensor of the text part is built from the tensors from which the base's class would
+    build it, and from no other.
     """
     ours = {part.in_base(name): name for name in part.text.state_dict()}
     wanted = {name: ours.get(loaded or "") for name, loaded in part.files.items()}
@@ -342,9 +342,9 @@ def _ends(name: str) -> list[str]:
 def loaded_names(
     model: Any, files: Iterable[str], renames: dict[str, str] | None = None
 ) -> tuple[dict[str, str | None], list[Any]]:
-    """Returns what `from_pretrained` makes of each tensor of a checkpoint, and the conversions by which it does.
+    """Returns the name that `from_pretrained` gives each tensor of a checkpoint, and the conversions by which it does.
 
-    That is the name of the model's tensor (the first, where several are made of it), None where it has no use for it.
+    That is the name of the model's tensor (the first, if it becomes several), None if it is not used.
     """
     conversions = get_model_conversion_mapping(model, renames)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]

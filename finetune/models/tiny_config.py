@@ -23,7 +23,7 @@ EXPERTS = 4
 WINDOW = 5  # tokens
 CHUNK = 8  # tokens
 POSITIONS = 64
-PRETRAINED_POSITIONS = 16  # where RoPE types that grow with the document begin to
+PRETRAINED_POSITIONS = 16  # length at which RoPE types that grow with the document begin to
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
@@ -65,7 +65,7 @@ _PERIOD = re.compile(
 def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
     """Returns a copy of a transformers config whose model has some hundred thousand parameters and drops nothing.
 
-    It is a guess from the settings' names: whether a model can be created from it, and runs, has to be tried.
+    It is a guess from the settings' names: whether a model can be created from it, and runs, must be tried.
     """
     tiny = copy.deepcopy(config)
     for name in tiny.sub_configs:
@@ -88,7 +88,7 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 class _Layers:
-    """Which layers of a model the copy keeps: one of each kind, two at least; two that share a block's weights."""
+    """The layers of a model that the copy keeps: one of each kind, two at least; two that share a block's weights."""
 
     def __init__(self, count: int, chosen: list[int], shared: int):
         self.count, self.chosen, self.shared = count, chosen, shared

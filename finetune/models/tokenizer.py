@@ -15,7 +15,7 @@ from finetune.recipe.schema import Model, Tokens
 
 
 def load_tokenizer(model: Model, tokens: Tokens | None = None) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of `model.tokenizer`, else of `model.name`. Raises UserError where it cannot be loaded or
+    """Returns the tokenizer of `model.tokenizer`, else of `model.name`. Raises UserError if it cannot be loaded or
     is not a fast one.
 
     Padding never reaches the loss: training rows have none. It is used on the left when generating, so a tokenizer
@@ -44,9 +44,9 @@ def load_tokenizer(model: Model, tokens: Tokens | None = None) -> PreTrainedToke
 
 
 def check_same_vocabulary(key: str, name: str | None, tokenizer: PreTrainedTokenizerFast, model: Model) -> None:
-    """Raises UserError where the tokenizer of another model, `key: name`, has other tokens or ids than the recipe's.
+    """Raises UserError if the tokenizer of another model, `key: name`, has other tokens or ids than the recipe's.
 
-    name: None where there is no other model.
+    name: None if there is no other model.
     """
     if name is None:
         return
@@ -61,7 +61,7 @@ def check_same_vocabulary(key: str, name: str | None, tokenizer: PreTrainedToken
 
 
 def check_token_ids(config: PretrainedConfig, tokenizer_size: int, tokens: Tokens | None = None) -> None:
-    """Raises UserError where the tokenizer has ids the embedding table does not. tokens: for which it grows."""
+    """Raises UserError if the tokenizer has ids the embedding table does not. tokens: for which it grows."""
     rows = config.get_text_config().vocab_size + (len(tokens.add) if tokens else 0)
     if tokenizer_size > rows:
         raise UserError(

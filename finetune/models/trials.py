@@ -1,4 +1,4 @@
-"""Trials of tiny models: what their own code raises, random weights, and no trace of having been tried."""
+"""Trials of tiny models: the errors of their own code, random weights, and no trace after the trial."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAILURES = (  # of a model's own code, with a config or arguments that it does n
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Random numbers, warnings and the log are as if nothing had been tried."""
+    """Restores random numbers, warnings and the log after a trial."""
     verbosity = logging.get_verbosity()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _without_sharding(), without_gpu_kernels():
         warnings.simplefilter("ignore")
@@ -47,7 +47,7 @@ def quietly() -> Iterator[None]:
 
 @contextmanager
 def _without_sharding() -> Iterator[None]:
-    """Under ZeRO-3 transformers would shard the tiny model over the ranks while it is made."""
+    """Disables ZeRO-3's sharding: transformers would shard the tiny model over the ranks when it is built."""
     config = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:
@@ -58,8 +58,8 @@ def _without_sharding() -> Iterator[None]:
 
 @contextmanager
 def without_gpu_kernels() -> Iterator[None]:
-    """Models run the plain torch versions of what installed packages (fla, causal_conv1d, mamba_ssm) do on GPUs alone,
-    as transformers has them do in an export."""
+    """Uses the plain torch versions of code that installed packages (fla, causal_conv1d, mamba_ssm) run on GPUs alone,
+    as transformers does in an export."""
     module: Any = hub_kernels
     before = getattr(module, "is_torchdynamo_exporting", None)
     module.is_torchdynamo_exporting = lambda: True

@@ -1,11 +1,11 @@
-"""Multimodal models that are trained on images: their parts, what of them trains, and the tower on every rank.
+"""Multimodal models that are trained on images: their parts, the trained ones, and the tower on every rank.
 
     part        of SmolVLM             of Qwen2.5-VL and Qwen3-VL                       of Gemma 3 and Mistral 3
     language    text_model, lm_head    language_model, lm_head                          language_model, lm_head
     projector   connector              visual.merger, visual.deepstack_merger_list      multi_modal_projector
     vision      vision_model           the rest of visual                               vision_tower
 
-The model is transformers' own class with its own forward. Families that are not in the table are refused: where their
+The model is transformers' own class with its own forward. Families that are not in the table are refused: if their
 forward mixes the images of a row, or sees them by another attention, they would be trained wrongly in silence.
 
 Letters: T tokens of the flat row, N images, P patches, D hidden size.
@@ -41,13 +41,13 @@ PARTS = ("language", "projector", "vision")
 PIXELS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")  # of a forward with images
 _PROCESSORS = (FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
 
-# (config, cells) -> what the tower takes for images of so many tokens each, where a family has images of any size.
+# (config, cells) -> the tower's inputs for images of so many tokens each, if a family has images of any size.
 Pictures = Callable[[Any, Sequence[int]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of a `model_type` have in common."""
+    """Common traits of the models of a `model_type`."""
 
     language: str  # path of the text model in the base model
     tower: str
@@ -55,8 +55,8 @@ class Family:
     pictures: Pictures
     fixed: bool = False  # all images have as many tokens
     sees_whole_images: bool = False  # an image's tokens see each other, also those that follow
-    as_weights: bool = False  # its forward gives what a tower saw the weights' type, and asks embeddings to have it
-    unused: str | None = None  # a module of the tower whose output nothing reads: it stays frozen, or DDP would wait
+    as_weights: bool = False  # its forward casts the tower's output to the weights' type, and needs such embeddings
+    unused: str | None = None  # a module of the tower whose output is unused: it stays frozen, or DDP would wait
 
 
 def _of_patches(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ _WHY_NOT = {
 
 
 def family_of(config: PretrainedConfig) -> Family:
-    """Returns the family of a multimodal config. Raises UserError for those that are not known to be right."""
+    """Returns the family of a multimodal config. Raises UserError for those that are not verified."""
     if (family := FAMILIES.get(config.model_type)) is None:
         known, why = ", ".join(sorted(FAMILIES)), _WHY_NOT.get(config.model_type)
         raise UserError(
@@ -198,7 +198,7 @@ def _trains(family: Family, name: str, trained: Sequence[str]) -> bool:
 
 
 def freeze_parts(model: Any, family: Family, trained: Sequence[str]) -> None:
-    """Freeze, in place, all but the trained parts. Raises UserError where layers of a tower would get no gradient."""
+    """Freeze, in place, all but the trained parts. Raises UserError if layers of a tower would get no gradient."""
     _check_read(model, trained)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_trains(family, name, trained))
@@ -213,7 +213,7 @@ def _check_read(model: Any, trained: Sequence[str]) -> None:
 def adapted_modules(model: Any, family: Family, trained: Sequence[str], lora: Lora) -> list[str]:
     """Returns the paths of the modules that get adapters: by `lora.targets`, in the trained parts alone.
 
-    Raises UserError where a part has none of them.
+    Raises UserError if a part has none of them.
     """
     _check_read(model, trained)
     head = model.get_output_embeddings()
@@ -257,7 +257,7 @@ def part_sizes(model: Any) -> dict[str, tuple[int, int]]:
 
 
 def image_modules(model: Any) -> list[nn.Module]:
-    """Returns tower and projector of transformers' or peft's model; none of a text model."""
+    """Returns tower and projector of transformers' or peft's model; [] for a text model."""
     whole = unwrap_peft(model)
     if (family := FAMILIES.get(whole.config.model_type)) is None or not hasattr(whole.base_model, family.language):
         return []
@@ -273,7 +273,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 def processor_settings(model: Model, images: Images | None) -> dict[str, bytes]:
     """Returns the files with the settings of the base's processors, as the result has them: with the bounds of the
-    recipe, so that who loads it makes of an image the tokens that were trained on. images: `data.image`."""
+    recipe, so that loading it gives an image the tokens that were trained on. images: `data.image`."""
     from finetune.data.images.families import image_family, processor_place
 
     name, revision = (model.name, model.revision) if images is None else processor_place(model, images)
@@ -302,7 +302,7 @@ def _sized(file: str, content: bytes, size: dict[str, int]) -> bytes:
 
 
 def _merge_in_one_type(base: Any) -> None:
-    """Let an image's features, which autocast has in 16 bits, have the type of the embeddings that they are put among:
+    """Give an image's features, which autocast has in 16 bits, the type of the embeddings that they are put among:
     transformers 5.17 does not cast them for SmolVLM and Idefics 3."""
     merge = getattr(base, "inputs_merger", None)
     if merge is None:
@@ -319,7 +319,7 @@ class ImagePart:
 
     Backends gather weights or add up gradients at the same place of every rank's forward. A rank without images would
     skip the tower, and all would wait for ever (DeepSpeed issue 7170). So it sends the smallest image there is through
-    the tower and adds the result times 0 to its embeddings: the gradients are zero, and those who wait meet.
+    the tower and adds the result times 0 to its embeddings: the gradients are zero, and the waiting ranks meet.
     """
 
     def __init__(self, model: Any, always: bool):
@@ -343,10 +343,10 @@ class ImagePart:
 
     @contextlib.contextmanager
     def forward(self, model: Any, inputs: dict[str, Any]) -> Iterator[None]:
-        """Around a forward with these inputs: the tower runs in it. model: transformers' or peft's.
+        """A context for a forward with these inputs: the tower runs in it. model: transformers' or peft's.
 
-        Where transformers' own forward runs it, after the embedding: ZeRO-3 gathers weights ahead in the order of the
-        forward before, which has to be the same on all ranks.
+        The tower runs after the embedding, as in transformers' own: ZeRO-3 gathers weights ahead in the order of the
+        forward before, which must be the same on all ranks.
         """
         if "pixel_values" in inputs or not self._always or _is_continued(inputs):
             yield
@@ -367,13 +367,13 @@ class ImagePart:
 
 
 def _is_continued(inputs: dict[str, Any]) -> bool:
-    """Whether a forward continues a generation: no rank's has images then."""
+    """Returns whether a forward continues a generation: no rank has images then."""
     cache = inputs.get("past_key_values")
     return cache is not None and cache.get_seq_length() > 0
 
 
 def _gradients_to(features: Any) -> Iterator[Tensor]:
-    """Yields the features that the language model gets from the tower, where they have a graph."""
+    """Yields the features that the language model gets from the tower, if they have a graph."""
     for value in (features.pooler_output, getattr(features, "deepstack_features", None)):
         yield from (tensor for tensor in _tensors(value) if tensor.requires_grad)
 
@@ -393,8 +393,8 @@ Positions = Callable[[Tensor, "Tensor | None"], Tensor]  # ids (1, t), image_gri
 
 
 def document_positions(config: Any) -> Positions | None:
-    """Returns what gives a document its positions in time, height and width, by transformers' `get_rope_index`; None
-    for models whose positions are places.
+    """Returns a function for a document's positions in time, height and width, by transformers' `get_rope_index`; None
+    for models without such positions.
 
     transformers' method reads the config alone: it is called on an instance without weights.
     """
@@ -416,8 +416,8 @@ def document_positions(config: Any) -> Positions | None:
 
 
 def row_positions(config: Any) -> Callable[[Batch], Batch] | None:
-    """Returns what gives a batch with images the positions of its model, [4, 1, T]: places in the document, and
-    `document_positions` of each document as if it were alone. None: places are all."""
+    """Returns a function for the positions of a batch with images, [4, 1, T]: indices in the document, and
+    `document_positions` of each document as if it were alone. None: indices suffice."""
     positions = document_positions(config)
 
     def with_positions(batch: Batch) -> Batch:

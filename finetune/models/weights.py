@@ -1,7 +1,7 @@
-"""The model of a recipe: weights from a hub id or folder, or from a config; quantised, frozen and with adapters by the
+"""The model of a recipe: weights from a hub id or folder, or from a config; quantized, frozen and with adapters by the
 recipe.
 
-Where the weights are in memory is the engine's decision (`Placement`).
+The placement of weights in memory is the engine's decision (`Placement`).
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from finetune.utils import full_shape, pattern_of, unwrap_peft
 
 @dataclass(frozen=True)
 class Placement:
-    """How this rank gets its weights.
+    """Placement of this rank's weights.
 
-    meta: shapes only, of buffers as well; the engine fills them in from rank 0. device: where quantised weights are
-    packed; None where ZeRO-3 shards each weight as it is read. layers: the decoder layers that need weights, the others
+    meta: shapes only, of buffers as well; the engine fills them in from rank 0. device: on which quantized weights are
+    packed; None if ZeRO-3 shards each weight as it is read. layers: the decoder layers that need weights, the others
     may be left on `meta`. direct: each weight is read straight to `device`. Otherwise every rank would need a copy of
-    the model in host memory where it is in fp32, which checkpoints are not. packed_on: where packed weights wait for
+    the model in host memory if it is in fp32, which checkpoints are not. packed_on: on which packed weights wait for
     the engine to shard them; None: `device`.
     """
 
@@ -82,10 +82,10 @@ def load_model(
     placement: Placement,
     labels: tuple[str, ...] = (),
 ) -> PreTrainedModel:
-    """Returns the model ready to be wrapped by an engine: in train mode, frozen where frozen, adapters in.
+    """Returns the model ready to be wrapped by an engine: in train mode, weights frozen as configured, adapters in.
 
     labels: of a head of scores, in place of the LM head. Seeded: random weights are the same on every rank. Raises
-    UserError where it cannot be loaded or has no such head.
+    UserError if it cannot be loaded or has no such head.
     """
     types = dtypes(recipe)
     base_dtype = types.trained if recipe.mode == "full" else types.frozen
@@ -113,7 +113,7 @@ def load_model(
     adapted = family = None
     if recipe.model.train is not None:
         family = family_of(config)
-        if placement.weights != "meta":  # rank 0 writes them, and what plans has the config alone
+        if placement.weights != "meta":  # rank 0 writes them, and a plan has the config alone
             model.processor_files = processor_settings(recipe.model, recipe.data.image)
         if recipe.lora is None:
             freeze_parts(model, family, recipe.model.train)
@@ -156,7 +156,7 @@ def _cast_embeddings(
 def _scoring_model(
     recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, dtype: torch.dtype, placement: Placement
 ) -> Any:
-    """Returns a sequence classification model, whose head is new where what is loaded has none."""
+    """Returns a sequence classification model, with a new head if the checkpoint has none."""
     if type(config) not in AutoModelForSequenceClassification._model_mapping:
         raise UserError(f"{type(config).__name__} has no sequence classification model in transformers")
     model, missing = _base_model(recipe, config, attention, dtype, placement, AutoModelForSequenceClassification)
@@ -174,7 +174,7 @@ def _base_model(
     placement: Placement,
     auto: Any,  # transformers' auto class
 ) -> tuple[Any, set[str] | None]:
-    """Returns the model, and the weights that its checkpoint lacks; None: all, it is made from a config."""
+    """Returns the model, and the weights that its checkpoint lacks; None: all, it is built from a config."""
     model, missing = _unpacked_model(recipe, config, attention, dtype, placement, auto)
     if recipe.quantization is not None and not is_stored_quantised(config):
         whole = [SCORE] if auto is AutoModelForSequenceClassification else None  # the LM head is packed as well
@@ -188,7 +188,7 @@ def _base_model(
 
 
 def _check_complete(recipe: Recipe, config: PretrainedConfig, missing: set[str]) -> None:
-    """Raises UserError where a checkpoint lacks weights, of which transformers only warns and draws them at random."""
+    """Raises UserError if a checkpoint lacks weights: transformers only warns of them and draws them at random."""
     if is_stored_quantised(config):  # its tensors have other names than the weights
         return
     unused = None if recipe.model.train is None else family_of(config).unused
@@ -208,7 +208,7 @@ def _unpacked_model(
     placement: Placement,
     auto: Any,
 ) -> tuple[Any, set[str] | None]:
-    """Returns what `_base_model` does, with linear layers as they were published."""
+    """Returns the result of `_base_model`, with linear layers as they were published."""
     trusted = recipe.model.trust_remote_code
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
     if recipe.model.train is not None:
@@ -229,7 +229,7 @@ def _unpacked_model(
     if placement.device is not None and (is_stored_quantised(config) or placement.direct):
         common["device_map"] = {"": placement.device}
     name = recipe.model.name
-    assert name is not None  # the schema wants it where there is no config
+    assert name is not None  # the schema requires it if there is no config
     load: Any = auto
     layers = None if is_stored_quantised(config) else placement.layers
     if (base := base_checkpoint(recipe.model)) is not None:
@@ -277,17 +277,17 @@ def _is_ours(conversion: Any, renames: dict[str, str]) -> bool:
 
 def stored_in_mxfp4(config: PretrainedConfig) -> bool:
     """Returns whether a checkpoint's experts are in 4 bits with a scale for each 32 (gpt-oss). All their values are
-    exact in bfloat16. transformers would compute with the packed ones where its kernels are, without a gradient."""
+    exact in bfloat16. transformers would compute with the packed ones if its kernels are there, without a gradient."""
     settings: Any = getattr(config, "quantization_config", None) or {}
     method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
     return method == "mxfp4"
 
 
 def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str) -> Any:
-    """Returns the class of a model that is but a part of what its files have.
+    """Returns the class of a model that is a part of the one in its files.
 
     layers: the decoder layers that it has before weights are read, so that others' are not; None: all. ignored: the
-    pattern of names in files that are none of this part's.
+    pattern of names in files that do not belong to this part.
     """
 
     class Partly(model_class):
@@ -312,7 +312,7 @@ def _complete(model: Any, skeleton: Any) -> None:
 
 
 def parameter_counts(model: Any) -> tuple[int, int]:
-    """Returns (all, trained) parameters of the full model, also where this rank has a shard or 4-bit weights."""
+    """Returns (all, trained) parameters of the full model, even if this rank has a shard or 4-bit weights."""
     packed = {id(parameter): weights for parameter, weights in linear_weights(model)}
     total = trained = 0
     for parameter in model.parameters():
@@ -322,16 +322,16 @@ def parameter_counts(model: Any) -> tuple[int, int]:
     return total, trained
 
 
-# --- LoRA adapters through peft, imported where there are any: it takes a second, for it imports bitsandbytes
+# --- LoRA adapters through peft, imported only if there are any: it takes a second, as it imports bitsandbytes
 
 
 def add_adapters(
     model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | None = None, paths: list[str] | None = None
 ) -> Any:
-    """Returns the model with its weights frozen and adapters in `dtype` that train. tokens: which it has got; paths: of
-    the modules that get adapters, where `lora.targets` names others as well.
+    """Returns the model with its weights frozen and adapters in `dtype` that train. tokens: the added ones; paths: of
+    the modules that get adapters, if `lora.targets` names others as well.
 
-    Raises UserError where `lora.targets` or `lora.modules_to_save` name nothing of the model, and where DoRA would
+    Raises UserError if `lora.targets` or `lora.modules_to_save` name no module of the model, and if DoRA would
     divide by zero.
     """
     from peft import LoraConfig, get_peft_model
@@ -393,7 +393,7 @@ def _is_named(model: Any, module: Any, names: list[str]) -> bool:
 
 def _layers_without_a_call(model: Any) -> list[str]:
     """Returns the names of linear layers whose weight a module of transformers hands to a function, such as Mamba's
-    kernels: an adapter acts where the layer is called."""
+    kernels: an adapter acts when the layer is called."""
     return [
         f"{name}.{layer}"
         for name, module in model.named_modules()
@@ -414,7 +414,7 @@ def keep_input_types(model: Any) -> None:
     """Let adapters take their inputs as they come, for a forward under autocast.
 
     peft casts each input to the adapter's fp32, and autocast casts it back for the product: two passes over the hidden
-    states for each adapted module, and a copy of them in the graph. Only where nothing but that product reads the
+    states for each adapted module, and a copy of them in the graph. Only if no other operation reads the
     input: dropout and DoRA compute in the type of their input.
     """
     if not hasattr(model, "peft_config"):
@@ -438,16 +438,16 @@ def fuse_adapters(model: Any, recomputed: Literal["selective"] | bool, schedule:
         lora_linear.fuse_adapters(model)
 
 
-def compute_in_fp8(model: Any, device: torch.device) -> None:
-    """Let linear layers of the decoder layers multiply in 8 bits (fp8_linear.py), in place; emulated without a GPU.
+def compute_in_fp8(model: Any, emulated: bool) -> None:
+    """Let linear layers of the decoder layers multiply in 8 bits (fp8_linear.py), in place. emulated: see `use_fp8`.
 
-    Raises UserError where torchao is missing, or no layer has sizes that such products take.
+    Raises UserError if torchao is missing, or no layer has sizes that such products take.
     """
     if importlib.util.find_spec("torchao") is None:
         raise UserError("`train.precision: fp8` needs torchao: pip install 'torchao>=0.18'")
     from finetune.models import fp8_linear
 
-    if not fp8_linear.use_fp8(unwrap_peft(model).base_model.layers, emulated=device.type != "cuda"):
+    if not fp8_linear.use_fp8(unwrap_peft(model).base_model.layers, emulated=emulated):
         raise UserError(
             f"train.precision: {type(model).__name__} has no linear layers whose sizes are multiples of "
             f"{MULTIPLE}, which products of 8 bits take: use bf16"
@@ -455,7 +455,7 @@ def compute_in_fp8(model: Any, device: torch.device) -> None:
 
 
 def _tables_to_train(model: Any, lora: Lora) -> list[str]:
-    """Returns the names of the embedding and of a head of its own, but for those that the recipe names."""
+    """Returns the names of the embedding and of an untied head, except for those that the recipe names."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tables = [embedding, *([head] if head is not None and head.weight is not embedding.weight else [])]
     names = [name.rpartition(".")[2] for name, module in model.named_modules() if any(module is t for t in tables)]
@@ -479,7 +479,7 @@ def _rename_tied(model: Any) -> None:
 
 
 def _check_magnitudes(model: Any) -> None:
-    """Raises UserError where DoRA would divide by zero, the norm of an output's weights: with tied weights the head has
+    """Raises UserError if DoRA would divide by zero, the norm of an output's weights: with tied weights the head has
     a padding token's embedding, which is zero, and every loss would be NaN."""
     for name, module in model.named_modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():

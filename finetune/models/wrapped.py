@@ -1,5 +1,5 @@
-"""What a backend wraps: a transformers model in its surroundings (autocast, offload of activations, routers), whose
-forward returns what an objective reads.
+"""The model that a backend wraps: transformers' with its surroundings (autocast, offload of activations, routers); its
+forward returns the inputs of an objective.
 
 Letters: T tokens of the flat row, S targets, D hidden size, d sequences.
 """
@@ -27,15 +27,15 @@ class Outputs(NamedTuple):
     """Results of a forward that an objective may use."""
 
     total: Tensor  # (), weighted sum of the token losses, with a graph; fp32, nats
-    token_losses: Tensor  # (S,), of the targets in their order; with a graph where requested
-    details: tuple[Tensor, ...] = ()  # (S, ...) each: what the loss of a target gives in addition, without a graph
+    token_losses: Tensor  # (S,), of the targets in their order; with a graph if requested
+    details: tuple[Tensor, ...] = ()  # (S, ...) each: additional results of a target's loss, without a graph
     router_logits: tuple[Tensor, ...] = ()  # (T, experts) of each layer of a mixture of experts
     scores: Tensor | None = None  # (d, labels) of sequences at their ends, with a graph; fp32; in place of losses
 
 
 @dataclass(frozen=True)
 class CrossEntropyChoice:
-    implementation: str  # plain | chunked | torch | liger; none: a model of scores
+    implementation: str  # plain | chunked | torch | liger; none: a reward model or classifier
     reason: str
 
 
@@ -53,7 +53,7 @@ class WrappedModel(nn.Module):
         routers: Routers | None = None,
         images: ImagePart | None = None,
     ):
-        """model: transformers' or peft's; autocast: the compute type, where it is not the parameters'."""
+        """model: transformers' or peft's; autocast: the compute type, if it is not the parameters'."""
         super().__init__()
         self.causal_lm, self._images = model, images
         self._device_type, self._autocast, self._offload, self._routers = device_type, autocast, offload, routers
@@ -79,12 +79,12 @@ class WrappedModel(nn.Module):
         return self
 
     def hidden_states(self, **inputs: Any) -> Tensor:  # (1, T, D)
-        """Returns the base model's output, in the surroundings of a forward: what a pipeline stage passes on."""
+        """Returns the base model's output, in the surroundings of a forward: the input of the next pipeline stage."""
         with self._surroundings():
             return self._base(inputs)
 
     def _read(self, targets: Any, inputs: dict[str, Any]) -> Outputs:
-        """Returns what is read at the targets, without the routers' logits."""
+        """Returns the outputs that are read at the targets, without the routers' logits."""
         raise NotImplementedError
 
     def _base(self, inputs: dict[str, Any]) -> Tensor:
@@ -119,7 +119,7 @@ def has_scores(model: Any) -> bool:
 
 
 def output_head(model: Any) -> Any:
-    """Returns the head of scores, or the LM head, with what peft puts around it; None where there is neither."""
+    """Returns the head of scores, or the LM head, with peft's layers around it; None if there is neither."""
     return getattr(unwrap_peft(model), SCORE) if has_scores(model) else unwrap_peft(model).get_output_embeddings()
 
 

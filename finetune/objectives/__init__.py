@@ -1,4 +1,4 @@
-"""What a run optimises and measures. `recipe.objective` is read here and nowhere else."""
+"""Losses and metrics of a run. `recipe.objective` is read here and nowhere else."""
 
 from finetune.objectives.objective import Counts, Objective, Sums, Term, Terms
 from finetune.objectives.scores import score_labels

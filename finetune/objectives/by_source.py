@@ -15,7 +15,7 @@ from finetune.objectives.objective import Objective, Sums, Term, Terms
 def by_source(names: Sequence[str], has_losses: bool = True) -> Objective:
     """Returns metrics `loss/<name>` in nats per target token; does not wait for the device.
 
-    has_losses: false where the loss is not one of tokens (answers, scores): only tokens are counted.
+    has_losses: false if the loss is not one of tokens (answers, scores): only tokens are counted.
     """
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:

@@ -1,4 +1,4 @@
-"""Calls the model on a micro-batch, for training and evaluation alike."""
+"""Calls the model on a micro-batch, for training and evaluation."""
 
 from __future__ import annotations
 

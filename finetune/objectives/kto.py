@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: single answers, each marked as desirable or not (Ethayarajh et al. 2024,
+"""Kahneman-Tversky optimization: single answers, each marked as desirable or not (Ethayarajh et al. 2024,
 https://arxiv.org/abs/2402.01306).
 
     desirable     desirable_weight   * (1 - s(beta * (r - z)))       s the logistic function, r the log-probability of
@@ -55,7 +55,7 @@ def kto(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Object
 
 
 def _metrics(sums: Sums) -> dict[str, float]:
-    """Returns means over the examples of a label, where there are any, and the KL divergence before it is cut at 0."""
+    """Returns means over the examples of a label, if there are any, and the KL divergence before it is cut at 0."""
     means = {"kl": sums.mean("kl")}
     for label in ("chosen", "rejected"):
         if count := _total(sums, f"examples/{label}"):

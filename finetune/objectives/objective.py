@@ -29,7 +29,7 @@ NLL = TokenLoss()
 class Term(NamedTuple):
     """A sum over one micro-batch."""
 
-    total: Tensor  # () with a graph where it has a weight; of any shape where it is a metric only
+    total: Tensor  # () with a graph if it has a weight; of any shape if it is a metric only
     unit: str | None = None  # its mean is over these; None: it stays a sum
     weight: float | None = None  # in the loss; None: a metric only
 
@@ -106,14 +106,14 @@ def sequence_log_probs(outputs: Outputs, batch: Batch, token_ranks: TokenRanks) 
 
 
 def sequence_targets(batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (D,) fp64
-    """Returns how many targets each sequence has on all of these ranks."""
+    """Returns the number of targets of each sequence on all of these ranks."""
     local = torch.tensor(batch.sequence_targets, dtype=torch.float64)
     return token_ranks.sum(local.to(batch.targets.ids.device, non_blocking=True))
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A function from outputs to the terms of a loss, and what the forward has to return for it."""
+    """A function from outputs to the terms of a loss, and the results that it needs from the forward."""
 
     terms: Callable[[Outputs, Batch], Terms]  # of one micro-batch, the same names in each; loss terms have a weight
     metrics: Callable[[Sums], dict[str, float]] = means  # by key of metrics.jsonl; the loss itself is not among them
@@ -123,11 +123,11 @@ class Objective:
     columns: tuple[str, ...] = ()  # of a batch, that the terms read
     # Terms of a pass without gradient over the whole step: the terms proper read their means, as columns () of a batch.
     statistics: Callable[[Outputs, Batch], Terms] | None = None
-    num_scores: int = 0  # of a sequence, where the terms read `Outputs.scores` of a `ScoreModel`, and no token losses
+    num_scores: int = 0  # of a sequence, if the terms read `Outputs.scores` of a `ScoreModel`, and no token losses
     num_details: int = 0  # `Outputs.details` that the token loss gives
 
     def no_terms(self, batch: Batch, terms: Callable[[Outputs, Batch], Terms] | None = None) -> Terms:
-        """Returns the terms, or other ones, all zero, for a rank that has no outputs (the early stages of a
+        """Returns the terms, or other ones, all zero, for a rank without outputs (the early stages of a
         pipeline)."""
         device, targets = batch.targets.ids.device, len(batch.targets.ids)
         each = torch.zeros(targets, device=device)
@@ -144,12 +144,12 @@ class Objective:
 
     @property
     def only_sums(self) -> bool:
-        """Whether it reads the plain sum of the token losses only, and each follows from logits and target alone."""
+        """Returns whether it reads the plain sum of token losses only, each following from logits and target alone."""
         plain = isinstance(self.token_loss, TokenLoss)
         return plain and self.token_weights is None and not self.differentiable
 
     def targets(self, batch: Batch) -> TargetTokens | ScoredPositions:
-        """Returns the targets of a batch and what the forward has to compute for them."""
+        """Returns the targets of a batch and the results that the forward has to compute for them."""
         if self.num_scores:
             return ScoredPositions(batch.ends.positions)
         weights = None if self.token_weights is None else self.token_weights(batch)

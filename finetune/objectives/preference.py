@@ -47,7 +47,7 @@ def sigmoid(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
 
 
 def robust(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
-    """(-(1 - e) log s(c - d) + e log s(d - c)) / (1 - 2e): without bias where a share e of the pairs is the wrong way
+    """(-(1 - e) log s(c - d) + e log s(d - c)) / (1 - 2e): without bias if a share e of the pairs is the wrong way
     round (Ray Chowdhury et al. 2024, https://arxiv.org/abs/2403.00409)."""
     margin, wrong = chosen - rejected, settings.label_smoothing
     return (-(1 - wrong) * logsigmoid(margin) + wrong * logsigmoid(-margin)) / (1 - 2 * wrong)
@@ -68,7 +68,7 @@ def ipo(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
 
 def sigmoid_norm(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
     """-log s(c - d) of averages (Lambert et al. 2024, https://arxiv.org/abs/2411.15124). Its beta has
-    another scale: 5 where DPO has 0.1."""
+    another scale: 5 when DPO has 0.1."""
     return -logsigmoid(chosen - rejected)
 
 
@@ -140,15 +140,15 @@ def orpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Objec
 
 
 def log_odds(log_prob: Tensor) -> Tensor:
-    """log(p / (1 - p)) of log p, exact also where p is near 0 or 1 (Maechler 2012,
+    """log(p / (1 - p)) of log p, exact even if p is near 0 or 1 (Maechler 2012,
     https://cran.r-project.org/web/packages/Rmpfr/vignettes/log1mexp-note.pdf).
 
-    Below 1e-12, where fp32 has no log-probabilities, -log p counts as 1e-12, without a gradient.
+    Below 1e-12, at which fp32 has no log-probabilities, -log p counts as 1e-12, without a gradient.
     """
     log_prob = log_prob.clamp(max=-1e-12)
     likely = log_prob > -math.log(2)
     near_one = (-log_prob.expm1()).log()
-    near_zero = (-log_prob.clamp(max=-math.log(2)).exp()).log1p()  # clamped: what is not taken has a gradient, too
+    near_zero = (-log_prob.clamp(max=-math.log(2)).exp()).log1p()  # clamped: the unused branch has a gradient, too
     return log_prob - torch.where(likely, near_one, near_zero)
 
 
@@ -186,6 +186,6 @@ def shared(terms: Terms, outputs: Outputs, token_ranks: TokenRanks) -> Terms:
 
 
 def parts_and_metrics(sums: Sums) -> dict[str, float]:
-    """Returns the mean of every term, also of those that the loss is made of where there are several."""
+    """Returns the mean of every term, including the terms of the loss if there are several."""
     means = {name: sums.mean(name) for name, term in sums.terms.items() if term.unit}
     return means if "nll" in means else {name: mean for name, mean in means.items() if name != "preference"}

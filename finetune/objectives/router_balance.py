@@ -7,7 +7,7 @@ It is `top_k` under perfect balance, as in transformers, which however pools all
 
 A product of means is not additive, so the loss depends on the tokens over which the means are taken: here those of a
 row (a packed sequence). Micro-batches would not do, because they differ from launch to launch. The global batch would,
-and constrains less (Qiu et al. 2025, https://arxiv.org/abs/2501.11873), but its means are known only after the last
+and constrains less (Qiu et al. 2025, https://arxiv.org/abs/2501.11873), but its means are only available after the last
 forward of a step, and the first backward comes earlier.
 
 Letters: L layers, T tokens of a forward, N rows in it, E experts.
@@ -57,7 +57,7 @@ def balance_of_experts(coefficient: float, top_k: int) -> Objective:
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         logits = [layer if coefficient else layer.detach() for layer in outputs.router_logits]
-        if any(batch.prefix_lengths):  # of every token of every sequence: what a pair shares counts twice
+        if any(batch.prefix_lengths):  # of every token of every sequence: tokens that a pair shares count twice
             places = torch.from_numpy(row_places(batch.sequence_lengths, batch.prefix_lengths))
             logits = [layer[places.to(layer.device, non_blocking=True)] for layer in logits]
         loss, chosen = router_balance(logits, batch.row_lengths, top_k)
@@ -71,13 +71,13 @@ def _expert_metrics(sums: Sums) -> dict[str, float]:
     fullest = load.max(1).values / load.mean(1)  # (L,)
     return {
         "router_balance_loss": sums.mean("router_balance_loss"),  # before its coefficient
-        "experts/load_max_over_mean": fullest.max().item(),  # of the layer where it is largest
+        "experts/load_max_over_mean": fullest.max().item(),  # of the layer with the largest
         "experts/idle_share": (load == 0).double().mean().item(),  # of all experts of all layers
     }
 
 
 def router_balance(logits: Sequence[Tensor], row_lengths: Sequence[int], top_k: int) -> tuple[Tensor, Tensor]:
-    """Returns the balance loss () of all rows, each times its tokens, and (L, E) how many tokens chose each expert.
+    """Returns the balance loss () of all rows, each times its tokens, and (L, E) tokens that chose each expert.
 
     logits: (T, E) of each layer. row_lengths: tokens of each row; padding after them is left out.
     """

@@ -14,7 +14,7 @@ from finetune.objectives.objective import Objective, Term, Terms, TokenRanks
 from finetune.objectives.preference import pairs
 from finetune.recipe.schema import ObjectiveSettings as Settings
 
-MARGIN = "margin"  # column of a batch, (E,): by how much the chosen answer is to score higher; 0 where there is none
+MARGIN = "margin"  # column of a batch, (E,): by how much the chosen answer is to score higher; 0 if there is none
 LABEL = "label"  # column of a batch, (E,): index of the label
 
 
@@ -59,7 +59,7 @@ def classify(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> O
 
 
 def score_labels(settings: Settings) -> tuple[str, ...]:
-    """Returns the labels that the model is to score, in the order of its outputs; none for a model with an LM head."""
+    """Returns the labels that the model is to score, in the order of its outputs; () for a model with an LM head."""
     if settings.name == "classify":
         return settings.labels or ()
     return ("reward",) if settings.name == "reward" else ()

@@ -1,4 +1,4 @@
-"""Pairs whose common beginning is computed once (`objective.share_prompts`): where, and how much that saves.
+"""Pairs whose common beginning is computed once (`objective.share_prompts`): the decision, and the saving.
 
 A layout of micro-batches (`data.batch.collate`) that attention has to know; no loss depends on it beyond rounding, and
 neither do packing and order, which count every sequence with all of its tokens.
@@ -18,7 +18,7 @@ from finetune.recipe.schema import ObjectiveSettings as Settings
 def with_shared_prompts(settings: Settings, attention: AttentionChoice) -> AttentionChoice:
     """Returns the attention with the decision whether pairs share their beginning.
 
-    Raises UserError where the recipe asks for it and it cannot be.
+    Raises UserError if the recipe requests it and it is not possible.
     """
     why_not = _why_not(settings, attention)
     if settings.share_prompts is True and why_not is not None:
@@ -32,7 +32,7 @@ def with_shared_prompts(settings: Settings, attention: AttentionChoice) -> Atten
 def sharing_summary(settings: Settings, attention: AttentionChoice, share: float | None) -> str | None:
     """Returns a line for the plan; None for an objective without pairs.
 
-    share: of an epoch's tokens that pairs have in common; None: not known.
+    share: of an epoch's tokens that pairs have in common; None: unknown.
     """
     if "share_prompts" not in OBJECTIVE_KEYS[settings.name]:
         return None

@@ -51,7 +51,7 @@ def make_objective(
     """Returns the objective of training, or of evaluation.
 
     config: the model's; routers: its own, if it is a mixture of experts; divided: how ranks share sequences or
-    layers, if they do; shares_prompts: what a pair has in common is computed once. Raises UserError if a router balance
+    layers, if they do; shares_prompts: a pair's common beginning is computed once. Raises UserError if a router balance
     loss is set that cannot be computed.
     """
     row, others = OBJECTIVES[settings.name], []

@@ -131,7 +131,14 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
     if how.device == "cpu":  # whose activations are in host memory already
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"activation_offload": False})})
     has_scores = bool(objective.num_scores)
-    wrapped = assemble(model, recipe, torch.device("cpu"), has_scores=has_scores, only_sums=objective.only_sums)
+    wrapped = assemble(
+        model,
+        recipe,
+        torch.device("cpu"),
+        has_scores=has_scores,
+        only_sums=objective.only_sums,
+        emulates_fp8=how.device == "cpu",
+    )
     if isinstance(wrapped, CausalLMWithLoss) and wrapped.choice.implementation != "plain":
         wrapped._rows = rows_at_once(config.get_text_config().vocab_size, how.device)
     return wrapped, ForwardPass(attention, objective)

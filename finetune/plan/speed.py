@@ -45,6 +45,8 @@ from finetune.recipe import Recipe
 
 _BYTES_OF_ADAMW = 28  # of fp32: weight, gradient, two moments read; weight and moments written
 _BYTES_OF_8BIT = 16
+# Products in 8 bits over those in bf16, dense: 1,979 and 989.5 TFLOP/s in the data sheet of H100 (hardware.yaml).
+_FP8_RATE = 2.0
 _PACKED = 2.6  # bytes read and written to unpack a weight of 4 bits
 # Work of the host that no operator shows, in operators as `Speeds.operator_s` counts them, for each micro-batch. Fitted
 # to the fitted cells of scripts/plan_times.py; its blind cells say how well that holds elsewhere.
@@ -270,14 +272,19 @@ class Job:
         return max(found, key=lambda one: self._flops(one[1], one[2])[0])
 
     def _flops(self, share: float, head: bool) -> tuple[float, float]:
-        """Returns the executed FLOPs of a step on a rank: (products, attention). share: of the layers."""
+        """Returns the executed FLOPs of a step on a rank: (products, attention). Those in 8 bits count by their rate.
+
+        share: of the layers.
+        """
         flops, sizes, rows = self.shape.flops, self.launch.parallelism, self.rows
-        in_layers = flops.token_forward + flops.token_backward + flops.token_recomputed
+        in_layers = of_layers = flops.token_forward + flops.token_backward + flops.token_recomputed
+        if self.recipe.train.precision == "fp8":  # but for gradients of weights, half of the backward (fp8_linear.py)
+            of_layers -= (1 - 1 / _FP8_RATE) * (in_layers - flops.token_backward / 2)
         of_head = flops.head * rows.targets_per_row if head else 0.0
         every = [flops.of(row, row, 0)[1 if flops.hardware_known else 0] - in_layers * sum(row) for row in rows.sample]
         times = self.recipe.batch.rows / sizes.data / (sizes.tokens * sizes.tensor)
         attention = max(0.0, sum(every) / len(every))
-        return times * (share * in_layers * rows.tokens_per_row + of_head + self._tower), times * share * attention
+        return times * (share * of_layers * rows.tokens_per_row + of_head + self._tower), times * share * attention
 
     @property
     def _tower(self) -> float:

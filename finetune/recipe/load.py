@@ -52,7 +52,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-# What an extended recipe sets gives way to what the recipe says, and both to the command line: (key, to another key).
+# Keys of an extended recipe give way to those of the recipe, and both to the command line: (key, to another key).
 _GIVES_WAY = (
     ("schedule.warmup_steps", "schedule.warmup_ratio"),
     ("schedule.warmup_ratio", "schedule.warmup_steps"),
@@ -63,7 +63,7 @@ _ONLY_WITH_EVALUATION = tuple(f"evaluate.{name}" for name in ("every_steps", "ge
 def _give_way(tree: Tree, path: Path) -> None:
     """Removes keys that could not stay next to a nearer one, or that have no effect without evaluation data."""
 
-    def distance(key: Key) -> int:  # of what says so: 0 the command line, 1 the recipe's own file, 2 one it extends
+    def distance(key: Key) -> int:  # of its source: 0 the command line, 1 the recipe's own file, 2 one it extends
         place = tree.place(key)
         return 0 if place.line is None else 1 if place.file == str(path) else 2
 
@@ -84,7 +84,7 @@ def _give_way(tree: Tree, path: Path) -> None:
 
 
 def _with_name(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Returns the recipe with the values that `run.name` asks for, and what is wrong with them.
+    """Returns the recipe with the values that `run.name` requests, and the problems with them.
 
     `lr-{optimizer.lr}` -> `lr-0.001`; characters that no name may have become `-`.
     """
@@ -112,7 +112,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
     """Translates pydantic's errors to problems, one per key."""
-    # A union reports the failure of every branch: one problem per key, what each branch expected joined by "or".
+    # A union reports the failure of every branch: one problem per key, the expectations of the branches joined by "or".
     by_key: dict[Key, list[dict[str, Any]]] = {}
     for detail in error.errors():
         by_key.setdefault(_key(detail["loc"], detail["type"], tree.values), []).append(dict(detail))
@@ -127,7 +127,7 @@ def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
 
 
 def _is_wrong_branch(key: Key, group: list[dict[str, Any]], keys: Iterable[Key]) -> bool:
-    """Whether another branch of the same union got further: `targets: [q_proj, 3]` is a list, not `all-linear`."""
+    """Returns whether another branch of the union got further: `targets: [q_proj, 3]` is a list, not `all-linear`."""
     deeper = [k for k in keys if len(k) > len(key) and k[: len(key)] == key]
     return bool(deeper) and all(detail["type"] in ("literal_error", "tuple_type", "model_type") for detail in group)
 
@@ -196,7 +196,7 @@ _ELSEWHERE = {
 }
 
 
-# The same, where another value or more than one key is meant.
+# The same, if another value or more than one key is meant.
 _INSTEAD = {
     "bf16": "set `train.precision: bf16`",
     "fp16": "set `train.precision: fp16`",
@@ -219,7 +219,7 @@ _INSTEAD_OF_VALUE = {
 
 
 def _suggest_key(key: Key) -> str:
-    """Suggests a key for an unknown one: in its section, elsewhere in the recipe, or known from other programs."""
+    """Suggests a key for an unknown one: in its section, elsewhere in the recipe, or from other programs."""
     name, siblings = str(key[-1]), _fields_at(key[:-1])
     if name in _INSTEAD:
         return f"; {_INSTEAD[name]}"
@@ -340,7 +340,7 @@ def _item_of(annotation: Any) -> Any:
 
 
 def _is_text(key: Key) -> bool:
-    """Whether the schema expects text, or text or null, at `key`."""
+    """Returns whether the schema expects text, or text or null, at `key`."""
     annotation = _annotation_at(key)
     is_list = typing.get_origin(annotation) is tuple
     return annotation is str or (str in typing.get_args(annotation) and not is_list)
@@ -370,6 +370,6 @@ def _dotted_names(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterat
 
 
 def key_is_known(key: str) -> bool:
-    """Whether a dotted key names a field of the recipe; used by tests that keep the documentation honest."""
+    """Returns whether a dotted key names a field of the recipe; used by tests that keep the documentation honest."""
     *section, name = key.split(".")
     return name in _fields_at(tuple(section))

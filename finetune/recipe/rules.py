@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from finetune.recipe.schema import LOSS_KEYS, OBJECTIVE_KEYS, ROW_KINDS, HeldOut, ObjectiveSettings, Recipe
 from finetune.utils import divisors
 
-Finding = tuple[str, str]  # dotted key; what is wrong and what to do
+Finding = tuple[str, str]  # dotted key; the problem and the remedy
 
 
 def lora_section(recipe: Recipe) -> Iterator[Finding]:
@@ -224,7 +224,7 @@ def objective_reads_its_keys(recipe: Recipe) -> Iterator[Finding]:
 
 
 def reference_at_hand(recipe: Recipe) -> Iterator[Finding]:
-    """Whether `objective.reference` can be computed under this mode, these adapters and this data."""
+    """Returns whether `objective.reference` can be computed under this mode, these adapters and this data."""
     objective, key = recipe.objective, "objective.reference"
     if not objective.reads_reference:
         return
@@ -348,7 +348,7 @@ def answers_are_the_targets(recipe: Recipe) -> Iterator[Finding]:
 
 
 def format_problem(objective: str, format: str) -> str | None:
-    """Returns why an objective does not take rows of a format, and what to do instead; None where it does."""
+    """Returns why an objective does not take rows of a format, and what to do instead; None if it does."""
     if format in ROW_KINDS[objective].formats:
         return None
     takers = [name for name, kind in ROW_KINDS.items() if format in kind.formats]

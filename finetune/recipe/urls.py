@@ -10,7 +10,7 @@ _URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://[^\s'\"<>]+")
 
 
 def is_url(path: str) -> bool:
-    """Whether a path has a scheme, as s3://bucket/key has."""
+    """Returns whether a path has a scheme, as s3://bucket/key has."""
     return _URL.match(path) is not None
 
 

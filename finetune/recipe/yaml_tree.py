@@ -1,6 +1,6 @@
 """Reads YAML into plain values with the place (file, line) of each, resolves `extends` and applies overrides.
 
-Values follow YAML 1.2 where PyYAML's 1.1 surprises: `1e-4` is a number, `on`, `off`, `yes` and `no` are strings, `010`
+Values follow YAML 1.2 when PyYAML's 1.1 surprises: `1e-4` is a number, `on`, `off`, `yes` and `no` are strings, `010`
 is ten. Raw dicts exist only here and in `load.py`.
 """
 
@@ -73,7 +73,7 @@ _WORDS = (
 )
 
 # A recipe has some hundred values; more are a mistake or a trap (https://en.wikipedia.org/wiki/Billion_laughs_attack).
-MAX_VALUES = 10_000  # an alias counts as what it stands for
+MAX_VALUES = 10_000  # an alias counts as the node it stands for
 _MAX_INTEGER = 2**63 - 1
 _UNREADABLE = re.compile("[\0\ud800-\udfff]")  # in no file, name or UTF-8 text
 
@@ -86,7 +86,7 @@ class _YamlLoader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own name and type)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """As PyYAML's, which calls it for every section that is merged."""
+        """Extends PyYAML's method, called for every section that is merged, by a check of size."""
         super().flatten_mapping(node)
         _check_count(len(node.value), node)
 
@@ -134,7 +134,7 @@ class Tree:
 
 
 def read(path: Path) -> Tree:
-    """Reads a recipe file and what it `extends`; the extending file's values win. Raises RecipeError."""
+    """Reads a recipe file and those it `extends`; the extending file's values win. Raises RecipeError."""
     return _read(path, ())
 
 
@@ -332,7 +332,7 @@ def _remove_places(places: dict[Key, Location], key: Key) -> None:
 def override(tree: Tree, text: str, is_text: Callable[[Key], bool]) -> None:
     """Apply `section.key=value` to the tree. List items are addressed by index: `data.train.0.path=x`.
 
-    The value is read as YAML, or literally where the schema expects text (`is_text`): a commit or a regular expression
+    The value is read as YAML, or literally if the schema expects text (`is_text`): a commit or a regular expression
     needs no YAML quotes inside those of the shell. Raises RecipeError.
     """
     name, equals, raw = text.partition("=")

@@ -1,1 +1,1 @@
-"""Before a run: a recipe that fits (`new`), tokens in the cache (`prepare`)."""
+"""Preparation of a run: a recipe that fits (`new`), tokens in the cache (`prepare`)."""

@@ -1,4 +1,5 @@
-"""`check`: everything that `train` would refuse, without training: recipe, launch, tokenizer, data, model, memory."""
+"""`check`: reports everything that `train` would refuse, without training: recipe, launch, tokenizer, data, model,
+memory."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class CheckReport:
-    """Result for one recipe: `error` if it would not run, else facts by name, and notes."""
+    """Result for one recipe: `error` if it would not run; facts by name; notes."""
 
     recipe: str
     error: str | None = None
@@ -42,7 +43,7 @@ class CheckReport:
 def check_folder(
     folder: Path, overrides: Sequence[str], config_file: Path | None = None, num_processes: int | None = None
 ) -> list[CheckReport]:
-    """Checks every recipe below a folder, without data; files in a folder named `base` are parts of others.
+    """Checks every recipe below a folder, without data; files in a folder named `base` are parts of other recipes.
 
     Raises UserError if there is none.
     """
@@ -59,7 +60,7 @@ def check_recipe(
     num_processes: int | None = None,
     recipe_only: bool = False,
 ) -> CheckReport:
-    """Checks schema and rules, the launch, and unless `recipe_only` all that a run prepares. Without an accelerate
+    """Checks schema and rules, the launch, and, unless `recipe_only`, the preparation of a run. Without an accelerate
     config the launch is that of one process, or of `num_processes` replicas."""
     report = CheckReport(str(path))
     try:
@@ -90,7 +91,7 @@ def _launch(config_file: Path | None, processes: int | None) -> Launch:
 def _check_run(
     recipe: Recipe, path: Path, config_file: Path | None, processes: int | None, report: CheckReport
 ) -> None:
-    """Prepares the run as `train` does and makes its model without weights; collects the problems of both. Raises
+    """Prepares the run as `train` does and builds its model without weights; collects the problems of both. Raises
     UserError with all of them."""
     import torch
 
@@ -122,7 +123,7 @@ def _check_run(
 
 
 def _check_device(recipe: Recipe) -> None:
-    """Checks what a run on this machine's GPU would refuse, if it has one."""
+    """Checks what a run would refuse on this machine's GPU, if any."""
     import torch
 
     from finetune.engine.compatibility import check_products
@@ -132,7 +133,7 @@ def _check_device(recipe: Recipe) -> None:
 
 
 def _check_reference(prepared: Prepared) -> None:
-    """Raises UserError if another model's log-probabilities are compared with, and have not been computed."""
+    """Raises UserError if another model's log-probabilities are needed but not computed."""
     from finetune.training.reference import find_reference, reads_columns
 
     if reads_columns(prepared.recipe):
@@ -140,7 +141,7 @@ def _check_reference(prepared: Prepared) -> None:
 
 
 def _check_model(prepared: Prepared, attention: AttentionChoice) -> None:
-    """Makes the model as a run does, without its weights: modules that a recipe names, its head and its losses."""
+    """Builds the model as a run does, without weights: the recipe's modules, head and losses."""
     import torch
 
     from finetune.models.assemble import skeleton
@@ -166,7 +167,7 @@ def _report_launch(prepared: Prepared, report: CheckReport) -> None:
 
 
 def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
-    """Adds a note if more packed sequences are computed at once than are grouped by attention work."""
+    """Adds a note if a group by attention work has fewer packed sequences than are computed at once."""
     from finetune.data.packing import group_rows
 
     if recipe.batch.rows_per_device == "auto":
@@ -181,7 +182,7 @@ def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
 
 
 def _report_memory(prepared: Prepared, report: CheckReport) -> None:
-    """Adds the most that the recipe can take on a GPU of this launch, by formula."""
+    """Adds the largest memory the recipe can need on a GPU of this launch, by formula."""
     from finetune.plan.lengths import widest
     from finetune.plan.memory import Place, estimate_memory
     from finetune.plan.micro_batch import NotEstimated

@@ -43,18 +43,18 @@ from finetune.utils import write_atomically
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a person answers or gives as options."""
+    """Options or answers of the user."""
 
     model: str  # hub id or local folder
-    data: str  # a path as in a recipe
+    data: str  # path as in a recipe
     mode: str
-    name: str | None  # of the run; None: of data and mode
+    name: str | None  # run name; None: from data and mode
     output: Path | None  # None: <name>.yaml in the current folder
 
 
 @dataclass(frozen=True)
 class NewRecipe:
-    """What a recipe is written from."""
+    """Contents of the new recipe."""
 
     wanted: Wanted
     name: str
@@ -63,18 +63,18 @@ class NewRecipe:
     rows: RowsFound
     lengths: ExampleLengths
     fit: Fit
-    template: str | None  # of chats, where the tokenizer brings none
-    parameters: int | None  # of the model; None: not known
+    template: str | None  # for chats, if the tokenizer has none
+    parameters: int | None  # number of the model's parameters; None: unknown
 
     @property
     def extends(self) -> str:
-        """Returns the base as seen from the recipe; an absolute path where it is in another repository, or in none."""
+        """Returns the base's path from the recipe; absolute if it is in another repository, or in none."""
         is_near = self.base.parents[2] in self.path.resolve().parents
         return Path(os.path.relpath(self.base, self.path.parent) if is_near else self.base).as_posix()
 
 
 def write_new(wanted: Wanted, console: Console) -> Path:
-    """Writes the recipe, shows what it rests on and which commands come next; returns its path. Raises UserError."""
+    """Writes the recipe, shows its reasons and the next commands; returns its path. Raises UserError."""
     if wanted.mode not in MODES:
         raise UserError(f"--mode {wanted.mode}: expected {', '.join(MODES)}")
     name = wanted.name or _run_name(wanted)
@@ -130,7 +130,7 @@ def _run_name(wanted: Wanted) -> str:
 def _base_folder(folder: Path) -> Path:
     """Returns recipes/base of the repository around the recipe, around the current folder, or of this installation.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
     around = [*folder.resolve().parents, folder.resolve(), *Path.cwd().parents, Path.cwd()]
     for parent in (*reversed(around), Path(__file__).resolve().parents[2]):
@@ -143,7 +143,7 @@ def _base_folder(folder: Path) -> Path:
 
 
 def _tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase | None, str]:
-    """Returns the tokenizer, or None and why. Raises UserError for a model that does not exist, or is of no use."""
+    """Returns the tokenizer, or None and the reason. Raises UserError for a missing or unsupported model."""
     if is_missing_folder(str(model.name)):
         raise UserError(f"--model {model.name}: {NO_FOLDER}")
     try:
@@ -158,7 +158,7 @@ def _tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase | None, str]:
 
 
 def _model_facts(model: Model) -> tuple[int | None, int | None]:
-    """Returns the tokens of the model's context, and its number of parameters."""
+    """Returns the model's context length in tokens, and its number of parameters."""
     from finetune.models.base_config import without_weights
 
     config = model_config(model)
@@ -167,7 +167,7 @@ def _model_facts(model: Model) -> tuple[int | None, int | None]:
 
 
 def _learning_rate(mode: str, objective: str, parameters: int | None) -> tuple[float, str]:
-    """Returns the rate and where it is from."""
+    """Returns the rate and its source."""
     adapters = mode != "full"
     if objective in ("dpo", "kto"):
         return (5e-6, "of recipes/mistral-7b-v0.3/dpo-lora.yaml") if adapters else (5e-7, "of its dpo-full.yaml")
@@ -271,7 +271,7 @@ def _evaluation_lines(rows: RowsFound, fit: Fit, lengths: ExampleLengths) -> lis
 
 
 def _divides(fit: Fit) -> str:
-    """Returns the numbers of processes that a step divides by."""
+    """Returns the numbers of processes that divide a step."""
     return {1: "for 1 process", 2: "for 1 or 2 processes", 4: "for 1, 2 or 4 processes"}.get(
         fit.rows, "for 1, 2, 4 or 8 processes"
     )
@@ -284,7 +284,7 @@ def _flow(value: Any) -> str:
 
 
 def _scientific(value: float) -> str:
-    """YAML 1.1 takes `1e-4` for text.
+    """Returns a number for YAML, in which `1e-4` is text (YAML 1.1).
 
     >>> _scientific(2e-4)
     '2.0e-4'
@@ -324,7 +324,7 @@ def next_commands(path: Path, name: str, rows: RowsFound) -> list[str]:
 
 
 def _question(rows: RowsFound) -> str | None:
-    """Returns the first short question of the rows, else the shortest; None where they ask nothing."""
+    """Returns the first short question of the rows, else the shortest; None if they have none."""
     asked = [" ".join(text.split()) for sample in rows.samples[:100] if (text := _prompt(sample))]
     return next((text for text in asked if 10 <= len(text) <= 100), min(asked, key=len)[:200]) if asked else None
 

@@ -26,7 +26,7 @@ class PreparedSource:
 
     part: str  # train | eval
     report: SourceReport
-    build_s: float | None  # None: it was cached before
+    build_s: float | None  # None: already cached
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -38,13 +38,13 @@ class PreparedSource:
 
     @property
     def dropped(self) -> int:
-        """Rows and examples that are not trained on."""
+        """Number of rows and examples not trained on."""
         return self.report.bad + self.report.dropped_overlong + self.report.no_supervised_token
 
 
 def prepare(recipe: Recipe) -> tuple[list[PreparedSource], list[str]]:
-    """Tokenise every source of a recipe into the cache; returns them and notes on the template. Raises UserError."""
-    from finetune.data.dataset import template_notes  # torch, which the commands of the cache do without
+    """Tokenize every source of a recipe into the cache; returns them and notes on the template. Raises UserError."""
+    from finetune.data.dataset import template_notes  # imports torch, which the cache commands do not need
     from finetune.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model, recipe.tokens)

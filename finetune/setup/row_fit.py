@@ -1,6 +1,6 @@
-"""What the rows of a source are like, and the settings that fit them: format, lengths, batch, steps.
+"""Properties of a source's rows, and the settings that fit them: format, lengths, batch, steps.
 
-Letters: `N` examples that were looked at.
+Letters: `N` examples that were read.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from finetune.data.tokenizing import Item, RowSettings, tokenize_chunk
 from finetune.errors import UserError
 from finetune.recipe.schema import ObjectiveSettings, Source
 
-LOOK_ROWS = 5_000  # that are read; of a larger source the rest is taken to be alike
-CHARACTERS_PER_TOKEN = 4  # about, of English under vocabularies of today, where there is no tokenizer to ask
-SLACK = 2  # times the longest estimate: other languages and vocabularies take twice the tokens, or more
-TEMPLATE_TOKENS = 16  # about, of a chat template around an answer
+LOOK_ROWS = 5_000  # rows read; the rest of a larger source is assumed to be similar
+CHARACTERS_PER_TOKEN = 4  # about, for English with current vocabularies, if there is no tokenizer
+SLACK = 2  # times the longest estimate: other languages and vocabularies need twice the tokens, or more
+TEMPLATE_TOKENS = 16  # about, for a chat template around an answer
 LONGEST = 4096  # tokens of a packed sequence, as in recipes/base; or the model's context, if that is shorter
 GOAL_STEPS = 100  # twice what `check` warns below
 OBJECTIVES = {"preference": "dpo", "ranked": "dpo", "unpaired": "kto", "classification": "classify"}
@@ -40,12 +40,12 @@ OBJECTIVES = {"preference": "dpo", "ranked": "dpo", "unpaired": "kto", "classifi
 
 @dataclass(frozen=True)
 class RowsFound:
-    """What was found in the data."""
+    """Rows of the data, with their format."""
 
     format: str
     columns: dict[str, str] | None
-    reason: str  # how the format was told
-    count: int  # rows, with bad ones
+    reason: str  # how the format was detected
+    count: int  # rows, bad ones included
     bad: tuple[str, ...]
     is_all: bool  # every row was read; else `count` is an estimate
     samples: tuple[Sample, ...]
@@ -57,14 +57,14 @@ class RowsFound:
 
     @property
     def labels(self) -> list[str]:
-        """Returns the classes that occur, in order; of indices all up to the highest."""
+        """Returns the classes that occur, in order; for indices all up to the highest."""
         found = {one.label for one in self.samples if isinstance(one, Labelled)}
         if all(isinstance(label, int) for label in found):
             return [str(i) for i in range(max(map(int, found), default=0) + 1)]
         return sorted(map(str, found))
 
     def check_labels(self) -> None:
-        """Raises UserError where a classifier would have nothing to tell apart."""
+        """Raises UserError if a classifier would have a single class."""
         if self.objective == "classify" and len(self.labels) < 2:
             raise UserError(
                 f"{self.items[0][0]}: `label` is {self.labels[0]} in every row, and a classifier needs two labels at "
@@ -74,12 +74,12 @@ class RowsFound:
 
 @dataclass(frozen=True)
 class ExampleLengths:
-    """Tokens of the examples that were looked at."""
+    """Tokens of the examples that were read."""
 
     examples: NDArray[np.int64]  # (N,)
-    answers: NDArray[np.int64]  # (N,) supervised ones; of an estimate all
+    answers: NDArray[np.int64]  # (N,) supervised tokens; for an estimate all tokens
     is_estimate: bool
-    scale: float  # examples of the source for each of these
+    scale: float  # examples of the source per example read
 
     @property
     def longest(self) -> int:
@@ -87,20 +87,20 @@ class ExampleLengths:
 
     @property
     def total(self) -> int:
-        """Tokens of the source."""
+        """Number of tokens in the source."""
         return round(self.examples.sum() * self.scale)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The settings that fit the rows."""
+    """Settings that fit the rows."""
 
     max_length: int
-    sequences: int  # packed ones of an epoch
-    rows: int  # of them in a step
+    sequences: int  # packed sequences per epoch
+    rows: int  # packed sequences per step
     epochs: int
     held_out: float  # share of the rows
-    overlong: int  # examples above max_length, of those that were looked at
+    overlong: int  # examples above max_length, among those read
 
     @property
     def steps(self) -> int:
@@ -108,7 +108,7 @@ class Fit:
 
     @property
     def interval(self) -> int:
-        """Steps between evaluations, and checkpoints: about five in a run."""
+        """Number of steps between evaluations, and checkpoints: about five in a run."""
         return max(5, math.ceil(self.steps / 25) * 5)
 
 
@@ -116,7 +116,7 @@ class Fit:
 
 
 def read_source(path: str) -> RowsFound:
-    """Returns the first rows of a source, with their format. Raises UserError where there is none that fits."""
+    """Returns the first rows of a source, with their format. Raises UserError if no format fits."""
     reader = SourceReader(Source(path=path))
     with closing(read_items(reader)) as items:
         read = tuple(islice(items, LOOK_ROWS))
@@ -155,7 +155,7 @@ def _detect(path: str, readable: Sequence[tuple[str, int, Any]]) -> Detected:
 
 
 def chat_template(rows: RowsFound, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    """Returns the built-in template that a tokenizer without its own needs for these rows; None where it needs none."""
+    """Returns the built-in template that a tokenizer without its own needs for these rows; None if it needs none."""
     if tokenizer is None or tokenizer.chat_template or not any(_is_chat(sample) for sample in rows.samples[:100]):
         plain = rows.columns is None or rows.format != "prompt_completion"
         if plain or tokenizer is None or tokenizer.chat_template:
@@ -172,7 +172,7 @@ def _is_chat(sample: Sample) -> bool:
 
 
 def token_lengths(rows: RowsFound, tokenizer: PreTrainedTokenizerBase, template: str | None) -> ExampleLengths:
-    """Tokenises the rows that were read as a run would. Raises UserError."""
+    """Tokenizes the rows as a run would. Raises UserError."""
     labels = tuple(rows.labels) if rows.objective == "classify" else None
     objective = ObjectiveSettings(name=rows.objective, labels=labels)  # pyright: ignore[reportArgumentType]
     is_text = objective.name == "classify"
@@ -188,7 +188,7 @@ def token_lengths(rows: RowsFound, tokenizer: PreTrainedTokenizerBase, template:
     begins = np.concatenate([[0], np.cumsum(result.arrays.sizes)[:-1]])
     examples = np.add.reduceat(result.arrays.lengths, begins)
     answers = np.maximum.reduceat(result.arrays.targets, begins)
-    several = 2 if objective.name == "kto" else 1  # an answer of another row is next to each
+    several = 2 if objective.name == "kto" else 1  # each has an answer of another row beside it
     return ExampleLengths(several * examples, answers, False, rows.count / len(rows.items))
 
 
@@ -205,13 +205,13 @@ def estimated_lengths(rows: RowsFound) -> ExampleLengths:
 
 
 def fit_rows(lengths: ExampleLengths, rows: RowsFound, longest: int) -> Fit:
-    """Returns settings that make `GOAL_STEPS`, or come near: first shorter sequences, then fewer of them in a step,
-    then more epochs. longest: most tokens of a sequence."""
+    """Returns settings that make about `GOAL_STEPS`: first shorter sequences, then fewer of them per step,
+    then more epochs. longest: maximum tokens of a sequence."""
     count = len(lengths.examples) * lengths.scale
-    # Enough rows that their mean tells two checkpoints apart, and few enough to be quick; none of a handful.
+    # Enough rows that their mean distinguishes two checkpoints, few enough to be quick; zero for a handful of rows.
     held_out = 0.0 if count < 20 else 0.1 if count < 1000 else 0.05 if count < 10_000 else 0.01
     room = lengths.longest * (SLACK if lengths.is_estimate else 1)
-    needed = min(longest, 1 << max(5, (room - 1).bit_length()))  # a power of two that the longest fits in
+    needed = min(longest, 1 << max(5, (room - 1).bit_length()))  # a power of two at least as large as the longest
     kept = lengths.examples[lengths.examples <= longest]
     if not len(kept):
         kept = np.full(1, longest)
@@ -229,7 +229,7 @@ def fit_rows(lengths: ExampleLengths, rows: RowsFound, longest: int) -> Fit:
 
 
 def _choices(shortest: int, longest: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (max_length, sequences in a step, epochs), from what suits much data to what suits little."""
+    """Yields (max_length, sequences in a step, epochs), from large data to small."""
     length = longest
     yield length, 8, 2
     while length > shortest:

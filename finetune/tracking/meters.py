@@ -1,7 +1,7 @@
 """Meters of a training step: speed, device utilization, memory, time by phase, stragglers.
 
-Every rank measures itself; once a step one small collective gathers the numbers of all. Keys are absent where a value
-is unknown: no MFU without a known peak, no communication where a backend hides its waits, no power without NVML.
+Every rank measures itself; once a step one small collective gathers the numbers of all. Keys are absent if a value
+is unknown: no MFU without a known peak, no communication if a backend hides its waits, no power without NVML.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MEASURED |= {"device_utilization", "power_w", "energy_j", "tokens_per_j"}
 
 
 def is_measured(key: str) -> bool:
-    """Whether a key of a training line is measured, so that repeating the run gives another value."""
+    """Returns whether a key of a training line is measured, so that repeating the run gives another value."""
     return key in _MEASURED or key.startswith(("time/", "share/", "memory/"))
 
 
@@ -55,14 +55,14 @@ class FlopsCounter(Protocol):
 
 
 class DeviceReading(NamedTuple):
-    """NaN where unknown."""
+    """Readings of a device; NaN if unknown."""
 
     utilization: float = math.nan  # share of the driver's last sampling period in which a kernel ran
     power_w: float = math.nan
     energy_j: float = math.nan  # since the meter was created
 
 
-# What one rank sends of a step, in this order; NaN: unknown.
+# Readings that one rank sends of a step, in this order; NaN: unknown.
 _FIELDS = ("step", *PHASES, *STALLS, "model_flops", "hardware_flops", "peak", *_STORED, *DeviceReading._fields)
 _Rank = dict[str, float]
 
@@ -184,7 +184,7 @@ def _times(ranks: list[_Rank], knows_waits: bool) -> Line:
     phases = {name: _mean(ranks, name) for name in PHASES if knows_waits or name != COMMUNICATION}
     stalls = {name: _mean(ranks, name) for name in STALLS}
     if not stalls["profile"]:
-        del stalls["profile"]  # most runs have none
+        del stalls["profile"]  # absent in most runs
     times = {**phases, "other": max(0.0, step - sum(phases.values())), **stalls}
     total = step + sum(stalls.values())
     line = {f"time/{name}": seconds for name, seconds in times.items()}

@@ -22,7 +22,7 @@ from finetune.utils import naming, write_atomically
 Entry = dict[str, Any]
 EXAMPLES = "examples.json"  # the first training examples, as text with their masks
 GENERATIONS = "generations.jsonl"  # answers to held-out prompts, of each evaluation
-PICTURES = "pictures"  # folder: what those prompts show, small
+PICTURES = "pictures"  # folder: the images of those prompts, small
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def keep_before(path: Path, first_step: int) -> None:
 
 
 def read_steps(path: Path) -> list[Entry]:
-    """Returns every line that can be read; none is the incomplete last one of a killed run."""
+    """Returns every line that can be read; the incomplete last line of a killed run is skipped."""
     return [entry for entry in map(_parsed, _complete_lines(path)) if entry is not None]
 
 
@@ -182,7 +182,7 @@ def write_status(run_dir: Path, status: Status, step: int, steps: int) -> None:
     except OSError:
         if status != "failed" or not path.exists():
             raise
-        with path.open("r+") as file:  # a full disk has room for what is there already
+        with path.open("r+") as file:  # a full disk has room for the existing content
             file.write(text.strip().ljust(path.stat().st_size - 1) + "\n")
 
 

@@ -41,7 +41,7 @@ def enabled_trackers(tracking: Tracking) -> list[str]:
 
 
 def check_trackers(tracking: Tracking) -> None:
-    """Raises UserError where an enabled tracker is not installed, or W&B has no API key."""
+    """Raises UserError if an enabled tracker is not installed, or W&B has no API key."""
     missing = [_INSTALL[name] for name in enabled_trackers(tracking) if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"tracking: pip install {' '.join(missing)}, or remove {', '.join(missing)} from the recipe")
@@ -83,7 +83,7 @@ class Trackers:
                 tracker.store_init_configuration(_flatten(redact(config)))
 
     def run_ids(self) -> dict[str, str]:
-        """Returns what a checkpoint stores so that a resumed run keeps its id; W&B may be enabled later."""
+        """Returns the state that a checkpoint stores so that a resumed run keeps its id; W&B may be enabled later."""
         return {"wandb": self._wandb_id}
 
     def log(self, metrics: Metrics, step: int) -> None:
@@ -118,7 +118,7 @@ class Trackers:
                 tracker.run.summary.update({**{grouped(name): value for name, value in values.items()}, **best})
 
     def artifacts(self, folders: dict[str, Path]) -> None:
-        """Give W&B folders as versions of the run's model, by alias. It reads them where they are."""
+        """Give W&B folders as versions of the run's model, by alias. It reads them in place."""
         for tracker in self._all:
             if tracker.name == "wandb":
                 import wandb

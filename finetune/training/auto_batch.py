@@ -1,15 +1,15 @@
 """`batch.rows_per_device: auto`: measures the largest micro-batch that fits into memory, and caches the result.
 
-The result is the same on every rank and does not change the maths: it only decides in how many micro-batches the
-sequences of a step are computed.
+The result is the same on every rank and does not change the maths: it only decides the number of micro-batches into
+which the sequences of a step are split.
 
-A trial that runs out of memory ends a run whose ranks wait for each other in the middle of a forward. So sizes at most
-double, and only where the measurements so far predict that the next one fits: memory grows linearly in the sequences of
-a micro-batch, or quadratically where attention uses a mask or scores of tokens x tokens.
+A trial that runs out of memory ends a run whose ranks wait for each other inside a forward. So sizes at most
+double, and only if the measurements so far predict that the next one fits: memory grows linearly in the sequences of
+a micro-batch, or quadratically if attention uses a mask or scores of tokens x tokens.
 
-`MARGIN` of the memory stays free: the documents of a run's steps have other lengths than those of a trial, so that
+`MARGIN` of the memory stays free: the documents of a run's steps differ in length from those of a trial, so that
 memory is fragmented differently; communicators and libraries allocate at first use; evaluation and generation add to
-what is allocated. 8 % is 6 GiB of an 80 GiB device; PyTorch's fragmentation alone is commonly a few per cent.
+allocations. 8 % is 6 GiB of an 80 GiB device; PyTorch's fragmentation alone is commonly a few per cent.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ log = logging.getLogger(__name__)
 
 HALF = 0.5  # one sequence of half the tokens: with a full one, the first two points of the line
 _GIB = 2**30
-_PROBE_ELEMENTS = 8192  # at most; bitsandbytes keeps state in 8 bits from 4096 on
+_PROBE_ELEMENTS = 8192  # at most; bitsandbytes keeps 8-bit state from 4096 on
 _QUADRATIC_ATTENTION = ("eager", "sdpa")  # one call over the micro-batch: scores or a mask of tokens x tokens
-# Keys of a recipe that no micro-batch's memory depends on. Length and number of sequences are compared themselves.
+# Recipe keys without effect on a micro-batch's memory. Length and number of sequences are compared separately.
 _IGNORED_KEYS = {
     "run": True,
     "data": True,
@@ -134,7 +134,7 @@ def _measure(trials: Trials, compiles: bool, sizes: list[int], limit: float, say
             engine.drop_gradients()
             trials.memory.release()  # the run allocates blocks of its own sizes
             if compiles:
-                torch.compiler.reset()  # forgets the sizes that were tried: the run compiles for its own
+                torch.compiler.reset()  # forgets the trial sizes: the run compiles for its own
 
 
 def _with_reason(fitting: FittingSize, limit: float, sizes: list[int], how: str) -> RowsPerDevice:
@@ -152,7 +152,7 @@ def _with_reason(fitting: FittingSize, limit: float, sizes: list[int], how: str)
 class FittingSize:
     size: int
     required_bytes: float
-    next_required_bytes: float  # lower bound for the next larger size that was not taken; infinite if there is none
+    next_required_bytes: float  # lower bound for the next larger size, which was rejected; infinite if there is none
 
 
 def largest_that_fits(
@@ -191,7 +191,8 @@ def predicted(required: dict[float, float], best: int, size: int, power: int) ->
 
 @dataclass(frozen=True)
 class HeaviestRow:
-    """A sequence as long, and with as many targets, as any of the data; the two maxima may come from different ones."""
+    """A sequence as long, and with as many targets, as any in the data; the two maxima may come from different
+    sequences."""
 
     example: Example  # repeated to fill it
     tokens: int
@@ -204,7 +205,7 @@ class HeaviestRow:
         """
         part = min(rows, 1)
         num_sequences = len(self.example.sequences)
-        length = max(1, int(self.tokens * part) // num_sequences)  # of each sequence
+        length = max(1, int(self.tokens * part) // num_sequences)  # tokens per sequence
         targets = min(int(self.supervised * part) // num_sequences, length - 1)
         loss_mask = np.arange(length) >= length - targets
         sequences = [TokenSequence(np.resize(one.input_ids, length), loss_mask) for one in self.example.sequences]
@@ -219,20 +220,20 @@ class HeaviestRow:
 
 @dataclass(frozen=True)
 class Trials:
-    """Micro-batches on one engine. Gradients stay, as between the micro-batches of a step, until
+    """Micro-batches on one engine. Gradients accumulate, as between the micro-batches of a step, until
     `Engine.drop_gradients`.
 
-    Every rank must make the same ones in the same order.
+    Every rank must run the same trials in the same order.
     """
 
     engine: Engine
     memory: DeviceMemory
     forward: ForwardPass
     row: HeaviestRow
-    optimizer_bytes: int  # of state that is not allocated yet
+    optimizer_bytes: int  # state not allocated yet
 
     def begin(self) -> None:
-        """Allocates the gradients and all that is allocated once. Call before `attempt`; raises UserError."""
+        """Allocates the gradients and all one-time allocations. Call before `attempt`; raises UserError."""
         try:
             self._run(1)
         except torch.OutOfMemoryError:
@@ -251,7 +252,7 @@ class Trials:
             return self.memory.peak(lambda: self._run(rows))
         except torch.OutOfMemoryError:
             if self.engine.trial_is_collective:
-                # The others wait in the middle of this forward, and end with this process.
+                # The others wait inside this forward, and end with this process.
                 raise RunFailure(
                     f"batch.rows_per_device: auto: a micro-batch of {rows:g} was predicted to fit, but ran out of "
                     f"memory: set a number below {rows:g}"
@@ -271,11 +272,11 @@ class Trials:
 
 
 def optimizer_bytes(engine: Engine, build: BuildOptimizers) -> int:
-    """Returns the bytes of this device that the optimizer's state will take after the first step.
+    """Returns the bytes of the optimizer's state on this device after the first step.
 
     Steps a small probe in place of each tensor, and scales its state's size to the tensor's.
     """
-    if not engine.copies_state:  # it is on NVMe
+    if not engine.copies_state:  # state on NVMe
         return 0
     stepped = {id(part.stepped): part for part in engine.parts(reading=True)}
     probes = []
@@ -291,7 +292,7 @@ def optimizer_bytes(engine: Engine, build: BuildOptimizers) -> int:
     for part, probe in probes:
         optimizer = next(optimizer for optimizer in optimizers if probe in optimizer.state)
         if engine.device.type == "cuda" and getattr(optimizer, "is_paged", False):
-            continue  # in memory that CUDA moves out as others need the device
+            continue  # in memory that CUDA evicts if others need the device
         state = [
             value
             for field, value in optimizer.state[probe].items()
@@ -306,8 +307,8 @@ def optimizer_bytes(engine: Engine, build: BuildOptimizers) -> int:
 
 
 def dependencies(recipe: Recipe, **others: Any) -> dict[str, Any]:
-    """Returns all that a result depends on, as plain values."""
-    # pydantic's stubs do not take nested names that come from a variable.
+    """Returns all dependencies of a result, as plain values."""
+    # pydantic's stubs do not accept nested names from a variable.
     return {"recipe": recipe.model_dump(mode="json", exclude=_IGNORED_KEYS), **others}  # pyright: ignore[reportArgumentType]
 
 
@@ -334,7 +335,7 @@ def write_entry(path: Path, depends_on: dict[str, Any], fitting: FittingSize) ->
     write_atomically(path, sealed(json.loads(json.dumps(entry, default=str))), shared=True)
 
 
-# --- the memory limit of this process, and its peak while something runs
+# --- the memory limit of this process, and its peak during a call
 
 MARGIN = 0.08
 
@@ -345,7 +346,7 @@ _CGROUPS = (  # (limit, used, key of reclaimable memory in memory.stat), of vers
 
 
 class DeviceMemory(Protocol):
-    name: str  # of the hardware, with its size: a result is valid for this hardware only
+    name: str  # name of the hardware, with its size: a result is valid for this hardware only
     limit: int  # bytes that this process may use
 
     def release(self) -> None:
@@ -389,7 +390,7 @@ class CudaMemory:
 
 
 class HostMemory:
-    """Resident memory of a CPU process. processes: that share this machine or container."""
+    """Resident memory of a CPU process. processes: number on this machine or container."""
 
     def __init__(self, processes: int = 1, limit: int | None = None):
         total, available = psutil.virtual_memory().total, psutil.virtual_memory().available
@@ -399,13 +400,13 @@ class HostMemory:
         self.name = f"CPU, {total / 2**30:.1f} GiB for {processes} processes"
 
     def release(self) -> None:
-        """glibc keeps freed memory in the resident set until it is trimmed."""
+        """Trims freed memory: glibc keeps freed memory in the resident set until it is trimmed."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
 
     def peak(self, work: Callable[[], None]) -> int:
-        """Reads the kernel's high-water mark, which a process on Linux can reset (proc_pid_clear_refs(5))."""
+        """Returns the kernel's high-water mark, which a process on Linux can reset (proc_pid_clear_refs(5))."""
         self.release()
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -1,4 +1,4 @@
-"""On the console: the plan before step 1, progress, each evaluation, and the totals at the end."""
+"""Console output: the plan before step 1, progress, each evaluation, and the totals at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from finetune.utils import print_line
 
 
 def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
-    """Prints what follows from recipe, data and launch."""
+    """Prints the plan that follows from recipe, data and launch."""
     lines = {
         "runs on": f"{plan.where}: {plan.world_size} x {plan.device}",
         "model": f"{plan.parameters:,} parameters, {plan.trainable_parameters:,} trained ({recipe.mode})",
@@ -79,7 +79,7 @@ def show_evaluation(console: Console, step: int, metrics: dict[str, float], gene
     if not generations:
         return
     table = Table(expand=True)
-    for name in ("question", "answer", "expected"):  # a line each; with -v in full
+    for name in ("question", "answer", "expected"):  # one line each; in full with -v
         table.add_column(name, ratio=1, no_wrap=not is_verbose(), overflow="fold" if is_verbose() else "ellipsis")
     table.add_column("equal", no_wrap=True)
     for one in generations:
@@ -89,7 +89,7 @@ def show_evaluation(console: Console, step: int, metrics: dict[str, float], gene
 
 
 def show_totals(console: Console, totals: Totals) -> None:
-    """Prints where the run's time and memory went; nothing without a step."""
+    """Prints the run's use of time and memory, unless no step ran."""
     if not totals.steps:
         return
     table = Table(title=f"measured over {totals.steps:,} steps", show_header=False, title_justify="left")
@@ -121,7 +121,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class TrainingProgress:
-    """A bar in a terminal, sparse lines in a log file, nothing on other ranks. `update` it once per step."""
+    """Bar in a terminal, sparse lines in a log file, no output on other ranks. Call `update` once per step."""
 
     def __init__(self, console: Console, steps: int, done: int, shown: bool):
         self._console, self._steps, self._shown = console, steps, shown
@@ -150,7 +150,7 @@ class TrainingProgress:
             self._bar.stop()
 
     def update(self, step: int, loss: float, tokens_per_s: float, mfu: float | None = None) -> None:
-        """step: optimizer steps done; mfu: None if unknown."""
+        """Shows a step. step: optimizer steps done; mfu: None if unknown."""
         speed = f"{tokens_per_s:,.0f} tok/s" + (f"  MFU {mfu:.1%}" if mfu is not None else "")
         if self._bar:
             self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", speed=speed)
@@ -172,7 +172,7 @@ class TrainingProgress:
 
 
 class PassProgress:
-    """Of one pass over the data. Context manager; `update` with the number of blocks that are done."""
+    """Progress of one pass over the data. Context manager; call `update` with the number of finished blocks."""
 
     def __init__(self, console: Console, name: str, blocks: int, done: int, shown: bool):
         self._console, self._name, self._blocks, self._first, self._shown = console, name, blocks, done, shown

@@ -2,7 +2,7 @@
 
 Generation is greedy, through the wrapped model: `generate` of transformers calls the inner module and so bypasses the
 hooks with which FSDP2 and ZeRO-3 gather sharded weights. `greedy` calls the wrapper, as training does, and runs on all
-ranks until every one has finished. It ends at the tokens of `end_ids`, which the result's generation config has, too.
+ranks until every one has finished. It ends at the tokens of `end_ids`, also set in the result's generation config.
 
 Letters: B prompts, P longest prompt, N new tokens so far.
 """
@@ -40,29 +40,29 @@ from finetune.recipe.schema import Evaluate, Model
 from finetune.training.statistics import as_columns, sum_terms
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
-_IMAGE_PROMPTS_PER_BATCH = 8  # and what the tower keeps
+_IMAGE_PROMPTS_PER_BATCH = 8  # and the tower's activations
 
 
 @dataclass(frozen=True)
 class Generation:
     prompt: str
-    question: str  # what was said last in the prompt, in the user's words
+    question: str  # last user message of the prompt
     output: str
     reference: str
     matches: bool
-    images: tuple[Image, ...] = ()  # of the prompt, in which a note stands for each
+    images: tuple[Image, ...] = ()  # images of the prompt, which has a note for each
 
 
 @dataclass(frozen=True)
 class Evaluator:
     engine: Engine
     loader: Loader
-    examples: Examples  # that the loader distributes
+    examples: Examples  # distributed by the loader
     forward: ForwardPass
     tokenizer: PreTrainedTokenizerFast
     end_ids: set[int]  # tokens that end a generation
     recipe: Evaluate
-    with_reference: Callable[[list[Batch]], list[Batch]] | None = None  # adds what is computed as it is needed
+    with_reference: Callable[[list[Batch]], list[Batch]] | None = None  # adds log-probabilities computed on demand
 
     def run(self) -> tuple[dict[str, float], list[Generation]]:
         """Returns metrics by name (`eval_loss` in nats per supervised token) and generations to show. Collective."""
@@ -90,12 +90,12 @@ class Evaluator:
             return sum_terms(self.engine, self.forward, terms, batches, first, self.loader.all_counts())
 
     def _completed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yields the batches with the reference's log-probabilities, where they are computed as they are needed."""
+        """Yields the batches with the reference's log-probabilities, if they are computed on demand."""
         for batch in batches:
             yield from self.with_reference([batch]) if self.with_reference else [batch]
 
     def _generations(self, count: int) -> list[Generation]:
-        """Returns those of the first `count` examples with a prompt, in order, on every rank.
+        """Returns the generations for the first `count` examples with a prompt, in order, on every rank.
 
         Data-parallel ranks take the prompts in turn.
         """
@@ -110,13 +110,13 @@ class Evaluator:
             batch = local[start : start + at_once]
             ids, images = [question.prompt for question in batch], self._images(batch, pad_id)
             outputs += greedy(self.engine, ids, self.end_ids, pad_id, self.recipe.max_new_tokens, images)
-        # Ranks that share sequences generate the same.
+        # Ranks that share sequences generate the same tokens.
         by_rank = dict(self.engine.ranks.gather((self.engine.data_rank, outputs)))
         ordered = [by_rank[i % num_ranks][i // num_ranks] for i in range(len(prompts))]
         return [self._scored(question, ids) for question, ids in zip(prompts, ordered, strict=True)]
 
     def _images(self, batch: Sequence[Question], pad_id: int) -> PromptImages | None:
-        """Returns those of a batch of prompts; None where they have none."""
+        """Returns the images of a batch of prompts; None if there are none."""
         if self.loader.image_inputs is None or not any(question.images for question in batch):
             return None
         ids, _ = _left_padded([question.prompt for question in batch], pad_id, torch.device("cpu"))
@@ -152,11 +152,11 @@ class PromptImages:
     """Inputs of a forward for the images of left-padded prompts."""
 
     inputs: dict[str, Tensor]
-    positions: Tensor | None = None  # (3, B, P) in time, height and width; None: places are all
-    beyond: Tensor | None = None  # (B,) of what follows a prompt, from its place to its position
+    positions: Tensor | None = None  # (3, B, P) in time, height and width; None: places suffice
+    beyond: Tensor | None = None  # (B,) offset after a prompt, from place to position
 
     def positions_at(self, places: Tensor) -> Tensor:
-        """Returns positions of the tokens of a forward, from their places (B, tokens): after a prompt all count up."""
+        """Returns positions of the tokens of a forward, from their places (B, tokens): consecutive after a prompt."""
         if self.positions is None or self.beyond is None:
             return places
         if places.shape[1] == self.positions.shape[2]:
@@ -175,7 +175,7 @@ def greedy(
 ) -> list[list[int]]:
     """Returns the new tokens of each prompt, without its end token. Collective; prompts may differ between ranks.
 
-    A rank without prompts takes part with a dummy one and returns an empty list.
+    A rank without prompts runs a dummy prompt and returns an empty list.
     """
     num_prompts = len(prompts)
     input_ids, mask = _left_padded(prompts or [[pad_id]], pad_id, engine.device)  # (B, P), (B, P)
@@ -216,17 +216,17 @@ def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) ->
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-_EXAMPLES_READ = 1000  # of each source of ids
-_MIN_SHARE = 0.1  # of rows: a truncated one ends with any token
+_EXAMPLES_READ = 1000  # per source of ids
+_MIN_SHARE = 0.1  # share of rows: truncated rows end with any token
 
 
 def end_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, datasets: Sequence[RowSource | None]) -> set[int]:
     """Returns the ids that end a generation, the same on every rank.
 
     These are the tokenizer's end token, those in the base model's generation config, the end of turn if rows are
-    rendered by the chat template, and the last token of rows that are given as ids.
+    rendered by the chat template, and the last token of rows given as ids.
     """
-    assert isinstance(tokenizer.eos_token_id, int)  # load_tokenizer sees to it
+    assert isinstance(tokenizer.eos_token_id, int)  # load_tokenizer ensures it
     ends = {tokenizer.eos_token_id, *_ends_of_base(recipe.model, tokenizer)}
     formats = {format for data in datasets if data for format in data.formats}
     template = template_of(recipe.model, tokenizer)
@@ -240,12 +240,13 @@ def end_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, datasets: Sequen
 
 
 def _ends_of_base(model: Model, tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    """Returns those in a published model's generation config (Llama 3.1 has three); none with another tokenizer."""
+    """Returns the end ids in a published model's generation config (Llama 3.1 has three); none with another
+    tokenizer."""
     if model.name is None or model.config is not None or model.tokenizer is not None:
         return set()
     try:
         ids = GenerationConfig.from_pretrained(model.name, revision=model.revision or "main").eos_token_id
-    except OSError:  # it has no such file
+    except OSError:  # the model has no such file
         return set()
     named = set(ids) if isinstance(ids, list) else {ids}
     return {i for i in named if i in special_ids(tokenizer)}

@@ -1,20 +1,20 @@
-"""`finetune launch`: `accelerate launch` that forwards signals to its processes, and ends mistakes in one message.
+"""`finetune launch`: `accelerate launch` that forwards signals to its processes, and reports each error in one message.
 
     python -m finetune launch [--config-file FILE] [--num-processes N] RECIPE [KEY=VALUE]...
     python -m finetune launch [options of accelerate launch] -m finetune train|reference|doctor ...
     python -m finetune launch torchrun [options of torchrun] -m finetune train RECIPE ... --config-file FILE
 
     75   stopped by SIGTERM, SIGINT or SIGUSR1, and saved: run the same command again
-    else the status of the process that failed first: 2 for what the user can fix, 1 for a failure
+    else the status of the process that failed first: 2 for errors that the user can fix, 1 for a failure
 
 `accelerate launch` reports 1 for a run that has saved and asks to be started again, dies of SIGUSR1, prints a traceback
 of its own below each message, and at SIGTERM gives its processes thirty seconds. Here it has a session of its own, so
 Ctrl-C does not reach it, and its children get each signal instead of it. A second signal ends them at once. Only a
 launcher that would restart ended processes (`--max_restarts`) gets the signal itself, as SIGTERM, which it forwards; it
-is given ten minutes for it. So one machine of an elastic launch can be taken away: its ranks and all others save, and
+has ten minutes for it. So one machine of an elastic launch can be removed: its ranks and all others save, and
 the others continue.
 
-Run as a program, this is that launcher: accelerate's or torch's, without its tracebacks.
+Run as a program, this module is that launcher: accelerate's or torch's, without its tracebacks.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from finetune.training.signals import SIGNALS
 ACCELERATE, TORCHRUN = "accelerate.commands.launch", "torch.distributed.run"
 PROGRAM = ("-m", "finetune")
 DEFAULTS = {
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # s, where the launcher itself is signalled
-    # Or a machine that comes back waits for an address that the others have long agreed on
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # s, if the launcher itself is signaled
+    # Otherwise a returning machine waits for an address that the others have already agreed on
     # (https://github.com/pytorch/pytorch/issues/135712).
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
 
 def launch(words: Sequence[str], config_file: Path | None = None, num_processes: int | None = None) -> int:
-    """Starts the processes and waits for them; returns the exit status. Raises UserError before any is started.
+    """Starts the processes and waits for them; returns the exit status. Raises UserError before starting any.
 
     words: RECIPE [KEY=VALUE]..., or options of a launcher and the program after `-m finetune`, see above.
     """
@@ -103,7 +103,7 @@ def _check_recipe(program: Sequence[str]) -> Path | None:
 
 
 def _written_at(run_dir: Path | None) -> int | None:
-    """Returns when status.json was written, in nanoseconds."""
+    """Returns the modification time of status.json in nanoseconds."""
     try:
         return None if run_dir is None else (run_dir / "status.json").stat().st_mtime_ns
     except OSError:
@@ -111,7 +111,7 @@ def _written_at(run_dir: Path | None) -> int | None:
 
 
 def _wait_for(words: list[str]) -> tuple[int, list[int]]:
-    """Returns the launcher's exit status, and the signals that came meanwhile. words: module and its arguments."""
+    """Returns the launcher's exit status, and the signals received meanwhile. words: module and its arguments."""
     restarts = any(word.replace("-", "_").startswith("__max_restarts") for word in words)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited: schedulers signal the launcher as well, which would die
     command = [sys.executable, "-m", "finetune.training.launcher", *words]
@@ -123,7 +123,7 @@ def _wait_for(words: list[str]) -> tuple[int, list[int]]:
 
 
 def _forward(launcher: subprocess.Popen[bytes], number: int, restarts: bool) -> None:
-    """To the training processes; to the launcher itself where it has not started any, or would start others."""
+    """Forwards a signal to the training processes; to the launcher if it has started none or would restart them."""
     children = psutil.Process(launcher.pid).children()
     if restarts or not children:
         launcher.send_signal(signal.SIGTERM)
@@ -137,30 +137,30 @@ def _forward(launcher: subprocess.Popen[bytes], number: int, restarts: bool) -> 
 
 
 def run_launcher(module: str, arguments: Sequence[str]) -> int:
-    """Runs a launcher's module; returns the exit status of the process that failed first, 0 where none did."""
+    """Runs a launcher's module; returns the exit status of the process that failed first, 0 if none did."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have said what is wrong
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have reported the error
     sys.argv = [module, *(_with_defaults(arguments) if module == ACCELERATE else arguments)]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except subprocess.CalledProcessError as error:
         return _status("the process", error.returncode)
     except ChildFailedError as error:
-        # In the order in which they were noticed; those that the launcher has then ended come later.
+        # In the order of detection; processes that the launcher then ended come later.
         rank, first = next(iter(error.failures.items()))
         return _status(f"rank {rank}", first.exitcode)
     except SignalException as error:
         return 128 + error.sigval
-    except (ValueError, ImportError) as error:  # how accelerate says that options do not fit
+    except (ValueError, ImportError) as error:  # accelerate's error for incompatible options
         print(f"error: {module}: {error}", file=sys.stderr)
         return 2
     return 0
 
 
 def _with_defaults(arguments: Sequence[str]) -> list[str]:
-    """Returns accelerate's arguments with what it would take, and warn of, where neither a config file nor options
+    """Returns accelerate's arguments with its defaults, without its warnings, if neither a config file nor options
     describe the launch: one process for each device."""
     import torch
     from accelerate.commands.config.config_args import default_config_file
@@ -176,7 +176,7 @@ def _with_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def _status(process: str, code: int) -> int:
-    """Returns an exit status as a shell would; says which signal has ended the process."""
+    """Returns an exit status as a shell would; prints the signal that ended the process."""
     if code >= 0:
         return code
     killed = " Most often the system did so for want of memory: `dmesg` says so" if code == -signal.SIGKILL else ""

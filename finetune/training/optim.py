@@ -27,7 +27,7 @@ def build_optimizers(recipe: OptimizerRecipe, roles: ParameterRoles, named: Name
     """Returns one optimizer; for Muon also an AdamW for all but hidden matrices. Raises UserError if a package is
     missing.
 
-    roles: by the names of `named`.
+    roles: by the names in `named`.
     """
     optimizers = BUILDERS[recipe.name](recipe, roles, named)
     if any(name in roles.of_images for name, _ in named):
@@ -38,7 +38,7 @@ def build_optimizers(recipe: OptimizerRecipe, roles: ParameterRoles, named: Name
 
 def decay_groups(roles: ParameterRoles, named: NamedTensors, weight_decay: float) -> list[Group]:
     """Returns parameter groups: weight decay on matrices, none on biases, norms and other vectors (Loshchilov & Hutter
-    2017, https://arxiv.org/abs/1711.05101, in the convention of GPT-2); tower and projector by themselves, because
+    2017, https://arxiv.org/abs/1711.05101, in the convention of GPT-2); tower and projector separately, because
     steps without an image leave them out. Empty groups are left out: DeepSpeed rejects them.
     """
     groups: list[Group] = []
@@ -80,8 +80,8 @@ def _sgd(recipe: OptimizerRecipe, roles: ParameterRoles, named: NamedTensors) ->
 
 
 def _muon(recipe: OptimizerRecipe, roles: ParameterRoles, named: NamedTensors) -> list[Optimizer]:
-    """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) for hidden matrices, AdamW for embeddings, head
-    and vectors. The update is scaled to AdamW's size, so one `lr` serves both (Liu et al. 2025,
+    """Returns Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) for hidden matrices, AdamW for embeddings,
+    head and vectors. The update is scaled to AdamW's size, so one `lr` serves both (Liu et al. 2025,
     https://arxiv.org/abs/2502.16982).
     """
     hidden = [(name, tensor) for name, tensor in named if tensor.ndim == 2 and name not in roles.tables]
@@ -105,12 +105,12 @@ BUILDERS: dict[str, Builder] = {
 }
 
 
-_SMALL, _QUANTILES, _BLOCK = 4096, 2 * 256 * 4, 256  # bitsandbytes: elements kept in 32 bit; bytes of tables; a scale's
-_PAGED = 100_000  # elements from which on bitsandbytes pages (get_state_buffer)
+_SMALL, _QUANTILES, _BLOCK = 4096, 2 * 256 * 4, 256  # bitsandbytes: elements in 32 bits; bytes of tables; a scale's
+_PAGED = 100_000  # minimum elements that bitsandbytes pages (get_state_buffer)
 
 
 def state_bytes(recipe: OptimizerRecipe, shards: Sequence[Shard], device: str) -> tuple[int, int]:
-    """Returns the bytes of the optimizers' state: on the device, and in memory that CUDA moves out (paged)."""
+    """Returns the bytes of the optimizers' state: on the device, and in paged memory."""
     steps = [(shard.numel, shard.weight) for shard in shards if shard.numel]
     paged = recipe.name.startswith("paged") and device == "cuda"
     if recipe.name == "sgd":
@@ -156,7 +156,7 @@ def _linear(progress: float, schedule: Schedule) -> float:
 
 
 def _cosine(progress: float, schedule: Schedule) -> float:
-    """Loshchilov & Hutter 2016, https://arxiv.org/abs/1608.03983."""
+    """Cosine decay: Loshchilov & Hutter 2016, https://arxiv.org/abs/1608.03983."""
     low = schedule.min_lr_ratio
     return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
 

@@ -40,26 +40,26 @@ Interval = tuple[float, float]  # microseconds
 class Operator:
     name: str
     calls: int
-    self_s: float  # on the device where there is one, else on the CPU
-    share: float  # of all operators' self time
-    allocated_gib: float  # by itself, minus what it freed; 0 if memory was not recorded
+    self_s: float  # on the device if there is one, else on the CPU
+    share: float  # fraction of all operators' self time
+    allocated_gib: float  # excluding callees, less memory freed; 0 if memory was not recorded
 
 
 @dataclass(frozen=True)
 class Summary:
     steps: tuple[int, int]
-    seconds: float  # of these steps, while traced
-    shares: dict[str, float]  # of these seconds
+    seconds: float  # duration of these steps, while traced
+    shares: dict[str, float]  # fractions of these seconds
     products: float  # share of matrix products and attention in the operators' self time
-    operators: list[Operator]  # the longest
+    operators: list[Operator]  # the longest ones
     advice: str
 
 
 def summarise(steps: tuple[int, int], lines: Sequence[dict[str, float]], tracer: Any, on_device: bool) -> Summary:
     """Returns shares of the time, the longest operators and advice.
 
-    lines: of metrics.jsonl, for these steps. Shares are `compute`, `communication` that compute did not hide, `data`
-    wait, `optimizer`, and `idle`: no operator running, on the device if there is one.
+    lines: metrics.jsonl for these steps. Shares are `compute`, `communication` not hidden by compute, `data`
+    wait, `optimizer`, and `idle`: no running operator, on the device if there is one.
     """
     operators = _operators(tracer.key_averages(), on_device)
     products = sum(operator.share for operator in operators if _PRODUCT.search(operator.name))
@@ -78,7 +78,7 @@ def summarise(steps: tuple[int, int], lines: Sequence[dict[str, float]], tracer:
 
 
 def advice(shares: dict[str, float], products: float) -> str:
-    """Returns one sentence. Beyond a threshold, another share is worth more than faster compute."""
+    """Returns one sentence. Beyond a threshold, reducing another share gains more than faster compute."""
     if shares["data"] > MUCH_DATA:
         return (
             f"input-bound: {shares['data']:.0%} of the time is spent waiting for data (over {MUCH_DATA:.0%}); "
@@ -107,7 +107,7 @@ def advice(shares: dict[str, float], products: float) -> str:
 
 
 def _operators(averages: Iterable[Any], on_device: bool) -> list[Operator]:
-    """Returns operators by self time, longest first; on a device, that of the kernels they launched."""
+    """Returns operators by self time, longest first; on a device, of the kernels they launched."""
     which = "device" if on_device else "cpu"
     operators = [
         event
@@ -125,7 +125,7 @@ def _operators(averages: Iterable[Any], on_device: bool) -> list[Operator]:
 
 
 def _intervals(events: Iterable[Any], on_device: bool) -> tuple[list[Interval], list[Interval]]:
-    """Returns (work, communication): when kernels ran, or on the CPU operators."""
+    """Returns (work, communication): intervals of kernels, or of operators on the CPU."""
     device_type = DeviceType.CUDA if on_device else DeviceType.CPU
     work, communication = [], []
     for event in events:
@@ -140,7 +140,7 @@ def _intervals(events: Iterable[Any], on_device: bool) -> tuple[list[Interval], 
 
 
 def _length(intervals: Iterable[Interval]) -> float:
-    """Returns the seconds that at least one interval covers."""
+    """Returns the seconds covered by at least one interval."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
@@ -178,14 +178,14 @@ def show_profile(console: Console, summary: Summary) -> None:
     print_line(console, summary.advice, highlight=False)
 
 
-_MEMORY_EVENTS = 100_000  # of the allocator, the latest
+_MEMORY_EVENTS = 100_000  # latest ones of the allocator
 
 
 class Profiler:
-    """Traces the steps that the recipe names. Call `after` between all steps, on every rank."""
+    """Traces the steps named in the recipe. Call `after` between all steps, on every rank."""
 
     def __init__(self, settings: Profile, engine: Engine, run_dir: Path, steps: int):
-        """steps: of the run. Raises UserError if it ends before the profile does."""
+        """steps: length of the run. Raises UserError if it ends before the profile does."""
         self._first, self._last = settings.steps
         if self._last > steps:
             raise UserError(f"profile.steps: {list(settings.steps)}, but the run has {steps:,} steps")
@@ -200,7 +200,7 @@ class Profiler:
         return step >= self._first
 
     def turns(self, step: int) -> bool:
-        """Returns whether a trace begins or ends, which takes time, when `step` steps are done."""
+        """Returns whether a trace begins or ends, which takes time, after `step` steps."""
         return step in (self._first - 1, self._last)
 
     def after(self, step: int, line: dict[str, float]) -> Summary | None:

@@ -1,8 +1,8 @@
-"""Reference log-probabilities on disk: what they depend on, the cache's entry, and the copy in the run's folder.
+"""Reference log-probabilities on disk: dependencies, cache entry, and copy in the run's folder.
 
-<cache>/data/<key>/               log_probs.npy (M,) float64, one of each sequence; report.json, with its checksum
+<cache>/data/<key>/               log_probs.npy (M,) float64, one per sequence; report.json, with its checksum
 <run>/reference/<train|eval>/     the same two files: the run resumes without the cache
-<run>/reference/<key>.npy         (2, M), of a pass that has not ended, see `Unfinished`
+<run>/reference/<key>.npy         (2, M), of an unfinished pass, see `Unfinished`
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from finetune.models.base_config import dtypes
 from finetune.recipe import Recipe
 from finetune.utils import fsync
 
-CODE_VERSION = 2  # raise it whenever the same model gives other log-probabilities, or an entry's layout changes
+CODE_VERSION = 2  # raise it whenever log-probabilities of the same model, or an entry's layout, change
 _WEIGHTS = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.py")
 
 log = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ Dependencies = dict[str, Any]  # by name; JSON
 
 
 def model_dependencies(recipe: Recipe, config: PretrainedConfig) -> Dependencies:
-    """Returns what the log-probabilities of `recipe.model` depend on, but for the tokens. Adapters do not matter: they
-    begin without an effect. Reads the weights, the first time. Raises UserError where they cannot be read."""
+    """Returns the dependencies of log-probabilities of `recipe.model`, except tokens. Adapters do not matter: they
+    start without effect. Reads the weights, the first time. Raises UserError if they cannot be read."""
     types = dtypes(recipe)
     return {
         "code": [CODE_VERSION, transformers.__version__],
@@ -60,7 +60,7 @@ def model_dependencies(recipe: Recipe, config: PretrainedConfig) -> Dependencies
 
 
 def _weights(recipe: Recipe, config: PretrainedConfig) -> Any:
-    """Returns a digest of local weights, the commit of those of the hub, or how random ones are drawn."""
+    """Returns a digest of local weights, the commit of hub weights, or the settings of random ones."""
     if recipe.model.config is not None:
         return {"config": recipe.model.config, "seed": recipe.run.seed}
     folder = Path(str(recipe.model.name)).expanduser()
@@ -71,13 +71,13 @@ def _weights(recipe: Recipe, config: PretrainedConfig) -> Any:
 
 
 def key_of(dependencies: Dependencies, data: Dataset) -> str:
-    """sha256 of the model's dependencies, of the data's rows and tokens, and of sizes and times of files of images."""
+    """Returns the sha256 of the model's dependencies, the data's rows and tokens, and image files' sizes and times."""
     everything = {**dependencies, "data": data.identity(), **image_states(data.examples)}
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
 def image_states(examples: Examples) -> Dependencies:
-    """Returns sizes and times of the files of images that examples have. Raises UserError where one cannot be read."""
+    """Returns sizes and times of the examples' image files. Raises UserError if one cannot be read."""
     files = examples.image_files()
     return {"images": [_state(file) for file in files]} if files else {}
 
@@ -94,7 +94,7 @@ def _state(image: str) -> list[int]:
 
 
 def load(folder: Path, key: str, count: int) -> NDArray[np.float64] | None:
-    """Returns the (count,) log-probabilities of this key; None if there are none, or they are damaged, which is
+    """Returns the (count,) log-probabilities of this key; None if absent, or if damaged, which is
     logged."""
     try:
         report = unsealed(folder / "report.json")
@@ -102,7 +102,7 @@ def load(folder: Path, key: str, count: int) -> NDArray[np.float64] | None:
             return None
         content = (folder / "log_probs.npy").read_bytes()
         verify(folder / "log_probs.npy", content, report["checksums"]["log_probs.npy"])
-        with contextlib.suppress(OSError):  # a cache on read-only storage is as good
+        with contextlib.suppress(OSError):  # a cache on read-only storage works too
             os.utime(folder / "report.json")  # last used
         values = np.load(io.BytesIO(content), allow_pickle=False)
     except FileNotFoundError:
@@ -115,14 +115,14 @@ def load(folder: Path, key: str, count: int) -> NDArray[np.float64] | None:
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """Returns what the files of a folder were computed from; {} if there are none, or they are damaged."""
+    """Returns the inputs of a folder's files; {} if absent or damaged."""
     with contextlib.suppress(OSError, Damaged):
         return unsealed(folder / "report.json")
     return {}
 
 
 def save(folder: Path, values: NDArray[np.float64], report: dict[str, Any]) -> None:
-    """Writes a folder that is complete or absent, in place of one that is there. Raises UserError."""
+    """Writes a folder that is complete or absent, replacing an existing one. Raises UserError."""
     temporary = temporary_folder(folder)
     try:
         temporary.mkdir(parents=True)
@@ -147,7 +147,7 @@ def cache_folder(key: str) -> Path:
 
 
 def described(recipe: Recipe, dependencies: Dependencies, data: Dataset, key: str, seconds: float) -> dict[str, Any]:
-    """Returns a report, whose `of` and `made` are as in those of tokens: `finetune cache list` shows both."""
+    """Returns a report, with `of` and `made` as in token caches: `finetune cache list` shows both."""
     return {
         "key": key,
         "dependencies": dependencies,
@@ -167,21 +167,21 @@ def described(recipe: Recipe, dependencies: Dependencies, data: Dataset, key: st
     }
 
 
-# --- a pass that has not ended
+# --- unfinished passes
 
 
 class Unfinished:
-    """The log-probabilities of a pass as it goes, on disk: one that was stopped continues. For one process.
+    """The log-probabilities of a running pass, on disk, so that a stopped one continues. For one process.
 
-    Each is there twice, and counts if both are equal: what the disk has changed meanwhile is computed again.
+    Each is stored twice, and counts if both are equal: values damaged on disk are recomputed.
     """
 
     def __init__(self, file: Path, count: int):
-        """count: of the sequences."""
+        """count: number of sequences."""
         self._file, self._count = file, count
 
     def open(self) -> NDArray[np.bool_]:
-        """Returns which are there; what is put is kept. Raises UserError if the file cannot be written."""
+        """Returns a mask of stored values; later ones are kept. Raises UserError if the file cannot be written."""
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._copies = self._opened()
@@ -201,9 +201,9 @@ class Unfinished:
             there = np.lib.format.open_memmap(self._file, "r+")
             if there.dtype == np.float64 and there.shape == shape and there.flags.c_contiguous:
                 return there
-        for left in self._file.parent.glob("*.npy"):  # of other keys, which nothing asks for any more
+        for left in self._file.parent.glob("*.npy"):  # files of other keys, no longer used
             left.unlink()
-        temporary = self._file.with_suffix(".tmp.npy")  # half of a file must not pass for one that is computed
+        temporary = self._file.with_suffix(".tmp.npy")  # a partial file must not look complete
         np.save(temporary, np.full(shape, np.nan))
         fsync(temporary)
         temporary.replace(self._file)

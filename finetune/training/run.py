@@ -1,8 +1,8 @@
-"""One run from recipe to result; read this file first.
+"""A run from recipe to result; read this file first.
 
     recipe, launch -> prepare -> engine -> Trainer -> steps -> result
 
-Every room is entered once, in this order. Errors that the user can fix are raised before the model loads.
+Every package is entered once, in this order. Errors that the user can fix are raised before the model loads.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def train(
 ) -> Path:
     """Runs a recipe on this launch; returns the run directory.
 
-    config_file: an accelerate config, if torchrun launched; predict: calculates what the run should take, for its
-    plan.json. Raises UserError for what the user can fix, RunFailure if the run cannot continue, Stopped if a signal
-    requested a stop and all is saved.
+    config_file: an accelerate config, if torchrun launched; predict: calculates the run's expected time and memory, for
+    its plan.json. Raises UserError for errors that the user can fix, RunFailure if the run cannot continue, Stopped if
+    a signal requested a stop and everything is saved.
     """
     with started(recipe, recipe_file, stop, console or Console(), config_file, predict) as trainer:
         try:
             trainer.run()
         except Stopped:
-            trainer.engine.ranks.barrier()  # a launcher ends every process as soon as the first exits
+            trainer.engine.ranks.barrier()  # a launcher ends all processes when the first exits
             raise
     return trainer.folder
 
@@ -62,7 +62,7 @@ def compute_reference(
     recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console, config_file: str | None = None
 ) -> None:
     """Computes the log-probabilities of `objective.reference_model`, or of the initial model, into the cache, unless
-    they are there. Arguments and errors as of `train`; the run itself is not touched."""
+    they exist. Arguments and errors as in `train`; the run itself is unchanged."""
     if recipe.objective.teacher is not None:
         compute_teacher(recipe, recipe_file, stop, console, config_file)
         return
@@ -81,8 +81,8 @@ def compute_reference(
 def compute_teacher(
     recipe: Recipe, recipe_file: str, stop: StopRequest, console: Console, config_file: str | None
 ) -> None:
-    """Computes what the model in `objective.teacher` predicts of the training data into the cache, unless it is
-    there. Arguments and errors as of `train`."""
+    """Computes the predictions of `objective.teacher` for the training data into the cache, unless they
+    exist. Arguments and errors as in `train`."""
     vocabulary = model_config(recipe.model).get_text_config().vocab_size
     of_teacher = recipe_of_teacher(recipe)
     check_same_images("objective.teacher", recipe.objective.teacher, recipe, load_tokenizer(recipe.model))

@@ -46,7 +46,7 @@ def make_run_folder(recipe: Recipe) -> None:
 
 
 def disk_failure(folder: Path, error: OSError) -> RunFailure:
-    """Returns a message for an error of the disk that a run writes to. Raises other errors again."""
+    """Returns a message for an error of the run's disk. Raises other errors again."""
     if error.errno not in _OF_DISKS:
         raise error
     return RunFailure(
@@ -58,10 +58,10 @@ def disk_failure(folder: Path, error: OSError) -> RunFailure:
 class RunLog:
     """Metrics, samples and trackers of a run that starts with `first_step`. Collective: every rank opens one.
 
-    A thread writes to files and trackers, in order, so that the loop waits for neither disk nor server; an error there
+    A thread writes to files and trackers, in order, so the loop waits for neither disk nor server; an error there
     is raised by a later call.
 
-    config: recipe and plan, for trackers; ids: of the trackers' runs, as a checkpoint stores them.
+    config: recipe and plan, for trackers; ids: of the trackers' runs, from a checkpoint.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class RunLog:
         step: int,
         images: Sequence[tuple[Image, ...]] = (),
     ) -> None:
-        """images: of each row; the table has them small, side by side."""
+        """Logs a table. images: per row, shown small, side by side."""
         if self._trackers:
             self._thread.do(self._write_table, name, columns, rows, step, images if any(images) else ())
 
@@ -132,7 +132,7 @@ class RunLog:
         self._thread.flush()
 
     def finish(self, summary: dict[str, float], artifacts: dict[str, Path]) -> None:
-        """artifacts: folders of models that trackers get, by alias."""
+        """Writes the summary. artifacts: model folders for trackers, by alias."""
         if self._trackers:
             self._thread.do(self._trackers.summary, summary)
             self._thread.do(self._trackers.artifacts, artifacts)
@@ -145,7 +145,7 @@ class RunLog:
         self._thread.flush()
 
     def close(self) -> None:
-        """Writes everything that is pending, also when the run fails."""
+        """Writes everything pending, also when the run fails."""
         try:
             self._thread.close()
         finally:
@@ -155,7 +155,7 @@ class RunLog:
 
 
 def _picture_file(folder: Path, images: Sequence[Image]) -> Path:
-    """Returns the file with these images, written where it is not there yet."""
+    """Returns the file with these images, written if it does not exist."""
     from finetune.data.images.image_files import thumbnails
 
     sources = [image.source for image in images]
@@ -176,14 +176,14 @@ def _samples(engine: Engine, folder: Path, first_step: int) -> StepLog | None:
 
 
 class ExpertLoad:
-    """The load of every expert since it was last written: experts.json of a run."""
+    """Load of every expert since the last write: experts.json of a run."""
 
     def __init__(self) -> None:
-        self._steps: list[int] = []  # the first and the last
+        self._steps: list[int] = []  # first and last
         self._load: Tensor | None = None
 
     def add(self, step: int, load: Tensor) -> None:
-        """load: (layers, experts) tokens of the step that chose each expert."""
+        """Adds a step's load: (layers, experts), tokens that chose each expert."""
         self._steps = [*self._steps[:1], step]
         self._load = load if self._load is None else self._load + load
 

@@ -1,7 +1,7 @@
-"""One launch writes a run's folder: it locks .lock, and goes on as long as the file at that path is the one it has.
+"""One launch writes a run's folder: it locks .lock, and continues while that path is the file it locked.
 
-Whoever removes .lock and launches again locks another file of the same name. The first launch notices after its next
-step, and stops without writing; if nobody has launched yet, it locks the new file instead.
+A launch after .lock was removed locks another file of the same name. The first launch notices after its next
+step, and stops without writing; without another launch, it locks a new file instead.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from finetune.utils import write_atomically
 
 log = logging.getLogger(__name__)
 
-_WAIT_S = 60  # for a launch that is stopping and saves
+_WAIT_S = 60  # for a launch that is stopping and saving
 
 
 class RunLock:
-    """The lock of a run's folder, which the system releases at the end of the process. For rank 0."""
+    """Lock of a run's folder, which the system releases at the end of the process. For rank 0."""
 
     def __init__(self, folder: Path):
         self._folder, self._path, self._launch = folder, folder / ".lock", folder / ".launch.json"
         self._locks: list[FileLock] = []
-        self._file: tuple[int, int] | None = None  # device and inode of what is locked; None: nothing can be
-        self._written = ""  # of this launch, in .launch.json
-        self._checking = threading.Lock()  # the thread that saves asks as well
+        self._file: tuple[int, int] | None = None  # device and inode of the locked file; None: locks are not supported
+        self._written = ""  # this launch's content of .launch.json
+        self._checking = threading.Lock()  # shared with the saving thread
 
     def acquire(self) -> str | None:
-        """Takes the lock, or returns who holds it, for a message. Raises RunFailure if the disk refuses."""
+        """Takes the lock, or returns its holder for a message. Raises RunFailure if the disk refuses."""
         for seconds in (0, _WAIT_S):
             try:
                 self._lock(seconds)
@@ -62,16 +62,17 @@ class RunLock:
         return self._holder()
 
     def is_lost(self) -> bool:
-        """Whether another launch has taken the folder since .lock was removed. A missing file is locked again."""
+        """Returns whether another launch has taken the folder since .lock was removed. A missing file is locked
+        again."""
         with self._checking:
             if self._file is None or _identity(self._path) == self._file:
                 return False
-            if self._launch_text() != self._written:  # another was here, even if it is gone
+            if self._launch_text() != self._written:  # another launch was here, even if it is gone
                 return True
             try:
                 self._lock(0)
             except (Timeout, OSError):
-                return self._path.exists()  # else the folder is gone: the next write says so
+                return self._path.exists()  # else the folder is gone: the next write reports it
             log.warning("%s was removed while this run trains: it is locked again", self._path)
             return False
 
@@ -119,7 +120,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def in_use(engine: Engine, folder: Path) -> Iterator[RunLock]:
     """Holds the run's lock, on rank 0. Collective.
 
-    Raises UserError on all ranks if another launch of the same run has it, or if the path is a different folder on
+    Raises UserError on all ranks if another launch of the same run holds it, or if the path is a different folder on
     other machines.
     """
     lock = RunLock(folder)

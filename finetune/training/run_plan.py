@@ -1,4 +1,4 @@
-"""The plan: what follows from recipe, data and launch. Printed before step 1, written to plan.json."""
+"""Plan that follows from recipe, data and launch: printed before step 1, written to plan.json."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Plan:
     where: str  # the accelerate config's name
     world_size: int
     device: str
-    steps: int  # optimizer steps of the run
+    steps: int  # optimizer steps in the run
     micro_batches: int  # per step and process; with batch.tokens_per_device the maximum
     rows_per_device: int | None  # packed sequences of a micro-batch; None with batch.tokens_per_device
     rows_per_device_reason: str
-    rows_per_epoch: int | None  # packed sequences; None for a stream, as the other numbers per epoch
-    total_rows: int  # of the run; the last step may be short
+    rows_per_epoch: int | None  # packed sequences; None for a stream, like the other numbers per epoch
+    total_rows: int  # total of the run; the last step may be short
     examples: int | None
     tokens_per_epoch: int | None
     supervised_tokens_per_epoch: int | None
@@ -46,18 +46,18 @@ class Plan:
     trainable_parameters: int
     attention: str  # with the reason
     cross_entropy: str  # with the reason
-    shared_prompts: str | None  # whether what a pair has in common is computed once, with the reason; None: no pairs
-    shared_token_share: float | None  # of an epoch's tokens, where it is: they are not computed again
-    reference: str | None  # of a preference: where its log-probabilities are from; None where there is none
+    shared_prompts: str | None  # whether a pair's common prompt is computed once, with the reason; None: no pairs
+    shared_token_share: float | None  # share of an epoch's tokens that are then not recomputed
+    reference: str | None  # source of reference log-probabilities; None if not needed
     precision: str
-    launch: dict[str, Any]  # kind, accelerate config, processes on a machine: with the recipe, what memory depends on
-    division: dict[str, Any]  # how the backend divides the model, such as pipeline stages
+    launch: dict[str, Any]  # kind, accelerate config, processes per machine: with the recipe, these decide memory
+    division: dict[str, Any]  # the backend's division of the model, such as pipeline stages
     versions: dict[str, str]
     git_commit: str | None
-    parts: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a model with its tower: all, and trained
-    processor: str = ""  # of the first rank's machine
-    predicted: dict[str, Any] = field(default_factory=dict)  # by formula, before the run (plan/comparison.py)
-    measured: dict[str, Any] | None = None  # of this launch's steps, once it has ended
+    parts: dict[str, tuple[int, int]] = field(default_factory=dict)  # for a model with its tower: (all, trained)
+    processor: str = ""  # model of the first rank's processors
+    predicted: dict[str, Any] = field(default_factory=dict)  # calculated before the run (plan/comparison.py)
+    measured: dict[str, Any] | None = None  # from this launch's steps, after its end
 
     def write(self, path: Path) -> None:
         write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
@@ -67,9 +67,9 @@ def run_length(recipe: Recipe, rows_per_epoch: int | None, run_rows: int | None 
     """Returns (optimizer steps, packed sequences) of the run, by `epochs` and `max_steps`, whichever ends first.
 
     100 sequences per epoch, 64 per step, 2 epochs: 200 sequences, 4 steps, the last one with 8.
-    run_rows: of all epochs, if they do not have the same.
+    run_rows: total of all epochs, if they differ.
     """
-    epochs = recipe.train.epochs if rows_per_epoch is not None else None  # a stream is bounded by steps alone
+    epochs = recipe.train.epochs if rows_per_epoch is not None else None  # a stream is limited by steps only
     rows = run_rows or (math.inf if epochs is None else math.ceil(epochs * (rows_per_epoch or 0)))
     if recipe.train.max_steps is not None:
         rows = min(rows, recipe.train.max_steps * recipe.batch.rows)
@@ -82,7 +82,7 @@ def training_length(recipe: Recipe, size: EpochSize | None) -> tuple[int, int]:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of installed packages that numbers depend on."""
+    """Returns the versions of Python and of installed packages that can change numbers."""
     installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -111,13 +111,13 @@ def git_commit() -> str | None:
     return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
 
 
-FEW_STEPS = 50  # a run of fewer hardly learns: most of it is warm-up, and the decay after it
+FEW_STEPS = 50  # shorter runs hardly learn: they are mostly warm-up and decay
 
 
 def length_notes(recipe: Recipe, data: RowSource, processes: int = 1) -> list[str]:
-    """Notes on a run of few steps; processes: that divide a step's sequences.
+    """Returns notes on a run of few steps. processes: number that divides a step's sequences.
 
-    Raises UserError where the data end before the warm-up does. With `train.max_steps` that is a note: a smoke test.
+    Raises UserError if the data end before the warm-up; with `train.max_steps` (a smoke test) this is a note.
     """
     size = data.size(recipe.data.max_length)
     steps, total_rows = training_length(recipe, size)
@@ -137,7 +137,7 @@ def length_notes(recipe: Recipe, data: RowSource, processes: int = 1) -> list[st
 
 
 def _more_steps(recipe: Recipe, data: Dataset, steps: int, total_rows: int, processes: int) -> str:
-    """Says which `batch.rows` or `data.max_length` makes `FEW_STEPS`, or comes nearest; empty where none gives more."""
+    """Suggests `batch.rows` or `data.max_length` for `FEW_STEPS`, or the nearest; empty if none gives more."""
     choices, batch, longest = [], recipe.batch.rows, int(data.examples.lengths.max())
     rows = processes * 2 ** max(0, int(math.log2(max(1, total_rows // FEW_STEPS / processes))))
     if rows < batch:
@@ -154,7 +154,7 @@ def _more_steps(recipe: Recipe, data: Dataset, steps: int, total_rows: int, proc
 
 
 def measure_run(lines: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns medians over the steps of one launch, without its first, which warms up; None where it made none.
+    """Returns medians over the steps of one launch, without its first, which warms up; None if there are none.
 
     lines: of metrics.jsonl.
     """

@@ -1,11 +1,11 @@
 """Requests to stop a run, by a scheduler or by Ctrl-C.
 
 The first SIGTERM, SIGINT or SIGUSR1 requests a stop: the ranks agree on a step, save, and exit with status 75. A second
-one ends the process at once; so does, with 75, a first one before there is anything to save. The end of the launcher
+signal ends the process at once, as does a first one before there is anything to save (with 75). The launcher's end
 requests a stop, too: `accelerate launch` of one process dies of a SIGTERM without forwarding it, and always of SIGUSR1.
 
-A thread reads the signals, because the main thread may be waiting in a collective for a rank that is gone, where Python
-runs no handler.
+A thread reads the signals, because the main thread may be waiting in a collective for a rank that is gone, and Python
+then runs no handler.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ ECHO_S = 1.0
 
 
 class StopRequest:
-    """Whether this process should stop; `reason` is the first signal's name."""
+    """Request to stop this process; `reason` is the first signal's name."""
 
     def __init__(self) -> None:
-        self.steps_begun = False  # there is, or will be, something to save
+        self.steps_begun = False  # there is, or will be, state to save
         self._reason: str | None = None
         self._received_at = 0.0
         self._launcher: int | None = None
 
     @property
     def reason(self) -> str | None:
-        """Returns why the run should stop; None if it should not."""
+        """Returns the reason to stop the run; None if it should continue."""
         if self._reason is None and self._launcher is not None and os.getppid() != self._launcher:
             self._reason, self._received_at = "the end of its launcher", time.monotonic()
         return self._reason
 
     def watch_launcher(self) -> None:
-        """Takes the end of the parent process for a request to stop."""
+        """Treats the end of the parent process as a request to stop."""
         self._launcher = os.getppid()
 
     def receive(self, number: int) -> None:
@@ -77,7 +77,7 @@ def listening() -> Iterator[StopRequest]:
 
 
 def _ignore(_number: int, _frame: object) -> None:
-    """Python writes a signal's number to the pipe only if it has a handler."""
+    """Does nothing, but is required: Python writes a signal's number to the pipe only if it has a handler."""
 
 
 def _read(pipe: int, request: StopRequest) -> None:

@@ -1,4 +1,4 @@
-"""Terms of forwards without a backward: an evaluation, or what an objective has to know of a whole step before the
+"""Terms of forwards without a backward: an evaluation, or values of a full step that an objective needs before the
 terms of any of its micro-batches (KTO's KL divergence)."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def sum_terms(
 ) -> Sums:
     """Returns terms summed over all ranks. Collective.
 
-    batches: of this rank; first: of these; counts: of all batches of all ranks.
+    batches: of this rank; first: the first of them; counts: of all batches of all ranks.
     """
     sums = TermSums()
     for batch, outputs in engine.forwards(batches, forward):

@@ -1,6 +1,6 @@
 """Computes a teacher's predictions for a student's training data, into the cache: `finetune reference`.
 
-The teacher is the model of a trainer that takes no step, on any launch.
+The teacher is the model of a trainer that runs no steps, on any launch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from finetune.training.trainer import Trainer
 
 
 def compute_predictions(teacher: TeacherPass, trainer: Trainer) -> str:
-    """Fills the cache, unless it has them; returns what was done. Collective. trainer: of `recipe_of_teacher`."""
+    """Fills the cache, unless it has them; returns a summary. Collective. trainer: of `recipe_of_teacher`."""
     engine, key = trainer.engine, teacher.key
     if engine.ranks.gather(engine.is_main and load_predictions(key) is not None)[0]:
         return "in the cache already"
@@ -88,11 +88,11 @@ def _rows(engine: Engine, forward: ForwardPass, loader: Loader, console: Console
 
 
 class RankPredictions(NamedTuple):
-    """One rank's predictions for a micro-batch of T tokens: for all of them, or for its own t."""
+    """One rank's predictions for a micro-batch of T tokens: for all of them, or for this rank's t."""
 
-    index: int  # of the micro-batch in its step
-    sequence_lengths: tuple[int, ...]  # of examples; their sum is T, without padding
-    places: NDArray[np.int64]  # (t,) of its tokens in the row
+    index: int  # position of the micro-batch in the step
+    sequence_lengths: tuple[int, ...]  # tokens of examples; their sum is T, without padding
+    places: NDArray[np.int64]  # (t,) positions of its tokens in the row
     tokens: NDArray[np.int32]  # (t,)
     predicting: NDArray[np.int64]  # (s,) places whose next token is trained
     ids: NDArray[np.int32]  # (s, k)
@@ -114,7 +114,7 @@ def _rows_of(pieces: list[RankPredictions]) -> Iterator[Row]:
     """Yields (tokens, which are trained, ids (n, k), log-probabilities (n, k), images) of each sequence of a
     micro-batch.
 
-    pieces: of all ranks that have some of it; ranks that share layers have the same ones.
+    pieces: of all ranks that share it; ranks that share layers have equal ones.
     """
     _, first = np.unique(np.concatenate([piece.places for piece in pieces]), return_index=True)
     tokens = np.concatenate([piece.tokens for piece in pieces])[first]
@@ -134,7 +134,7 @@ def _numpy(tensor: Tensor) -> NDArray[Any]:
 
 
 def _write(writer: PredictionsWriter, rows: Iterator[Row]) -> None:
-    """Each example once: sources may repeat, and ranks that share layers have the same."""
+    """Writes each example once: sources may repeat, and ranks that share layers have the same."""
     written = set()
     for row in rows:
         if (key := example_key(row[0], row[1], row[-1])) not in written:
@@ -144,13 +144,13 @@ def _write(writer: PredictionsWriter, rows: Iterator[Row]) -> None:
 
 @dataclass(frozen=True)
 class Draws:
-    """Uniform numbers for draws at every target, the same for an example wherever it is computed."""
+    """Uniform numbers for draws at every target, the same for an example on any rank and in any order."""
 
     count: int
     identity: str = "draws"
 
     def of(self, example: Example) -> dict[str, NDArray[np.float64]]:
-        """Returns the column (n, count)."""
+        """Returns the numbers for an example by column, (n, count)."""
         (sequence,) = example.sequences
         generator = np.random.Generator(np.random.Philox(key_of_sequence(sequence)))
         return {UNIFORM: generator.random((sequence.num_targets, self.count))}

@@ -1,1 +1,1 @@
-"""What there is to see of data and runs: `inspect`, `report`."""
+"""Views of data and runs: `inspect`, `report`."""

@@ -1,7 +1,7 @@
-"""`report`: runs as one HTML page that makes no request and runs no script, with the style of the inspect page.
+"""`report`: runs as one HTML page without requests or scripts, in the style of the inspect page.
 
-Every number is one of metrics.jsonl, plan.json, status.json, recipe.yaml, evaluate.json or verify.json, and every token
-one of examples.json; a curve keeps its values in `data-values`. Several runs are laid over each other, and their
+Every number is from metrics.jsonl, plan.json, status.json, recipe.yaml, evaluate.json or verify.json, and every token
+from examples.json; a curve keeps its values in `data-values`. Several runs are overlaid, and their
 recipes' differences are listed.
 """
 
@@ -27,15 +27,15 @@ from finetune.utils import LOCAL_HOSTS, host_name, write_atomically
 from finetune.view.token_html import sequence_names, tokens_html
 from finetune.view.web_page import head, page, text
 
-WIDTH, HEIGHT = 480, 150  # of a chart, in SVG units
-POINTS = 1000  # of a curve; of longer ones every n-th is drawn, and the last
-EVALUATIONS = 12  # whose answers are shown, of a run
+WIDTH, HEIGHT = 480, 150  # size of a chart, in SVG units
+POINTS = 1000  # points per curve; longer ones show every n-th and the last
+EVALUATIONS = 12  # per run, with their answers
 COLOURS = ("#2f7fc1", "#c9772b", "#3f9a5f", "#a34fa8", "#b8433f", "#6b7280")
 REFRESH_S = 5
 _AXES = {"step", "epoch"}
-_LARGEST = 1e300  # of a number that is drawn
+_LARGEST = 1e300  # number that is drawn
 _OF_A_RUN = ("metrics.jsonl", "recipe.yaml", "plan.json", "status.json")
-# What reading and showing a damaged file raises.
+# Errors of reading and showing a damaged file.
 _DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
 _GROUPS: dict[str, Callable[[str], bool]] = {
     "Held-out data": lambda key: key.startswith("eval_") or key == "exact_match",
@@ -66,38 +66,38 @@ tbody th { min-width: 11rem; }
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run directory holds."""
+    """Contents of a run directory."""
 
     folder: Path
     name: str
-    lines: list[dict[str, Any]]  # of metrics.jsonl
+    lines: list[dict[str, Any]]  # lines of metrics.jsonl
     recipe: dict[str, Any]
     plan: dict[str, Any]
     status: dict[str, Any]
     best_step: int | None  # by `checkpoint.best`
     verified: dict[str, dict[str, Any]]  # verify.json of exports, by folder
     evaluated: dict[str, dict[str, Any]]  # evaluate.json: scores by "task/metric"
-    examples: list[dict[str, Any]]  # examples.json: what the model was trained on, as text
+    examples: list[dict[str, Any]]  # examples.json: training examples as text
     generations: list[dict[str, Any]]  # generations.jsonl: {"step": .., "columns": .., "rows": ..} of each evaluation
-    problems: tuple[str, ...] = ()  # files that are missing or damaged, of which the page lacks something
+    problems: tuple[str, ...] = ()  # files that are missing or damaged, so the page is incomplete
 
     def curve(self, key: str) -> list[tuple[int, float]]:
         return [(line["step"], line[key]) for line in self.lines if _is_number(line.get(key))]
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value can be drawn."""
+    """Returns whether a value can be drawn."""
     return isinstance(value, int | float) and -_LARGEST < value < _LARGEST
 
 
 def read_run(folder: Path) -> RunData:
-    """Returns what can be read, with a note of what cannot. Raises UserError if the folder has nothing of a run."""
+    """Returns the readable files of a run, with notes on the others. Raises UserError if there are none."""
     if not any((folder / name).is_file() for name in _OF_A_RUN):
         raise UserError(f"{folder}: no run here (no metrics.jsonl); give a run directory, such as runs/quickstart-full")
     problems = [f"{name} is missing" for name in _OF_A_RUN if not (folder / name).exists()]
 
     def read(name: str, load: Callable[[Path], Any], empty: Any) -> Any:
-        """The content of a file that may be damaged, of the type of `empty`."""
+        """Returns the content of a file that may be damaged, of the type of `empty`."""
         try:
             if not (folder / name).exists():
                 return empty
@@ -151,7 +151,7 @@ def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _are_answers(rows: Any) -> bool:
-    """Whether they are [prompt, answer, expected], as a run writes them."""
+    """Returns whether rows are [prompt, answer, expected], as a run writes them."""
     return isinstance(rows, list) and all(isinstance(r, list) and list(map(type, r)) in _ANSWERS for r in rows)
 
 
@@ -159,7 +159,7 @@ _ANSWERS = ([str, str, str], [str, str, type(None)])
 
 
 def write_report(folders: Sequence[Path], out: Path) -> None:
-    """Write the page, whole or not at all. Raises UserError if a folder is no run, or the page cannot be written."""
+    """Write the page, atomically. Raises UserError if a folder is not a run, or the page cannot be written."""
     whole = _bytes(render([read_run(folder) for folder in folders]))
     try:
         if out.exists() and not out.is_file():
@@ -175,8 +175,8 @@ def _bytes(page: str) -> bytes:
 
 
 def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) -> None:
-    """Serve the page on 127.0.0.1, made again for each request, until interrupted. Raises UserError."""
-    [read_run(folder) for folder in folders]  # raises at once for a folder that is no run
+    """Serve the page on 127.0.0.1, rendered for each request, until interrupted. Raises UserError."""
+    [read_run(folder) for folder in folders]  # raises at once for a folder that is not a run
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -194,7 +194,7 @@ def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) ->
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: a line for each refresh is of no use."""
+            """Disables logs of each refresh."""
 
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
@@ -209,7 +209,7 @@ def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) ->
 
 
 def render(runs: Sequence[RunData], refresh_s: int | None = None) -> str:
-    """Returns the page. refresh_s: seconds after which a browser loads it again."""
+    """Returns the page. refresh_s: seconds until a browser reloads it."""
     colours = "".join(f".c{i} {{ stroke: {c}; }} i.c{i} {{ background: {c}; }}\n" for i, c in enumerate(COLOURS))
     title = " / ".join(run.name for run in runs)
     top = head(f"{title}: report", _STYLE + colours, refresh_s=refresh_s)
@@ -295,7 +295,7 @@ def _exports(runs: Sequence[RunData]) -> Iterator[str]:
 
 
 def _measured(run: RunData) -> list[list[Any]]:
-    """Returns what the plan says next to what the metrics do: totals of the last line, by its epochs."""
+    """Returns planned numbers beside measured ones: totals of the last line, by its epochs."""
     plan = run.plan
     rows: list[list[Any]] = []
     if run.lines and "steps" in plan:
@@ -312,7 +312,7 @@ def _measured(run: RunData) -> list[list[Any]]:
 
 
 def _examples(runs: Sequence[RunData]) -> Iterator[str]:
-    """Yields the first training examples of each run, and once those of runs that have the same."""
+    """Yields the first training examples of each run, once for runs that share them."""
     alike: dict[str, list[RunData]] = {}
     for run in runs:
         alike.setdefault(json.dumps(run.examples), []).append(run)
@@ -332,7 +332,7 @@ def _example_or_note(example: Any, objective: str) -> str:
 
 
 def _example(example: dict[str, Any], objective: str) -> str:
-    """Returns an example as `inspect` shows it, its sequences below each other."""
+    """Returns an example as `inspect` shows it, its sequences one below the other."""
     place = text(visible(f"{example['path']}:{example['row']}"))
     names = sequence_names(objective, len(example["sequences"]))
     shown = ""
@@ -346,7 +346,7 @@ def _example(example: dict[str, Any], objective: str) -> str:
 
 
 def _answers(runs: Sequence[RunData]) -> Iterator[str]:
-    """Yields a table for each prompt that every evaluation answers: its answers over time, of each run."""
+    """Yields a table for each prompt that every evaluation answers: its answers over time, for each run."""
     prompts: dict[str, list[list[Any]]] = {}
     pictures: dict[str, Path] = {}
     for run in runs:
@@ -370,7 +370,7 @@ def _answers(runs: Sequence[RunData]) -> Iterator[str]:
 
 
 def _picture(path: Path | None) -> str:
-    """Returns the pictures of a prompt, within the page."""
+    """Returns the pictures of a prompt, inline."""
     if path is None or not path.is_file():
         return ""
     source = base64.b64encode(path.read_bytes()).decode()
@@ -412,7 +412,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> st
 
 
 def _name(value: object) -> Markup:
-    """Returns a name that breaks after its underscores and dots."""
+    """Returns a name with line breaks allowed after its underscores and dots."""
     return text(value).replace("_", Markup("_<wbr>")).replace(".", Markup(".<wbr>"))
 
 
@@ -422,7 +422,7 @@ def _cell(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as JSON has it; a list of settings in one line."""
+    """Returns a value as JSON; a list of settings in one line."""
     if value is None:
         return "–"
     return value if isinstance(value, str) else json.dumps(value)
@@ -476,7 +476,7 @@ def _curve(
     data = f'data-run="{text(name)}" data-key="{text(key)}" data-steps="{steps}" data-values="{values}"'
     if len(kept) == 1:
         x, y = place(*kept[0])
-        points = f"{x - 4},{y} {x + 4},{y}"  # a point would not be seen
+        points = f"{x - 4},{y} {x + 4},{y}"  # a single point would be invisible
     return f'<polyline class="{colour}" points="{points}" {data}><title>{text(name)}</title></polyline>'
 
 

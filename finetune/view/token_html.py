@@ -1,7 +1,7 @@
 """Tokens as HTML, for the pages of `inspect` and `report`.
 
 An example is a sequence of runs of similar tokens: <mark> if supervised, else <span>; each special token is its own
-run. A run keeps its tokens in attributes, which the page's script reads when the user points at it:
+run. A run keeps its tokens in attributes, which the page's script reads on hover:
 
     <mark data-p="7" data-i="284 220 19" data-n="2 1 1"> = 4</mark>
         position of the first token, ids, lengths of their texts in UTF-16 units (as in JavaScript)
@@ -23,14 +23,14 @@ from finetune.recipe.schema import ROW_KINDS
 
 
 def sequence_names(objective: str, count: int) -> tuple[str, ...]:
-    """Returns what the sequences of an example are; nothing for a single one."""
+    """Returns the names of an example's sequences; empty for a single one."""
     return ("",) if count == 1 else ROW_KINDS[objective].sequences
 
 
 def tokens_html(tokens: Sequence[Token], first: int = 0) -> Markup:
-    """Returns runs of tokens, see the module; first: position of tokens[0]."""
+    """Returns runs of tokens, see the module docstring; first: position of tokens[0]."""
     parts, position = [], first
-    # Similar tokens together; a special one is alone.
+    # Groups similar tokens; a special one is alone.
     alike = groupby(enumerate(tokens), key=lambda one: (one[1].trained, one[0] if one[1].special else -1))
     for run in ([token for _, token in group] for _, group in alike):
         parts.append(_run_html(run, position))

@@ -1,4 +1,4 @@
-"""The frame of the HTML pages of `inspect`, `plan` and `report`: one file each, whose policy lets nothing be loaded."""
+"""Frame of the HTML pages of `inspect`, `plan` and `report`: single files whose policy blocks all requests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _STYLE = Path(__file__).parent / "inspect" / "page.css"
 
 
 def text(value: object) -> Markup:
-    """Returns a value as text of a page."""
+    """Returns a value as escaped text for a page."""
     return Markup(html.escape(str(value)))
 
 
 def head(title: str, style: str = "", script: str | None = None, refresh_s: int | None = None) -> Markup:
-    """Returns what is in <head>: the pages' style with what is a page's own, and a policy by hashes.
+    """Returns the content of <head>: shared style, the page's own, and a policy by hashes.
 
-    title: may be hostile; script: of the page's end; refresh_s: seconds after which a browser loads the page again.
+    title: may be hostile; script: at the page's end; refresh_s: seconds until a browser reloads the page.
     """
     style = _STYLE.read_text(encoding="utf-8") + style
     runs = f"; script-src '{_hash(script)}'" if script is not None else ""

@@ -1,10 +1,10 @@
-"""From a text and spans of its characters to token ids and which of them are trained.
+"""Converts a text and spans of its characters to token ids and a mask of the trained ones.
 
-The full text is tokenised once, so the ids are those that everyone else gets. Only where a token holds characters on
-both sides of a border, as "\\n\\n" does where a prompt ends and an answer begins with a newline, the text is cut at its
-borders and tokenised in pieces: in use the model is given the tokens of the prompt, and writes the answer after them.
+The full text is tokenized once, so the ids are the usual ones. Only if a token holds characters on
+both sides of a border, as "\\n\\n" does when a prompt ends and an answer begins with a newline, the text is cut at its
+borders and tokenized in pieces: in use the model is given the tokens of the prompt, and writes the answer after them.
 
-Where the bytes of the tokens prove where they are, the tokenizer is not needed for it.
+If the bytes of the tokens prove their positions, the tokenizer is not needed for them.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ TRIED = 16  # texts that say whether the bytes of the others are worth a try
 
 @dataclass(frozen=True)
 class Offsets:
-    """Where the tokens of a text lie, asked one by one: few are of interest, and a list of all takes long to make."""
+    """Positions of the tokens of a text, looked up one by one: few are needed, and a list of all is slow to build."""
 
     count: int  # of tokens
     at: Callable[[int], Span]  # characters [begin, end) of a token; begins ascend
-    owner: Callable[[int], int | None] = lambda character: None  # the first token that holds it; None: none, or unknown
+    owner: Callable[[int], int | None] = lambda character: None  # the first token that holds it, or None
 
     def first_from(self, character: int) -> int:
-        """The first token that begins at a character or after it; `count` where none does."""
+        """The first token that begins at a character or after it; `count` if there is none."""
         if not self.count or self.at(self.count - 1)[0] < character:
             return self.count
         owner = self.owner(character) if self.count <= SEARCHED else None
@@ -57,15 +57,15 @@ class Offsets:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer, and what masks must know of it. Build it with `encoder`."""
+    """A tokenizer, with the traits that masks depend on. Build it with `encoder`."""
 
     tokenizer: PreTrainedTokenizerBase
     added: frozenset[int]  # ids of added tokens, which are never part of another; some swallow the white space around
-    can_cut: bool  # whether pieces of a text, tokenised one by one, are the text again
-    byte_level: ByteLevel | None  # None where bytes do not tell where tokens lie
+    can_cut: bool  # whether pieces of a text, tokenized one by one, are the text again
+    byte_level: ByteLevel | None  # None if bytes do not determine the positions of tokens
 
     def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
-        """Ids and masks of many in a few calls. Raises UserError for a text that the tokenizer's library fails on."""
+        """Ids and masks of many texts in a few calls. Raises UserError for a text that the library fails on."""
         try:
             return self._encoded(texts, spans)
         except BaseException as error:
@@ -74,7 +74,7 @@ class Encoder:
             raise
 
     def _failure(self, texts: Sequence[str], error: BaseException) -> str:
-        """Returns what happened, with the first text that the tokenizer fails on by itself."""
+        """Returns a description of the failure, with the first text that the tokenizer fails on by itself."""
         begin = ""
         for text in texts:
             try:
@@ -97,12 +97,12 @@ class Encoder:
         placed: list[Tokens | None] = [None] * len(texts)
         if self.byte_level is not None:
             placed = self.byte_level.place(texts[:TRIED], spans[:TRIED])
-            # Of texts whose answers begin within a token bytes prove nothing, and all would be done twice.
+            # For texts whose answers begin within a token, bytes prove nothing, and the work would be done twice.
             proves = 2 * placed.count(None) <= len(placed)
             others = texts[TRIED:], spans[TRIED:]
             placed += self.byte_level.place(*others) if proves else [None] * len(others[0])
         rest = [i for i, one in enumerate(placed) if one is None]
-        # Not through the tokenizer's __call__: it makes a list of the offsets of all tokens, of which masks need few.
+        # Not through the tokenizer's __call__: it lists the offsets of all tokens, and masks need only a few.
         # add_special_tokens=False: the template writes its own, a second BOS would be one too many.
         encoded = backend.encode_batch([texts[i] for i in rest], add_special_tokens=False) if rest else []
         by_offsets = (self._one(texts[i], spans[i], encoding) for i, encoding in zip(rest, encoded, strict=True))
@@ -130,7 +130,7 @@ class Encoder:
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    """What a tokenizer is like, found by trying it."""
+    """Traits of a tokenizer, determined by trying it."""
     pieces: Collection[list[int]] = tokenizer(["b", "c"], add_special_tokens=False)["input_ids"]
     joined = tokenizer.decode([i for ids in pieces for i in ids], clean_up_tokenization_spaces=False)
     remember_words(tokenizer)
@@ -141,14 +141,14 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
 
 
 def remember_words(tokenizer: PreTrainedTokenizerBase) -> None:
-    """To be said again in another process: a tokenizer that was sent there has forgotten it."""
+    """Enlarges the tokenizer's word cache. Repeat it in each process: a tokenizer sent there has lost it."""
     fast: Any = tokenizer
     if resize := getattr(fast.backend_tokenizer.model, "_resize_cache", None):  # BPE and Unigram have one
         resize(WORDS_CACHED)
 
 
 def is_clean(border: int, offsets: Offsets) -> bool:
-    """Whether one token ends at a border and the next begins there, so that no token holds both sides.
+    """Returns whether one token ends at a border and the next begins there, so that no token holds both sides.
 
         offsets  (0,3) (3,8) (8,9) (9,13)      a border at 8 is clean, at 5 it is not: the second token is on both sides
 
@@ -168,7 +168,7 @@ def tokens_in_spans(offsets: Offsets, spans: Sequence[Span]) -> NDArray[np.bool_
         offsets  (0,3) (3,8) (8,9) (9,13)      spans  (3,8) (8,12)
         mask       no   yes   yes   yes
 
-    A token that begins before a span is what the model is given there, not what it writes.
+    A token that begins before a span belongs to the model's input there, not to its output.
     """
     mask = np.zeros(offsets.count, bool)
     for begin, end in spans:
@@ -178,14 +178,14 @@ def tokens_in_spans(offsets: Offsets, spans: Sequence[Span]) -> NDArray[np.bool_
 
 # --- placed by the bytes that each token stands for
 #
-# Under a byte-level tokenizer a token stands for the same bytes wherever it is found, so a table of lengths says where
-# each one begins, and the tokenizer need not say it: a quarter of its time goes into offsets.
+# Under a byte-level tokenizer a token always stands for the same bytes, so a table of lengths tells where
+# each one begins, and the tokenizer need not compute it: offsets take a quarter of its time.
 #
 #     text     Hi<|end|>\n      tokens   Hi  <|end|>  \n      lengths  2 7 1      begin at  0 2 9, end at 10
 #
-# What is placed so is proved to be. No token stands for more bytes than it has in its text, and together they have
-# those of the text, so each has as many as the table says; and every border of what is trained lies between two tokens.
-# For the rest (`None`) the tokenizer is asked, which gives the same ids and masks where both have an answer.
+# These positions are proved: no token stands for more bytes than it has in its text, and together they have
+# those of the text, so each has as many as the table says; and every border of a trained span lies between two tokens.
+# For the rest (`None`) the tokenizer is called, which gives the same ids and masks if both have an answer.
 
 _SPLITTERS = ("Split", "Digits", "Punctuation")  # pre-tokenizers that add no byte
 _SPACE = "Ġ"  # a space in the alphabet of byte-level vocabularies
@@ -193,20 +193,20 @@ _SPACE = "Ġ"  # a space in the alphabet of byte-level vocabularies
 
 @dataclass(frozen=True)
 class ByteLevel:
-    """What the tokens of such a tokenizer stand for. Build it with `byte_level`."""
+    """Byte lengths of the tokens of such a tokenizer. Build it with `byte_level`."""
 
     backend: Any  # the tokenizer of `tokenizers`
-    lengths: NDArray[np.int32]  # (V,) bytes that a token stands for; 0 where it is not known
-    spaced: NDArray[np.bool_] | None  # (V,) whether it begins or ends with what offsets leave out; None: they do not
+    lengths: NDArray[np.int32]  # (V,) bytes that a token stands for; 0 if unknown
+    spaced: NDArray[np.bool_] | None  # (V,) whether it begins or ends with characters that offsets lack; None: none do
 
     def place(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens | None]:
-        """Ids and masks of many, in one call of the tokenizer; None where the bytes prove nothing."""
-        # Kept is a text that the normalizer, NFC if there is one, does not change. Added tokens are cut out before it,
-        # but what it leaves whole it leaves in parts: normal forms are closed under substrings
+        """Ids and masks of many texts, in one call of the tokenizer; None if the bytes prove nothing."""
+        # A text is kept if the normalizer, NFC if there is one, does not change it. Added tokens are cut out before it,
+        # but a text that it leaves whole it also leaves in parts: normal forms are closed under substrings
         # (https://www.unicode.org/reports/tr15).
         normalizer = self.backend.normalizer
         kept = [normalizer is None or text.isascii() or normalizer.normalize_str(text) == text for text in texts]
-        # An empty text in the place of one that is not kept: its length is wrong, so it comes out as None.
+        # An empty text replaces one that is not kept: its length is wrong, so it comes out as None.
         encoded = self.backend.encode_batch_fast(
             [text if one else "" for text, one in zip(texts, kept, strict=True)], add_special_tokens=False
         )
@@ -218,7 +218,7 @@ class ByteLevel:
     def _masked(
         self, ids: NDArray[np.int32], rows: NDArray[np.int64], texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> list[Tokens | None]:
-        """ids: (T,) of all texts; rows: (R + 1,) where those of each text begin."""
+        """ids: (T,) of all texts; rows: (R + 1,) first token of each text."""
         begins = np.concatenate(([0], np.cumsum(self.lengths[ids], dtype=np.int64)))  # (T + 1,) in bytes, over all
         size = np.array([len(text.encode()) for text in texts], np.int64)
         proved = np.diff(begins[rows]) == size
@@ -246,13 +246,13 @@ class ByteLevel:
 
 
 def byte_level(tokenizer: PreTrainedTokenizerBase) -> ByteLevel | None:
-    """None for a tokenizer whose tokens may stand for other bytes than their own."""
+    """Returns None for a tokenizer whose tokens may stand for other bytes than their own."""
     fast: Any = tokenizer
     backend, added = fast.backend_tokenizer, fast.added_tokens_decoder
     vocabulary = backend.get_vocab(with_added_tokens=False)
     if not (_writes_itself(backend.model, vocabulary) and _adds_nothing(backend)):
         return None
-    if any(token.lstrip or token.rstrip for token in added.values()):  # such a one stands for white space as well
+    if any(token.lstrip or token.rstrip for token in added.values()):  # such a token stands for white space as well
         return None
     texts = {number: text for text, number in vocabulary.items()} | {number: str(one) for number, one in added.items()}
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
@@ -267,7 +267,7 @@ def byte_level(tokenizer: PreTrainedTokenizerBase) -> ByteLevel | None:
 
 
 def _writes_itself(model: Any, vocabulary: Mapping[str, int]) -> bool:
-    """Whether a model's tokens, joined, are at most what it was given: no mark of a word's parts, no unknown token."""
+    """Returns whether a model's joined tokens are at most its input: no mark of a word's parts, no unknown token."""
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
     has_all_bytes = vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
@@ -275,7 +275,7 @@ def _writes_itself(model: Any, vocabulary: Mapping[str, int]) -> bool:
 
 
 def _adds_nothing(backend: Any) -> bool:
-    """Whether the text reaches the model as it is but for one spelling in bytes, or for NFC."""
+    """Returns whether the text reaches the model unchanged, except for one spelling in bytes, or NFC."""
     before = list(_parts(backend.pre_tokenizer))
     levels = [part for part in before if part["type"] == "ByteLevel"]
     return (
@@ -298,6 +298,6 @@ def _parts(component: Any) -> Iterator[dict[str, Any]]:
 
 
 def _added_bytes(backend: Any, text: str) -> int:
-    """0, which proves nothing, where a text would have to be changed to hold this token."""
+    """Returns 0, which proves nothing, if a text would have to be changed to hold this token."""
     normalizer = backend.normalizer
     return len(text.encode()) if normalizer is None or normalizer.normalize_str(text) == text else 0

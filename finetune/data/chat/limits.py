@@ -1,8 +1,8 @@
-"""Limits on what a chat template computes for a row, whatever it loops over or repeats.
+"""Limits on a chat template's computation for a row, whatever it loops over or repeats.
 
-A template is a program from elsewhere. Its syntax tree gets guards where it can loop or grow: steps of every loop,
-call and filter that goes through a list are counted, characters that it writes, stores or makes of others as well, and
-time from the 10,000th step on. Nothing else is changed, so a template within its limits writes the same text.
+A template is an untrusted program. Its syntax tree gets guards wherever it can loop or grow: steps of every loop,
+call and filter that goes through a list are counted, characters that it writes, stores or creates as well, and
+time from the 10,000th step on. The rest is unchanged, so a template within its limits writes the same text.
 
     {% for m in messages %}{{ m.content }}{% set x = x + x %}{% endfor %}
                  |               |                     |
@@ -45,24 +45,24 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 class Limits:
-    """What the row that is rendered has left. One thread renders with it at a time."""
+    """Remaining limits of the row that is rendered. One thread renders with it at a time."""
 
     def __init__(self, nests: bool) -> None:
-        """Before the first row nothing is left: Jinja would compute constants while it compiles, and not count them."""
+        """Sets the limits to 0 before the first row: Jinja computes constants while compiling, and uncounted."""
         self.nests = nests  # whether the template puts lists into lists; else they are those of the row
         self.begin({})
         self._chars = self._steps = -1
         self._is_extended = True
 
     def begin(self, variables: Mapping[str, Any]) -> None:
-        """Start over, for a row with these variables."""
+        """Starts over, for a row with these variables."""
         self._chars, self._steps, self._until = MAX_TEXT, MAX_STEPS, 0.0
         self._timed_at = MAX_STEPS - _TIMED_EVERY
         self._constants, self._widest = MAX_CONSTANTS, 0
         self._variables, self._is_extended = variables, False
 
     def charge(self, count: int) -> None:
-        """Count characters or items that are about to be made. Raises UserError beyond the limit."""
+        """Count characters or items that are about to be created. Raises UserError beyond the limit."""
         self._chars -= count
         if self._chars < 0:
             self._extend()
@@ -79,7 +79,7 @@ class Limits:
                 raise UserError(f"it takes more than {MAX_S:.0f} s")
 
     def _extend(self) -> None:
-        """A long row may have a long text, or take many steps; its size is only asked for where it matters."""
+        """Extends the limits by the row's size, computed only if needed: a row may have long texts or many steps."""
         if not self._is_extended:
             self._is_extended = True
             size = _size(self._variables, 1 << 40)
@@ -93,7 +93,7 @@ class Limits:
     # --- guards in the tree
 
     def written(self, value: Any) -> Any:
-        """What is written, or becomes part of a text."""
+        """Guards text that is written, or becomes part of a text."""
         if type(value) is str:
             self._chars -= len(value)
             if self._chars < 0:
@@ -103,7 +103,7 @@ class Limits:
         return value
 
     def stored(self, value: Any) -> Any:
-        """What a name is given. A list may hold itself many times over, through others."""
+        """Guards an assigned value. A list may hold itself many times over, through others."""
         if isinstance(value, _CONTAINERS):
             self.charge(_size(value, self._chars) if self.nests else len(value))
         elif isinstance(value, str):
@@ -111,7 +111,7 @@ class Limits:
         return value
 
     def looped(self, iterable: Any, data: int) -> Any:
-        """What a loop goes over, whose body has so many characters of its own."""
+        """Guards the items of a loop whose body has `data` characters of its own."""
         self._widest = max(self._widest, data)
         if hasattr(iterable, "__next__"):
             return self._counted(iterable, data)
@@ -153,7 +153,7 @@ class Limits:
         return left * right
 
     def filtered(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter of Jinja whose result is checked before it is made, where it can be longer than what it gets."""
+        """A filter of Jinja whose result is checked before it is created, if it can be longer than its input."""
 
         def guarded(*arguments: Any, **named: Any) -> Any:
             # The first is what Jinja passes to filters that want its context.
@@ -184,7 +184,7 @@ class Limits:
         return guarded
 
     def _joined(self, arguments: tuple[Any, ...], given: tuple[Any, ...], others: list[Any]) -> tuple[Any, ...]:
-        """Arguments of `join`, with what it joins as a list: it may have been an iterator."""
+        """Arguments of `join`, with its items as a list: they may have been an iterator."""
         items = list(given[0]) if isinstance(given[0], Iterable) and not isinstance(given[0], str) else given[0]
         between = max((len(one) for one in others if isinstance(one, str)), default=0)
         if isinstance(items, list):
@@ -213,7 +213,7 @@ class Limits:
             self.charge(len(text) * longest)
 
     def _check_whole(self, name: str, value: Any, others: Iterable[Any]) -> None:
-        """What is written whole, with all that it holds."""
+        """Guards a value that is written whole, with all that it holds."""
         flat = itertools.chain.from_iterable(one if isinstance(one, list | tuple) else [one] for one in others)
         for one in flat:
             if name == "tojson" and (len(one) if isinstance(one, str) else one or 0) > _MAX_WIDTH:
@@ -294,7 +294,7 @@ def _runs_of_digits(pattern: str) -> Iterator[str]:
 
 
 def _size(value: Any, most: int) -> int:
-    """Characters and items in a value, with all that it holds, as often as it holds it; a little more than `most` where
+    """Characters and items in a value, with all that it holds, as often as it holds it; a little more than `most` if
     there are more."""
     total, waiting = 0, [value]
     while waiting and total <= most:

@@ -1,13 +1,13 @@
-"""From a sample to token ids and labels, with an exact mask under any chat template.
+"""Renders a sample to token ids and labels, with an exact mask under any chat template.
 
-A conversation is rendered to text (`template.py`), what the model has to write of it is marked by spans of characters
-(`trained_spans.py`), and the text is tokenised with offsets (`encoding.py`). Under a ChatML-shaped template:
+A conversation is rendered to text (`template.py`), the part that the model writes is marked by spans of characters
+(`trained_spans.py`), and the text is tokenized with offsets (`encoding.py`). Under a ChatML-shaped template:
 
     text    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     ids      1 872 198 13048 2 198            1 77091 198          9707 2          198
     labels   - - - - - -                      - - -                9707 2          -      (- is -100)
 
-What is trained is what the model has to write in use: from the end of the generation prompt through the end-of-turn.
+Trained is the text that the model writes in use: from the end of the generation prompt through the end-of-turn.
 Neither the header before it nor the newline after it. Labels are aligned with the ids; `batch.py` shifts them.
 """
 
@@ -38,7 +38,7 @@ from finetune.data.chat.trained_spans import Chat, TrainedText, parts_of
 from finetune.data.samples import BadRow, Conversation, Drawable, Ids, Image, Preference, PromptCompletion, Text
 from finetune.errors import UserError
 
-if TYPE_CHECKING:  # Pillow and transformers' processors are for those who have images
+if TYPE_CHECKING:  # Pillow and transformers' processors are only needed for images
     from finetune.data.images.expansion import RowImages
     from finetune.data.images.image_files import StoredImage
 
@@ -49,7 +49,7 @@ UNTRAINED = -100  # Hugging Face convention, the ignore_index of torch's cross e
 
 @dataclass(frozen=True)
 class Rendered:
-    """A sequence as the string that is tokenised, and the characters of it to train on."""
+    """A sequence as the string to tokenize, and the characters of it to train on."""
 
     text: str
     spans: Sequence[Span] = ()
@@ -69,16 +69,16 @@ class Renderer:
     adds_bos: bool  # whether the tokenizer would put its BOS before a plain text
     chat: Chat | None = field(repr=False)
     encoder: Encoder = field(repr=False)
-    special_text: re.Pattern[str] = field(repr=False)  # of special tokens, to find them in what a row says
-    ends_plain: bool = True  # EOS after a plain text; if not, only where the tokenizer itself would add it
-    images: RowImages | None = None  # where rows have them
+    special_text: re.Pattern[str] = field(repr=False)  # of special tokens, to find them in the text of a row
+    ends_plain: bool = True  # EOS after a plain text; if not, only if the tokenizer itself would add it
+    images: RowImages | None = None  # if rows have them
 
     def draw(self, sample: Drawable, data_file: str = "") -> list[tuple[Rendered, ...]]:
         """Returns the examples of a sample, each with its sequences. One example of one sequence; of a conversation
-        whose template rewrites history several; of a preference one of two sequences, chosen and rejected.
+        whose template rewrites history, several; of a preference, one of two sequences, chosen and rejected.
 
-        data_file: that the row is in; its folder is where paths of images start.
-        Raises BadRow for what another row could do without, UserError for what no row could mend.
+        data_file: file of the row; image paths are relative to its folder.
+        Raises BadRow for a problem of this row alone, UserError for one that every row has.
         """
         if isinstance(sample, Text):
             return [(Rendered(sample.text, [(0, len(sample.text))], is_plain=True),)]
@@ -112,7 +112,7 @@ class Renderer:
         return Rendered(part.text, part.spans)
 
     def tokenise(self, rendered: Sequence[Rendered]) -> list[Tokens | TokensAndImages]:
-        """Ids and masks of many, and images where rows have them, in one call of the tokenizer."""
+        """Ids and masks of many samples, and images if rows have them, in one call of the tokenizer."""
         texts = [one for one in rendered if one.ready is None]
         encoded = iter(self.encoder.encode([one.text for one in texts], [one.spans for one in texts]))
         tokens: list[Tokens | TokensAndImages] = []
@@ -123,7 +123,7 @@ class Renderer:
                 input_ids, trained = self._with_ends(*next(encoded)) if one.is_plain else next(encoded)
                 if self.train_on == "all":
                     trained = np.ones(len(input_ids), bool)
-            trained[:1] = False  # nothing predicts the first token
+            trained[:1] = False  # no token predicts the first one
             if self.images:
                 tokens.append((input_ids, trained, self.images.place(input_ids, trained, one.images)))
             else:
@@ -158,8 +158,8 @@ class Renderer:
         return Rendered("", ready=sample)
 
     def _check_no_special(self, conversation: Conversation) -> None:
-        """Raises BadRow for a text that would be read as a token of the template: an end-of-turn in mid-answer, a
-        turn that the user made up, or a content that was rendered before."""
+        """Raises BadRow for a text that would be read as a token of the template: an end-of-turn in mid-answer, an
+        invented turn, or a content that was rendered before."""
         for where, text in _texts(conversation):
             if match := self.special_text.search(text):
                 raise BadRow(
@@ -169,7 +169,7 @@ class Renderer:
 
 
 def _texts(conversation: Conversation) -> Iterator[tuple[str, str]]:
-    """Yields (place, text) of all that a row says."""
+    """Yields (place, text) of all texts of a row."""
     for i, message in enumerate(conversation.messages):
         yield f"message {i} ({message.role})", message.content
         if message.reasoning:
@@ -212,8 +212,8 @@ def build_renderer(
     is_scored: bool = False,
     images: RowImages | None = None,
 ) -> Renderer:
-    """Returns a Renderer; `template` None is the tokenizer's own. is_scored: texts are classified, as the tokens that
-    the tokenizer gives by itself, for nothing is to end there. images: how the model sees those of rows. Raises
+    """Returns a Renderer; `template` None is the tokenizer's own. is_scored: texts are classified, with the tokens that
+    the tokenizer adds by itself and no end token. images: image settings of the rows. Raises
     UserError for a tokenizer without offsets."""
     if not tokenizer.is_fast:
         raise UserError(
@@ -259,7 +259,7 @@ def with_arguments(chat: Chat, arguments: Mapping[str, Any]) -> Chat:
 
 
 def _special_text(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """The text of any special token; but not the unknown one, which is a word of some corpora and marks nothing."""
+    """The text of any special token except the unknown one, which is a word of some corpora and not a mark."""
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     texts = [str(token) for token in added.values() if token.special and str(token) != tokenizer.unk_token]
     return re.compile("|".join(re.escape(text) for text in texts if text) or r"(?!)")
@@ -268,9 +268,9 @@ def _special_text(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 def render(
     sample: Drawable, tokenizer: PreTrainedTokenizerBase, train_on: str = "assistant", template: Template | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(input_ids (T,), labels (T,)) of one sample that is one example; labels are -100 where not trained.
+    """(input_ids (T,), labels (T,)) of one sample that is one example; labels are -100 if not trained.
 
-    With a Llama-3-shaped template, user "2+2?" and assistant "4", where <|begin_of_text|> is 0, the two header tokens 1
+    With a Llama-3-shaped template, user "2+2?" and assistant "4", with <|begin_of_text|> 0, the two header tokens 1
     and 2, <|eot_id|> 3, "user" 10, "assistant" 11, an empty line 12, "2+2?" 20 and "4" 21:
 
         input_ids   0   1  10   2  12  20   3   1  11   2  12  21   3
@@ -286,5 +286,5 @@ def render(
 
 
 def labels_of(input_ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """(T,) the id where trained, else -100."""
+    """(T,) the id of a trained token, else -100."""
     return np.where(trained, input_ids, np.int32(UNTRAINED)).astype(np.int32)

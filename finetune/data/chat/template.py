@@ -1,7 +1,8 @@
-"""A chat template and what it renders: from messages to text, and what its `{% generation %}` blocks mark."""
+"""A chat template and its rendering: from messages to text, with the spans of its `{% generation %}` blocks."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,8 @@ from finetune.errors import UserError
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-# The date that templates get for today's, or tokens would change from one day to the next: the one that Llama 3.1's own
-# template names where there is no clock.
+# The date that templates get for today's, or tokens would change from one day to the next: the one in Llama 3.1's own
+# template for systems without a clock.
 DATE = date(2024, 7, 26)
 _ASKS = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
@@ -28,7 +29,7 @@ _REASONING_FIRST = ("reasoning_content", "thinking", "reasoning")  # its names t
 REASONING = frozenset(_REASONING_FIRST)
 
 Span = tuple[int, int]  # characters [begin, end) of a text
-Marked = tuple[str, list[Span]]  # a text and what its generation blocks wrote
+Marked = tuple[str, list[Span]]  # a text and the spans of its generation blocks
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
@@ -37,14 +38,14 @@ QUESTION, ANSWER, THOUGHT = "qUeStIoN", "aNsWeR", "tHoUgHt"  # texts that no tem
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template and what to call it in messages."""
+    """A chat template and its name in messages."""
 
     text: str
     name: str
 
     @cached_property
     def marks_generation(self) -> bool:
-        """Returns whether the template says itself, by `{% generation %}`, what the assistant writes."""
+        """Returns whether the template itself marks the assistant's text, by `{% generation %}`."""
         return GENERATION_TAG.search(self.text) is not None
 
 
@@ -63,18 +64,22 @@ def asks_for_today(template: str) -> bool:
     return "strftime_now(" in dated(template)
 
 
+_NUMBERS = itertools.count()
+
+
 @lru_cache(maxsize=256)
 def _compiled(template: str, _thread: int) -> tuple[Any, Limits] | None:
-    """The template in transformers' own sandbox, with limits, for one thread; None where this version of it does not
-    give it.
+    """The template in transformers' own sandbox, with limits, for one thread; None if this version does not
+    provide it.
 
-    transformers' public function renders in the same one, but without limits, and spends a third of the time on copies:
-    of all values, which are plain JSON here, and of what the sandbox knows, out of a chain of dicts.
+    transformers' public function renders in the same one, but without limits, and spends a third of the time on copies
+    of all values, which are plain JSON here, and of the sandbox's globals, out of a chain of dicts.
     """
     compile_template: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
-    # An environment of its own, by a text that nothing computes: of `template` it would compute constants right away.
-    environment: Any = compile_template(f"{{{{ {template!r} }}}}").environment if compile_template else None
-    if not hasattr(environment, "activate_tracker"):  # what `{% generation %}` marks
+    # transformers remembers the environment of each text that it compiled. This one is for one template and thread: the
+    # guards of another would count in its place. So its text, a comment, is a new one.
+    environment: Any = compile_template(f"{{# {next(_NUMBERS)} #}}").environment if compile_template else None
+    if not hasattr(environment, "activate_tracker"):  # text in `{% generation %}` blocks
         return None
     return compile_with_limits(environment, dated(template))
 
@@ -97,9 +102,9 @@ class Jinja:
         return self.marked(messages, tools, prompt=prompt, mark=False)[0]
 
     def marked(self, messages: Messages, tools: Tools = (), *, prompt: bool = False, mark: bool = True) -> Marked:
-        """Returns the rendered text, and the spans of its generation blocks; none where the template has none.
+        """Returns the rendered text, and the spans of its generation blocks, empty if the template has none.
 
-        Raises BadRow where the template refuses the conversation, UserError where it is not a template.
+        Raises BadRow if the template refuses the conversation, UserError if it is not a template.
         """
         mark = mark and self.template.marks_generation
         variables = {
@@ -121,7 +126,7 @@ class Jinja:
             does = "calls itself without end" if isinstance(error, RecursionError) else "fills the memory"
             raise UserError(f"{self.template.name} {does}") from None
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
-            # A template refuses what it has no grammar for (a system message, an order of roles) by raising.
+            # A template refuses unsupported input (a system message, an order of roles) by raising.
             raise BadRow(f"{self.template.name} refuses this conversation: {error}") from None
         return text, [(begin, end) for begin, end in spans if end > begin]
 
@@ -148,7 +153,7 @@ def _wants_parts(template: Template, special: tuple[tuple[str, str], ...]) -> bo
 
 
 def _rendered(template: Template, variables: dict[str, Any], mark: bool) -> Marked:
-    """Returns the text and its marked spans. Raises UserError beyond the limits, and what Jinja raises."""
+    """Returns the text and its marked spans. Raises UserError beyond the limits, and Jinja's own errors."""
     compiled = _compiled(template.text, threading.get_ident())
     if compiled is None:
         return _by_transformers(template, variables, mark)
@@ -176,7 +181,7 @@ def _by_transformers(template: Template, variables: Mapping[str, Any], mark: boo
 
 
 def _tracked(compiled: Any, variables: Mapping[str, Any]) -> Marked:
-    """Renders as transformers does: the blocks so far are how a generation block knows where it begins."""
+    """Renders as transformers does: a generation block begins at the length of the blocks so far."""
     blocks: list[str] = []
     spans: list[Span] = []
     with compiled.environment.activate_tracker(blocks, spans):

@@ -1,4 +1,4 @@
-"""Short conversations rendered with a chat template, once per run: whether masks can be right, and what ends a turn."""
+"""Short conversations rendered with a chat template, once per run: whether masks can be right, and the end of turns."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from finetune.utils import common_prefix_length
 def check_template(
     tokenizer: PreTrainedTokenizerBase, template: Template | None = None, train_on: str = "assistant"
 ) -> list[str]:
-    """Returns what is wrong (`problem: ...`) or worth knowing (`note: ...`) about masks under this template.
+    """Returns problems (`problem: ...`) and remarks (`note: ...`) about masks under this template.
 
-    Nothing for a tokenizer without a template: `text` needs none, and messages are refused where they appear.
+    Empty for a tokenizer without a template: `text` needs none, and messages are refused when they appear.
     """
     with time_limit(CHECK_S, f"{template.name if template else 'the chat template'} takes more than {CHECK_S} s"):
         return _findings(tokenizer, template, train_on)
@@ -87,7 +87,7 @@ def _trained(renderer: Renderer, conversation: Conversation) -> list[list[str]]:
 
 
 def _text_problems(renderer: Renderer, chat: Chat) -> list[str]:
-    """Returns what is wrong with the template's text, for any choice of trained tokens."""
+    """Returns problems of the template's text, for any choice of trained tokens."""
     name, tokenizer, end = chat.name, renderer.tokenizer, chat.traits.end_of_turn
     bos, text = tokenizer.bos_token_id, chat.jinja.text(chat.traits.as_dicts(_plain(1)))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -143,7 +143,7 @@ def _notes(renderer: Renderer, chat: Chat) -> Iterator[str]:
 
 
 def _thought_notes(renderer: Renderer, chat: Chat) -> tuple[list[str], str | None]:
-    """A note, and the reasoning to try answers with, where a template prompts for one and refuses answers without."""
+    """A note, and the reasoning to try answers with, if a template prompts for one and refuses answers without."""
     try:
         renderer.draw(_plain(1))
     except BadRow as error:
@@ -165,7 +165,7 @@ def _thought_notes(renderer: Renderer, chat: Chat) -> tuple[list[str], str | Non
 
 
 def _history_notes(renderer: Renderer, chat: Chat, two: list[list[str]], train_on: str) -> Iterator[str]:
-    """Yields a note where turns are written differently once more turns follow."""
+    """Yields a note if turns are written differently once more turns follow."""
     what = "turns are written differently" if len(two) > 1 else ""
     if not what and chat.traits.writes_reasoning and len(_trained(renderer, _plain(2, THOUGHT))) > 1:
         what = "earlier reasoning is left out"
@@ -179,7 +179,7 @@ def _history_notes(renderer: Renderer, chat: Chat, two: list[list[str]], train_o
 
 
 def _tool_notes(renderer: Renderer, chat: Chat, thought: str | None) -> Iterator[str]:
-    """Yields a note where a template that supports calls refuses a row with a tool, its call and its result."""
+    """Yields a note if a template that supports calls refuses a row with a tool, its call and its result."""
     if chat.traits.calls is None:
         return
     call = Message("assistant", "", reasoning=thought, tool_calls=(probe_call(),))
@@ -198,7 +198,7 @@ def turn_end_ids(tokenizer: PreTrainedTokenizerBase, template: Template) -> set[
     """Ids of the tokens that end an answer and a tool call, whatever role the tokenizer gives them.
 
     Llama 3: <|eot_id|>, an added token that is not `eos_token` of its base; gpt-oss: <|return|> and <|call|>, not
-    <|end|>, with which its reasoning ends. Empty where a template ends turns with text of several tokens.
+    <|end|>, with which its reasoning ends. Empty if a template ends turns with text of several tokens.
     """
     chat, added = chat_of(tokenizer, template), set(tokenizer.added_tokens_decoder)
     end_of_turn = _ids(tokenizer, chat.traits.end_of_turn)
@@ -209,7 +209,7 @@ def turn_end_ids(tokenizer: PreTrainedTokenizerBase, template: Template) -> set[
 
 
 def last_question(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns what a user says last in a prompt, without the template's text around it; else the prompt.
+    """Returns the user's last text in a prompt, without the template's text around it; else the prompt.
 
     "<|im_start|>user\\nWhen?<|im_end|>\\n<|im_start|>assistant\\n": "When?"
     """
@@ -236,7 +236,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _up_to_the_end(chat: Chat) -> Iterator[str]:
-    """Conversations up to where their last turn ends; none for what the template refuses."""
+    """Conversations cut at the end of their last turn; empty for those that the template refuses."""
     question = Message("user", QUESTION)
     conversations = [
         Conversation((question, Message("assistant", ANSWER))),

@@ -1,4 +1,4 @@
-"""The chat template of a run: the tokenizer's own, a built-in one, or a Jinja file, with what the recipe sets in it."""
+"""The chat template of a run: the tokenizer's own, a built-in one, or a Jinja file, with the recipe's variables."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def resolve_template(
 ) -> Template | None:
     """`model.chat_template`: null is the tokenizer's own (None if it has none); else a built-in name or a Jinja file.
 
-    arguments: `model.chat_template_arguments`, which become the values that the template begins with.
-    gives_thought: `model.empty_thought: given`, which becomes the end of its generation prompt.
-    Raises UserError for a name or file that does not exist, and for what the template does not know.
+    arguments: `model.chat_template_arguments`, set as variables at the beginning of the template.
+    gives_thought: `model.empty_thought: given`, added to the end of its generation prompt.
+    Raises UserError for a name or file that does not exist, and for unknown arguments.
     """
     template = _named_template(chat_template, tokenizer)
     if template is None and (arguments or gives_thought):
@@ -55,7 +55,7 @@ def resolve_template(
 def with_arguments(template: Template, arguments: Mapping[str, Any]) -> Template:
     """A template that sets variables which its caller does not.
 
-    In its text, so that all who render it (training, evaluation, `generate`, servers of the result) do so alike:
+    They are part of its text, so that training, evaluation, `generate` and servers of the result render alike:
 
     >>> print(with_arguments(Template("{{ x }}", "a"), {"x": False}).text)
     {%- if x is not defined %}{%- set x = false %}{%- endif %}
@@ -67,13 +67,13 @@ def with_arguments(template: Template, arguments: Mapping[str, Any]) -> Template
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
         for name, value in sorted(arguments.items())
     )
-    # Jinja drops the newline after a block (trim_blocks, which transformers sets), and nothing of the template itself.
+    # Jinja drops the newline after a block (trim_blocks, which transformers sets), but none of the template itself.
     prefix = "".join(settings) + "\n"
     return template if template.text.startswith(prefix) else Template(prefix + template.text, template.name)
 
 
 def unknown_argument(template: Template, arguments: Iterable[str]) -> str:
-    """Returns which argument a template has no variable for; "" where it has all."""
+    """Returns the argument that a template has no variable for; "" if it has all."""
     known = set(re.findall(r"[A-Za-z_]\w*", template.text))
     for name in arguments:
         if name not in known:
@@ -83,14 +83,14 @@ def unknown_argument(template: Template, arguments: Iterable[str]) -> str:
     return ""
 
 
-EMPTY_THOUGHT = "empty_thought"  # the variable by which one conversation does without what `with_empty_thought` adds
+EMPTY_THOUGHT = "empty_thought"  # the variable with which one conversation omits the addition of `with_empty_thought`
 
 
 def with_empty_thought(template: Template, special: Mapping[str, str]) -> Template:
     """A template whose generation prompt ends with an empty thought, as `enable_thinking: false` is for Qwen 3.
 
-    In its text, like arguments: who serves the result and wants it to think, gives `empty_thought: false`.
-    Raises UserError where the template's answers begin with none.
+    It is part of its text, like arguments: to let the result think, a server gives `empty_thought: false`.
+    Raises UserError if the template's answers do not begin with one.
     """
     jinja = Jinja(template, special)
     thought = traits_of(jinja, special.values()).empty_thought

@@ -1,9 +1,9 @@
-"""Traits of a chat template, found by rendering short conversations with it; once per run.
+"""Traits of a chat template, detected by rendering short conversations with it; once per run.
 
     text   <|im_start|>user\\nqUeStIoN<|im_end|>\\n<|im_start|>assistant\\naNsWeR<|im_end|>\\n
                                                  prompt               ANSWER end_of_turn closing
 
-Without a generation prompt, what stands before the answer is the header, if it is more than white space.
+Without a generation prompt, the text before the answer is the header, if it is more than white space.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ CALL_ID = "cAlLnUm01"  # nine letters and digits, which Mistral's templates insi
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a template wants an assistant's tool calls."""
+    """Form in which a template wants an assistant's tool calls."""
 
-    no_content: str | None = ""  # in place of an empty content; None where a template tells calls by it (DeepSeek V3)
-    arguments_as_text: bool = False  # JSON in a string, where a template adds it to one
+    no_content: str | None = ""  # replaces an empty content; None if a template recognizes calls by it (DeepSeek V3)
+    arguments_as_text: bool = False  # JSON in a string, if a template adds it to one
     needs_ids: bool = False  # whether it refuses calls without an id (Mistral)
 
 
 @dataclass(frozen=True)
 class EmptyThought:
-    """What stands before an answer without reasoning, where a template knows reasoning.
+    """Text before an answer without reasoning, if a template supports reasoning.
 
     Qwen 3          prompt <|im_start|>assistant\\n           text <think>\\n\\n</think>\\n\\n
     R1's distills   prompt <｜Assistant｜><think>\\n           text \\n</think>\\n\\n     opener <think>\\n
@@ -44,9 +44,9 @@ class EmptyThought:
     Gemma 4         prompt <|turn>model\\n<|channel>thought\\n<channel|>    opener <|channel>thought\\n<channel|>
     """
 
-    text: str  # that the model writes; "" where the prompt ends with it
+    text: str  # that the model writes; "" if the prompt ends with it
     opener: str = ""  # the end of the generation prompt that a rendered answer does not have
-    before: str = ""  # what a rendered answer has in its place
+    before: str = ""  # the text that a rendered answer has instead
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Traits:
 
     prompt: str = ""  # the generation prompt after a question
     prompt_fits: bool = False  # whether an answer without reasoning follows it
-    header: str = ""  # of an assistant's turn, where there is no generation prompt
-    end_of_turn: str = ""  # what the model writes after an answer, such as <|eot_id|>; "" if nothing
+    header: str = ""  # of an assistant's turn, if there is no generation prompt
+    end_of_turn: str = ""  # written by the model after an answer, such as <|eot_id|>; "" if absent
     tail: str | None = None  # all that follows the last answer: white space, end-of-turn and closing; None: unknown
-    closing: str = ""  # what of it the model does not write: a newline, Phi-3's <|endoftext|>
-    calls: CallForm | None = None  # None where the template writes no tool calls
+    closing: str = ""  # the part of it that the model does not write: a newline, Phi-3's <|endoftext|>
+    calls: CallForm | None = None  # None if the template writes no tool calls
     writes_tools: bool = False
     writes_reasoning: bool = False
     empty_thought: EmptyThought | None = None
@@ -72,7 +72,7 @@ class Traits:
 
 
 def with_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages with ids of calls and answers where a row has none: a hash of the call and its place."""
+    """Returns the messages with ids of calls and answers, added if a row has none: a hash of the call and its place."""
     with_ids: list[Message] = []
     waiting: list[str] = []  # ids of calls without an answer so far
     for i, message in enumerate(messages):
@@ -120,7 +120,7 @@ def _parts(message: Message) -> list[dict[str, str]]:
 
 
 def _function(function: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
-    """Returns it with its arguments as an object, as transformers asks for; or as text, for a template that adds it."""
+    """Returns it with its arguments as an object, as transformers expects; or as text, for a template that adds it."""
     arguments = function["arguments"]
     if form.arguments_as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
@@ -128,7 +128,7 @@ def _function(function: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
 
 
 def traits_of(jinja: Jinja, tokens: Iterable[str]) -> Traits:
-    """tokens: the added tokens of the tokenizer, by which an end-of-turn is known."""
+    """tokens: the added tokens of the tokenizer, which identify an end-of-turn."""
     one = probe(1)
     try:
         question, prompted = jinja.text(one[:1]), jinja.text(one[:1], prompt=True)
@@ -164,10 +164,10 @@ _GIVEN = re.compile(r"<\|(\w+)>[^<]*<\1\|>\s*$")  # a thought that the prompt ha
 
 
 def _empty_thought(jinja: Jinja, question: str, prompted: str, text: str) -> EmptyThought | None:
-    """Returns how an answer without reasoning begins after the prompt: like one with reasoning, but for its text.
+    """Returns the beginning of an answer without reasoning after the prompt: as with reasoning, but for its text.
 
-    Where the template leaves reasoning out, and its prompt ends with an opening tag: with the closing one, and with
-    the white space that follows the opening one before it, and twice after it. So, too, where an answer without
+    If the template leaves reasoning out, and its prompt ends with an opening tag: the closing tag, with
+    the white space that follows the opening one before it, and twice after it. The same if an answer without
     reasoning is rendered after the opening tag, as if it were a thought.
     """
     if not prompted.startswith(question) or prompted == question:
@@ -202,7 +202,7 @@ def _empty_thought(jinja: Jinja, question: str, prompted: str, text: str) -> Emp
 
 
 def _longer(jinja: Jinja) -> str:
-    """Returns what follows the first answer of two."""
+    """Returns the text after the first answer of two."""
     try:
         return jinja.text(probe(2)).partition(ANSWER)[2]
     except BadRow:
@@ -210,9 +210,9 @@ def _longer(jinja: Jinja) -> str:
 
 
 def _end_of_turn(tail: str, longer: str, tokens: list[str]) -> str:
-    """Returns the tokens at the beginning of `tail`, or else its first line; "" where there is nothing but white space.
+    """Returns the tokens at the beginning of `tail`, or else its first line; "" if it is only white space.
 
-    Of "<|end|>\\n<|endoftext|>" it is "<|end|>": the second token closes the conversation, not the turn, for it is not
+    For "<|end|>\\n<|endoftext|>" it is "<|end|>": the second token closes the conversation, not the turn, as it is not
     there when another turn follows (`longer`).
     """
     rest, longer = tail.lstrip(), longer.lstrip()

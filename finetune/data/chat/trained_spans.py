@@ -1,17 +1,17 @@
-"""Character spans of a conversation that are trained: what the model has to write in use, turn by turn.
+"""Character spans of a conversation that are trained: the text that the model has to write in use, turn by turn.
 
-For assistant message i, with what comes before it in use (its generation prompt included) and what it adds:
+For assistant message i, with the text before it in use (its generation prompt included) and its own:
 
     prompt   render(messages[:i], add_generation_prompt)     ...<|im_start|>assistant\\n
     so far   render(messages[:i + 1])                        ...<|im_start|>assistant\\nHello<|im_end|>\\n
     written  so far, without the prompt                                            Hello<|im_end|>\\n
-    trained  written, without what closes a conversation                           Hello<|im_end|>
+    trained  written, without the closing of a conversation                        Hello<|im_end|>
 
 Positions only: a content that looks like a marker of the template is not mistaken for one.
 
 Some templates rewrite history: they leave earlier reasoning out, or end the last turn with another token. A turn whose
-rendering is not the beginning of the full conversation's gets an example of its own, in which it is the last: what the
-model sees when it writes it. Turns that agree with one another stay together, and each is trained exactly once.
+rendering is not the beginning of the full conversation's gets an example of its own, in which it is the last: the
+text the model sees when it writes it. Turns that agree with one another stay together, each is trained exactly once.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from finetune.utils import common_prefix_length
 
 
 class TrainedText(NamedTuple):
-    """A text and what of it is trained."""
+    """A text and its trained spans."""
 
     text: str
     spans: list[Span]
-    messages: int  # that it is of, from the first on
+    messages: int  # number of messages in the text, from the first on
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A template, what it is like, and the added tokens of the tokenizer, one of which ends a turn."""
+    """A template, its traits, and the added tokens of the tokenizer, one of which ends a turn."""
 
     jinja: Jinja
     traits: Traits
     tokens: tuple[str, ...]
-    thinking: Chat | None = None  # for answers with reasoning, where the generation prompt ends with an empty thought
+    thinking: Chat | None = None  # for answers with reasoning, if the generation prompt ends with an empty thought
 
     @property
     def name(self) -> str:
@@ -75,9 +75,9 @@ class _Written:
 
 
 def parts_of(chat: Chat, conversation: Conversation, train_on: str) -> list[TrainedText]:
-    """Returns the examples of a conversation: one, or more where the template rewrites history.
+    """Returns the examples of a conversation: one, or more if the template rewrites history.
 
-    Raises BadRow where the template leaves something of the row out, UserError where no mask can be right.
+    Raises BadRow if the template leaves a part of the row out, UserError if no mask can be right.
     """
     if chat.traits.empty_thought and not chat.traits.writes_reasoning:
         conversation = _thoughts_apart(conversation)
@@ -142,7 +142,7 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
 
 
 def _begin(chat: Chat, written: _Written, i: int) -> int:
-    """Returns where the answer begins: after a header that is not in the prompt. Anything else the model writes:
+    """Returns the start of the answer: after a header that is not in the prompt. The model writes all else:
     Mistral's space, an empty thought."""
     header, prompt = chat.traits.header, chat.traits.prompt
     if header:
@@ -159,7 +159,7 @@ def _begin(chat: Chat, written: _Written, i: int) -> int:
 
 
 def _end(chat: Chat, written: str, i: int) -> int:
-    """Returns where the answer ends, end-of-turn included: the one that answers have, or another token (a tool call may
+    """Returns the end of the answer, end-of-turn included: the usual one, or another token (a tool call may
     have its own)."""
     traits = chat.traits
     if traits.tail is not None and written.endswith(traits.tail):
@@ -177,7 +177,7 @@ def _end(chat: Chat, written: str, i: int) -> int:
 
 
 def _written(chat: Chat, messages: Messages, tools: Tools, i: int, so_far: tuple[str, list[Span]]) -> _Written:
-    """Returns what the template adds for message `i` to its prompt. so_far: rendered through this message."""
+    """Returns the text that the template adds for message `i` to its prompt. so_far: rendered through this message."""
     prompt = chat.jinja.text(messages[:i], tools, prompt=True)
     at, (text, marks) = len(prompt), so_far
     thought = chat.traits.empty_thought
@@ -193,13 +193,13 @@ def _written(chat: Chat, messages: Messages, tools: Tools, i: int, so_far: tuple
 def _in_other_history(
     chat: Chat, messages: Messages, tools: Tools, i: int, prompt: str, so_far: tuple[str, list[Span]]
 ) -> tuple[str, int, tuple[str, list[Span]]]:
-    """Returns (prompt, where message `i` begins, the text and marks that it begins in), for a prompt that `so_far`
-    does not begin with. Raises where there is no such place."""
+    """Returns (prompt, start of message `i`, the text and marks that it begins in), for a prompt that `so_far`
+    does not begin with. Raises if there is no such place."""
     text, marks = so_far
     if opened := _behind_an_opened_thought(chat, messages[i], prompt, so_far):
         return prompt, len(prompt), opened
-    # gpt-oss drops the reasoning before a tool's call once the answer is known: not what the model saw when it wrote
-    # it. What is added does not depend on it.
+    # gpt-oss drops the reasoning before a tool's call once the answer is there, but the model saw it when it wrote
+    # the answer. The addition does not depend on it.
     history = [
         {key: value for key, value in message.items() if key not in ("reasoning_content", "thinking")}
         for message in messages[:i]
@@ -209,7 +209,7 @@ def _in_other_history(
         bare, bare_marks = chat.jinja.marked([*history, messages[i]], tools)
         if bare.startswith(bare_prompt):
             return prompt, len(bare_prompt), (bare, bare_marks)
-    if marks:  # the template says itself what is generated; tokens of a prompt and an answer may begin alike
+    if marks:  # the template itself marks generated text; tokens of a prompt and an answer may begin alike
         shared = common_prefix_length(prompt, text)
         begins = [begin for begin, end in marks if end > shared]
         shared = min(shared, begins[0]) if begins else shared
@@ -219,14 +219,14 @@ def _in_other_history(
     reason = _rewritten(chat.name, i, prompt, text)
     if chat.traits.writes_reasoning and "reasoning_content" not in messages[i]:
         raise BadRow(f"{reason}. Or give the message its `reasoning`, which the template prompts for")
-    raise BadRow(reason) if chat.traits.prompt_fits else UserError(reason)  # other rows fit, or none
+    raise BadRow(reason) if chat.traits.prompt_fits else UserError(reason)  # other rows may fit, or none can
 
 
 def _behind_an_opened_thought(
     chat: Chat, message: Mapping[str, Any], prompt: str, so_far: tuple[str, list[Span]]
 ) -> tuple[str, list[Span]] | None:
-    """Returns (text, marks) where the prompt opens a thought that the rendered answer does not have: the thought, or an
-    empty one, after the prompt, and then the answer as it is rendered. None where it is not so."""
+    """Returns (text, marks) if the prompt opens a thought that the rendered answer does not have: the thought, or an
+    empty one, after the prompt, and then the answer as it is rendered. Otherwise None."""
     thought, (text, marks) = chat.traits.empty_thought, so_far
     if thought is None or not thought.opener or not prompt.endswith(thought.opener):
         return None
@@ -268,7 +268,7 @@ def _rewritten(name: str, i: int, expected: str, text: str) -> str:
     )
 
 
-# --- nothing of the row is lost
+# --- no part of the row is lost
 
 
 _NO_REASONING = (
@@ -278,7 +278,7 @@ _NO_REASONING = (
 
 
 def _check_written(chat: Chat, message: Message, i: int, written: str) -> None:
-    """Raises where the template does not write what a trained message says, white space aside."""
+    """Raises if the template does not write the text of a trained message, white space aside."""
     if not all(_contains(written, text) for text in message.texts):
         raise UserError(
             f"{chat.name} changes the content of message {i} (assistant): {message.content[:40]!r} is not in "
@@ -289,7 +289,7 @@ def _check_written(chat: Chat, message: Message, i: int, written: str) -> None:
 
 
 def _check_context(chat: Chat, conversation: Conversation, messages: Messages, full_text: str) -> None:
-    """Raises BadRow where the template leaves out tools, tool calls, or a message that is not the assistant's."""
+    """Raises BadRow if the template leaves out tools, tool calls, or a message that is not the assistant's."""
     if conversation.tools and _same_without_tools(chat, messages, full_text):
         raise BadRow(
             f"{chat.name} has no grammar for tools: it leaves the row's `tools` out; give a model.chat_template "

@@ -1,1 +1,1 @@
-"""What a row of a dataset says: `converters.py` has the formats, `detect.py` tells which one rows are in."""
+"""Formats of a dataset's rows: `converters.py` has the formats, `detect.py` detects them."""

@@ -1,4 +1,4 @@
-"""Answers to one prompt: two of which one is better, or several with scores, however the row spells the prompt."""
+"""Answers to one prompt: two of which one is better, or several with scores, in any spelling of the prompt."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Messages = list[Message]
 
 
 def preference_of(prompt: Any, chosen: Any, rejected: Any, system: str, tools: tuple[Tool, ...]) -> Preference:
-    """A pair of answers, each text or messages alike; only what follows the prompt is trained.
+    """A pair of answers, each text or messages alike; only the text after the prompt is trained.
 
-    Raises BadRow where there is no prompt, nothing to prefer, or no answer.
+    Raises BadRow if there is no prompt, no preference, or no answer.
     """
     if isinstance(chosen, str) and (prompt is None or prompt == ""):
         raise BadRow("`chosen` and `rejected` are text, but there is no `prompt` that they answer")

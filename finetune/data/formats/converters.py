@@ -1,4 +1,4 @@
-"""The formats: for each a plain function from a row to a sample, in `FORMATS`, and what its fields are, in `FIELDS`.
+"""The formats: for each a plain function from a row to a sample, in `FORMATS`, and its fields, in `FIELDS`.
 
 To add one is one function and one row in both; reading, `columns`, detection and hints follow from them.
 """
@@ -53,7 +53,7 @@ from finetune.data.samples import (
 from finetune.errors import UserError
 from finetune.recipe.schema import check_template_arguments
 
-# Columns of chat rows whose loss would go unseen: the messages speak of what is not there.
+# Columns of chat rows that must not be lost unseen: the messages refer to them.
 MEDIA = ("videos", "audios")
 # Columns with a chat row's images: a list, or one. In its texts LLaVA's mark stands for each, in the order of the list.
 IMAGES, ONE_IMAGE, MARK = "images", "image", "<image>"
@@ -181,7 +181,7 @@ class Fields:
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
     content: str = ""  # of the required columns, in the line that reports the detected format
-    # Where a row fits several formats the one of the lowest rank is meant: a column that only this format has says
+    # If a row fits several formats the one of the lowest rank is meant: a column that only this format has says
     # more than one that comes along, such as the `prompt` and `text` next to `messages`.
     rank: int = 0
     # field: column of datasets that call them otherwise; all columns of a set have to be there.
@@ -297,7 +297,7 @@ def check_columns(format: str, columns: Mapping[str, str] | None) -> None:
 
 
 def read(row: Row, format: str, columns: Mapping[str, str] | None = None) -> Sample:
-    """The sample in a row; raises BadRow, which is a Misfit where the row is not of this format at all."""
+    """The sample in a row; raises BadRow, which is a Misfit if the row is not of this format at all."""
     if columns:
         missing = [column for column in columns.values() if column not in row]
         if missing:
@@ -318,7 +318,7 @@ def read(row: Row, format: str, columns: Mapping[str, str] | None = None) -> Sam
 
 
 def with_images_of(sample: Any, row: Row) -> Any:
-    """Returns a sample with the images of its row's columns in their places; raises BadRow where they do not fit."""
+    """Returns a sample with the images of its row's columns in their places; raises BadRow if they do not fit."""
     if not (has_value(row.get(IMAGES)) or has_value(row.get(ONE_IMAGE))):
         return sample
     return _with_images(sample, _images(row), has_value(row.get(IMAGES)))
@@ -329,13 +329,13 @@ def _images(row: Row) -> list[str | bytes]:
     if has_value(several):
         values = several if isinstance(several, list) else [several]
         return [image_reference(value, f"{IMAGES}[{i}]") for i, value in enumerate(values)]
-    # Of some corpora `image` is a name or a number: it is an image where the texts have a place for it.
+    # In some corpora `image` is a name or a number: it is an image if the texts have a place for it.
     return [image_reference(one, ONE_IMAGE)] if isinstance(one, str | bytes | Mapping) else []
 
 
 def _with_images(sample: Any, images: list[str | bytes], must_fit: bool) -> Any:
-    """Returns a sample with the row's images where each conversation of it has their places: a mark in a text, or a
-    part of type image that names none.
+    """Returns a sample with the row's images if each conversation has places for them: a mark in a text, or a
+    part of type image without a reference.
 
     must_fit: whether images without a place are an error.
     """

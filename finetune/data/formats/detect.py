@@ -1,4 +1,4 @@
-"""Which format rows are in, detected by reading them; and which one a row that fits none comes nearest to."""
+"""Detects the format of rows by reading them, and the closest format for a row that fits none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Detected:
     """The format that `format: auto` resolves to."""
 
     format: str
-    columns: Columns | None  # None where every field has its own name
+    columns: Columns | None  # None if every field has its own name
     reason: str  # one line, such as "column `messages` holds lists of role and content"
 
 
@@ -60,13 +60,13 @@ def detect_format(
 ) -> Detected:
     """The format of the first rows of a source; `columns` (field: column) are the recipe's and narrow the choice.
 
-    formats: those of the objective. Others are found, too, so that they can be refused by name, but for those that read
-    another format's rows with a label: `prompt`, `completion` and `label` are `unpaired` only where an objective asks.
+    formats: those of the objective. Others are detected, too, to refuse them by name, except those that read
+    another format's rows with a label: `prompt`, `completion` and `label` are `unpaired` only if an objective asks.
 
     A format that reads at least half of the rows is possible (the others are bad rows of it), else the one that reads
     most. Of the possible ones the lowest `rank` is meant; among equals one that reads more columns, then one that
     needs no other names.
-    Raises UserError, without a place, where nothing fits, or where two do that would train something else.
+    Raises UserError, without a place, if no format fits, or if two do that would train different text.
     """
     check_columns("auto", columns)
     rows = rows[:HEAD_ROWS]
@@ -205,7 +205,7 @@ def _nearness(row: Row, format: str, columns: Columns) -> tuple[float, int]:
 
 
 def _check_unambiguous(rivals: list[_Fit]) -> None:
-    """Raises UserError where two formats are as likely and read something else from the same row."""
+    """Raises UserError if two formats are equally likely and read the same row differently."""
     first = rivals[0]
     for other in rivals[1:]:
         both = first.samples.keys() & other.samples.keys()
@@ -217,7 +217,7 @@ def _check_unambiguous(rivals: list[_Fit]) -> None:
 
 
 def _reason(fit: _Fit, present: Sequence[str], count: int) -> str:
-    """One line: what was found, and what of the rows is left unread."""
+    """One line: the detected format, and the columns that are not read."""
     used = fit.used(present)
     required = {fit.columns.get(field, field) for field in FIELDS[fit.format].required}
     also, unused = [name for name in present if name in used - required], [n for n in present if n not in used]
@@ -272,7 +272,7 @@ def _nothing_fits(row: Row, columns: Columns | None) -> str:
 
 
 def _describe_row(row: Row) -> str:
-    """The columns and what is in them."""
+    """The columns and their contents."""
     described = [f"{names([column])} ({_describe_value(value)})" for column, value in list(row.items())[:LISTED]]
     more = f" and {len(row) - LISTED} more" if len(row) > LISTED else ""
     return ", ".join(described) + more if described else "no columns"

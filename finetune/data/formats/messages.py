@@ -1,4 +1,4 @@
-"""Messages, and the conversation that they make: who may speak when, which answers are trained.
+"""Messages, and the conversations they form: the order of speakers, and the answers that are trained.
 
 A conversation is, with at least one answer to train on:
 
@@ -62,7 +62,7 @@ SPEAKERS = {  # of sharegpt; which names are in use: the chat models' own, and t
 CALLING = ("function_call", "tool_call")
 FIRST = ("system", "developer")
 
-# Keys of a message that say where it comes from, not what is in it. Everything else with a value is refused.
+# Metadata of a message, not content. Every other key with a value is refused.
 METADATA = (
     # of records
     *("id", "message_id", "parent_id", "conversation_id", "index", "idx", "turn", "turn_identifier"),
@@ -85,7 +85,7 @@ SHAREGPT_KEYS = ("from", "value", "name", *TRAINED, *METADATA)
 
 
 def read_message(value: Any, where: str) -> Message:
-    """{role, content} and what else a message may have."""
+    """{role, content} and the optional keys of a message."""
     item = _with_keys(value, "role", "content", where)
     role = _role(item["role"], ROLES, f"{where}.role")
     only_keys(item, KEYS, where)
@@ -112,7 +112,7 @@ def read_messages(value: Any, where: str, read: Callable[[Any, str], Message] = 
 
 
 def _with_keys(value: Any, first: str, second: str, where: str) -> Row:
-    """An object with the two keys of a message; one that only calls may leave out its content."""
+    """An object with the two keys of a message; a message that only calls may leave out its content."""
     if not isinstance(value, Mapping):
         raise Misfit(f"{where} is {kind(value)} ({shown(value)}); expected an object with `{first}` and `{second}`")
     missing = [key for key in (first, second) if key not in value]
@@ -131,9 +131,9 @@ def _role(value: Any, known: dict[str, str], where: str) -> str:
 
 
 def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> tuple[str, tuple[ImageReference, ...]]:
-    """Text, or a list of parts; those of type text are joined as chat templates join them: with nothing between.
+    """Text, or a list of parts; those of type text are joined as chat templates join them, without a separator.
 
-    Returns what is said, with `IMAGE` for each image, and the images.
+    Returns the text, with `IMAGE` for each image, and the images.
     """
     images: list[ImageReference] = []
     if isinstance(value, list) and value:
@@ -142,11 +142,11 @@ def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> t
         return "", ()
     if images and value.count(IMAGE) != len(images):
         raise BadRow(f"{where} has the character U+FFFC in a text, which stands for an image here: take it out")
-    # A command that prints nothing has answered all the same.
+    # A command that prints nothing has still answered.
     return text(value, where, may_be_blank=role == "tool"), tuple(images)
 
 
-# Where a part of type `image` or `image_url` has its image; the first is datasets' and Qwen's name, the others
+# Keys of the image in a part of type `image` or `image_url`; the first is datasets' and Qwen's name, the others
 # transformers' (docs "chat templates, multimodal"), the last OpenAI's.
 _IMAGE_KEYS = ("image", "url", "path", "base64", "image_url")
 
@@ -206,7 +206,7 @@ def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:
 
 
 def _calls(item: Row, parts: tuple[Call, ...], role: str, where: str) -> tuple[Call, ...]:
-    """parts: calls that stand in the content."""
+    """parts: calls in the content."""
     keys = [key for key in ("tool_calls", "function_call") if has_value(item.get(key))]
     if parts:
         if keys or role != "assistant":
@@ -225,7 +225,7 @@ def _calls(item: Row, parts: tuple[Call, ...], role: str, where: str) -> tuple[C
 
 
 def _reasoning(item: Row, role: str, where: str) -> str | None:
-    """Returns what the assistant thought; several names of it must have the same text."""
+    """Returns the assistant's reasoning; several names of it must have the same text."""
     reasoning = {key: text(item[key], f"{where}.{key}") for key in REASONING if has_value(item.get(key))}
     if not reasoning:
         return None
@@ -237,7 +237,7 @@ def _reasoning(item: Row, role: str, where: str) -> str | None:
 
 
 def _train(item: Row, role: str, where: str) -> bool:
-    """Returns whether a message is trained, by a key of `TRAINED`; every assistant's is where none is given.
+    """Returns whether a message is trained, by a key of `TRAINED`; without one, every assistant's message is.
 
     weight: https://platform.openai.com/docs/guides/supervised-fine-tuning, 0 or 1 there as well.
     """
@@ -266,7 +266,7 @@ def _train(item: Row, role: str, where: str) -> bool:
 
 
 def read_turn(value: Any, where: str) -> Message:
-    """{from, value} and what else a turn may have."""
+    """{from, value} and the optional keys of a turn."""
     item = _with_keys(value, "from", "value", where)
     role = _role(item["from"], SPEAKERS, f"{where}.from")
     only_keys(item, SHAREGPT_KEYS, where)
@@ -281,7 +281,7 @@ def read_turn(value: Any, where: str) -> Message:
 
 
 def to_conversation(messages: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
-    """Returns the messages, checked for their order, after a row's `system`, where that is not among them."""
+    """Returns the messages, checked for their order, after a row's `system`, if it is not among them."""
     answers = [message for message in messages if message.role == "assistant"]
     conversation = context_of(messages, system, tools)
     if not answers:
@@ -292,7 +292,7 @@ def to_conversation(messages: Sequence[Message], system: str = "", tools: tuple[
 
 
 def context_of(messages: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
-    """Likewise, of messages that are read only: they may be without an answer."""
+    """Returns the messages of a conversation that is only read: it may be without an answer."""
     _check_order(messages)
     first = messages[0]
     if not system or (first.role in FIRST and first.content == system):
@@ -305,7 +305,7 @@ def context_of(messages: Sequence[Message], system: str = "", tools: tuple[Tool,
 
 
 def as_context(messages: Sequence[Message]) -> list[Message]:
-    """Messages that are seen, not trained."""
+    """Marks messages as context: they are seen, not trained."""
     return [replace(message, train=False) if message.role == "assistant" else message for message in messages]
 
 
@@ -332,7 +332,7 @@ def _check_order(messages: Sequence[Message]) -> None:
 
 
 def _why(before: Message | None, message: Message | None, waiting: list[str | None]) -> str:
-    """Returns what explains an expected role that does not follow from the one before."""
+    """Returns the explanation of an expected role that does not follow from the one before."""
     if waiting:
         ids = [id_ for id_ in waiting if id_]
         return f"; calls without an answer so far: {len(waiting)}" + (f" ({names(ids)})" if ids else "")
@@ -346,7 +346,7 @@ def _why(before: Message | None, message: Message | None, waiting: list[str | No
 
 
 def _answer(waiting: list[str | None], message: Message, i: int) -> None:
-    """Takes the call that a tool answers off the list: the one it names, else the first."""
+    """Takes the call that a tool answers off the list: by its id, else the first."""
     if message.tool_call_id is None:
         waiting.pop(0)
     elif message.tool_call_id in waiting:
@@ -364,13 +364,13 @@ def _answer(waiting: list[str | None], message: Message, i: int) -> None:
 #     {"type": "function", "id": "call_1", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
 #
 # `arguments` are an object, never its JSON: most templates write them with `tojson`, which would quote a text again.
-# The form is OpenAI's (https://platform.openai.com/docs/guides/function-calling), but for that.
+# The form is OpenAI's (https://platform.openai.com/docs/guides/function-calling), except for that.
 
 STREAMED = ("index",)  # of a call: its number in an answer that came in parts
 
 
 def only_keys(item: Row, allowed: tuple[str, ...], where: str) -> None:
-    """Raises BadRow for a key with a value that is not `allowed`: to leave it out would change what the row says."""
+    """Raises BadRow for a key with a value that is not `allowed`: to leave it out would change the row's meaning."""
     for key, value in item.items():
         if key not in allowed and has_value(value):
             close = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.7)
@@ -382,7 +382,7 @@ def only_keys(item: Row, allowed: tuple[str, ...], where: str) -> None:
 
 
 def tool_calls(value: Any, where: str, *, is_text: bool = False) -> tuple[Call, ...]:
-    """The calls of one answer: a list, or the JSON of one; null and empty are none."""
+    """The calls of one answer: a list, or the JSON of one; () for null and empty."""
     is_text = is_text or isinstance(value, str)
     calls = tuple(_call(item, f"{where}[{i}]", is_text) for i, item in enumerate(json_list(value, where, "calls")))
     ids = [call["id"] for call in calls if "id" in call]
@@ -424,7 +424,7 @@ def _name_and_arguments(function: Row, where: str, is_text: bool) -> dict[str, A
 
 
 def _arguments(value: Any, where: str, is_text: bool) -> dict[str, Any]:
-    """The object, whether given as such or as JSON; a function without arguments may have none or an empty text."""
+    """The object, whether given as such or as JSON; {} for a function without arguments, null or an empty text."""
     if not has_value(value):
         return {}
     if not isinstance(value, str):
@@ -446,7 +446,7 @@ def calls_of_turn(value: Any, where: str) -> tuple[Call, ...]:
 
 
 def read_tools(value: Any, where: str) -> tuple[Tool, ...]:
-    """JSON schemas of the functions that may be called: a list, or the JSON of one; null and empty are none."""
+    """JSON schemas of the functions that may be called: a list, or the JSON of one; () for null and empty."""
     is_text = isinstance(value, str)
     return tuple(_tool(item, f"{where}[{i}]", is_text) for i, item in enumerate(json_list(value, where, "functions")))
 

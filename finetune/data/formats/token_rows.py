@@ -1,4 +1,4 @@
-"""Rows that are tokens already, with what is trained of them."""
+"""Rows that are tokens already, with their trained parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MASKS = ("trained", "completion_mask", "assistant_masks")  # ours; TRL's of a co
 
 
 def ids_and_mask(value: Any, row: Row) -> Ids:
-    """input_ids of a row, and its labels or masks; the first token is never trained, nothing predicts it.
+    """input_ids of a row, and its labels or masks; the first token is never trained, as no token predicts it.
 
     input_ids  1 450 4996 2
     labels     - 450 4996 2      (- is -100; aligned with input_ids, not shifted)

@@ -17,7 +17,7 @@ LISTED = 12  # columns in a message
 
 
 class Misfit(BadRow):
-    """The row is not of this format at all; a plain BadRow is of it, but cannot be used."""
+    """The row is not of this format at all; any other BadRow has the format, but cannot be used."""
 
 
 _KINDS = {
@@ -31,12 +31,12 @@ _KINDS = {
 }
 
 
-_SHORT = reprlib.Repr()  # looks at the beginning only of what is large, and not into what is nested deeply
+_SHORT = reprlib.Repr()  # looks only at the beginning of large values, and not into deeply nested ones
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 3, 3, 3, SHOWN, SHOWN
 
 
 def kind(value: Any) -> str:
-    """Returns what a message calls a value: text, a number, a list, an object, null."""
+    """Returns the kind of a value for messages: text, a number, a list, an object, null."""
     return "an object" if isinstance(value, Mapping) else _KINDS.get(type(value), type(value).__name__)
 
 
@@ -63,7 +63,7 @@ def keys_of(item: Row) -> str:
 
 
 def has_value(value: Any) -> bool:
-    """Returns whether a key has a value. Parquet gives every struct all keys, null where a row had none."""
+    """Returns whether a key has a value. Parquet gives every struct all keys, null if a row has no value."""
     if value is None:
         return False
     return not isinstance(value, (str, list, tuple, Mapping)) or len(value) > 0  # `|` would build a type in each call
@@ -99,7 +99,7 @@ def number(value: Any, where: str) -> float:
 
 
 def mapping(value: Any, where: str, expected: str) -> Row:
-    """An object; `expected` says of what."""
+    """An object; `expected` describes it."""
     if not isinstance(value, Mapping):
         raise BadRow(f"{where} is {kind(value)} ({shown(value)}); expected {expected}")
     return value
@@ -128,9 +128,9 @@ def _no_constant(name: str) -> NoReturn:
 def json_object(value: Mapping[str, Any], where: str, *, is_text: bool = False) -> dict[str, Any]:
     """An object that a template can write as JSON; unless it came as text, without keys whose value is null.
 
-    Parquet's structs have every key that any row of the file has, null where this row had none: a null that stays
-    would be rendered, so the model would be trained to write arguments that no row has. A null that is meant stays
-    where the object is given as JSON text, and inside lists, to which Parquet adds nothing.
+    Parquet's structs have every key that any row of the file has, null if this row has no value: a null that stays
+    would be rendered, so the model would be trained to write arguments that no row has. An intended null stays
+    if the object is given as JSON text, and inside lists, to which Parquet does not add nulls.
     """
     try:
         plain = dict(value) if is_text else _without_nulls(value)

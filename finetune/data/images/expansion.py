@@ -21,7 +21,7 @@ Counted = tuple[StoredImage, int]  # an image and the tokens of it that the mode
 
 @dataclass(frozen=True)
 class RowImages:
-    """How the model sees the images of rows, and where their files may be."""
+    """Image settings of the model, and the folders that image files may be in."""
 
     family: ImageFamily
     rules: Images
@@ -29,13 +29,13 @@ class RowImages:
     def expand(
         self, text: str, spans: Sequence[Span], references: Sequence[ImageReference], data_file: str, template: str
     ) -> tuple[str, list[Span], tuple[Counted, ...]]:
-        """Returns a text with an image's tokens in place of each placeholder of the template, what of it is trained,
+        """Returns a text with an image's tokens in place of each placeholder of the template, its trained spans,
         and the images.
 
         text     Look: <|image_pad|> nice    spans (20, 24)
         result   Look: <|image_pad|><|image_pad|> nice    spans (33, 37)
 
-        Raises BadRow for what is wrong with an image, or where the template does not write as many as there are.
+        Raises BadRow for an unusable image, or if the template does not write as many images as there are.
         """
         placeholder = self.family.placeholder
         at = [match.start() for match in re.finditer(re.escape(placeholder), text)]
@@ -46,7 +46,7 @@ class RowImages:
                 f"{template} writes {len(at)} times {placeholder!r} for {len(references)} images: give a "
                 "model.chat_template that writes images as the model's own does"
             )
-        pieces, last, found, gained = [], 0, [], [(0, 0)]  # gained: from this character of the text on, so many
+        pieces, last, found, gained = [], 0, [], [(0, 0)]  # gained: characters added from this one of the text on
         for begin, reference in zip(at, references, strict=True):
             image = find_image(reference or b"", self.rules, data_file)
             try:
@@ -65,7 +65,7 @@ class RowImages:
     ) -> tuple[Image, ...]:
         """Returns the images at their tokens, which this takes out of the mask.
 
-        Raises UserError where the text has another number of them.
+        Raises UserError if the text has another number of them.
         """
         places = np.flatnonzero(input_ids == self.family.token_id)
         ends = np.cumsum([0, *(count for _, count in images)], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""How each family of models writes an image into its text, and which tensors its forward takes for it.
+"""Families of models: the text of an image in each, and the tensors that its forward takes for it.
 
     model_type              the chat template writes     an image becomes
     qwen2_5_vl, qwen3_vl    <|image_pad|>                <|image_pad|> for every 2 x 2 patches
@@ -7,7 +7,7 @@
     smolvlm, idefics3       <image>                      tiles: <fake_token_around_image> <row_1_col_1> 64 x <image>
 
 Both follow from an image's size alone, so that packing, cache and plan never decode one. The processors are
-transformers' own ones for Pillow; their text is written here, for some of their classes need torchvision or num2words.
+transformers' own ones for Pillow; their text is written here, as some of their classes need torchvision or num2words.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from finetune.recipe.schema import Images, Model
 class Written(NamedTuple):
     """An image as text."""
 
-    text: str  # in the place of what the chat template writes
-    count: int  # of the tokens that the model replaces by what it sees
+    text: str  # replaces the chat template's text
+    count: int  # of the tokens that the model replaces by image features
 
 
-Pixels = dict[str, NDArray[Any]]  # what a processor makes of one image, by its names
+Pixels = dict[str, NDArray[Any]]  # output of a processor for one image, by its names
 
 
 @dataclass(frozen=True)
 class ImageFamily:
-    """How one model takes images. Build it with `image_family`."""
+    """Image handling of one model. Build it with `image_family`."""
 
     model_type: str
     processor: Any  # transformers' image processor for Pillow, with the recipe's sizes
-    placeholder: str  # what the chat template writes for an image
+    placeholder: str  # the chat template's text for an image
     token: str  # whose places the model fills
     token_id: int
     marks: frozenset[int]  # ids of an image's tokens, of lines and borders too: never trained
@@ -122,7 +122,7 @@ def _write_lines(processor: Any, tokens: tuple[str, str, str], side: int, height
 
 
 def _join_sizes(pixels: Sequence[Pixels], _: Tensor) -> dict[str, Tensor]:
-    """pixel_values (N, 3, H, W), zero where an image is smaller than the largest, image_sizes (N, 2)."""
+    """pixel_values (N, 3, H, W), zero if an image is smaller than the largest, image_sizes (N, 2)."""
     height, width = (max(of_image["pixel_values"].shape[i] for of_image in pixels) for i in (2, 3))
     padded = np.zeros((len(pixels), 3, height, width), np.float32)
     for into, of_image in zip(padded, pixels, strict=True):
@@ -153,7 +153,7 @@ def _write_fixed(written: Written, height: int, width: int) -> Written:
 
 
 def _join_squares(token_id: int, pixels: Sequence[Pixels], input_ids: Tensor) -> dict[str, Tensor]:
-    """pixel_values (N, 3, H, W), token_type_ids (1, T): 1 where a token is an image's, which all see each other."""
+    """pixel_values (N, 3, H, W), token_type_ids (1, T): 1 for tokens of an image, which all see each other."""
     return {
         "pixel_values": _joined(pixels, "pixel_values"),
         "token_type_ids": (input_ids == token_id).to(torch.int64),
@@ -198,9 +198,9 @@ _LARGEST_SIDE = 4096  # pixels, of their processors
 
 
 def _tiles(processor: Any, height: int, width: int) -> tuple[int, int]:
-    """(rows, columns) of tiles, (0, 0) where an image is one.
+    """(rows, columns) of tiles, (0, 0) if an image is one.
 
-    As their processors resize: `get_number_of_image_patches` rounds otherwise where the longest side is not a whole
+    As their processors resize: `get_number_of_image_patches` rounds otherwise if the longest side is not a whole
     number of tiles.
     """
     if not processor.do_image_splitting:
@@ -266,7 +266,7 @@ _SCALES_UP = ("qwen2_5_vl", "qwen3_vl")
 
 @dataclass(frozen=True)
 class _FamilyLoader:
-    """What a family is built from."""
+    """Inputs that a family is built from."""
 
     model: Model
     model_type: str
@@ -325,7 +325,7 @@ def processor_place(model: Model, images: Images) -> tuple[str, str]:
 
 
 def image_family(model: Model, images: Images, tokenizer: PreTrainedTokenizerBase) -> ImageFamily:
-    """Returns how the recipe's model sees images. Raises UserError for a model that sees none, or whose family is not
+    """Returns the image handling of the recipe's model. Raises UserError if it takes no images, or its family is not
     in `FAMILIES`."""
     assert model.name is not None  # a rule of the recipe
     revision = model.revision or "main"

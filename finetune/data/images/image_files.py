@@ -1,6 +1,6 @@
-"""Files of images: found by the row's reference, measured by their header alone, and decoded.
+"""Files of images: located by the row's reference, measured by their header alone, and decoded.
 
-What comes from a row is not trusted: a path stays within its folder, only plain files are read, and a file that would
+References in a row are not trusted: a path stays within its folder, only plain files are read, and a file that would
 unpack to more than `MAX_PIXELS` is never unpacked.
 """
 
@@ -36,7 +36,7 @@ _FETCH_S = 60  # for an image of the web
 _TURNED = (5, 6, 7, 8)  # EXIF's orientations with width and height exchanged
 _TAIL = 4096  # bytes, in which a file's end mark has to be: some programs write a little after it
 
-# What Pillow raises for a file that is no image of its kind, is cut off, or wants too much memory.
+# Errors that Pillow raises for a file that is no image of its kind, is cut off, or needs too much memory.
 BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, MemoryError, Image.DecompressionBombError)
 
 
@@ -53,7 +53,7 @@ class StoredImage:
 
 
 def find_image(reference: str | bytes, rules: Images, data_file: str) -> StoredImage:
-    """Returns the image that a row of `data_file` names. Raises BadRow with what is wrong with it."""
+    """Returns the image that a row of `data_file` names. Raises BadRow with the problem."""
     source = reference if isinstance(reference, bytes) else _source(reference, rules, data_file)
     name = "its bytes" if isinstance(source, bytes) else source
     if isinstance(source, bytes) and len(source) > MAX_BYTES:
@@ -100,7 +100,7 @@ def _source(reference: str, rules: Images, data_file: str) -> str | bytes:
 
 
 def _fetched(url: str, rules: Images) -> Path:
-    """Returns the cache's file with an image of the web, fetched where it is not there yet."""
+    """Returns the cache's file with an image of the web, fetched if it is not there yet."""
     label = without_credentials(url)[:200]
     if not rules.allow_urls:
         raise BadRow(
@@ -165,9 +165,9 @@ def _data_url(reference: str) -> bytes:
 
 
 def _size(source: str | bytes) -> tuple[int, int]:
-    """(height, width) as it is seen: by the header, where formats have an end mark that shows a file that is cut off.
+    """(height, width) as displayed: from the header, for formats with an end mark that shows a truncated file.
 
-    Raises ValueError and `BROKEN` for what cannot be used.
+    Raises ValueError and `BROKEN` for unusable files.
     """
     with _opened(source) as image:
         width, height = image.size
@@ -190,9 +190,9 @@ def _size(source: str | bytes) -> tuple[int, int]:
 
 
 def decode(source: str | bytes) -> Image.Image:
-    """Returns the image as it is seen: upright, in RGB of 8 bits, on white where it is transparent.
+    """Returns the image as displayed: upright, in RGB of 8 bits, on white if it is transparent.
 
-    Grey of 16 bits is scaled to 8, where Pillow would clip it. Raises `BROKEN` for a damaged file.
+    Grey of 16 bits is scaled to 8; Pillow would clip it. Raises `BROKEN` for a damaged file.
     """
     if isinstance(source, str) and Path(source).parent == _copies():
         try:
@@ -238,7 +238,7 @@ _END_MARKS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 
 
 def _is_complete(format: str, source: str | bytes) -> bool | None:
-    """Returns whether a file has its end; None where only decoding it would tell."""
+    """Returns whether a file has its end; None if only decoding it would tell."""
     if format in _END_MARKS:
         return _END_MARKS[format] in _part_of(source, -_TAIL)
     if format == "WEBP":  # a RIFF file, which begins with its size
@@ -248,7 +248,7 @@ def _is_complete(format: str, source: str | bytes) -> bool | None:
 
 
 def _part_of(source: str | bytes, count: int) -> bytes:
-    """Returns the first bytes of a file, or the last where `count` is negative."""
+    """Returns the first bytes of a file, or the last if `count` is negative."""
     if isinstance(source, bytes):
         return source[:count] if count > 0 else source[count:]
     with Path(source).open("rb") as file:

@@ -1,7 +1,7 @@
 """Tensors that the model's forward takes for the images of a micro-batch.
 
 Images are decoded and scaled by a few threads, in which Pillow lets the others run, while the steps before are computed
-(`data/prefetch.py`). Nothing of it is kept: pixels take about a hundred times the room of their file.
+(`data/prefetch.py`). The tensors are not kept: pixels take about a hundred times the room of their file.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from finetune.errors import UserError
 
 @dataclass(frozen=True)
 class PixelReader:
-    """Makes what a forward takes for the images of a row, see `batch.ImageInputs`."""
+    """Builds the image inputs of a forward for a row, see `batch.ImageInputs`."""
 
     family: ImageFamily
     pool: ThreadPoolExecutor
 
     def __call__(self, images: Sequence[Image], input_ids: Tensor) -> dict[str, Tensor]:
         """input_ids: (1, T). An image that several sequences have, as both answers of a pair, is read once. Raises
-        UserError for a file that is damaged, or not the one that was tokenised."""
+        UserError for a file that is damaged, or not the one that was tokenized."""
         distinct = {image.source: image for image in images}
         pixels = dict(zip(distinct, self.pool.map(self.read, distinct.values()), strict=True))
         return self.family.join([pixels[image.source] for image in images], input_ids)
 
     def plain_inputs(self, images: Sequence[Image], input_ids: Tensor) -> dict[str, Tensor]:
-        """Returns what transformers' own forward and `generate` take for the images of texts (B, T); of none, nothing.
+        """Returns the inputs of transformers' own forward and `generate` for images of texts (B, T); {} without images.
         Raises as `__call__`."""
         found = self(images, input_ids) if images else {}
         if "image_grid_thw" in found:  # from which they count positions

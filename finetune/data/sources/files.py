@@ -1,4 +1,4 @@
-"""A file as the readers see it, wherever it lies: its bytes, decompressed, checked to be what its name says, and their
+"""A file as the readers see it, wherever it lies: its bytes, decompressed, checked to match its name, and their
 digest.
 """
 
@@ -31,7 +31,7 @@ from finetune.recipe.urls import scrubbed
 
 
 class _Xz(io.RawIOBase):
-    """The bytes of one or more xz streams with nothing but padding (zeros) between and after them.
+    """The bytes of one or more xz streams, with only padding (zeros) between and after them.
 
     Not `lzma.LZMAFile`, which takes padding between streams, and any other bytes there, for the end of the file: the
     rows that follow would be lost without an error.
@@ -44,7 +44,7 @@ class _Xz(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Raises EOFError or lzma.LZMAError where the data is cut short, damaged or followed by something else."""
+        """Raises EOFError or lzma.LZMAError if the data is cut short, damaged or followed by something else."""
         while True:
             stored = b""
             if self._decoder.eof:
@@ -68,8 +68,8 @@ class _Xz(io.RawIOBase):
         return begin
 
 
-# By suffix: (first bytes of such a file, its decompressor). What is cut short, or followed by something else, is an
-# error: Python's own bz2 ignores what follows the compressed data, and the rows in it.
+# By suffix: (first bytes of such a file, its decompressor). Truncated data, or data followed by something else, is an
+# error: Python's own bz2 ignores bytes after the compressed data, and the rows in them.
 COMPRESSIONS: dict[str, tuple[bytes, Callable[[io.BufferedReader], Any]]] = {
     ".gz": (b"\x1f\x8b", partial(pyarrow.CompressedInputStream, compression="gzip")),
     ".bz2": (b"BZh", partial(pyarrow.CompressedInputStream, compression="bz2")),
@@ -81,7 +81,7 @@ COMPRESSIONS: dict[str, tuple[bytes, Callable[[io.BufferedReader], Any]]] = {
 NumberedRows = Iterator[tuple[int, "dict[str, Any] | BadRow"]]  # (number, row) of one file
 LabelledRows = Iterator[tuple[str, int, "dict[str, Any] | BadRow"]]  # with the file or dataset before it
 
-HEAD_BYTES = 64  # what tells a file's kind
+HEAD_BYTES = 64  # enough to identify a file's kind
 BUFFER_BYTES = 1 << 16  # read at a time
 # Raised by the decompressors and pyarrow for bytes that are damaged or of another kind.
 DAMAGED = (EOFError, lzma.LZMAError, pyarrow.ArrowException)
@@ -96,7 +96,7 @@ class File:
     name: str  # its suffixes tell the kind
     open: Callable[[], IO[bytes]]  # the stored bytes, from the start
     digest: Callable[[], str]  # changes when the bytes do
-    size: Callable[[], int | None] = lambda: None  # of the stored bytes, where it is known without reading them
+    size: Callable[[], int | None] = lambda: None  # of the stored bytes, if known without reading them
 
 
 # (kind, its first bytes, the problem with a file of another kind that begins so).
@@ -125,7 +125,7 @@ def kind_of(name: str) -> tuple[str, str]:
 def content(file: File) -> Iterator[io.BufferedReader]:
     """A file's bytes, decompressed, from the start.
 
-    Raises UserError where they are of another kind than the name says. Memory is a buffer's.
+    Raises UserError if they are of another kind than the name says. Memory is a buffer's.
     """
     kind, compression = kind_of(file.name)
     raw: Any = file.open()
@@ -165,7 +165,7 @@ def _check_head(label: str, kind: str, head: bytes) -> None:
 
 
 def _other_kind(head: bytes, kind: str) -> str | None:
-    """The problem with a file of `kind` that begins so; None where the first bytes show none."""
+    """The problem with a file of `kind` that begins so; None if the first bytes show none."""
     return next((problem for own, first, problem in _SIGNATURES if own != kind and first.match(head)), None)
 
 
@@ -214,11 +214,11 @@ def _read_problem(file: File, number: int, error: BaseException) -> str:
 
 
 def cache_root() -> Path:
-    """Folder of all that is made from data and kept between runs: $FINETUNE_CACHE, or ~/.cache/finetune."""
+    """Folder of everything that is computed from data and kept between runs: $FINETUNE_CACHE, or ~/.cache/finetune."""
     return Path(os.environ.get("FINETUNE_CACHE") or "~/.cache/finetune").expanduser()
 
 
-# sha256 of local files is remembered: a run that starts again does not read 100 GB to find that nothing changed. It is
+# sha256 of local files is remembered: a run that starts again does not read 100 GB to see that nothing changed. It is
 # trusted only while device, inode, size and both times of a file are what they were, and only if the file had been left
 # alone for two seconds before it was read. Otherwise a change within the clock tick of the last one could go unseen
 # ("racily clean", git's Documentation/technical/racy-git.txt).
@@ -226,7 +226,7 @@ SETTLED_S = 2.0  # the coarsest tick of file times in use, that of FAT
 
 
 def file_digest(path: Path) -> str:
-    """Returns the sha256 of a file's bytes, in hex. Raises UserError where it cannot be read, or changes meanwhile."""
+    """Returns the sha256 of a file's bytes, in hex. Raises UserError if it cannot be read, or changes meanwhile."""
     try:
         key = _key(path)
     except OSError as error:

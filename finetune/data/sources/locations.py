@@ -1,7 +1,7 @@
 """The files that a path or URL means: one, those of a pattern, or all below a folder.
 
-Local files are read where they are. Files at https://, s3://, gs://, hf:// and other addresses that fsspec knows are
-fetched once and then read as local ones, or, for a stream, read where they are.
+Local files are read in place. Files at https://, s3://, gs://, hf:// and other addresses that fsspec supports are
+fetched once and then read as local ones, or, for a stream, read over the network.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 
 def local_files(name: str) -> list[File]:
-    """Returns the files of a local source, by path; none where the name can only be a dataset of the hub.
+    """Returns the files of a local source, by path; empty if the name can only be a dataset of the hub.
 
-    Raises UserError for a path that does not exist, and OSError where it may not be read.
+    Raises UserError for a path that does not exist, and OSError if it may not be read.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -69,7 +69,7 @@ def local_file(path: Path) -> File:
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote the folder."""
+    """Returns whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote the folder."""
     # os.path: of a folder without permission False is good enough, reading it raises the error.
     return os.path.isfile(folder / "dataset_dict.json") or all(
         os.path.isfile(folder / name) for name in ("state.json", "dataset_info.json")
@@ -166,7 +166,7 @@ def _close_names(path: Path) -> str:
 # --- remote files
 
 
-# What pip must add for a protocol.
+# Packages that pip must add for a protocol.
 INSTALL = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -201,13 +201,13 @@ class _Remote:
 
     @property
     def version(self) -> str | None:
-        """Changes when the content does; None where the server has no such metadata."""
+        """Changes when the content does; None if the server has no such metadata."""
         parts = {key.lower(): str(value) for key, value in self.metadata.items() if key.lower() in _VERSION}
         return json.dumps([self.metadata.get("size"), parts], sort_keys=True) if parts else None
 
     @property
     def may_change_unseen(self) -> bool:
-        """Whether the version is a time in full seconds, of the last two: RFC 9110, section 8.8.2.2."""
+        """Returns whether the version is a time in full seconds, of the last two: RFC 9110, section 8.8.2.2."""
         if {key.lower() for key in self.metadata} & set(_VERSION) != {"last-modified"}:
             return False
         modified = parsedate_to_datetime(self.metadata["Last-Modified"]).timestamp()
@@ -217,7 +217,7 @@ class _Remote:
 def remote_files(url: str, streaming: bool) -> list[File]:
     """The files of a URL: one, those of a pattern, or all below a folder; fetched now, unless they are streamed.
 
-    Raises UserError where there is none, it cannot be reached, or the package for its protocol is not installed.
+    Raises UserError if there is none, it cannot be reached, or the package for its protocol is not installed.
     """
     label = without_credentials(url)
     try:
@@ -239,7 +239,7 @@ def _reason(error: BaseException, url: str) -> str:
     in_cache = isinstance(filename, str) and filename.startswith(str(cache_root()))
     if isinstance(error, OSError) and (error.errno in _NO_ROOM or in_cache):
         return f"cannot be kept in {cache_root()}: {error.strerror}; set FINETUNE_CACHE to a folder with room"
-    cause = error.__cause__ or error  # of a FileNotFoundError, where a web server could not be asked
+    cause = error.__cause__ or error  # of a FileNotFoundError, if a web server could not be reached
     status = getattr(cause, "status", None)
     if status in (401, 403) or isinstance(error, PermissionError):
         return f"access is refused ({status or 'permission denied'}); check the path and your credentials"
@@ -312,7 +312,7 @@ def _opened(remote: _Remote) -> Any:
         stream.seek(max(stream.size - 1, 0))
         stream.read(1)
         stream.seek(0)
-    except (ValueError, TypeError):  # fsspec raises these where a server cannot send a part of a file
+    except (ValueError, TypeError):  # fsspec raises these if a server cannot send a part of a file
         raise UserError(
             f"{remote.label}: the server sends no parts of files, which streaming {kind} takes; set "
             "`data.streaming: false`, or download the file"

@@ -1,7 +1,7 @@
 """The readers: for each kind of file a function from its bytes to numbered rows, in `READERS`; a few rows at a time.
 
-JSON is read strictly, and an array item by item, so that memory is that of the largest item, not of the file. What
-Python's json accepts and would change a row's meaning is refused: NaN and infinite numbers are no JSON (RFC 8259,
+JSON is read strictly, and an array item by item, so that memory is that of the largest item, not of the file. Input
+that Python's json accepts but that changes a row's meaning is refused: NaN and infinite numbers are no JSON (RFC 8259,
 section 6); of a name that an object has twice Python keeps the later.
 """
 
@@ -48,7 +48,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _NotFinite(Exception):
-    """A number that JSON does not have; where it is, the caller finds out."""
+    """Raised for a number that JSON does not have; the caller adds its position."""
 
 
 def _not_finite(text: str) -> float:
@@ -65,9 +65,9 @@ LENIENT = json.JSONDecoder()
 
 
 def decode_at(text: str, at: int) -> tuple[Any, int]:
-    """Returns (value, its end) of the JSON that begins at `at`; the value is a BadRow where it is JSON but no row.
+    """Returns (value, its end) of the JSON that begins at `at`; the value is a BadRow if it is JSON but no row.
 
-    Raises json.JSONDecodeError, and ValueError or RecursionError for what Python's decoder gives up on.
+    Raises json.JSONDecodeError, and ValueError or RecursionError for values that Python's decoder gives up on.
     """
     try:
         value, end = STRICT.raw_decode(text, at)
@@ -85,7 +85,7 @@ def decode_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def undecodable(text: str) -> str | None:
-    """The sign of the first byte that was not UTF-8 (see `_NUL_SIGN` in readers.py); None where all of it was text."""
+    """The sign of the first byte that was not UTF-8 (see `_NUL_SIGN` in readers.py); None if all of it was text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -142,14 +142,14 @@ def _path_of_not_finite(value: Any, path: str = "") -> str | None:
 # --- an array, item by item
 
 
-BLOCK_BYTES = 1 << 20  # read at a time, and as much as there is already where an item is longer
+BLOCK_BYTES = 1 << 20  # read at a time, and as much as there is already if an item is longer
 _SPACE = re.compile(r"[ \t\r\n]*")
-# The longest thing that may be cut in two by the end of what was read: "-Infinity", or an escape such as "\ud83e".
+# The longest thing that may be cut in two by the end of a block: "-Infinity", or an escape such as "\ud83e".
 LONGEST_CUT = 16
 
 
 def array_items(label: str, stream: io.BufferedReader) -> NumberedRows:
-    """Items of an array, counted from 1. Raises UserError with the line where the file is not an array."""
+    """Items of an array, counted from 1. Raises UserError with the line if the file is not an array."""
     array = _ArrayText(label, stream)
     array.take("[")
     number = 0
@@ -212,7 +212,7 @@ class _ArrayText:
             self._read()
 
     def problem(self, at: int, what: str) -> UserError:
-        """An error of the file, not of one row: the begin of the next item is not known."""
+        """An error of the file, not of one row: the begin of the next item is unknown."""
         return UserError(f"{self.label}:{self.line + self.text.count(chr(10), self.at, at)}: {what}")
 
     def _read(self) -> None:
@@ -275,7 +275,7 @@ def _text(file: File, stream: io.BufferedReader) -> Iterator[tuple[int, str | Ba
 
 
 def json_rows(file: File) -> NumberedRows:
-    """An object a line. A .json file may also be an array, its items counted from 1; many are lines all the same."""
+    """One object per line. A .json file may also be an array, its items counted from 1; many have lines, too."""
     with content(file) as stream:
         head = stream.peek(1).removeprefix(codecs.BOM_UTF8)
         if kind_of(file.name)[0] == ".json" and head.lstrip().startswith(b"["):
@@ -325,12 +325,12 @@ def csv_file(file: File) -> NumberedRows:
                     yield begins, _csv_row(header, cells)
                 begins = reader.line_num + 1
         except csv.Error as error:
-            # An error of the file, not of one row: the begin of the next record is not known.
+            # An error of the file, not of one row: the begin of the next record is unknown.
             raise UserError(f"{file.label}:{begins}: not valid CSV: {_csv_reason(error)}") from None
 
 
 def _csv_lines(label: str, stream: io.BufferedReader) -> Iterator[str]:
-    """Lines with signs in place of bytes that are not UTF-8: a record may span several, so none can be left out."""
+    """Lines with signs in place of bytes that are not UTF-8: a record may span several, so each line must stay."""
     for number, raw in _raw_lines(label, stream):
         line = raw.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape")
         yield line.replace("\0", _NUL_SIGN)
@@ -432,7 +432,7 @@ READERS: dict[str, Callable[[File], NumberedRows]] = {
 
 
 def is_data(name: str) -> bool:
-    """Returns whether a file of this name is one that is read."""
+    """Returns whether files of this name are read."""
     return kind_of(name)[0] in READERS
 
 
@@ -443,7 +443,7 @@ def expected_kinds() -> str:
 
 
 def rows_of(file: File, text_unit: str = "line") -> LabelledRows:
-    """(label, number, row or BadRow) of a file, from the start. Raises UserError where the rest cannot be read.
+    """(label, number, row or BadRow) of a file, from the start. Raises UserError if the rest cannot be read.
 
     text_unit: of a txt file.
     """

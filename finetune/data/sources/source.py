@@ -53,16 +53,16 @@ class SourceReader:
     """A source that exists: its rows, and a digest of its content (not of the recipe's settings)."""
 
     def __init__(self, source: Source, streaming: bool = False):
-        """streaming: remote files and datasets of the hub are read where they are, not fetched beforehand.
+        """streaming: remote files and datasets of the hub are read over the network, not fetched beforehand.
 
-        Raises UserError where there is no such file, folder, URL or dataset, or it cannot be reached.
+        Raises UserError if there is no such file, folder, URL or dataset, or it cannot be reached.
         """
         self.source = source
         self._content = _content(source, streaming)
 
     @property
     def text_unit(self) -> str | None:
-        """Returns what a row of its txt files is; None where it has none."""
+        """Returns the unit of a row of its txt files; None if it has none."""
         files = self._content
         return files.text_unit if isinstance(files, _Files) and files.has_text else None
 
@@ -71,7 +71,7 @@ class SourceReader:
         return self._content.digest()
 
     def estimated_rows(self) -> int | None:
-        """About how many rows there are; None where only reading all of them would tell."""
+        """Approximate number of rows; None if only reading all of them would tell."""
         count = self._content.estimated_rows()
         return count if count is None or self.source.limit is None else min(count, self.source.limit)
 
@@ -82,7 +82,7 @@ class SourceReader:
     def rows(self, on_bad_row: OnBadRow = raise_bad_row) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """(label, number, row), `limit` of them with the bad ones; these go to `on_bad_row` instead.
 
-        From the start, at every call. Raises UserError where the rest cannot be read.
+        From the start, at every call. Raises UserError if the rest cannot be read.
         """
         for label, number, row in self.readable_and_bad():
             if isinstance(row, BadRow):
@@ -94,7 +94,7 @@ class SourceReader:
 def read_rows(source: Source, on_bad_row: OnBadRow = raise_bad_row) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Rows of a source as (file or dataset, number, object); numbers as the package's docstring says.
 
-    Raises UserError with file and line for what cannot be read.
+    Raises UserError with file and line for rows that cannot be read.
     """
     return SourceReader(source).rows(on_bad_row)
 
@@ -192,7 +192,7 @@ class HubRows:
     """A dataset of the hub, loaded, or streamed without loading it whole."""
 
     def __init__(self, source: Source, streaming: bool):
-        """Raises UserError where there is no such dataset, configuration or split, or it cannot be reached."""
+        """Raises UserError if there is no such dataset, configuration or split, or it cannot be reached."""
         self._label = f"{source.path}[{source.split}]"
         try:
             if streaming:
@@ -247,7 +247,7 @@ class SavedRows:
 
 
 def dataset_rows(dataset: Iterable[Any], label: str, begin: int = 0) -> LabelledRows:
-    """Rows from begin + 1, images as their files. Raises UserError where there is none, or where the dataset breaks
+    """Rows from begin + 1, images as their files. Raises UserError if there is none, or if the dataset breaks
     off."""
     number = begin
     try:
@@ -269,7 +269,7 @@ def _undecoded(dataset: Any) -> Iterable[Any]:
 def _streamed(source: Source) -> tuple[Iterable[Any], str]:
     import datasets
 
-    # What load_dataset(streaming=True) does as well; the builder also knows the commit.
+    # The same as load_dataset(streaming=True); the builder also knows the commit.
     builder = datasets.load_dataset_builder(source.path, source.config)
     dataset: Any
     if "[" not in source.split:
@@ -285,8 +285,8 @@ def _streamed(source: Source) -> tuple[Iterable[Any], str]:
         begin, end = part.bounds(lambda: 0)
         dataset = dataset.skip(begin)
         dataset = dataset if end is None else dataset.take(end - begin)
-    # `hash` is the commit of the repository on the hub, or a digest of the data files' names, sizes and times; of the
-    # rows themselves there is no digest without reading them all.
+    # `hash` is the commit of the repository on the hub, or a digest of the data files' names, sizes and times; a digest
+    # of the rows themselves would need reading them all.
     return dataset, f"streamed {source.path} {source.config} {source.split} {builder.hash} {builder.config_id}"
 
 
@@ -327,7 +327,7 @@ _SLICE = re.compile(rf"([\w.-]+)(?:\[{_NUMBER}:{_NUMBER}\])?")
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows [begin, end) of a split, counted from 0, or from the end where negative; or bounds in percent of it."""
+    """Rows [begin, end) of a split, counted from 0, or from the end if negative; or bounds in percent of it."""
 
     name: str
     begin: int | None = None
@@ -344,7 +344,7 @@ class Slice:
         return self.percent or (self.begin or 0) < 0 or (self.end or 0) < 0
 
     def bounds(self, count: Callable[[], int]) -> tuple[int, int | None]:
-        """[begin, end) from 0; `count`, the number of all rows, is called only where it is needed.
+        """[begin, end) from 0; `count`, the number of all rows, is called only when needed.
 
         Rounds as datasets does. train[10%:50%] of 25 rows -> (2, 12); train[-3:] of 25 -> (22, None).
         """
@@ -381,7 +381,7 @@ def parse_split(path: str, split: str) -> Slice:
     return part
 
 
-# --- about how many rows there are, for the person who waits; never for what is read
+# --- approximate number of rows, for progress only; never for reading
 
 
 ESTIMATE_BYTES = 1 << 20
@@ -389,7 +389,7 @@ LINE_KINDS = (".jsonl", ".ndjson", ".txt", ".csv", ".tsv")
 
 
 def estimated_rows(files: Sequence[File]) -> int | None:
-    """About how many rows the files have; None where only reading all of them would tell."""
+    """Approximate number of rows in the files; None if only reading all of them would tell."""
     counts = [_estimated_rows(file) for file in files]
     return None if None in counts else sum(count for count in counts if count is not None)
 

@@ -1,4 +1,4 @@
-"""What a run costs on a launch, from the shapes of its weights: bytes that a rank keeps and moves, traffic, host work.
+"""Costs of a run on a launch, from the shapes of its weights: bytes kept and moved by a rank, traffic, host work.
 
 Each backend states its own. They are compared with the backends' real processes (scripts/plan_state.py, to the byte;
 scripts/plan_errors.py and scripts/plan_times.py).
@@ -17,8 +17,8 @@ __all__ = ["Costs", "ModelSize", "Moving", "Shapes", "Shard", "State", "Weight",
 
 
 def costs_of(recipe: Recipe, launch: Launch, shapes: Shapes, device: str, optimizer_bytes: OptimizerBytes) -> Costs:
-    """shapes: of one rank of a tensor parallel group. device: of the compute, cuda or cpu."""
+    """shapes: weights of one rank of a tensor parallel group. device: type of the compute device, cuda or cpu."""
     backend = {"replicated": ReplicatedCosts, "fsdp2": ShardedCosts, "zero": ZeroCosts}[launch.kind]
-    if launch.parallelism.tensor > 1:  # as `start_engine` chooses
+    if launch.parallelism.tensor > 1:  # as in `start_engine`
         backend = ShardedCosts
     return backend(recipe, launch, shapes, device, optimizer_bytes)

@@ -1,4 +1,4 @@
-"""What the costs of every backend have in common: weights as shapes, what a rank has of them, and the interface."""
+"""Shared parts of every backend's costs: weights as shapes, a rank's shards of them, and the interface."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from finetune.recipe import Recipe
 WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS = "weights", "gradients", "optimizer state", "buffers"
 PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS)
 NORM_CHUNK = 2**18  # elements of `optimizer_step.squared_norm`'s buffer, fp64, on the CPU
-# Passes over what is gathered, and over gradients, in new memory: an engine's copies around its collectives, on CPUs.
+# Passes over gathered weights, and over gradients, in new memory: an engine's copies around its collectives, on CPUs.
 COPIES, COPIES_OF_GRADIENTS = 2.2, 7.0
-_BUCKET = 25 * 2**20  # bytes of a bucket of DDP's gradients
+_BUCKET = 25 * 2**20  # bytes per bucket of DDP's gradients
 
 
 # --- a model as shapes
@@ -31,18 +31,18 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    size: int  # bytes of an element
+    size: int  # bytes per element
     trains: bool
-    layer: int | None  # the decoder layer it is in
-    unit: str  # what is gathered with it: layer, embedding, tail (final norm and head, tied embedding), rest, or a
+    layer: int | None  # decoder layer
+    unit: str  # gathered together: layer, embedding, tail (final norm and head, tied embedding), rest, or a
     # module of the tower that must not be split, by its path
-    packed: int = 0  # weights in few bits that its elements hold; 0: it is as it is
-    scales: int = 0  # bytes of what unpacks them
+    packed: int = 0  # quantized weights that its elements hold; 0: not packed
+    scales: int = 0  # bytes of the tensors that unpack them
     expert: bool = False  # dimension 0 counts experts
-    table: bool = False  # see `ParameterRoles`, as the next
+    table: bool = False  # see `ParameterRoles`, as for the next
     of_images: bool = False
 
-    @functools.cached_property  # asked for many times
+    @functools.cached_property  # read many times
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -54,7 +54,7 @@ class Weight:
 @dataclass(frozen=True)
 class Shapes:
     weights: tuple[Weight, ...]
-    buffers: int  # bytes of those outside of layers: rotary frequencies
+    buffers: int  # bytes of buffers outside layers: rotary frequencies
     buffers_of_layer: int
     layers: int
 
@@ -66,11 +66,11 @@ class ModelSize:
     parameters: int
     trained: int
     ends: int  # parameters outside of layers: embedding and head
-    tail: int  # of these, final norm and head
+    tail: int  # parameters of final norm and head
     experts: int
     weights: int  # tensors
-    tensors: int  # that train
-    gathered: int  # that DeepSpeed's stage 3 gathers one by one
+    tensors: int  # trained
+    gathered: int  # gathered one by one by DeepSpeed's stage 3
     layers: int
     hidden: int
     queries: int  # width of all heads
@@ -78,7 +78,7 @@ class ModelSize:
     experts_per_token: int  # 0: no experts
 
 
-# --- what a rank has
+# --- state and shards of a rank
 
 
 @dataclass
@@ -88,7 +88,7 @@ class State:
     weights             and buffers, scales of packed weights
     gradients           before the optimizer's step
     optimizer state     master weights as well
-    buffers             of an engine, as long as it lives: DeepSpeed's bucket, its gathered small weights
+    buffers             of an engine, for its lifetime: DeepSpeed's bucket, its gathered small weights
     """
 
     persistent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
@@ -105,16 +105,16 @@ class Shard:
     """A rank's part of a weight."""
 
     weight: Weight
-    numel: int  # of its own elements
-    padded: int  # of the memory that they are in
+    numel: int  # elements of its own
+    padded: int  # elements of the memory that holds them
 
 
-OptimizerBytes = Callable[[Sequence[Shard], str], tuple[int, int]]  # of a device's type: bytes there, and paged ones
+OptimizerBytes = Callable[[Sequence[Shard], str], tuple[int, int]]  # for a device's type: bytes there, and paged ones
 
 
 @dataclass
 class Moving:
-    """Bytes on the device in addition to what is kept and to a micro-batch's own, by when."""
+    """Bytes on the device in addition to kept state and a micro-batch's own, by phase."""
 
     always: int = 0  # during forward and backward
     backward: int = 0  # during the backward
@@ -122,28 +122,28 @@ class Moving:
     tail: int = 0  # from the head's forward to the end of its backward
     layer: int = 0  # a layer's forward
     layer_backward: int = 0
-    layer_end: int = 0  # above what is there when a layer's backward has ended
+    layer_end: int = 0  # above the level after a layer's backward
     tail_end: int = 0
     freed_of_layer: int = 0  # gradients in the timeline that the end of a layer's backward replaces
     freed_of_tail: int = 0
-    sharded: int = 0  # by these bytes a layer, in the first micro-batch
+    sharded: int = 0  # bytes per layer, in the first micro-batch
     sharded_tail: int = 0
-    stays: int = 0  # by these bytes a layer: weights that stay gathered from its forward to its backward
-    end: int = 0  # when a backward has ended: the last reduction
+    stays: int = 0  # bytes per layer: weights that stay gathered from its forward to its backward
+    end: int = 0  # after a backward: the last reduction
     optimizer: int = 0
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that one rank sends in a step, by the algorithm that sends the least
+    """Bytes that one rank sends in a step, with the algorithm that sends least
     (https://andrew.gibiansky.com/blog/machine-learning/baidu-allreduce/). Headers, sizes and small reductions (loss,
     norm) are left out. Compared with what gloo sent (benchmarks/communication.py)."""
 
     kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "host"]
     moved: float
     collectives: float
-    ranks: int  # neighbours that talk with each other; 0: between device and host
-    overlaps: bool = True  # with compute; else compute waits for it
+    ranks: int  # ranks that communicate; 0: between device and host
+    overlaps: bool = True  # overlaps with compute; else compute waits for it
     copied: float = 0.0  # bytes of copies around it
 
 
@@ -158,7 +158,7 @@ def one_way(ranks: int, size: float) -> float:
 
 @dataclass(frozen=True)
 class Costs(abc.ABC):
-    """Of one launch."""
+    """Costs of one launch."""
 
     recipe: Recipe
     launch: Launch
@@ -168,9 +168,9 @@ class Costs(abc.ABC):
 
     # --- memory
 
-    casts_weights = False  # gathers them in the compute type
-    keeps_inputs_alone = False  # its linear layers keep no casts of their weights
-    frees_gradients = True  # after the step; else they are one buffer, as long as the engine lives
+    casts_weights = False  # gathers weights in the compute type
+    keeps_inputs_alone = False  # linear layers keep no casts of their weights
+    frees_gradients = True  # after the step; else they are one buffer for the engine's lifetime
 
     @property
     def sizes(self) -> Parallelism:
@@ -178,11 +178,11 @@ class Costs(abc.ABC):
 
     @property
     def is_away(self) -> bool:
-        """Whether the optimizer's state is in the host's memory."""
+        """Returns whether the optimizer's state is in the host's memory."""
         return self.launch.offloads_optimizer and self.device != "cpu"
 
     def shard(self, weight: Weight, place: dict[str, int]) -> Shard:
-        """Returns what a rank has of a weight. place: its coordinates."""
+        """Returns a rank's part of a weight. place: coordinates of the rank."""
         return Shard(weight, weight.numel, weight.numel)
 
     def state(self, rank: int) -> State:
@@ -203,11 +203,11 @@ class Costs(abc.ABC):
         return state
 
     def gradients_there(self, micro_batches: int) -> bool:
-        """Whether a backward of the timeline adds to gradients in full tensors, rather than making them."""
+        """Returns whether a backward of the timeline adds to full gradients rather than allocating them."""
         return False
 
     def begins_with_gradients(self, micro_batches: int) -> bool:
-        """Whether a rank's gradients are there before a step's heaviest micro-batch."""
+        """Returns whether a rank's gradients exist before a step's heaviest micro-batch."""
         return micro_batches > 1 and not self.recipe.optimizer.in_backward
 
     def moving(self) -> Moving:
@@ -218,7 +218,7 @@ class Costs(abc.ABC):
         return state.persistent[WEIGHTS]
 
     def norm_buffer(self) -> int:
-        """Returns the bytes in which the gradients' norm is summed, in fp64 on a CPU."""
+        """Returns the bytes used to sum the gradients' norm, in fp64 on a CPU."""
         trained = max((weight.numel for weight in self.shapes.weights if weight.trains), default=0)
         return 8 * min(NORM_CHUNK, trained) if self.device == "cpu" else 0
 
@@ -231,17 +231,17 @@ class Costs(abc.ABC):
     hides = 0.5  # share of compute that hides communication; assumed
 
     def host_operators(self, model: ModelSize) -> float:
-        """Returns the work of an engine's hooks for a micro-batch, in operators that the host starts. Fitted, as all of
-        these numbers, to the fitted cells of scripts/plan_times.py."""
+        """Returns the work of an engine's hooks for a micro-batch, in operators that the host starts. Fitted, like all
+        of these numbers, to the fitted cells of scripts/plan_times.py."""
         return 0.0
 
     @property
     def owners(self) -> int:
-        """Ranks that step different parts of the weights."""
+        """Returns the number of ranks that step different parts of the weights."""
         return self.sizes.shard * self.sizes.tensor * self.sizes.pipeline
 
     def weight_bytes(self) -> float:
-        """Returns the bytes of a weight that is gathered."""
+        """Returns the bytes per weight when gathered."""
         if self.recipe.mode == "qlora":
             return 0.55
         if self.recipe.mode == "lora":
@@ -250,17 +250,17 @@ class Costs(abc.ABC):
 
     @abc.abstractmethod
     def transfers_of_weights(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
-        """Yields what keeps or makes the ranks' weights equal."""
+        """Yields the transfers that keep the ranks' weights equal."""
 
     def replicas(self, model: ModelSize) -> Iterator[Transfer]:
-        """Yields the sums of DDP's buckets."""
+        """Yields the all-reduces of DDP's buckets."""
         trained = 4 * model.trained / (self.sizes.tensor * self.sizes.pipeline)
         if (ranks := self.sizes.data * self.sizes.tokens) > 1:
             buckets = max(1.0, trained / _BUCKET)
             yield Transfer("all-reduce", all_reduce(ranks, trained), buckets, self.sizes.processes)
 
     def transfers_of_rows(self, model: ModelSize, micro_batches: int, tokens: float) -> Iterator[Transfer]:
-        """Yields what ranks that share rows send each other; compute waits for it. tokens: of a step, over all ranks
+        """Yields the transfers between ranks that share rows; compute waits for them. tokens: per step, over all ranks
         that share its rows."""
         sizes, passes = self.sizes, 2 + bool(self.recipe.train.activation_checkpointing)  # forwards and the backward
         element = 4 if self.recipe.train.precision == "fp32" else 2
@@ -284,20 +284,20 @@ class Costs(abc.ABC):
             routed = layers * passes * 2 * one_way(n, hidden * model.experts_per_token)
             yield wait("all-to-all", routed, 2 * passes * times, neighbours * sizes.shard)
         if (n := sizes.pipeline) > 1:
-            borders = (n * sizes.stages_per_rank - 1) / n  # of a rank, on average
+            borders = (n * sizes.stages_per_rank - 1) / n  # per rank, on average
             yield wait("send", 2 * borders * hidden, 2 * micro_batches * sizes.stages_per_rank, sizes.processes)
 
 
-# --- pipelines: which weights
+# --- pipelines: ranks and weights
 
 
 def different_ranks(sizes: Parallelism) -> Sequence[int]:
-    """Returns the ranks that may differ in memory and work: of a pipeline one of each stage, else the first."""
+    """Returns the ranks that may differ in memory and work: one per pipeline stage, else the first."""
     return range(0, sizes.processes, sizes.processes // sizes.pipeline)
 
 
 def layout_of(shapes: Shapes, sizes: Parallelism) -> Layout:
-    """Returns the stages of a pipeline; of the weights of the model alone, as the engine lays them out."""
+    """Returns the stages of a pipeline; from the model's own weights alone, as the engine does."""
     base = [weight for weight in shapes.weights if "lora_" not in weight.name and "modules_to_save" not in weight.name]
     numel = [0] * shapes.layers
     first = last = 0
@@ -311,7 +311,7 @@ def layout_of(shapes: Shapes, sizes: Parallelism) -> Layout:
 
 
 def weights_of_stage(shapes: Shapes, sizes: Parallelism, rank: int) -> Sequence[Weight]:
-    """Returns the weights that a rank of a pipeline has; a matrix that is embedding and head is in both ends."""
+    """Returns the weights of a pipeline rank; a matrix that is embedding and head is at both ends."""
     if sizes.pipeline == 1:
         return shapes.weights
     layout, place = layout_of(shapes, sizes), sizes.coordinates(rank)["pipeline"]

@@ -22,28 +22,28 @@ from finetune.engine.costs.common import (
     one_way,
 )
 
-PERSISTENT = 100_000  # elements: weights up to these stay gathered under stage 3; DeepSpeed's default, as the next
+PERSISTENT = 100_000  # elements: weights up to this size stay gathered under stage 3; DeepSpeed's default, as below
 _BUCKET, _SUB_GROUP = 500_000_000, 1_000_000_000  # elements
-_REUSED_WITHIN, _PREFETCHED = 500_000_000, 50_000_000  # elements that stage 3 keeps gathered, and fetches
+_REUSED_WITHIN, _PREFETCHED = 500_000_000, 50_000_000  # elements that stage 3 keeps gathered, and prefetches
 
 
 class ZeroCosts(Costs):
     @property
     def stage(self) -> int:
-        """From accelerate's keys, or DeepSpeed's own."""
+        """Returns the stage from accelerate's keys, or DeepSpeed's own."""
         section = self.launch.deepspeed
         return int((section.get("zero_optimization") or {}).get("stage", section.get("zero_stage", 2)))
 
     @property
     def bucket_elements(self) -> int:
-        """Gradients that are reduced at a time; see `Zero._limit_buckets`."""
+        """Returns the number of gradients reduced at a time; see `Zero._limit_buckets`."""
         trained = sum(weight.numel for weight in self.shapes.weights if weight.trains)
         size = (self.launch.deepspeed.get("zero_optimization") or {}).get("reduce_bucket_size", _BUCKET)
         return min(int(size), trained) if isinstance(size, int | float) else trained
 
     @property
     def decay_groups(self) -> list[list[Weight]]:
-        """Returns matrices and vectors, of images by themselves, as `training/optim.py` groups what is trained."""
+        """Returns matrices and vectors, those for images separately, as `training/optim.py` groups them."""
         groups: dict[tuple[bool, bool], list[Weight]] = {}
         for weight in self.shapes.weights:
             if weight.trains:
@@ -73,7 +73,7 @@ class ZeroCosts(Costs):
         return state
 
     def _flat(self, rank: int) -> State:
-        """Stages 1 and 2: trained weights lie in one buffer for each group, whose length divides by two per rank."""
+        """Returns the state of stages 1 and 2: a buffer of trained weights per group, padded to 2 per rank."""
         state, ranks, weights = State(), self.launch.processes, self.shapes.weights
         state.persistent[WEIGHTS] = sum(weight.bytes for weight in weights if not weight.trains)
         optimizer = gradients = 0
@@ -83,7 +83,7 @@ class ZeroCosts(Costs):
             part = flat // ranks
             state.persistent[WEIGHTS] += 4 * flat
             optimizer += 4 * part + self._of_flat(part)
-            # With offload the gradients of master weights are there instead.
+            # With offload the gradients of master weights are in the host's memory instead.
             offloads = self.launch.offloads_optimizer
             gradients += 4 * (part if offloads else _touched(group, rank * part, (rank + 1) * part))
         if self.is_away:
@@ -95,7 +95,8 @@ class ZeroCosts(Costs):
         return state
 
     def _stage_3(self) -> State:
-        """Each weight is cut into equal ranges, the last one padded; what is small is whole on every rank as well."""
+        """Returns the state of stage 3: equal ranges of each weight, the last one padded; small weights also full on
+        every rank."""
         state, ranks, weights = State(), self.launch.processes, self.shapes.weights
         parts = [(weight, -(-weight.numel // ranks)) for weight in weights]
         state.persistent[WEIGHTS] = sum(part * weight.size for weight, part in parts)
@@ -126,7 +127,7 @@ class ZeroCosts(Costs):
         if self.stage < 3:
             parts = [4 * -(-sum(group) // ranks) for group in groups]
             moving.backward = bucket
-            moving.end = 2 * sum(parts)  # this rank's part, in a buffer of its own and as tensors
+            moving.end = 2 * sum(parts)  # this rank's part, in a buffer and as tensors
             moving.optimizer = max(parts, default=0)
             return moving
         size = max((weight.size for weight in self.shapes.weights), default=4)
@@ -139,7 +140,7 @@ class ZeroCosts(Costs):
         return moving
 
     def load(self, state: State) -> int:
-        """A second copy of what trains; under stage 3 the master weights."""
+        """Returns the bytes of a second copy of the trained weights; under stage 3 of the master weights."""
         weights, trained = state.persistent[WEIGHTS], [weight for weight in self.shapes.weights if weight.trains]
         if self.stage < 3:
             return weights + sum(weight.bytes for weight in trained)
@@ -165,8 +166,9 @@ class ZeroCosts(Costs):
         return self.sizes.processes
 
     def transfers_of_weights(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
-        """Stages 1 and 2 reduce every micro-batch on every rank, keep a part (`allreduce_and_scatter`), and gather what
-        was stepped. Stage 3 gathers a layer once more for its recomputation."""
+        """Yields transfers. Stages 1 and 2 reduce every micro-batch on every rank, keep a part
+        (`allreduce_and_scatter`), and gather the stepped weights. Stage 3 gathers a layer once more for its
+        recomputation."""
         ranks, times, units = self.sizes.processes, micro_batches, model.gathered
         if ranks == 1:
             return
@@ -182,8 +184,8 @@ class ZeroCosts(Costs):
 
 
 def _touched(group: Sequence[Weight], begin: int, end: int) -> int:
-    """Returns the elements of weights that a range of a flat group has a part of, and of the padding at its end:
-    gradients are kept in full tensors."""
+    """Returns the elements of weights that overlap a range of a flat group, and of the padding at its end:
+    gradients are kept as full tensors."""
     total = first = 0
     for weight in group:
         if first < end and first + weight.numel > begin:

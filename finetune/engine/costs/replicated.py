@@ -1,4 +1,4 @@
-"""Costs of `engine/ddp.py`: every rank has all weights, and gradients are summed in buckets that are always there."""
+"""Costs of `engine/ddp.py`: every rank has all weights, and gradients are summed in permanent buckets."""
 
 from __future__ import annotations
 

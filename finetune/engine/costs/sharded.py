@@ -1,4 +1,4 @@
-"""Costs of `engine/fsdp2.py`: units of weights are gathered in time, gradients reduced into shards."""
+"""Costs of `engine/fsdp2.py`: units of weights are gathered when needed, gradients reduced into shards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from finetune.models.base_config import dtypes
 
 
 class ShardedCosts(Costs):
-    """By FSDP2; of a config of tensor parallel replicas alone, each group is as one."""
+    """Costs of FSDP2; with tensor parallel replicas alone, each group acts as one rank."""
 
     @property
     def is_fsdp(self) -> bool:
@@ -37,7 +37,7 @@ class ShardedCosts(Costs):
         return self.recipe.train.precision in ("bf16", "fp16", "fp8")
 
     def shard(self, weight: Weight, place: dict[str, int]) -> Shard:
-        """Rows of dimension 0, as `torch.chunk` cuts them; FSDP2's memory is that of the first rank's."""
+        """Returns rows of dimension 0, as `torch.chunk` splits them; FSDP2 allocates as many as the first rank has."""
         sizes, rows, width = self.sizes, weight.shape[0], math.prod(weight.shape[1:])
         count = sizes.shard * sizes.tokens
         index = place["shard"] * sizes.tokens + place["context"] * sizes.sequence + place["sequence"]
@@ -51,8 +51,8 @@ class ShardedCosts(Costs):
         return Shard(weight, own * width, each * width)
 
     def moving(self) -> Moving:
-        """A unit is gathered into one buffer and copied from it; its gradients are reduced in fp32, and the buffer for
-        that is kept until the next unit's (torch's _fsdp_param_group.py)."""
+        """Returns the moving bytes. A unit is gathered into one buffer and copied from it; its gradients are reduced in
+        fp32, and the buffer for that is kept until the next unit's (torch's _fsdp_param_group.py)."""
         sizes, types = self.sizes, dtypes(self.recipe)
         cast = types.compute.itemsize if self.casts_weights else None
         reduced = 4 if cast is not None else types.trained.itemsize
@@ -86,7 +86,7 @@ class ShardedCosts(Costs):
         return moving
 
     def _units_of_layer(self) -> tuple[list[Weight], list[Weight]]:
-        """Returns what is gathered as one unit, and under expert parallel a rank's experts, which are another."""
+        """Returns the weights gathered as one unit, and under expert parallel a rank's experts, a second unit."""
         layer, expert = [weight for weight in self.shapes.weights if weight.layer == 0], self.sizes.expert
         if expert == 1:
             return layer, []
@@ -94,7 +94,7 @@ class ShardedCosts(Costs):
         return [weight for weight in layer if not weight.expert], experts
 
     def _units_around_layers(self) -> tuple[list[Weight], list[Weight], list[Weight], list[list[Weight]]]:
-        """Returns what the root gathers, which stays until the backward has ended, embedding, tail, and the units of a
+        """Returns the root's weights (gathered until the backward has ended), embedding, tail, and the units of a
         tower."""
         units: dict[str, list[Weight]] = {"rest": [], "layer": [], "embedding": [], "tail": []}
         for weight in self.shapes.weights:
@@ -106,7 +106,7 @@ class ShardedCosts(Costs):
         return state.persistent[WEIGHTS] + max(weight.bytes for weight in self.shapes.weights)
 
     def whole_tensor(self) -> int:
-        """It is gathered in one piece more."""
+        """Gathers the tensor in one more piece."""
         full = self.recipe.mode == "full"
         return 2 * max(weight.bytes for weight in self.shapes.weights if weight.trains or full)
 
@@ -128,9 +128,9 @@ class ShardedCosts(Costs):
         return 2 if casts else super().weight_bytes()
 
     def transfers_of_weights(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
-        """Each micro-batch gathers for forward and backward, the tail once, and scatters gradients. Ranks of a tensor
-        parallel group shard what they do not divide: embedding, norm and head. Divided experts are units of their
-        own."""
+        """Yields transfers. Each micro-batch gathers for forward and backward, the tail once, and scatters gradients.
+        Ranks of a tensor parallel group shard embedding, norm and head, which they do not divide. Divided experts are
+        separate units."""
         sizes, each, share = self.sizes, self.weight_bytes(), model.trained / model.parameters
         group, gathers, times = sizes.shard * sizes.tokens, 2 if self.is_fsdp else 1, micro_batches
         ranks, divided = group * sizes.tensor, model.experts if sizes.expert > 1 else 0

@@ -1,4 +1,4 @@
-"""Which attention a run uses, and why: from the architecture, the device, the precision and what is installed."""
+"""Chooses a run's attention, with the reason: by architecture, device, precision and installed packages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class AttentionChoice:
     reason: str
     isolates_documents: bool  # False: one document per forward is the only safe layout
     prepare: Prepare = _no_arguments
-    # Why two documents cannot share the beginning that they have in common; None where they can.
+    # Why two documents cannot share the beginning that they have in common; None if they can.
     not_shared: str | None = "transformers' own attention finds documents in positions that begin with 0"
     shares_prompts: bool = False  # pairs of this run do, see objectives/shared_prompts.py
     mixers: Mixers = field(default_factory=dict)  # modules that run once for each document of a row
@@ -71,7 +71,7 @@ class Kernels:
     capability: tuple[int, int] | None = None  # of the CUDA device; None: no CUDA device, or one of AMD
     flash_kernels: bool = False  # torch's own, built in
     flash_attn: bool = False  # the package
-    no_flash_3: str | None = "FlashAttention-3 is not there"  # what it lacks; None: it is there
+    no_flash_3: str | None = "FlashAttention-3 is not there"  # the missing part; None if it is there
     triton: bool = False
 
     @classmethod
@@ -96,7 +96,7 @@ class _Case:
     device: str
     half: bool
     kernels: Kernels
-    longest: int | None  # tokens of a document, where layers are compiled
+    longest: int | None  # tokens of a document, if layers are compiled
 
     @property
     def soft_capped(self) -> bool:
@@ -104,12 +104,12 @@ class _Case:
 
     @property
     def plain(self) -> str:
-        """Returns the implementation that transformers takes by itself; but not sdpa where scores are capped, which
-        transformers 5.17 takes all the same, and leaves out the cap."""
+        """Returns the implementation that transformers takes by itself; but not sdpa if scores are capped, which
+        transformers 5.17 takes nevertheless, and leaves out the cap."""
         return "sdpa" if getattr(self.model_class, "_supports_sdpa", False) and not self.soft_capped else "eager"
 
     def verdict(self, implementation: str | None) -> Verdict:
-        """Returns the verdict of a trial. Raises UserError where the model sees the tokens that it should predict.
+        """Returns the verdict of a trial. Raises UserError if the model sees the tokens that it should predict.
 
         Compiled layers are one graph of one shape, and would be compiled again for each document of a mixer.
         """
@@ -142,8 +142,8 @@ def attention_for(
 
 
 def _with_images(recipe: Recipe, config: PretrainedConfig, device: str, there: Kernels | None) -> AttentionChoice:
-    """Returns the attention of the language model of a multimodal one. Raises UserError where it, or what the family's
-    forward does with images, does not keep packed documents apart."""
+    """Returns the attention of the language model of a multimodal one. Raises UserError if it, or the family's handling
+    of images in its forward, does not keep packed documents apart."""
     from finetune.models.text_part import text_config  # which has its own trial, and so imports this package
 
     text, family = text_config(config, has_head=True), family_of(config)
@@ -165,7 +165,7 @@ def _with_images(recipe: Recipe, config: PretrainedConfig, device: str, there: K
 
 
 def check_rows_per_forward(recipe: Recipe, attention: AttentionChoice) -> None:
-    """Raises UserError where a forward would have several documents, and attention cannot keep them apart."""
+    """Raises UserError if a forward would have several documents, and attention cannot keep them apart."""
     if attention.isolates_documents:
         return
     if recipe.batch.rows_per_device not in (1, "auto") or recipe.batch.tokens_per_device is not None:
@@ -183,8 +183,8 @@ def choose_attention(
 ) -> AttentionChoice:
     """Returns the attention implementation for this architecture, device and precision, with the reason in words.
 
-    device: cpu, cuda, ...; kernels: by default those of this machine. longest: most tokens of a document, where layers
-    are compiled. Raises UserError where the recipe asks for one that cannot be.
+    device: cpu, cuda, ...; kernels: by default those of this machine. longest: most tokens of a document, if layers
+    are compiled. Raises UserError if the recipe asks for one that cannot be.
     """
     text = config.get_text_config()
     case = _Case(model_class, config, text, device, half_precision, kernels or Kernels.here(), longest)
@@ -219,7 +219,7 @@ def _fastest(case: _Case) -> AttentionChoice:
 
 
 def _from_transformers(name: str, case: _Case, reason: str) -> AttentionChoice:
-    """Returns `sdpa` or `eager`: packed where a trial showed that it keeps documents apart."""
+    """Returns `sdpa` or `eager`: packed if a trial showed that it keeps documents apart."""
     outcome = case.verdict(name)
     if outcome.packed is None:
         return AttentionChoice(name, _with_mixers(reason, outcome.mixers), True, mixers=outcome.mixers)
@@ -266,15 +266,15 @@ def _flash_arguments(
 
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """Returns the sliding windows of the layers; None: a layer that sees its full document."""
+    """Returns the sliding windows of the layers; None for a layer that sees its full document."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ("sliding_attention", "full_attention")
     return tuple({window if kind == "sliding_attention" else None for kind in kinds})
 
 
 def _not_shared(case: _Case) -> str | None:
-    """Returns why our implementations cannot share beginnings. Seen in a trial, as with packing: of RoPE whose angles
-    follow the length of a document, nothing can be shared."""
+    """Returns why our implementations cannot share beginnings, by a trial, as with packing: RoPE whose angles
+    follow the length of a document rules it out."""
     if case.longest is not None:
         return "compiled layers take each sequence whole"
     why = case.verdict(per_document.DOCUMENTS).shared
@@ -317,7 +317,7 @@ def _no_varlen(case: _Case) -> str | None:
 
 
 def _no_flash_3(case: _Case) -> str | None:
-    """It is the kernel of `varlen`, in torch's own place for it."""
+    """Returns why not, as for `varlen`: this is its kernel, in torch's own place for it."""
     if (why := _no_varlen(case)) is not None:
         return why
     if case.kernels.capability is None or case.kernels.capability[0] != 9:
@@ -362,7 +362,7 @@ def _has_dropout(case: _Case) -> str | None:
 
 
 def _head_sizes(config: PretrainedConfig) -> tuple[int, ...]:
-    """Returns those of queries and keys, and of values where they differ (multi-head latent attention)."""
+    """Returns the sizes of queries and keys, and of values if they differ (multi-head latent attention)."""
     if (values := getattr(config, "v_head_dim", None)) is not None and hasattr(config, "qk_nope_head_dim"):
         return (config.qk_nope_head_dim + config.qk_rope_head_dim, values)
     layers = layer_configs(config)

@@ -74,7 +74,7 @@ def tiny_whole(config: PretrainedConfig) -> Any:
 
 
 def why_not_isolated(config: PretrainedConfig) -> str | None:
-    """Returns why packed documents with images differ from each alone; None where they do not."""
+    """Returns why packed documents with images differ from each alone; None if they do not."""
     with quietly():
         return why_not(lambda: _differences(tiny_whole(config)))
 
@@ -89,7 +89,7 @@ def trial_with_images(config: PretrainedConfig) -> str | None:
         return None
     why = why_not_isolated(config)
     if why is None:
-        with contextlib.suppress(OSError):  # where the folder cannot be written, the next run tries again
+        with contextlib.suppress(OSError):  # if the folder cannot be written, the next run tries again
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, "null\n", shared=True)
     return why
@@ -107,7 +107,7 @@ class _Made:
 
 
 class ImageTrial:
-    """A tiny model with its tower; implementation of the language model's attention, None: transformers' own."""
+    """A tiny model with its tower; implementation: of the language model's attention, None: transformers' own."""
 
     def __init__(self, tiny: Any, implementation: str | None):
         torch.manual_seed(0)
@@ -138,7 +138,7 @@ class ImageTrial:
         return _Made(torch.cat(ids)[None], tuple(cells))
 
     def _pictures(self) -> list[dict[str, Tensor]]:
-        """Returns those of each document, as parts of those of all: no two images are alike."""
+        """Returns the pictures of each document, as parts of those of all: no two images are equal."""
         cells = [count for document in self.documents for count in document.cells]
         whole, pictures, first = self.family.pictures(self.config, cells), [], 0
         for document in self.documents:
@@ -175,7 +175,7 @@ class ImageTrial:
         return [_losses(one, document.ids) for one, document in zip(each, self.documents, strict=True)]
 
     def own_pixels(self, document: int) -> Tensor | None:
-        """Returns where `whole` has the pixels of a document's images, as a mask; None where it has none."""
+        """Returns the mask of the pixels of a document's images in `whole`; None if it has no images."""
         if not self.pictures[document]:
             return None
         marked = {name: torch.zeros_like(tensor, requires_grad=False) for name, tensor in self.whole.items()}

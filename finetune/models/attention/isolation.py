@@ -1,7 +1,7 @@
 """Tests whether packed documents get the loss and the gradients that plain transformers gives each of them alone.
 
-On a tiny copy of the model's config (`models.tiny_config`), on the CPU and in fp32; what an architecture claims to
-support is not relied on. Verdicts are cached under all that they depend on.
+On a tiny copy of the model's config (`models.tiny_config`), on the CPU and in fp32; an architecture's claims of
+support are not relied on. Verdicts are cached under all that they depend on.
 
 Letters: T tokens of a row, N documents.
 """
@@ -42,10 +42,10 @@ from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY,
 from finetune.models.trials import FAILURES, quietly, randomize
 from finetune.models.wrapped import accepted, accepted_names
 
-# Shorter and longer than windows and chunks, and than where RoPE begins to grow. In ascending order: `dynamic` RoPE
-# of plain transformers, which the reference is, then has for each document what a new model would have.
+# Shorter and longer than windows and chunks, and than the length from which RoPE grows. In ascending order: `dynamic`
+# RoPE of plain transformers, the reference, then has for each document what a new model would have.
 LENGTHS = (CHUNK - 1, PRETRAINED_POSITIONS - 3, PRETRAINED_POSITIONS + 5)
-# As they lie in a row: a long document first, where one chooses among tokens of the others that it should not see.
+# As they lie in a row: a long document first, if one chooses among tokens of the others that it should not see.
 ORDER: tuple[int, ...] = (2, 0, 1)
 ROW = tuple(LENGTHS[i] for i in ORDER)
 LOSS_TOLERANCE = 1e-6  # relative, of a document's loss
@@ -55,17 +55,17 @@ _CAUSAL_TOLERANCE = 1e-4
 _FIRST_TOKEN = 3  # below are the ids that mean something
 _SHARED = LENGTHS[1] // 2  # tokens that the last two documents begin with
 
-# (lengths of documents, tokens that each begins with of the one before) -> what a forward takes next to its tokens
+# (lengths of documents, tokens that each shares with the beginning of the one before) -> inputs besides the tokens
 Prepare = Callable[..., dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Reasons why not, in words; None where it is as in plain transformers."""
+    """Reasons why not, in words; None if it is as in plain transformers."""
 
     packed: str | None  # several documents in a row, by this attention
     positions: str | None  # one document with `position_ids`, by plain attention; else they must be left out
-    causal: str | None  # plain transformers: a token sees none that follow
+    causal: str | None  # plain transformers: a token sees no later one
     shared: str | None = "no trial"  # documents whose common beginning is in the row once, by this attention
     failed: bool = False  # the tiny copy could not be computed at all
     mixers: Mixers = field(default_factory=dict)  # that run once for each document, so that `packed` is None
@@ -87,8 +87,8 @@ class Differences:
 def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepare) -> Verdict:
     """Returns the verdict from the cache, or from a trial.
 
-    implementation: of attention, transformers' name; None: documents are not to share a row. prepare: what a forward
-    takes in addition to its tokens, from the lengths of its documents.
+    implementation: of attention, transformers' name; None: documents do not share a row. prepare: the inputs of a
+    forward in addition to its tokens, from the lengths of its documents.
     """
     try:
         tiny = tiny_config(config)
@@ -99,7 +99,7 @@ def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepa
         return Verdict(**unsealed(path))
     except (OSError, Damaged):
         outcome = _try(tiny, implementation, prepare)
-    if not outcome.failed:  # what failed may work in another environment
+    if not outcome.failed:  # a failed trial may work in another environment
         _store(path, outcome)
     return outcome
 
@@ -125,7 +125,7 @@ def _own_code() -> str:
 
 
 def _store(path: Path, outcome: Verdict) -> None:
-    """Write a verdict; where the folder cannot be written, the next run tries again."""
+    """Write a verdict; if the folder cannot be written, the next run tries again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
@@ -160,7 +160,7 @@ def _try(tiny: PretrainedConfig, implementation: str | None, prepare: Prepare) -
 def _why_not_packed(
     tiny: PretrainedConfig, implementation: str, prepare: Prepare, plain: Trial, reference: Computed
 ) -> tuple[str | None, Mixers]:
-    """Returns the reason with the arguments of a run, and the mixers that run per document if there is none.
+    """Returns (reason, {}) with the arguments of a run, or (None, mixers that run per document).
 
     The error without the mask that must not be read is the clearer one.
     """
@@ -197,13 +197,13 @@ def batched_where_same(mixers: Mixers, same: Callable[[Mixers], bool]) -> Mixers
 
 
 def _untried(error: BaseException) -> Verdict:
-    """One document per forward, as plain transformers takes it, is right for every model."""
+    """The verdict if the copy fails: one document per forward, as in plain transformers, is always right."""
     why = f"a tiny copy of the model could not be tried: {_words(error)}"
     return Verdict(packed=why, positions=why, causal=None, failed=True)
 
 
 def why_not(difference: Callable[[], Differences]) -> str | None:
-    """Returns why what a trial computes is not the same to rounding, or could not be computed."""
+    """Returns why a trial's result is not the same to rounding, or could not be computed."""
     try:
         differences = difference()
     except FAILURES as error:
@@ -230,7 +230,7 @@ class Computed:
 
 
 class Trial:
-    """A tiny model under one attention; implementation None: what transformers takes by itself."""
+    """A tiny model under one attention; implementation None: transformers' default."""
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ class Trial:
             return self._logits(row, **accepted(inputs, accepted_names(self.model)))
 
     def shared(self, prepare: Prepare) -> Computed:
-        """Returns the losses where the last two documents share what they begin with."""
+        """Returns the losses if the last two documents share their beginning."""
         prefixes = (*(0 for _ in LENGTHS[1:]), _SHARED)
         own = [n - prefix for n, prefix in zip(LENGTHS, prefixes, strict=True)]
         row, positions = (
@@ -321,7 +321,7 @@ def _token_losses(logits: Tensor, document: Tensor) -> Tensor:  # (tokens - 1,)
 
 
 def compare(reference: Computed, other: Computed) -> Differences:
-    """Returns how far documents computed in another way are from the reference."""
+    """Returns the distance of documents computed in another way from the reference."""
     loss = max(
         ((ours.double() - theirs.double()).abs().max() / theirs.double().mean()).item()
         for ours, theirs in zip(other.losses, reference.losses, strict=True)

@@ -33,7 +33,7 @@ def masked_attention(
     query: Tensor,  # (B, H, T, D)
     key: Tensor,  # (B, K, L, D)
     value: Tensor,  # (B, K, L, D)
-    attention_mask: Tensor | None,  # (B, 1, T, L), True where attended to
+    attention_mask: Tensor | None,  # (B, 1, T, L), True if attended to
     dropout: float,
     scaling: float | None,
     softcap: float | None,
@@ -53,7 +53,7 @@ def soft_capped(
     query: Tensor,  # (B, H, T, D)
     key: Tensor,  # (B, K, L, D)
     value: Tensor,  # (B, K, L, D)
-    seen: Tensor,  # broadcasts to (B, 1, T, L), True where attended to
+    seen: Tensor,  # broadcasts to (B, 1, T, L), True if attended to
     dropout: float,
     scaling: float | None,
     softcap: float,
@@ -70,7 +70,7 @@ def soft_capped(
 
 
 def boundaries(document_lengths: tuple[int, ...], device: str, compiled: bool) -> Tensor:
-    """Returns (N + 1,) int32: 0, then where each of N documents ends (`cu_seqlens`). Copied without waiting for the
+    """Returns (N + 1,) int32: 0, then the end of each of N documents (`cu_seqlens`). Copied without waiting for the
     device.
 
     compiled: one graph for all numbers of documents.
@@ -83,7 +83,7 @@ def boundaries(document_lengths: tuple[int, ...], device: str, compiled: bool) -
 
 
 def in_one_type(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors in autocast's type: queries and keys that were normalised with fp32 weights are not in it,
+    """Returns the tensors in autocast's type: queries and keys that were normalized with fp32 weights are not in it,
     and autocast does not cast for these kernels."""
     device = tensors[0].device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[-1].dtype
@@ -94,11 +94,11 @@ def with_unread_mask(
     arguments: dict[str, Any],  # of a forward, from `AttentionChoice.forward_arguments`
     device: torch.device,
 ) -> dict[str, Any]:
-    """Returns the arguments, where they have documents, with a mask that our implementations do not read.
+    """Returns the arguments, if they have documents, with a mask that our implementations do not read.
 
-    Without a mask transformers looks for packed documents in the positions, and waits for the device to know whether
+    Without a mask transformers looks for packed documents in the positions, and waits for the device to see whether
     there are any; a mask of four dimensions it hands through (masking_utils.py, `_preprocess_mask_arguments`). This one
-    has no elements: a model that reads it all the same fails by its shape, where a mask that allows everything would
+    has no elements: a model that reads it all the same fails by its shape, while a mask that allows everything would
     let documents see each other.
     """
     if "documents" not in arguments:
@@ -107,7 +107,7 @@ def with_unread_mask(
 
 
 class AttentionCall(NamedTuple):
-    """What a layer gives to its attention, of the documents of one row."""
+    """Inputs of a layer to its attention, for the documents of one row."""
 
     query: Tensor  # (1, H, T, D)
     key: Tensor  # (1, K, T, D)
@@ -178,16 +178,16 @@ VARLEN = "finetune_varlen"  # in transformers' table of attention functions
 
 
 class Boundaries:
-    """Those of one micro-batch's documents, on the device; created once for all layers."""
+    """Boundaries of one micro-batch's documents, on the device; created once for all layers."""
 
     def __init__(self, ends: Tensor, longest: int, keys: Keys | None = None):
-        self.ends = ends  # (N + 1,) int32: 0, then where each document ends (`cu_seqlens`)
+        self.ends = ends  # (N + 1,) int32: 0, then the end of each document (`cu_seqlens`)
         self.longest = longest  # tokens; may be more than any document has
-        self.keys = keys  # where documents share what they begin with
+        self.keys = keys  # if documents share their beginning
 
 
 class Keys(NamedTuple):
-    """What documents see: each the shared beginning, which is in the row once, and its own tokens."""
+    """Visible tokens of documents: each sees the shared beginning, which is in the row once, and its own tokens."""
 
     places: Tensor  # (keys,) int64 in the row, document after document
     ends: Tensor  # (N + 1,) int32, as those of the documents
@@ -225,15 +225,15 @@ def varlen_attention(call: AttentionCall, documents: Boundaries) -> Tensor:  # (
         places, key_ends, longest_keys = documents.keys
         k, v = k[places], v[places]
     out = varlen_attn(q, k, v, ends, key_ends, longest, longest_keys, scale=call.scaling, window_size=window, **grouped)
-    assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for
+    assert isinstance(out, Tensor)  # a tuple only if the log-sum-exp is requested
     return out[None]
 
 
 def varlen_missing() -> str | None:
-    """Returns why this torch cannot, on any device; None where it can.
+    """Returns why this torch cannot, on any device; None if it can.
 
-    Query heads may share keys in every version: without `enable_gqa` (torch 2.11) nothing compares their numbers, and
-    the kernel groups them itself; with it torch refuses other numbers unless it is said, and calls the same kernel.
+    Query heads may share keys in every version: without `enable_gqa` (torch 2.11) their numbers are not compared, and
+    the kernel groups them itself; with it torch refuses other numbers unless it is set, and calls the same kernel.
     """
     if varlen_attn is None:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen"
@@ -251,7 +251,7 @@ def prepare_flash_3(
     device: str,
     longest: int | None = None,
 ) -> dict[str, Any]:
-    """As `prepare_varlen`, with FlashAttention-3 as the kernel of torch's flash attention from now on, in all of it."""
+    """Does the same with FlashAttention-3, which is the kernel of torch's flash attention from now on, everywhere."""
     _activate_flash_3()
     return prepare_varlen(document_lengths, prefix_lengths, device=device, longest=longest)
 
@@ -262,7 +262,7 @@ def _activate_flash_3() -> None:
 
 
 def flash_3_missing() -> str | None:
-    """Returns what is missing on any device; None where torch and the package have it."""
+    """Returns what is missing on any device; None if torch and the package have it."""
     listed = getattr(torch.nn.attention, "list_flash_attention_impls", list[str])
     if "FA3" not in listed():
         return f"torch {torch.__version__} does not offer FlashAttention-3"
@@ -271,14 +271,14 @@ def flash_3_missing() -> str | None:
     return None
 
 
-# --- flex: a kernel that torch.compile writes for the documents' mask, and that skips what no token may see
+# --- flex: a kernel that torch.compile writes for the documents' mask, and that skips invisible blocks
 
 FLEX = "finetune_flex"  # in transformers' table of attention functions
 BLOCK = 128  # tokens; flex_attention's own default
 
 
 class BlockMasks:
-    """Those of one micro-batch, for each window that a layer of the model has; created once for all layers."""
+    """Masks of one micro-batch, for each window that a layer of the model has; created once for all layers."""
 
     def __init__(self, masks: dict[int | None, BlockMask]):
         self.masks = masks
@@ -307,7 +307,7 @@ def block_mask(
     tokens = len(document)
     first = np.arange(0, tokens, BLOCK)  # (R,)
     last = np.minimum(first + BLOCK, tokens) - 1
-    # Documents lie end to end: where the nearest pair of two blocks is of one document some pair is, and where the
+    # Documents lie end to end: if the nearest pair of two blocks is of one document some pair is, and if the
     # farthest pair is all are. Rows are queries, columns keys.
     before = first[:, None] > first[None, :]
     some = before & (document[first][:, None] == document[last][None, :])
@@ -340,9 +340,9 @@ def _seen_with_prefixes(
     prefixes: np.ndarray,  # (N,)
     window: int | None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Returns a mask function where documents begin with some of the one before, which begins with none itself."""
+    """Returns a mask function for documents that begin with a part of the one before, which itself does not."""
     before = np.concatenate((begins[:1], begins[:-1]))
-    # By document: the places where the shared tokens begin and end, and how much farther they are than they look.
+    # By document: the begin and end of the shared tokens, and how much farther they are than they look.
     begin_of, end_of, farther_of = (
         torch.from_numpy(table).to(document)[document]
         for table in (before, before + prefixes, begins - prefixes - before)
@@ -360,7 +360,7 @@ def _seen_with_prefixes(
 
 
 def _in_order(blocks: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
-    """Returns (1, 1, R) how many blocks of keys each block of queries has, and (1, 1, R, R) their indices, those
+    """Returns (1, 1, R) the number of key blocks of each block of queries, and (1, 1, R, R) their indices, those
     first."""
     counts = torch.from_numpy(blocks.sum(1, dtype=np.int32))
     indices = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))

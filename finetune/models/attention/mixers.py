@@ -1,11 +1,11 @@
 """Modules other than attention that mix the tokens of a row, run once for each document of a packed row.
 
 Gated delta nets, Mamba, short convolutions, lightning attention, token shift, attention with masks of its own: they are
-found by a trial of a tiny copy of the model, not by name. A module mixes documents where its results for one move
+detected by a trial of a tiny copy of the model, not by name. A module mixes documents if its results for one move
 when another one's inputs are changed. The smallest such modules get each document's slice of their inputs, and their
 results are laid end to end; all else of the model (attention that keeps documents apart, feed-forward, head) takes the
-full row. Where a batch of documents gives what each gives alone, documents of like length are one call: padded at
-the right, which moves nothing before it in a causal module. `isolation` verifies losses and gradients afterwards.
+full row. If a batch of documents gives the same as each alone, documents of like length are one call: padded at
+the right, which cannot affect earlier tokens in a causal module. `isolation` verifies losses and gradients afterwards.
 
 Letters: T tokens of the row, B documents of a call, L tokens of the longest of them.
 """
@@ -29,7 +29,7 @@ from finetune.models.trials import FAILURES, NoMixers
 
 
 class Mixer(TypedDict):
-    """How a class of modules takes documents. Of plain types, for it is kept as JSON."""
+    """Document handling of a class of modules. Of plain types, as it is stored as JSON."""
 
     inputs: dict[str, list[int]]  # place of a tensor in the arguments -> the dimensions that are T
     outputs: dict[str, list[int]]
@@ -38,7 +38,7 @@ class Mixer(TypedDict):
 
 Mixers = dict[str, Mixer]  # by name of the class
 
-# Fixed cost of a call, in tokens: the smaller it is, the more calls are made and the less is padded. Of 8, 64 and 256
+# Fixed cost of a call, in tokens: the smaller it is, the more calls there are and the less is padded. Of 8, 64 and 256
 # the fastest in benchmarks/hybrids.py.
 _CALL_TOKENS = 64
 _LEAK = 1e-5  # of the largest result: rounding is below
@@ -47,7 +47,7 @@ _OF_THE_ROW = ("documents", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "m
 
 
 class _Row:
-    """The documents of a forward, or of its recomputation, and how they are laid in calls."""
+    """The documents of a forward, or of its recomputation, and their layout in calls."""
 
     def __init__(self, lengths: tuple[int, ...]):
         self.lengths = lengths
@@ -55,7 +55,7 @@ class _Row:
 
     def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns which token of the row each of the batches has, padding being the document's last token once more
-        (a number like others: no norm of zeros), and where in the batches each token of the row is."""
+        (a number like others: no norm of zeros), and the position in the batches of each token of the row."""
         if device not in self._indices:
             calls = calls_of(self.lengths)
             ends = tuple(itertools.accumulate(self.lengths))
@@ -78,7 +78,7 @@ _row = _Row(())
 def calls_of(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Returns the documents of each call, longest first: those that cost least with padding and calls counted."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    cost, begins = [0], []  # of the first documents, and where their last call begins
+    cost, begins = [0], []  # of the first documents, and the begin of their last call
     for end in range(1, len(order) + 1):
         costs = [cost[k] + _CALL_TOKENS + (end - k) * lengths[order[k]] for k in range(end)]
         cost.append(min(costs))
@@ -92,7 +92,7 @@ def calls_of(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @contextmanager
 def documents_of_forward(lengths: tuple[int, ...]) -> Iterator[None]:
-    """Around a forward: the documents that mixers take one by one. Not an argument of the forward: few models would
+    """A context for a forward: the documents that mixers take one by one. Not an argument of it: few models would
     hand it to their mixers. Plain state: threads of autograd recompute with it, see `recomputed_alike`."""
     global _row
     before, _row = _row, _Row(lengths)
@@ -127,7 +127,7 @@ def run_per_document(model: Any, mixers: Mixers) -> list[Any]:
 
 def with_positional_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hook before the forward of a mixer, for hooks around a module's backward, which see positional inputs only and
-    run where these have gradients: its first argument becomes one that has."""
+    run if these have gradients: its first argument is replaced by one that has."""
     name = next(iter(inspect.signature(module.forward).parameters))
     value = args[0] if args else kwargs.pop(name)
     if torch.is_grad_enabled() and not value.requires_grad:
@@ -159,7 +159,7 @@ def _per_document(original: Callable[..., Any], mixer: Mixer) -> Callable[..., A
 
 
 def _by_name(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a forward without what describes the row."""
+    """Returns the arguments of a forward without those that describe the row."""
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     return {name: value for name, value in named.items() if name not in _OF_THE_ROW}
 
@@ -174,7 +174,7 @@ class _Calls:
         self._sizes = [len(c) * longest for c, longest in zip(self._documents, self._longest, strict=True)]
 
     def divided(self, arguments: dict[str, Any], places: dict[str, list[int]]) -> list[dict[str, Any]]:
-        """Returns the arguments of each call. A mask without elements says nothing: none."""
+        """Returns the arguments of each call. A mask without elements becomes None."""
         tokens = sum(self._row.lengths)
 
         def of_calls(path: Any, value: Any) -> _Divided:
@@ -202,7 +202,7 @@ class _Calls:
         ]
 
     def _of_pairs(self, value: Tensor, dimensions: Sequence[int]) -> list[Tensor]:  # (1, .., T, T) -> (B, .., L, L)
-        """A mask: queries of the padding see what the last token sees, and no query sees keys of the padding."""
+        """A mask: queries of the padding see the same as the last token, and no query sees keys of the padding."""
         ends = tuple(itertools.accumulate(self._row.lengths))
         calls = []
         for call, longest in zip(self._documents, self._longest, strict=True):
@@ -223,8 +223,8 @@ class _Calls:
         return calls
 
     def joined(self, results: Sequence[Any], places: dict[str, list[int]]) -> Any:
-        """Returns the documents' results end to end. Of those without tokens (a state) or with pairs of them (attention
-        weights), which the row does not have, none."""
+        """Returns the documents' results end to end; None for those without tokens (a state) or with pairs (attention
+        weights), which the row does not have."""
 
         def whole(path: Any, *parts: Any) -> Any:
             if not isinstance(parts[0], Tensor):
@@ -253,9 +253,9 @@ class _Divided:
 
 
 def find_mixers(model: Any, forward: Callable[[], Any], lengths: tuple[int, ...]) -> Mixers:
-    """Returns the mixers of a tiny model, in which they run per document from here on.
+    """Returns the mixers of a tiny model, in which they run per document from now on.
 
-    forward: of a row of documents of these lengths, whose sum T is the size of nothing else in the model. Raises
+    forward: of a row of documents of these lengths, whose sum T is no other size in the model. Raises
     NoMixers.
     """
     calls = _calls(model, forward)
@@ -342,7 +342,7 @@ def _leaks(module: Any, args: Any, kwargs: Any, lengths: tuple[int, ...]) -> boo
 
 
 def _places(module: Any, args: Any, kwargs: Any, tokens: int) -> Mixer | None:
-    """Returns where tensors have T; None for a module that has it in no input or in no result."""
+    """Returns the dimensions of tensors that are T; None for a module that has it in no input or in no result."""
 
     def of(tree: Any) -> dict[str, list[int]]:
         leaves = {pytree.keystr(path): x for path, x in pytree.tree_flatten_with_path(tree)[0] if isinstance(x, Tensor)}

@@ -32,7 +32,7 @@ class DocumentLengths:
 
     def __init__(self, lengths: tuple[int, ...], ends: Tensor | None = None, prefixes: tuple[int, ...] = ()):
         self.lengths = lengths
-        self.ends = ends  # (N + 1,) where layers are compiled
+        self.ends = ends  # (N + 1,) if layers are compiled
         self.prefixes = prefixes or (0,) * len(lengths)  # tokens of the document before that each begins with
         self.whole: dict[int, Tensor] = {}  # by document, if it has images: (t,) of each token the image, else -1
         self._seen: dict[tuple[int, int, int | None], Tensor] = {}
@@ -59,7 +59,7 @@ class DocumentLengths:
 
 
 def seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns (queries, keys) of the last tokens of a document and all of them, True where token i sees token j:
+    """Returns (queries, keys) of the last tokens of a document and all of them, True if token i sees token j:
     i - window < j <= i."""
     first = keys - queries
     distance = torch.arange(first, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
@@ -77,7 +77,7 @@ def prepare(
 
 
 def with_whole_images(arguments: dict[str, Any], input_ids: Tensor, image_token: int) -> None:
-    """Let the tokens of an image see each other in a forward with these arguments, which `prepare` has made (Gemma 3:
+    """Let the tokens of an image see each other in a forward with these arguments, built by `prepare` (Gemma 3:
     an image is so many tokens in a row)."""
     documents: DocumentLengths = arguments["documents"]
     of_image = input_ids[0] == image_token  # (T,)
@@ -131,7 +131,7 @@ one_by_one: Any = torch.compiler.disable(_one_by_one)
 
 # --- compiled layers
 #
-# One operation that torch.compile does not look into: a compiled layer stays one graph, also where its activations are
+# One operation that torch.compile does not look into: a compiled layer stays one graph, even if its activations are
 # recomputed (a graph break there would leave the full layer uncompiled, in silence).
 
 
@@ -140,7 +140,7 @@ def per_document(
     query: Tensor,  # (1, H, T, D)
     key: Tensor,  # (1, K, T, D)
     value: Tensor,  # (1, K, T, D)
-    ends: Tensor,  # (N + 1,) on the CPU: 0, then where each document ends
+    ends: Tensor,  # (N + 1,) on the CPU: 0, then the end of each document
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,
@@ -209,7 +209,7 @@ per_document.register_autograd(_backward, setup_context=_setup_context)
 register(DOCUMENTS, per_document_attention)
 
 
-# --- rotary positions where the frequencies depend on how long a sequence is
+# --- rotary positions whose frequencies depend on the length of a sequence
 #
 # transformers takes the longest position of a forward for it: with `dynamic` RoPE the frequencies of every document
 # would follow the longest one of its row, and of rows before it; with `longrope` a short document next to a long one
@@ -254,7 +254,7 @@ def _per_document(module: Any, original: Callable[..., Any]) -> Callable[..., An
 
 
 def _lengths(position_ids: Tensor) -> list[int]:
-    """Returns the tokens of each document, from where positions restart. Waits for the device, as transformers' own
+    """Returns the tokens of each document, split where positions restart. Waits for the device, as transformers' own
     test of the longest position does."""
     positions = position_ids.reshape(-1, position_ids.shape[-1])[0]
     starts = (positions == 0).nonzero()[:, 0].tolist()

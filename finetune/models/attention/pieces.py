@@ -1,4 +1,4 @@
-"""Causal attention within documents, where queries and keys are parts of a row: from pieces that need no mask.
+"""Causal attention within documents for queries and keys that are parts of a row: from pieces that need no mask.
 
 A stretch of queries sees, of its own stretch, each document's part causally; of earlier ones only the one document that
 reaches across, and of that document everything. So a piece is a square of one document, or a rectangle that is seen in
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 
 def pieces(document_lengths: Sequence[int], mine: Stretches, theirs: Stretches) -> list[Piece]:
-    """Returns what queries at `mine` see of keys at `theirs`, both counted from the first that is here.
+    """Returns the keys at `theirs` that queries at `mine` see, both counted from the first that is here.
 
     Stretches of both are the same one, or disjoint, or one of keys is the full row.
     """
@@ -75,7 +75,7 @@ def nothing_seen(query: Tensor, value_size: int) -> Attended:
 
 
 def attend(query: Tensor, key_value: Tensor, seen: Sequence[Piece], scaling: float, into: Attended) -> None:
-    """Merge what the queries see of these keys. key_value: (1, K, s, D of keys and D of values)."""
+    """Merge the contribution of these keys. key_value: (1, K, s, D of keys and D of values)."""
     for piece in seen:
         key, value = _split(query, key_value[:, :, piece.keys])
         part = attend_block(query[:, :, piece.queries], key, value, scaling, piece.causal)
@@ -167,14 +167,14 @@ def attend_block_backward(
 
 
 def merge(into: Attended, part: Attended) -> None:
-    """Add what other keys contribute, in place. `into` begins as zeros and an lse of minus infinity."""
+    """Add the contribution of other keys, in place. `into` begins as zeros and an lse of minus infinity."""
     lse = torch.logaddexp(into.lse, part.lse)
     into.out.mul_(torch.exp(into.lse - lse)[..., None]).add_(part.out * torch.exp(part.lse - lse)[..., None])
     into.lse.copy_(lse)
 
 
 def _kernel(query: Tensor, value: Tensor) -> str | None:
-    """Returns which fused kernel gives the lse; None where only the formula does, which has all scores in memory."""
+    """Returns which fused kernel gives the lse; None if only the formula does, which has all scores in memory."""
     size = query.shape[-1]
     if size != value.shape[-1]:
         return None

@@ -3,7 +3,7 @@ the backward.
 
 Letters: S targets, C of them in a chunk, V vocabulary, D hidden size.
 
-Three ways to the gradient, chosen by what is known in the forward:
+Three ways to the gradient, chosen by the information available in the forward:
 
     the token weights are known (SFT)         the gradient of the weighted sum, while a chunk's logits are there:
                                               three matrix products, as in the plain way
@@ -33,7 +33,7 @@ from finetune.models.head.token_loss import (
 )
 
 # Size of one chunk's logits in fp32. CPU: benchmarks/head.py. Accelerators: by arithmetic, not measured: 1,024 rows at
-# 128k words, where the matrix products outweigh reading the weight and adding up its gradient.
+# 128k words, at which the matrix products outweigh reading the weight and adding up its gradient.
 CHUNK_BYTES = {"cpu": 32 * 2**20, "accelerator": 512 * 2**20}
 FEWEST_ROWS = 128  # below, the matrix products wait for the weight
 
@@ -91,7 +91,7 @@ class Head(Protocol):
     def gradients(
         self, hidden: Tensor, task: HeadTask, token_gradients: Tensor | None, needs: Sequence[bool]
     ) -> tuple[ChunkLosses, list[Tensor | None]]:
-        """Returns the losses of all S targets, and the gradients of hidden and parameters where needed, those of
+        """Returns the losses of all S targets, and the gradients of hidden and parameters if needed, those of
         parameters in fp32.
 
         token_gradients: (S,) of the losses; None: 1 each.
@@ -107,7 +107,7 @@ def matrix_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Hea
 def module_losses(
     hidden: Tensor, call: Callable[[Tensor], Tensor], trained: Sequence[Tensor], task: HeadTask
 ) -> HeadLosses:
-    """Returns the losses of any head: adapters, DoRA, quantised weights. call: (C, D) -> (C, V); trained: its
+    """Returns the losses of any head: adapters, DoRA, quantized weights. call: (C, D) -> (C, V); trained: its
     parameters."""
     return _losses(hidden, ModuleHead(call, tuple(trained)), task)
 
@@ -186,7 +186,7 @@ class _EachLoss(torch.autograd.Function):
 
 
 class _Context:
-    """Autocast and random numbers of a forward, so that what is computed again is the same."""
+    """Autocast and random numbers of a forward, so that a recomputation gives the same."""
 
     def __init__(self, device_type: str):
         self.device_type = device_type

@@ -1,7 +1,7 @@
-"""How far a student's distributions are from a teacher's, of which some ids with their log-probabilities are known.
+"""Divergence of a student's distributions from a teacher's, given some ids with their log-probabilities.
 
-Top k: what is left of each distribution is one more event, the tail, and D is over k + 1 events. It is a lower bound of
-D over all V tokens, 0 where the two are equal, and the same where k is V - 1. Top k made to sum to 1 again is biased:
+Top k: the rest of each distribution is one more event, the tail, and D is over k + 1 events. It is a lower bound of
+D over all V tokens, 0 if the two are equal, and the same if k is V - 1. Top k normalized to 1 again is biased:
 its optimum is a student without a tail (https://arxiv.org/abs/2503.16870, section 3).
 
 With p the teacher's probabilities of the events, q the student's, softmax(logits / T):

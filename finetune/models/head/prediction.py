@@ -1,4 +1,4 @@
-"""What a model predicts at its targets, by a head that never has all logits: the ids that a student is to learn from.
+"""A model's predictions at its targets, by a head that never has all logits: the ids that a student is to learn from.
 
 Letters: C targets of a chunk, V vocabulary, k ids of each.
 """
@@ -20,7 +20,7 @@ UNIFORM = "uniform"  # column, (C, k) fp64 in [0, 1): numbers that draws follow 
 @dataclass(frozen=True)
 class Prediction:
     """-log p(target), for forwards without a gradient. Its details are k ids and their log-probabilities, (C, k)
-    each: the likeliest, or draws where there is a column UNIFORM."""
+    each: the likeliest, or draws if there is a column UNIFORM."""
 
     count: int  # k
     temperature: float

@@ -23,22 +23,22 @@ from transformers import PreTrainedModel
 
 
 class HeadLosses(NamedTuple):
-    """Losses of the targets, and their weighted sum. `each` has a graph only where the task is differentiable."""
+    """Losses of the targets, and their weighted sum. `each` has a graph only if the task is differentiable."""
 
     total: Tensor  # (), fp32
     each: Tensor  # (S,), fp32, not weighted
-    details: tuple[Tensor, ...] = ()  # (S, ...) each: what the loss gives in addition, without a graph
+    details: tuple[Tensor, ...] = ()  # (S, ...) each: additional results of the loss, without a graph
 
 
 class ChunkLosses(NamedTuple):
-    """Of the targets of a chunk."""
+    """Losses of the targets of a chunk."""
 
     each: Tensor  # (C,)
     details: tuple[Tensor, ...] = ()  # (C, ...) each, without a graph
 
 
 class TargetLoss(Protocol):
-    """The loss of a target as a function of its logits. columns: (C, ...) each, more that is known of every target."""
+    """The loss of a target as a function of its logits. columns: (C, ...) each, further data of every target."""
 
     def losses(
         self,
@@ -46,7 +46,7 @@ class TargetLoss(Protocol):
         ids: Tensor,  # (C,)
         columns: Mapping[str, Tensor],
     ) -> ChunkLosses:
-        """Returns the losses, with a graph where the logits have one."""
+        """Returns the losses, with a graph if the logits have one."""
         ...
 
     def losses_and_gradient(
@@ -62,7 +62,7 @@ class TargetLoss(Protocol):
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of one target: its negative log-likelihood, plus what an objective adds to it.
+    """The loss of one target: its negative log-likelihood, plus the terms that an objective adds to it.
 
     z_loss: Chowdhery et al. 2022 (https://arxiv.org/abs/2204.02311, section 5); label_smoothing: Szegedy et al. 2015
     (https://arxiv.org/abs/1512.00567, section 7), as torch.nn.functional.cross_entropy has it."""
@@ -125,7 +125,7 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 
 # --- the logit map of an architecture
 #
-# It is found by running the model's own forward with the base model and the head replaced by known values.
+# Determined by running the model's own forward with the base model and the head replaced by test values.
 
 _KEPT = (0, 2)  # of three positions
 
@@ -135,7 +135,7 @@ class UnknownHead(Exception):
 
 
 class _Outputs:
-    """Those of a base model: the hidden states, and None for all else that a forward may pass on."""
+    """Outputs of a base model: the hidden states, and None for all else that a forward may pass on."""
 
     def __init__(self, hidden: Tensor):
         self.last_hidden_state = hidden
@@ -169,10 +169,10 @@ class _Head(nn.Module):
 
 
 def logit_map(model: PreTrainedModel) -> LogitMap:
-    """Returns the map from the head's output to the logits of this model; nothing is computed with its weights, which
+    """Returns the map from the head's output to the logits of this model; its weights are not used, and
     may be `meta`.
 
-    Raises UnknownHead with the reason where that is not a scale and a soft cap, or where what reaches the head is not
+    Raises UnknownHead with the reason if that is not a scale and a soft cap, or if the input of the head is not
     the base model's last hidden state.
     """
     name, config = type(model).__name__, model.config.get_text_config()

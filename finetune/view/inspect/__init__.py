@@ -25,15 +25,15 @@ ROWS, PAGE_ROWS, PAGE_PACKED = 3, 20, 2  # shown by default
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """Options of the command, by their names on the command line."""
+    """Options of the command, named as on the command line."""
 
     rows: int | None = None  # examples
-    row: tuple[str, ...] = ()  # single ones, PATH:NUMBER
+    row: tuple[str, ...] = ()  # single examples, PATH:NUMBER
     packed: int | None = None  # packed sequences
     eval: bool = False  # data.eval instead of data.train
     totals: bool = False  # statistics only
     tokens: bool = False  # borders and ids
-    full: bool = False  # long examples without truncation
+    full: bool = False  # no truncation of long examples
     html: Path | None = None
     json: bool = False
 
@@ -43,7 +43,7 @@ _LOOKS = {"packed", "tokens", "full"}
 
 
 def check_options(options: InspectOptions) -> None:
-    """Raises UserError where an option would have no effect."""
+    """Raises UserError if an option would have no effect."""
     for name, others in (
         ("json", {"html", *_LOOKS}),
         ("totals", {"html", *_EXAMPLES, *_LOOKS}),
@@ -99,7 +99,7 @@ def _sources(recipe: Recipe, use_eval: bool) -> tuple[Source, ...]:
         return recipe.data.eval_sources
     if not recipe.data.streaming:
         return recipe.data.train
-    window = recipe.data.window  # a stream may have no end
+    window = recipe.data.window  # a stream may be endless
     return tuple(s.model_copy(update={"limit": min(s.limit or window, window)}) for s in recipe.data.train)
 
 

@@ -1,4 +1,4 @@
-"""The data of a recipe as `inspect` shows it: its statistics, and which examples to show.
+"""The data of a recipe as `inspect` shows it: its statistics, and the choice of examples.
 
 Letters: `N` examples of an epoch, `R` packed sequences, `B` bins of a histogram.
 """
@@ -51,8 +51,8 @@ def numbers_of(example: Example, objective: ObjectiveSettings) -> str:
     return f"margin {margin:g}" if isinstance(margin, float) and margin else ""
 
 
-BINS = 20  # of lengths, about
-# What is dropped or changed between rows and examples: count of the report, what happened, what to do.
+BINS = 20  # approximate number, for lengths
+# Rows dropped or changed before they are examples: {count in the report: (event, advice)}.
 LOSSES = {
     "bad": ("bad rows skipped", "`data.on_bad_row: error` stops at the first"),
     "dropped_overlong": ("dropped, longer than max_length", "raise `data.max_length`, or `data.overlong: split`"),
@@ -90,11 +90,11 @@ class DatasetStatistics:
     max_length: int  # tokens
     overlong: str
     report: DataReport
-    examples: int  # per epoch, as all below
+    examples: int  # per epoch, like all below
     tokens: int
     supervised_tokens: int
     lengths: Histogram  # tokens of an example
-    percentiles: dict[str, int]  # of lengths
+    percentiles: dict[str, int]  # {percentile: length}
     supervised_share: Histogram  # supervised tokens / tokens of an example
     packing: PackingStatistics
     notes: tuple[str, ...]
@@ -164,7 +164,7 @@ def _round_width(width: float) -> int:
 
 
 def _percentiles(lengths: NDArray[np.integer]) -> dict[str, int]:
-    """Returns lengths that occur, by percentile."""
+    """Returns actual lengths by percentile."""
     percents = {"min": 0, "p25": 25, "median": 50, "p75": 75, "p90": 90, "p99": 99, "max": 100}
     values = np.percentile(lengths, list(percents.values()), method="inverted_cdf")
     return {name: int(value) for name, value in zip(percents, values, strict=True)}
@@ -199,7 +199,7 @@ def first_examples(examples: Examples, count: int) -> list[int]:
 def find_row(view: DatasetView, address: str) -> list[int]:
     """Returns the indices of the examples made from a row PATH:NUMBER; the end of a path suffices.
 
-    Raises UserError with the nearest rows and the reason why this one is not there.
+    Raises UserError with the nearest rows and the reason for its absence.
     """
     path, _, digits = address.rpartition(":")
     if not path or not digits.isdecimal():
@@ -219,7 +219,7 @@ def find_row(view: DatasetView, address: str) -> list[int]:
 
 
 def matches_path(label: str, typed: str) -> bool:
-    """Whether `typed` is a source's label, or its last path components."""
+    """Returns whether `typed` is a source's label, or its last path components."""
     return label == typed or label.endswith(f"/{typed.removeprefix('./')}")
 
 
@@ -231,7 +231,7 @@ def _nearest(rows: Sequence[tuple[int, str]], number: int) -> str:
 
 
 def _why_absent(view: DatasetView, path: str, number: int) -> str:
-    """Returns why a row has no example: reads and renders it again, alone."""
+    """Returns the reason that a row has no example: reads and renders it again, alone."""
     bad: dict[tuple[str, int], str] = {}
     for source, report in zip(view.sources, view.data.examples.report.sources, strict=True):
         for label, n, row in read_rows(source, lambda label, n, message: bad.update({(label, n): message})):
@@ -244,7 +244,7 @@ def _why_absent(view: DatasetView, path: str, number: int) -> str:
 
 
 def _why_dropped(view: DatasetView, source: Source, format: str, row: dict[str, Any], address: str) -> str:
-    """Returns the error that a file with this row alone raises when dropping is not allowed."""
+    """Returns the error for a file with only this row if dropping is not allowed."""
     strict = {"overlong": "error", "on_bad_row": "error", "mixture": None, "streaming": False}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "row.jsonl"

@@ -1,4 +1,4 @@
-"""The HTML page of `inspect`: one file that makes no request and runs no script but its own, whatever it shows."""
+"""The HTML page of `inspect`: a file that makes no requests and runs only its own script, for any data."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from finetune.view.token_html import sequence_names, tokens_html
 from finetune.view.web_page import head
 
 HERE = Path(__file__).parent
-SHOWN_TOKENS = 1500  # of one example
-CHART_WIDTH, CHART_HEIGHT = 480, 150  # of the bars, in SVG units
+SHOWN_TOKENS = 1500  # per example
+CHART_WIDTH, CHART_HEIGHT = 480, 150  # size of the bars, in SVG units
 
 
 @dataclass(frozen=True)
 class PageSequence:
-    """One sequence of an example as the page shows it."""
+    """Sequence of an example on the page."""
 
     path: str
     row: int
-    name: str  # chosen, rejected, ...; empty for the only one
+    name: str  # chosen, rejected, ...; empty for a single one
     tokens: int
     trained: int
     head: Markup
-    left_out: str  # how much is not shown
+    left_out: str  # note on the part not shown
     tail: Markup
 
 
@@ -54,13 +54,13 @@ class PageExample:
     """An example, its sequences next to each other."""
 
     sequences: list[PageSequence]
-    shared: int  # tokens that both begin with
+    shared: int  # leading tokens in common
     numbers: str  # label or margin
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bin of a chart, in SVG units."""
+    """Bin of a chart, in SVG units."""
 
     x: float
     y: float
@@ -173,7 +173,7 @@ def _cards(totals: DatasetStatistics) -> list[tuple[str, str, str]]:
 
 
 def _losses(totals: DatasetStatistics) -> list[tuple[str, str, list[tuple[str, int]]]]:
-    """Returns (what happened, what to do, [(source, count)]) of everything that happened."""
+    """Returns (event, advice, [(source, count)]) of every event."""
     sources = totals.report.sources
     counted = [
         (what, hint, [(source_name(s), count) for s in sources if (count := getattr(s, key))])
@@ -215,7 +215,8 @@ def _chart(
     labels: dict[int, str],
     over: tuple[int, str],
 ) -> Chart:
-    """names: of the bins. labels: by index of the edge. over: (count, title) of a last bar beyond the bins, if any."""
+    """Returns a chart. names: of the bins. labels: by index of the edge. over: (count, title) of a last bar beyond the
+    bins, if any."""
     highest = max(*histogram.counts, over[0])
     step = CHART_WIDTH / (len(names) + (1.5 if over[0] else 0))  # a gap before the last bar
     counted = zip(histogram.counts, names, strict=True)
@@ -231,7 +232,7 @@ def _chart(
 
 
 def _bar(x: float, step: float, share: float, title: str, is_over: bool = False) -> Bar:
-    """share: of the highest bar; if not 0, the bar is visible."""
+    """Returns a bar. share: of the highest bar; if not 0, the bar is visible."""
     height = round(max(2.0, CHART_HEIGHT * share) if share else 0.0, 2)
     return Bar(round(x + 1, 2), CHART_HEIGHT - height, round(step - 2, 2), height, title, is_over)
 
@@ -271,7 +272,7 @@ def _page_sequence(
 
 
 def _with_pictures(tokens: Sequence[Token], sequence: TokenSequence) -> Markup:
-    """Returns the text of a sequence with its pictures where their tokens are, small and within the page."""
+    """Returns the text of a sequence with its pictures at their tokens, small and inline."""
     pieces, last = [], 0
     for number, image in enumerate(sequence.images, start=1):
         pieces += [tokens_html(tokens[last : image.begin], last), _picture(image, number)]

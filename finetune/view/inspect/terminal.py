@@ -1,4 +1,4 @@
-"""Examples, packed sequences and statistics in a terminal; without colours, supervised tokens are in [[ ]]."""
+"""Examples, packed sequences and statistics in a terminal; without colors, supervised tokens are in [[ ]]."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COUNTS = {
     "tokens": "tokens",
     "supervised_tokens": "supervised tokens",
 }
-WIDE = 100  # columns of a terminal that shows two texts next to each other
+WIDE = 100  # columns needed to show two texts side by side
 SOURCES_PER_TABLE = 3  # so that no column is cut
 BAR_WIDTH = 40
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -59,7 +59,7 @@ def print_examples(console: Console, view: DatasetView, chosen: Iterable[int], l
 
 
 def _side_by_side(view: DatasetView, example: Example, texts: list[Text], width: int) -> Table | Group:
-    """Returns the sequences of a pair next to each other, or one below the other where the terminal is narrow."""
+    """Returns the sequences of a pair side by side, or one below the other in a narrow terminal."""
     named = list(zip(sequence_names(view.recipe.objective.name, len(texts)), example.sequences, strict=True))
     titles = [f"{name}, {len(one.input_ids):,} tokens, {example.shared_tokens:,} shared" for name, one in named]
     if width < WIDE:
@@ -81,7 +81,7 @@ def _legend(look: Look) -> Text:
 
 
 def print_packed_rows(console: Console, view: DatasetView, numbers: Iterable[int], look: Look) -> None:
-    """Print packed sequences as the model sees them: documents end to end, positions and attention per document."""
+    """Print packed sequences as model inputs: documents end to end, positions and attention per document."""
     for number in numbers:
         examples = [view.data.examples[member] for member in view.data.rows[number].tolist()]
         documents = [(example, sequence) for example in examples for sequence in example.sequences]
@@ -153,7 +153,7 @@ def source_name(source: SourceReport) -> str:
 
 
 def source_share(source: SourceReport) -> float:
-    """Supervised tokens over tokens."""
+    """Returns supervised tokens over tokens."""
     return source.supervised_tokens / source.tokens if source.tokens else 0.0
 
 
@@ -183,7 +183,7 @@ def epoch_facts(totals: DatasetStatistics) -> dict[str, str]:
 
 
 def _bars(histogram: Histogram, title: str, labels: Sequence[str], totals: DatasetStatistics | None) -> Table:
-    """Returns a table with a line per bin; runs of empty bins are one line."""
+    """Returns a table with a line per bin; consecutive empty bins share one line."""
     table = Table("", "examples", "", title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.columns[0].justify = table.columns[1].justify = "right"
     highest = max(histogram.counts)
@@ -193,7 +193,7 @@ def _bars(histogram: Histogram, title: str, labels: Sequence[str], totals: Datas
             table.add_row("...", "0", Text(f"{len(lines)} empty bins", style="dim"))
             continue
         for label, count in lines:
-            eighths = max(round(count / highest * BAR_WIDTH * 8), 1 if count else 0)  # of a cell
+            eighths = max(round(count / highest * BAR_WIDTH * 8), 1 if count else 0)  # eighths of a cell
             bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
             table.add_row(label, f"{count:,}", Text(bar, style="green"))
     if totals:
@@ -203,7 +203,7 @@ def _bars(histogram: Histogram, title: str, labels: Sequence[str], totals: Datas
 
 
 def overlong(totals: DatasetStatistics) -> tuple[int, str]:
-    """Returns (rows longer than max_length, what was done to them)."""
+    """Returns (rows longer than max_length, their treatment)."""
     key = {"drop": "dropped_overlong", "truncate": "truncated", "split": "split"}.get(totals.overlong, "")
     words = {"dropped_overlong": "dropped", "truncated": "truncated", "split": "split into pieces"}
     return totals.report.totals().get(key, 0), words.get(key, "")

@@ -179,3 +179,18 @@ def test_threads_have_limits_of_their_own() -> None:
     for thread in threads:
         thread.join()
     assert texts == ["".join(str(i % 7) for i in range(99999))] * 4
+
+
+def test_limits_are_those_of_a_row_after_other_threads_have_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards of another thread would count every row of this one together."""
+    monkeypatch.setattr(limits, "MAX_TEXT", 1000)
+    jinja, messages = (
+        Jinja(Template(tiny.CHATML + "{# of several threads #}", "t"), {}),
+        [{"role": "user", "content": "w" * 300}],
+    )
+    expected = jinja.text(messages)
+    for _ in range(2):
+        thread = threading.Thread(target=jinja.text, args=(messages,))
+        thread.start()
+        thread.join()
+    assert [jinja.text(messages) for _ in range(100)] == [expected] * 100

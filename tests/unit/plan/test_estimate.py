@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ from finetune.plan import tables
 from finetune.plan.command import config_of
 from finetune.plan.comparison import compare_run
 from finetune.plan.memory import HeaviestBatch, Place, estimate_memory
+from finetune.plan.micro_batch import How, attention_at, model_at
+from finetune.plan.operators import together
 from finetune.plan.shapes import costs_at, shapes_of, shortened
 from finetune.plan.tables import shipped_config
+from finetune.plan.timeline import timeline_of
 from finetune.recipe import Recipe, load_recipe
 from finetune.training.optim import build_optimizers
 
@@ -154,6 +158,20 @@ def test_recomputing_and_fewer_rows_take_less(recipe: Any) -> None:
     recomputes = peak("train.activation_checkpointing=true")
     assert recomputes < peak("train.activation_checkpointing=selective") <= keeps
     assert peak("train.activation_checkpointing=false", rows=2) > keeps
+
+
+def test_fp8_is_weighed_with_its_packed_operands(recipe: Any) -> None:
+    """As bf16 it would have the casts and scales of no operand."""
+    loaded, how = recipe("train.precision=fp8"), How()
+    if find_spec("torchao") is None:
+        with pytest.raises(UserError, match=r"needs torchao: pip install 'torchao"):
+            model_at(loaded, training_config(loaded), attention_at(loaded, training_config(loaded), how), how)
+        return
+    moved = []
+    for one in (loaded, recipe("train.precision=bf16")):
+        parts = timeline_of(one, training_config(one), HeaviestBatch.of_rows(2, 64), how)
+        moved.append(together([part.work for part in (*parts.layers, *parts.layers_backward)]).bytes)
+    assert moved[0] > 1.2 * moved[1]
 
 
 @pytest.mark.parametrize(
