@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.data.content import digest
-from finetune.data.dataset import Dataset, Stream
+from finetune.data.dataset import Dataset
+from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
 from finetune.errors import UserError
 from finetune.models.fingerprint import base_content, base_enters_steps, config_content, tokenizer_content
@@ -40,7 +41,7 @@ def read_inputs(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerFast,
     config: PretrainedConfig,
-    data: tuple[Dataset | Stream, Dataset | None],
+    data: tuple[RowSource, Dataset | None],
     reference: str | None,
 ) -> Inputs:
     """Returns what this run reads; after the load, which has brought the base here. Collective. Raises UserError.

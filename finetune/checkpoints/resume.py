@@ -14,7 +14,7 @@ import yaml
 from finetune.checkpoints.folder import find_problem, list_checkpoints, list_set_aside, set_aside, step_folder
 from finetune.checkpoints.inputs import PARTS, InputChange, Inputs, input_changes, on_main, saved_inputs
 from finetune.checkpoints.shards import PartReader
-from finetune.data.dataset import Dataset, Stream
+from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
 from finetune.errors import UserError
 from finetune.recipe import Recipe, dump_recipe
@@ -86,7 +86,7 @@ def set_newer_aside(root: Path, step: int = -1) -> list[Path]:
     return [set_aside(folder) for folder in list_checkpoints(root) if folder.name > step_folder(root, step).name]
 
 
-def resume(engine: Engine, recipe: Recipe, folder: Path, inputs: Inputs, data: Dataset | Stream) -> Resumed:
+def resume(engine: Engine, recipe: Recipe, folder: Path, inputs: Inputs, data: RowSource) -> Resumed:
     """Restore weights, optimizer state and loss scale. Collective; each rank reads the parameters it trains.
 
     inputs: this run's, compared with the checkpoint's; data: training data. Raises UserError if this is
@@ -94,8 +94,9 @@ def resume(engine: Engine, recipe: Recipe, folder: Path, inputs: Inputs, data: D
     """
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     saved = saved_inputs(state)
-    if isinstance(data, Stream) and "consumed" in state:
-        inputs, saved = _with_consumed(engine, inputs, saved, state["consumed"], data)
+    extra = on_main(engine, lambda: data.same_state(state))
+    inputs = {**inputs, "data": inputs["data"] | extra}
+    saved = {**saved, "data": saved["data"] | {name: state[name] for name in extra}}
     of_inputs = input_changes(saved, inputs)
     changes = changes_since(recipe, folder, of_inputs)
     return _restore(engine, folder, state, changes, [change.text for change in of_inputs if change.part is None])
@@ -104,16 +105,6 @@ def resume(engine: Engine, recipe: Recipe, folder: Path, inputs: Inputs, data: D
 def resume_own(engine: Engine, folder: Path) -> Resumed:
     """Restore a checkpoint that this run saved or resumed from, without comparison. Collective."""
     return _restore(engine, folder, json.loads((folder / "state.json").read_text(encoding="utf-8")), [], [])
-
-
-def _with_consumed(
-    engine: Engine, inputs: Inputs, saved: Inputs, consumed: dict[str, Any], data: Stream
-) -> tuple[Inputs, Inputs]:
-    """Returns both inputs with the digest of the trained windows of the stream. Collective."""
-    windows = consumed["windows"]
-    now = {"windows": windows, "content": on_main(engine, lambda: data.rows.consumed(windows))}
-    both = [({**values, "data": {**values["data"], "consumed": c}}) for values, c in ((inputs, now), (saved, consumed))]
-    return both[0], both[1]
 
 
 def _restore(engine: Engine, folder: Path, state: dict[str, Any], changes: list[str], notes: list[str]) -> Resumed:

@@ -37,7 +37,7 @@ from finetune.data.tokenizing import (
 )
 from finetune.errors import UserError
 from finetune.recipe import Recipe, format_problem
-from finetune.recipe.schema import OBJECTIVE_FORMATS, Source
+from finetune.recipe.schema import ROW_KINDS, Source
 from finetune.recipe.urls import without_credentials
 from finetune.utils import num_cores
 
@@ -82,7 +82,7 @@ class OpenedSources:
             if known == source and streamed == streaming:
                 return opened
         objective = self._recipe.objective.name
-        opened = _open(source, streaming, OBJECTIVE_FORMATS[objective])
+        opened = _open(source, streaming, ROW_KINDS[objective].formats)
         if problem := format_problem(objective, opened.source.format):
             raise UserError(f"{opened.name}: {problem}")
         self._opened.append((source, streaming, opened))

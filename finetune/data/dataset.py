@@ -4,51 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.building import OpenedSources
 from finetune.data.chat.template_check import check_template
 from finetune.data.chat.template_choice import template_of
-from finetune.data.content import digest
 from finetune.data.epochs import EpochOrder, EpochRows, RunLength, epochs_differ
 from finetune.data.examples import Draw, Examples, check_caps, draw_examples, prepare_examples
-from finetune.data.loader import OrderedRows
 from finetune.data.objective_rows import trained_part
 from finetune.data.packing import RowOrder, Rows, group_rows, one_per_row, pack, row_work
+from finetune.data.predictions import Predictions
+from finetune.data.row_source import EpochSize, RowSource
 from finetune.data.samples import Example, ExampleSizes, Image
-from finetune.data.streaming import StreamedRows, open_stream
+from finetune.data.streaming import open_stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Evaluate, HeldOut, Source
 
 
 @dataclass(frozen=True)
-class EpochSize:
-    """Sizes of one pass over the data."""
-
-    examples: int
-    rows: int
-    tokens: int
-    supervised_tokens: int
-    packing_efficiency: float  # tokens / (rows * max_length)
-    shared_tokens: int  # that pairs have in common, see `ExampleSizes`
-    run_rows: int | None  # of the whole run, if its epochs take different examples
-
-
-@dataclass(frozen=True)
-class Dataset:
+class Dataset(RowSource):
     """Examples that are all on the disk."""
 
     examples: Examples  # of every epoch; with `epochs` all that the run takes, each once
     rows: Rows  # of the first epoch
     epochs: EpochRows | None = None  # if they take different examples
+    order: RowOrder | EpochOrder | None = None  # of the run; None: the order of the rows
 
     @cached_property
     def epoch_sizes(self) -> ExampleSizes:
@@ -81,27 +70,31 @@ class Dataset:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Formats of the sources."""
         return tuple(source.format for source in self.examples.report.sources)
 
-    def first_example(self) -> Example:
-        return self.examples[0]
-
     def first_examples(self, source: int, count: int) -> list[Example]:
-        """At most `count` examples of a source."""
         return [self.examples[i] for i in self.examples.of_source(source)[:count]]
 
     def heaviest_row(self, max_length: int, shares_prompts: bool = False) -> tuple[int, int]:
-        """Returns (tokens that the longest row computes, most trained tokens of a row)."""
         sizes = self.examples.sizes
         computed = sizes.tokens - sizes.shared if shares_prompts else sizes.tokens
-        of_epochs = map(self.epochs.epoch, range(self.epochs.num_epochs)) if self.epochs else [self.rows]
-        packed = [rows for rows in of_epochs if len(rows)]
+        epochs = map(self.epochs.epoch, range(self.epochs.num_epochs)) if self.epochs else [self.rows]
+        packed = [rows for rows in epochs if len(rows)]
         tokens, targets = (
             max(int(np.add.reduceat(counts[rows.members], rows.offsets[:-1]).max()) for rows in packed)
             for counts in (computed, sizes.target_tokens)
         )
         return tokens, targets
+
+    def facts(self, part: str, max_length: int) -> dict[str, str]:
+        full = self.efficiency(max_length)
+        share, predictions = self.supervised_tokens / self.tokens, self.examples.predictions
+        ids = predictions.per_target if isinstance(predictions, Predictions) else None
+        return {
+            **({"teacher": f"{ids} ids for each supervised token"} if ids is not None else {}),
+            f"{part}_data": f"{len(self.epoch_sizes):,} examples, {self.tokens:,} tokens, {share:.0%} supervised",
+            f"{part}_rows": f"{len(self.rows):,} sequences of up to {max_length:,} tokens, {full:.1%} full",
+        }
 
     def summary(self) -> dict[str, float | str]:
         """Identifies these rows: a checkpoint keeps it. `lengths`: checksum over the tokens, all and trained, of every
@@ -123,7 +116,6 @@ class Dataset:
         }
 
     def content(self) -> dict[str, Any]:
-        """Returns what the rows hold, source by source, whatever files they are from."""
         return {**self.summary(), **self.examples.content("train")}
 
     def identity(self) -> dict[str, float | str]:
@@ -139,21 +131,41 @@ class Dataset:
         """Tokens over the room in all rows."""
         return self.rows.efficiency(self.epoch_sizes.tokens, max_length)
 
-    def in_order(self, recipe: Recipe) -> OrderedRows:
-        """The rows in the order of a run: a pure function of the recipe and the rows, on any number of processes."""
-        group, work = group_rows(recipe.data.balance, recipe.batch.rows), self.examples.sizes.attention_work
+    def in_order(self, recipe: Recipe) -> Dataset:
+        seed, work = recipe.run.seed, self.examples.sizes.attention_work
+        group = group_rows(recipe.data.balance, recipe.batch.rows)
         if self.epochs is not None:
-            order = EpochOrder(self.epochs, recipe.run.seed, work, group)
-            return OrderedRows(self.examples, self.epochs, order)
-        order = RowOrder(len(self.rows), recipe.run.seed, row_work(self.rows, work), group)
-        return OrderedRows(self.examples, self.rows, order)
+            return replace(self, order=EpochOrder(self.epochs, seed, work, group))
+        return replace(self, order=RowOrder(len(self.rows), seed, row_work(self.rows, work), group))
+
+    def row(self, position: int) -> list[Example]:
+        return [self.examples[int(member)] for member in self.members(position)]
+
+    def lengths(self, position: int) -> NDArray[np.int64]:
+        return self.examples.sizes.take(self.members(position)).lengths
+
+    def counts(self, position: int) -> Mapping[str, int]:
+        return self.examples.sizes.take(self.members(position)).counts()
+
+    def epoch_at(self, position: int) -> float:
+        return position / len(self._run_rows) if self.order is None else self.order.epochs(position)
+
+    def members(self, position: int) -> NDArray[np.int64]:
+        """Returns the examples of the row at a position."""
+        return self._run_rows[position if self.order is None else self.order.row_at(position)]
+
+    @property
+    def _run_rows(self) -> Rows | EpochRows:
+        return self.rows if self.epochs is None else self.epochs
 
     def unpacked(self) -> Dataset:
-        """The same examples, each in a row of its own."""
         if self.epochs is None:
             return Dataset(self.examples, one_per_row(self.examples.lengths))
         epochs = self.epochs.unpacked()
         return Dataset(self.examples, epochs.epoch(0), epochs)
+
+    def on_disk(self) -> Dataset:
+        return self
 
     def once(self) -> Dataset:
         """Every example of the run, for what is computed of each beforehand."""
@@ -163,60 +175,15 @@ class Dataset:
         return Dataset(self.examples, one_per_row(lengths) if max_length is None else pack(lengths, max_length))
 
 
-@dataclass(frozen=True)
-class Stream:
-    """Training data that is read as it is needed (`data.streaming`)."""
-
-    rows: StreamedRows
-    source_names: tuple[str, ...]
-    formats: tuple[str, ...]  # of each source
-    identity: str  # changes when the content or what it is made into does
-    digests: tuple[str, ...]  # of each source's content: its bytes, or the commit of a dataset of the hub
-
-    def size(self, max_length: int) -> None:
-        """Not known before its end."""
-
-    def summary(self) -> dict[str, float | str]:
-        """Identifies the stream: a checkpoint keeps it."""
-        return {"stream": self.identity}
-
-    def content(self) -> dict[str, Any]:
-        """Returns the identity of each source. Rows are known when they have been read: `StreamedRows.consumed`."""
-        return {f"train[{i}]": {"source": digest(source)} for i, source in enumerate(self.digests)}
-
-    def in_order(self, recipe: Recipe) -> StreamedRows:
-        return self.rows
-
-    def first_example(self) -> Example:
-        return self.rows.examples(0)[0]
-
-    def first_examples(self, source: int, count: int) -> list[Example]:
-        """At most `count` examples of a source."""
-        return self.rows.first_examples(source, count)
-
-    def heaviest_row(self, max_length: int, shares_prompts: bool = False) -> tuple[int, int]:
-        """Not known before its end: a full row of which all is trained that can be."""
-        return max_length, max_length - 1
-
-    def unpacked(self) -> Stream:
-        raise UserError(
-            "data.streaming: set it to false; a stream is packed, and this architecture cannot keep documents apart"
-        )
-
-
 def build_training(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     opened: OpenedSources | None = None,
-) -> Dataset | Stream:
+) -> RowSource:
     """The data of `data.train`. opened: see `prepare_examples`. Raises UserError."""
     if recipe.data.streaming:
-        stream = open_stream(recipe, tokenizer, opened)
-        rows, formats = StreamedRows(recipe, stream.streams), tuple(stream.formats)
-        data = Stream(rows, stream.names, formats, stream.identity, stream.digests)
-    else:
-        data = _over_epochs(recipe, draw_examples(recipe, recipe.data.train, tokenizer, opened=opened))
-    return data
+        return open_stream(recipe, tokenizer, opened)
+    return _over_epochs(recipe, draw_examples(recipe, recipe.data.train, tokenizer, opened=opened))
 
 
 def _over_epochs(recipe: Recipe, draw: Draw) -> Dataset:
@@ -303,14 +270,13 @@ _CHANGED = {
 }
 
 
-def data_notes(
-    recipe: Recipe, opened: OpenedSources, training: Dataset | Stream, held_out: Dataset | None
-) -> list[str]:
+def data_notes(recipe: Recipe, opened: OpenedSources, training: RowSource, held_out: Dataset | None) -> list[str]:
     """Notes on rows that were dropped or changed, and on sources that are trained on and evaluated alike."""
-    parts = {"train": training, "eval": None if isinstance(recipe.data.eval, HeldOut) else held_out}
+    parts = {"train": None if recipe.data.streaming else training.on_disk()}
+    parts["eval"] = None if isinstance(recipe.data.eval, HeldOut) else held_out
     notes = []
     for name, data in parts.items():
-        counts = data.examples.report.totals() if isinstance(data, Dataset) else {}
+        counts = data.examples.report.totals() if data is not None else {}
         notes += [f"{name}: {counts[key]:,} {change}" for key, change in _CHANGED.items() if counts.get(key)]
     for i, evaluated in enumerate(recipe.data.own_eval_sources):
         for trained in recipe.data.train:

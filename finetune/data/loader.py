@@ -3,68 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.data.batch import UNSHARDED, Batch, ImageInputs, TokenShare, collate, dummy_batch, token_shard
-from finetune.data.epochs import EpochOrder, EpochRows
-from finetune.data.examples import Examples
-from finetune.data.packing import RowOrder, Rows
+from finetune.data.row_source import RunRows
 from finetune.data.samples import Example
 from finetune.errors import UserError
 from finetune.recipe import divisibility_message
-
-
-class RunRows(Protocol):
-    """The rows of a run at their positions (0-based), wherever they come from. Used by one thread, the one that makes
-    batches."""
-
-    def lengths(self, position: int) -> NDArray[np.int64]:
-        """Tokens of every sequence of the row at a position; every process needs it for all rows of a step."""
-        ...
-
-    def counts(self, position: int) -> Mapping[str, int]:
-        """Returns the row's share of its step's counts, see `ExampleSizes.counts`; for all rows of a step, too."""
-        ...
-
-    def examples(self, position: int) -> list[Example]:
-        """The examples themselves, their sequences in the order of `lengths`; with images, of all rows of a step."""
-        ...
-
-    def epochs(self, position: int) -> float:
-        """Passes over the data that are done when the rows before this position are."""
-        ...
-
-
-@dataclass(frozen=True)
-class OrderedRows:
-    """Rows of examples on disk, in an order; by default in that of the rows (evaluation)."""
-
-    data: Examples
-    rows: Rows | EpochRows
-    order: RowOrder | EpochOrder | None = None
-
-    def lengths(self, position: int) -> NDArray[np.int64]:
-        return self.data.sizes.take(self.members(position)).lengths
-
-    def counts(self, position: int) -> Mapping[str, int]:
-        return self.data.sizes.take(self.members(position)).counts()
-
-    def examples(self, position: int) -> list[Example]:
-        return [self.data[int(member)] for member in self.members(position)]
-
-    def epochs(self, position: int) -> float:
-        return position / len(self.rows) if self.order is None else self.order.epochs(position)
-
-    def members(self, position: int) -> NDArray[np.int64]:
-        """Examples of the row at a position."""
-        return self.rows[position if self.order is None else self.order.row_at(position)]
 
 
 @dataclass(frozen=True)
@@ -135,12 +86,12 @@ class Loader:
             batches=list(self._batches(assignment)),
             counts=self._counts(positions),
             padding=computed - sum(assignment.micro_batch_tokens),
-            epoch=self.rows.epochs(positions.stop),
+            epoch=self.rows.epoch_at(positions.stop),
             has_images=self.image_inputs is not None and any(map(self._has_images, positions)),
         )
 
     def _has_images(self, position: int) -> bool:
-        return any(sequence.images for one in self.rows.examples(position) for sequence in one.sequences)
+        return any(sequence.images for one in self.rows.row(position) for sequence in one.sequences)
 
     def row_positions(self, step: int) -> list[list[int]]:
         """Returns the positions of the rows in each micro-batch of a step, over all ranks, by `Batch.index`."""
@@ -200,7 +151,7 @@ class Loader:
         for index in assignment.mine:
             if index < len(assignment.micro_batches):
                 rows = assignment.micro_batches[index]
-                examples = [one for row in rows for one in self.rows.examples(assignment.positions[row])]
+                examples = [one for row in rows for one in self.rows.row(assignment.positions[row])]
                 padded_to = self._forward_tokens(assignment, assignment.micro_batch_tokens[index])
                 row_lengths = tuple(int(assignment.lengths[row].sum()) for row in rows)
                 batch = collate(examples, index, padded_to, self.shares_prompts, self.image_inputs)
@@ -214,7 +165,7 @@ class Loader:
     def _shortest_example(self, assignment: StepAssignment) -> Example:
         """The example with the shortest sequence of the step."""
         row = min(range(len(assignment.lengths)), key=lambda i: assignment.lengths[i].min())
-        examples = self.rows.examples(assignment.positions[row])
+        examples = self.rows.row(assignment.positions[row])
         return min(examples, key=lambda example: min(len(sequence.input_ids) for sequence in example.sequences))
 
 

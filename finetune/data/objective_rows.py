@@ -7,10 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from finetune.data.samples import BadRow, Drawable, Labelled, Preference, Ranked, Sample
-from finetune.recipe.schema import OBJECTIVE_FORMATS, ObjectiveSettings
-
-# Of each example, by objective. label: 1 or 0, or the index of the class. margin: 0 if the row has none.
-COLUMNS: dict[str, tuple[str, ...]] = {"kto": ("label",), "classify": ("label",), "reward": ("margin",)}
+from finetune.recipe.schema import ROW_KINDS, ObjectiveSettings
 
 
 @dataclass(frozen=True)
@@ -27,16 +24,15 @@ PLAIN = ObjectiveRows()
 
 
 def objective_rows(objective: ObjectiveSettings) -> ObjectiveRows:
-    return ObjectiveRows(
-        COLUMNS.get(objective.name, ()), objective.labels or (), objective.name == "kto", objective.name == "classify"
-    )
+    columns, labels = ROW_KINDS[objective.name].columns, objective.labels or ()
+    return ObjectiveRows(columns, labels, objective.name == "kto", objective.name == "classify")
 
 
 def trained_part(objective: ObjectiveSettings) -> str:
     """Returns which tokens of a conversation are targets: of pairs and marked answers the answer, of a class all."""
     if objective.name == "classify":
         return "all"
-    return objective.train_on if "messages" in OBJECTIVE_FORMATS[objective.name] else "assistant"
+    return objective.train_on if "messages" in ROW_KINDS[objective.name].formats else "assistant"
 
 
 def examples_of(sample: Sample, rows: ObjectiveRows, pairs: str) -> Iterator[tuple[Drawable, tuple[float, ...]]]:

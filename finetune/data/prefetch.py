@@ -7,9 +7,11 @@ out again before the computation on it is done (`Tensor.record_stream`).
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +28,8 @@ _PATIENCE_S = 10.0  # to wait for the current item when the iterator is closed; 
 class Prefetched(Generic[T], Iterator[T]):
     """The same items in the same order, up to `most` of them ready before they are needed.
 
+    allowed: number of items that may be made, until `allow` raises their number.
+
     Only the thread touches the iterator, from its first item to its end. Errors of the iterator are raised here, with
     their traceback, after the items that came before. Close it, or use it as a context, if it may be left early.
 
@@ -33,8 +37,8 @@ class Prefetched(Generic[T], Iterator[T]):
             for item in items: ...
     """
 
-    def __init__(self, items: Iterator[T], most: int = 2):
-        self._items, self._most = items, most
+    def __init__(self, items: Iterator[T], most: int = 2, allowed: float = math.inf):
+        self._items, self._most, self._allowed = items, most, allowed
         self._ready: deque[T] = deque()
         self._failure: BaseException | None = None
         self._ended = self._closed = False
@@ -51,6 +55,11 @@ class Prefetched(Generic[T], Iterator[T]):
             if self._failure is not None:
                 raise self._failure
             raise StopIteration
+
+    def allow(self, more: int) -> None:
+        with self._changed:
+            self._allowed += more
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stops producing items, and waits a while for the current one."""
@@ -87,7 +96,8 @@ class Prefetched(Generic[T], Iterator[T]):
     def _has_room(self) -> bool:
         """Waits for it; False after `close`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._most)
+            self._changed.wait_for(lambda: self._closed or (len(self._ready) < self._most and self._allowed > 0))
+            self._allowed -= 1
             return not self._closed
 
 
@@ -97,15 +107,16 @@ _END = object()
 # --- batches, on the device before they are needed
 
 
-STEPS_AHEAD = 2
 BATCHES_AHEAD = 4  # of an evaluation
 
 Item = TypeVar("Item", Batch, StepBatches)
 
 
 def fed_steps(loader: Loader, steps: range, device: torch.device) -> Feed[StepBatches]:
-    """Returns the batches of each of `steps`; their counts are available when the step before them runs."""
-    return Feed((loader.step(step) for step in steps), device, STEPS_AHEAD)
+    """Returns the batches of each of `steps`. The rows of a step are prepared when the one `ahead` of it is next; its
+    batches are made after that, and with `ahead` its counts are known when the step before it runs."""
+    rows = loader.rows
+    return Feed((loader.step(step) for step in steps), device, max(1, rows.ahead), map(rows.prepare, steps), rows.ahead)
 
 
 def fed_batches(batches: Iterator[Batch], device: torch.device) -> Feed[Batch]:
@@ -115,9 +126,18 @@ def fed_batches(batches: Iterator[Batch], device: torch.device) -> Feed[Batch]:
 class Feed(Generic[Item], Iterator[Item]):
     """`items` in their order, every tensor on `device`. Close it, or use it as a context."""
 
-    def __init__(self, items: Iterator[Item], device: torch.device, most: int):
-        self._device = device
-        self._ahead = Prefetched(self._on_device(items), most)
+    def __init__(
+        self,
+        items: Iterator[Item],
+        device: torch.device,
+        most: int,
+        prepared: Iterator[None] | None = None,
+        ahead: int = 0,
+    ):
+        """prepared: prepares an item with each of its own, on the thread that reads the feed, before the item is made;
+        ahead: items that are prepared before the one that is read."""
+        self._device, self._prepared, self._to_prepare = device, prepared, 1 + ahead
+        self._ahead = Prefetched(self._on_device(items), most, math.inf if prepared is None else 0)
         self._next: Item | None = None  # after `peek`
 
     def peek(self) -> Item:
@@ -129,6 +149,11 @@ class Feed(Generic[Item], Iterator[Item]):
         if self._next is not None:
             item, self._next = self._next, None
             return item
+        if self._prepared is not None:
+            for _ in islice(self._prepared, self._to_prepare):
+                pass
+            self._ahead.allow(self._to_prepare)
+            self._to_prepare = 1
         item, copied = next(self._ahead)
         if copied is not None:
             computing = torch.cuda.current_stream(self._device)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ from finetune.data.building import EntryBuild, OpenedSources, build_part, read_i
 from finetune.data.content import digest
 from finetune.data.examples import entry_key, entry_metadata, recipe_renderer, rendering_key, source_names
 from finetune.data.packing import Rows, group_rows, pack, row_work, shuffled
+from finetune.data.row_source import RowSource
 from finetune.data.samples import Example, ExampleSizes, concatenate_sizes
 from finetune.data.sources.source import SourceReader
 from finetune.data.token_cache import CacheEntry, entries_folder, find_or_build
@@ -34,6 +36,9 @@ from finetune.data.tokenizing import Item
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
+
+if TYPE_CHECKING:
+    from finetune.data.dataset import Dataset
 
 log = logging.getLogger(__name__)
 
@@ -83,14 +88,16 @@ class Window:
         return self.first_row + len(self.rows)
 
 
-class StreamedRows:
-    """The rows of a run, at any position. Positions continue for as long as the sources may be read.
+class Stream(RowSource):
+    """Training data that is read as it is needed. Positions continue for as long as the sources may be read.
 
     For one thread at a time: it reads files as it goes.
     """
 
-    def __init__(self, recipe: Recipe, streams: Sequence[SourceStream]):
-        self._recipe, self._streams = recipe, tuple(streams)
+    def __init__(self, recipe: Recipe, streams: Sequence[SourceStream], identity: str, digests: Sequence[str]):
+        """identity: hash of content, tokenizer, template, mask policy and window of all sources; digests: of each
+        source's content: its bytes, or the commit of a dataset of the hub."""
+        self._recipe, self._streams, self._identity, self._digests = recipe, tuple(streams), identity, tuple(digests)
         mixture = recipe.data.mixture
         self._by_tokens = mixture is not None and mixture.by == "tokens"
         # Where each window begins: (its first row, positions before it, digest of all windows before it). The windows
@@ -99,28 +106,70 @@ class StreamedRows:
         self._starts: list[tuple[int, tuple[StreamPosition, ...], str]] = [(0, begin, "")]
         self._window = lru_cache(WINDOWS_KEPT)(self._build_window)
 
-    def examples(self, position: int) -> list[Example]:
-        """Examples of the row at a position of the run."""
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return tuple(source_names(self._recipe.data.train))
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        return tuple(one.source.format for one in self._streams)
+
+    def in_order(self, recipe: Recipe) -> Stream:
+        return self
+
+    def unpacked(self) -> Stream:
+        raise UserError(
+            "data.streaming: set it to false; a stream is packed, and this architecture cannot keep documents apart"
+        )
+
+    def on_disk(self) -> Dataset:
+        raise UserError("data.streaming: set it to false; every example must be on the disk before the run")
+
+    def size(self, max_length: int) -> None:
+        pass
+
+    def heaviest_row(self, max_length: int, shares_prompts: bool = False) -> tuple[int, int]:
+        """Returns the sizes of a full row of which every token that can be trained is."""
+        return max_length, max_length - 1
+
+    def facts(self, part: str, max_length: int) -> dict[str, str]:
+        return {f"{part}_data": f"a stream; its first window has {len(self.window(0).sizes):,} examples"}
+
+    def summary(self) -> dict[str, float | str]:
+        return {"stream": self._identity}
+
+    def content(self) -> dict[str, Any]:
+        """Returns the identity of each source. Rows are known when they have been read: `extra_state`."""
+        return {f"train[{i}]": {"source": digest(source)} for i, source in enumerate(self._digests)}
+
+    def extra_state(self, position: int) -> dict[str, Any]:
+        windows = self.num_consumed(position)
+        return {"consumed": {"windows": windows, "content": self.consumed(windows)}}
+
+    def same_state(self, saved: dict[str, Any]) -> dict[str, Any]:
+        if "consumed" not in saved:  # an earlier version wrote it
+            return {}
+        windows = saved["consumed"]["windows"]
+        return {"consumed": {"windows": windows, "content": self.consumed(windows)}}
+
+    def row(self, position: int) -> list[Example]:
         window, members = self._row(position)
         places = zip(window.sources[members], window.chunks[members], window.within[members], strict=True)
         return [self._streams[source].chunk(int(chunk)).example(int(i), int(source)) for source, chunk, i in places]
 
     def first_examples(self, source: int, count: int) -> list[Example]:
-        """At most `count` examples of a source, of its first chunk."""
         entry = self._streams[source].chunk(0)
         return [entry.example(i, source) for i in range(min(count, len(entry)))]
 
     def lengths(self, position: int) -> NDArray[np.int64]:
-        """Tokens of each sequence of that row."""
         window, members = self._row(position)
         return window.sizes.take(members).lengths
 
     def counts(self, position: int) -> Mapping[str, int]:
-        """Returns what that row adds to the counts of its step."""
         window, members = self._row(position)
         return window.sizes.take(members).counts()
 
-    def epochs(self, position: int) -> float:
+    def epoch_at(self, position: int) -> float:
         """How often every source had been read to its end before the window of the row before this position."""
         _, positions, _ = self._starts[self._window_index(max(0, position - 1))]
         return float(min(one.passes for one in positions))
@@ -229,22 +278,11 @@ class StreamedRows:
 # --- from a recipe
 
 
-@dataclass(frozen=True)
-class OpenedStream:
-    """The training sources of a recipe, opened, their first rows rendered."""
-
-    streams: list[SourceStream]
-    names: tuple[str, ...]
-    formats: list[str]
-    identity: str  # hash of content, tokenizer, template, mask policy and window of all of them
-    digests: tuple[str, ...]  # of each source's content
-
-
 def open_stream(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     opened: OpenedSources | None = None,
-) -> OpenedStream:
+) -> Stream:
     """Open every source, detect its format, and render its first rows; read nothing more. Raises UserError."""
     renderer = recipe_renderer(recipe, tokenizer)
     opened = opened or OpenedSources(recipe)
@@ -259,8 +297,7 @@ def open_stream(
         if one.note:
             log.warning("%s", one.note)
     identity = hashlib.sha256(" ".join([*keys, str(recipe.data.window)]).encode()).hexdigest()[:16]
-    formats = [one.source.format for one in of_sources]
-    return OpenedStream(streams, tuple(source_names(recipe.data.train)), formats, identity, digests)
+    return Stream(recipe, streams, identity, digests)
 
 
 def _source_stream(recipe: Recipe, build: EntryBuild, key: str) -> SourceStream:

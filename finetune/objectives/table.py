@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.models.moe import Routers
 from finetune.objectives.by_source import by_source
@@ -17,20 +17,25 @@ from finetune.objectives.sft import focal, sft
 from finetune.objectives.shared_prompts import shared_tokens
 from finetune.recipe.schema import ObjectiveSettings as Settings
 
-# name -> (settings, evaluating, token ranks) -> objective; evaluating: for held-out data
-OBJECTIVES: dict[str, Callable[[Settings, bool, TokenRanks], Objective]] = {
-    "sft": sft,
-    "focal": focal,
-    "dpo": dpo,
-    "kto": kto,
-    "orpo": orpo,
-    "reward": reward,
-    "classify": classify,
-    "distill": distill,
-}
 
-OF_TOKENS = {"sft", "focal", "distill"}  # their losses are means over tokens
-OF_TOKENS_ALONE = {"sft", "focal"}  # and they read no other part of a batch
+class ObjectiveRow(NamedTuple):
+    """An objective; the rows that it takes are in `recipe.schema.ROW_KINDS`."""
+
+    make: Callable[[Settings, bool, TokenRanks], Objective]  # (settings, whether for held-out data, token ranks)
+    averages_tokens: bool = False  # the loss is a mean over tokens
+    reads_tokens_alone: bool = False  # and nothing else of a batch is read
+
+
+OBJECTIVES: dict[str, ObjectiveRow] = {
+    "sft": ObjectiveRow(sft, averages_tokens=True, reads_tokens_alone=True),
+    "focal": ObjectiveRow(focal, averages_tokens=True, reads_tokens_alone=True),
+    "dpo": ObjectiveRow(dpo),
+    "kto": ObjectiveRow(kto),
+    "orpo": ObjectiveRow(orpo),
+    "reward": ObjectiveRow(reward),
+    "classify": ObjectiveRow(classify),
+    "distill": ObjectiveRow(distill, averages_tokens=True),
+}
 
 
 def make_objective(
@@ -49,7 +54,8 @@ def make_objective(
     layers, if they do; shares_prompts: a pair's common beginning is computed once. Raises UserError if a router balance
     loss is set that cannot be computed.
     """
-    objective, others = OBJECTIVES[settings.name](settings, evaluating, token_ranks), []
+    row, others = OBJECTIVES[settings.name], []
+    objective = row.make(settings, evaluating, token_ranks)
     if not evaluating:
         coefficient = balance_coefficient(settings, config, routers, divided)
         if routers is not None and divided is None:
@@ -57,5 +63,5 @@ def make_objective(
     if shares_prompts:
         others.append(shared_tokens())
     if len(source_names) > 1:
-        others.append(by_source(source_names, has_losses=settings.name in OF_TOKENS))
+        others.append(by_source(source_names, has_losses=row.averages_tokens))
     return combined(objective, others)

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from transformers import PretrainedConfig
 
-from finetune.data.dataset import Dataset, Stream
+from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
 from finetune.engine.costs.common import different_ranks
 from finetune.engine.hardware import CPU, GIB, read_hardware
@@ -127,10 +127,11 @@ def _said(error: Exception) -> str:
 
 
 def _predicted(
-    recipe: Recipe, config: PretrainedConfig, engine: Engine, micro_batches: int, data: Dataset | Stream
+    recipe: Recipe, config: PretrainedConfig, engine: Engine, micro_batches: int, training: RowSource
 ) -> dict[str, Any]:
     rows = widest(recipe, "a stream", config)
-    if isinstance(data, Dataset):
+    if training.size(recipe.data.max_length):
+        data = training.on_disk()
         token = None if recipe.data.image is None else cast(Any, config).image_token_id
         rows = facts_of(data.examples, data.rows, "the data of the run", len(data.rows), token)
     on_gpu = engine.device.type == "cuda"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from finetune.data.building import OpenedSources
-from finetune.data.dataset import Dataset, build_training
+from finetune.data.dataset import build_training
 from finetune.data.examples import Examples, entry_key, recipe_renderer, rendering_key, row_images
 from finetune.data.packing import Rows, one_per_row, pack
 from finetune.data.samples import ExampleSizes
@@ -168,10 +168,8 @@ def read_lengths(recipe: Recipe) -> Lengths | str:
         return str(error).splitlines()[0]
 
 
-def _lengths(recipe: Recipe, tokenizer: Any, source: str, times: float | None) -> Lengths | str:
-    data = build_training(recipe, tokenizer)
-    if not isinstance(data, Dataset):
-        return "a stream"
+def _lengths(recipe: Recipe, tokenizer: Any, source: str, times: float | None) -> Lengths:
+    data = build_training(recipe, tokenizer).on_disk()
     images = row_images(recipe, tokenizer)
     return Lengths(source, data.examples, times, images.family.token_id if images else None)
 

@@ -27,7 +27,7 @@ from finetune.models.quantized import linear_weights
 from finetune.objectives import make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective, Term
-from finetune.objectives.table import OF_TOKENS, OF_TOKENS_ALONE
+from finetune.objectives.table import OBJECTIVES
 from finetune.plan.shapes import shortened, skeleton, with_layers
 from finetune.plan.stand_ins import EvenExchange, unpacked_product
 from finetune.recipe import Recipe
@@ -71,7 +71,7 @@ class NotEstimated(UserError):
 def examples_of(recipe: Recipe, batch: HeaviestBatch, image_token: int = 0) -> list[Example]:
     """Returns documents with targets at their ends; for a reward, each is a pair of answers of half its length."""
     left, made = batch.targets, []
-    columns = {"label": 0.0} if recipe.objective.name not in OF_TOKENS else {}
+    columns = {} if OBJECTIVES[recipe.objective.name].averages_tokens else {"label": 0.0}
     for length, images in zip(batch.documents, batch.images or ((),) * len(batch.documents), strict=True):
         targets = min(length - 1, left)
         left -= targets
@@ -126,7 +126,7 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
     if how.expert > 1:
         _divide_experts(model, how.expert)
     settings = recipe.objective.model_copy(update={"router_aux_loss_coef": None})  # a number for each token and expert
-    known = score_labels(settings) or settings.name in OF_TOKENS_ALONE
+    known = score_labels(settings) or OBJECTIVES[settings.name].reads_tokens_alone
     objective = make_objective(settings) if known else _any_tokens()
     if how.device == "cpu":  # whose activations are in host memory already
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"activation_offload": False})})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from finetune.recipe.schema import LOSS_KEYS, OBJECTIVE_FORMATS, OBJECTIVE_KEYS, HeldOut, ObjectiveSettings, Recipe
+from finetune.recipe.schema import LOSS_KEYS, OBJECTIVE_KEYS, ROW_KINDS, HeldOut, ObjectiveSettings, Recipe
 from finetune.utils import divisors
 
 Finding = tuple[str, str]  # dotted key; the problem and the remedy
@@ -349,14 +349,14 @@ def answers_are_the_targets(recipe: Recipe) -> Iterator[Finding]:
 
 def format_problem(objective: str, format: str) -> str | None:
     """Returns why an objective does not take rows of a format, and what to do instead; None if it does."""
-    if format in OBJECTIVE_FORMATS[objective]:
+    if format in ROW_KINDS[objective].formats:
         return None
-    takers = [name for name, formats in OBJECTIVE_FORMATS.items() if format in formats]
+    takers = [name for name, kind in ROW_KINDS.items() if format in kind.formats]
     instead = f"set `objective.name` to {' or '.join(takers)}"
     if format == "preference":
         chosen = "`format: prompt_completion` and `columns: {completion: chosen}`"
         instead += f", or train on the chosen answers alone with {chosen}"
-    taken = " or ".join(f"`{name}`" for name in OBJECTIVE_FORMATS[objective])
+    taken = " or ".join(f"`{name}`" for name in ROW_KINDS[objective].formats)
     return f"rows of format `{format}` are not for `objective.name: {objective}`, which takes {taken}: {instead}"
 
 

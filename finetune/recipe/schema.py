@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, model_validator
 
@@ -320,23 +320,29 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
         "samples": None,
     },
 }
-# Formats of the rows that each objective takes.
-_ANSWERS = get_args(Answers)
-_PAIRS = ("preference", "ranked")
-OBJECTIVE_FORMATS: dict[str, tuple[str, ...]] = {
+
+
+class RowKind(NamedTuple):
+    """The rows that an objective takes."""
+
+    formats: tuple[str, ...]
+    sequences: tuple[str, ...] = ()  # names of an example's sequences, if it has two
+    # Numbers of each example. label: 1 or 0, or the index of the class; margin: 0 if the row has none.
+    columns: tuple[str, ...] = ()
+
+
+_ANSWERS = RowKind(get_args(Answers))
+_PAIRS = RowKind(("preference", "ranked"), ("chosen", "rejected"))
+ROW_KINDS: dict[str, RowKind] = {
     "sft": _ANSWERS,
     "focal": _ANSWERS,
     "distill": _ANSWERS,
     "dpo": _PAIRS,
     "orpo": _PAIRS,
-    "reward": _PAIRS,
-    "kto": ("unpaired", "preference"),  # a pair gives a good and a bad answer
-    "classify": ("classification",),
-}
-# What the sequences of an example are, of objectives that read two of them.
-SEQUENCE_NAMES = {
-    "kto": ("answer", "another row's answer"),
-    **dict.fromkeys(("dpo", "orpo", "reward"), ("chosen", "rejected")),
+    "reward": _PAIRS._replace(columns=("margin",)),
+    # A pair gives a good and a bad answer.
+    "kto": RowKind(("unpaired", "preference"), ("answer", "another row's answer"), ("label",)),
+    "classify": RowKind(("classification",), columns=("label",)),
 }
 # Objectives whose model has a head of scores in place of an LM head, with what its card says of it.
 SCORE_MODELS = {

@@ -13,7 +13,6 @@ from finetune.recipe import Recipe, load_recipe
 from finetune.utils import readable_bytes
 
 if TYPE_CHECKING:
-    from finetune.data.dataset import Dataset, Stream
     from finetune.engine.launch import Launch
     from finetune.models.attention import AttentionChoice
     from finetune.training.prepare import Prepared
@@ -100,6 +99,7 @@ def _check_run(
     import torch
 
     from finetune.training.prepare import Problems, prepare
+    from finetune.training.run_plan import training_length
 
     problems = Problems(collect=True)
     launch = _launch(config_file, processes)
@@ -115,9 +115,11 @@ def _check_run(
         raise problems.error(str(path))
     if config_file or processes:
         _report_launch(recipe, launch, prepared.micro_batches, report)
-    _report_data(recipe, "train", prepared.training, report)
+    length, size = recipe.data.max_length, prepared.training.size(recipe.data.max_length)
+    report.facts |= prepared.training.facts("train", length)
+    report.facts["steps"] = training_length(recipe, size)[0]
     if prepared.held_out is not None:
-        _report_data(recipe, "eval", prepared.held_out, report)
+        report.facts |= prepared.held_out.facts("eval", length)
     report.notes += prepared.notes
     if config_file:
         _report_memory(prepared, report)
@@ -180,29 +182,6 @@ def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
             f"{at_once} packed sequences are computed at once, and those of similar attention work are grouped by "
             f"{group}: processes wait less for each other with `data.balance: {at_once}`"
         )
-
-
-def _report_data(recipe: Recipe, name: str, data: Dataset | Stream, report: CheckReport) -> None:
-    """Adds sizes of the data. name: train or eval."""
-    from finetune.data.dataset import Stream
-    from finetune.data.predictions import Predictions
-    from finetune.training.run_plan import run_length
-
-    if isinstance(data, Stream):
-        window = data.rows.window(0)
-        report.facts["train_data"] = f"a stream; its first window has {len(window.sizes):,} examples"
-        report.facts["steps"] = run_length(recipe, None)[0]
-        return
-    if isinstance(predictions := data.examples.predictions, Predictions):
-        report.facts["teacher"] = f"{predictions.per_target} ids for each supervised token"
-    share = data.supervised_tokens / data.tokens
-    report.facts[f"{name}_data"] = f"{len(data.epoch_sizes):,} examples, {data.tokens:,} tokens, {share:.0%} supervised"
-    full = data.efficiency(recipe.data.max_length)
-    report.facts[f"{name}_rows"] = (
-        f"{len(data.rows):,} sequences of up to {recipe.data.max_length:,} tokens, {full:.1%} full"
-    )
-    if name == "train":
-        report.facts["steps"] = run_length(recipe, len(data.rows), len(data.epochs) if data.epochs else None)[0]
 
 
 def _report_memory(prepared: Prepared, report: CheckReport) -> None:

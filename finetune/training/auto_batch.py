@@ -33,7 +33,7 @@ from transformers import PretrainedConfig
 
 from finetune.data.batch import UNSHARDED, Batch, TokenShare, collate, token_shard
 from finetune.data.checksums import Damaged, sealed, unsealed
-from finetune.data.dataset import Dataset, Stream
+from finetune.data.row_source import RowSource
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as TokenSequence
 from finetune.data.sources.files import cache_root
@@ -78,7 +78,7 @@ def find_rows(
     recipe: Recipe,
     config: PretrainedConfig,
     forward: ForwardPass,
-    data: Dataset | Stream,
+    data: RowSource,
     build: BuildOptimizers,
     memory: DeviceMemory,
     say: Callable[[str], None] = lambda text: None,
@@ -87,9 +87,8 @@ def find_rows(
 
     Leaves weights, gradients, optimizer and random numbers as they were. Raises UserError and RunFailure.
     """
-    row = HeaviestRow(
-        data.first_example(), *data.heaviest_row(recipe.data.max_length, forward.attention.shares_prompts)
-    )
+    heaviest = data.heaviest_row(recipe.data.max_length, forward.attention.shares_prompts)
+    row = HeaviestRow(data.row(0)[0], *heaviest)
     sizes = divisors(recipe.batch.rows // engine.parallelism.data)
     depends_on = dependencies(
         recipe,

@@ -22,10 +22,11 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
 from finetune.data.batch import Batch
 from finetune.data.chat.template_check import last_question, turn_end_ids
 from finetune.data.chat.template_choice import template_of
-from finetune.data.dataset import Dataset, Question, Stream, answer, questions, until_end
+from finetune.data.dataset import Question, answer, questions, until_end
 from finetune.data.examples import Examples
 from finetune.data.loader import Loader
 from finetune.data.prefetch import fed_batches
+from finetune.data.row_source import RowSource
 from finetune.data.samples import Example, Image
 from finetune.data.token_text import image_note, special_ids
 from finetune.engine.base import Engine
@@ -219,9 +220,7 @@ _EXAMPLES_READ = 1000  # per source of ids
 _MIN_SHARE = 0.1  # share of rows: truncated rows end with any token
 
 
-def end_ids(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, datasets: Sequence[Dataset | Stream | None]
-) -> set[int]:
+def end_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, datasets: Sequence[RowSource | None]) -> set[int]:
     """Returns the ids that end a generation, the same on every rank.
 
     These are the tokenizer's end token, those in the base model's generation config, the end of turn if rows are

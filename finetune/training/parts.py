@@ -14,7 +14,8 @@ import torch
 
 from finetune.data.batch import Batch, ImageInputs
 from finetune.data.dataset import Dataset
-from finetune.data.loader import Loader, OrderedRows, RunRows
+from finetune.data.loader import Loader
+from finetune.data.row_source import RunRows
 from finetune.engine.base import Engine
 from finetune.engine.hardware import peak_tflops
 from finetune.models.assemble import assemble
@@ -37,7 +38,7 @@ from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
 from finetune.training.evaluation import Evaluator
 from finetune.training.optim import build_optimizers
 from finetune.training.prepare import Prepared
-from finetune.training.run_plan import Plan, git_commit, processor, run_length, versions
+from finetune.training.run_plan import Plan, git_commit, processor, training_length, versions
 
 Say = Callable[[str], None]  # prints a line, on the main rank only
 
@@ -131,7 +132,7 @@ def make_plan(
     recipe, training, micro_batches = prepared.recipe, prepared.training, prepared.micro_batches
     size = training.size(recipe.data.max_length)
     shared_share = size.shared_tokens / size.tokens if size else None
-    steps, total_rows = run_length(recipe, size.rows, size.run_rows) if size else run_length(recipe, None)
+    steps, total_rows = training_length(recipe, size)
     budget, precision = recipe.batch.tokens_per_device, recipe.train.precision
     if budget is None:
         micro_batches = recipe.batch.rows // (rows.rows * engine.parallelism.data)
@@ -204,7 +205,7 @@ class Loaders(NamedTuple):
         return self._loader(rows, total_rows, alike)
 
     def each_once(self, data: Dataset) -> Loader:
-        return self._loader(OrderedRows(data.examples, data.rows), len(data.rows))
+        return self._loader(data, len(data.rows))
 
     def _loader(self, rows: RunRows, total_rows: int, alike: int = 0) -> Loader:
         """Returns a loader; under `train.compile` it pads every micro-batch to the length layers are compiled for."""

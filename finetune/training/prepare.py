@@ -17,7 +17,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from finetune.data.building import OpenedSources
 from finetune.data.dataset import (
     Dataset,
-    Stream,
     build_held_out,
     build_training,
     check_questions,
@@ -25,6 +24,7 @@ from finetune.data.dataset import (
     template_notes,
 )
 from finetune.data.examples import check_same_images
+from finetune.data.row_source import RowSource
 from finetune.engine.compatibility import check_launch
 from finetune.engine.context_parallel import divided
 from finetune.engine.launch import Launch
@@ -39,7 +39,6 @@ from finetune.tracking import check_trackers
 from finetune.training.run_plan import length_notes
 from finetune.training.teacher import with_teacher
 
-Data = Dataset | Stream
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -54,7 +53,7 @@ class Prepared:
     config: PretrainedConfig  # as the objective trains it
     micro_batches: int  # per step and process, see `check_launch`
     tokenizer: PreTrainedTokenizerFast
-    training: Data
+    training: RowSource
     held_out: Dataset | None
     notes: tuple[str, ...]  # for the user
 
@@ -147,7 +146,7 @@ def _check_models(recipe: Recipe, config: PretrainedConfig, tokenizer: PreTraine
     check_same_images(key, reference, recipe, tokenizer)
 
 
-def _training(recipe: Recipe, tokenizer: Any, config: PretrainedConfig, opened: OpenedSources) -> Data:
+def _training(recipe: Recipe, tokenizer: Any, config: PretrainedConfig, opened: OpenedSources) -> RowSource:
     return with_teacher(recipe, build_training(recipe, tokenizer, opened), tokenizer, config)
 
 

@@ -28,9 +28,10 @@ from rich.console import Console
 from finetune.checkpoints.folder import list_checkpoints
 from finetune.checkpoints.inputs import on_main
 from finetune.data.batch import Batch
-from finetune.data.dataset import Dataset, Stream
-from finetune.data.loader import Loader, OrderedRows
+from finetune.data.dataset import Dataset
+from finetune.data.loader import Loader
 from finetune.data.prefetch import fed_steps
+from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
 from finetune.models.config import training_config
@@ -52,9 +53,6 @@ from finetune.training.reference_files import (
 )
 from finetune.training.run_dir import run_folder
 
-Data = Dataset | Stream
-
-
 # --- precomputed
 
 
@@ -67,13 +65,13 @@ class ReferenceOnDisk:
     places: dict[str, Path | None]  # None: still to compute
 
 
-def find_reference(recipe: Recipe, training: Data, held_out: Dataset | None) -> ReferenceOnDisk:
+def find_reference(recipe: Recipe, training: RowSource, held_out: Dataset | None) -> ReferenceOnDisk:
     """Looks for a run's reference in its own folder, then in the cache; needs no model.
 
     Raises UserError if another model's are missing, which a run does not compute, and if a run resumes that began with
     another reference.
     """
-    reference, parts = recipe_of_reference(recipe), _parts(training, held_out)
+    reference, parts = recipe_of_reference(recipe), _parts(training.on_disk(), held_out)
     own, model = run_folder(recipe) / "reference", model_dependencies(reference, training_config(reference))
     _check_same_reference(recipe, own, model)
     keys = {part: key_of(model, data) for part, data in parts.items()}
@@ -87,8 +85,7 @@ def find_reference(recipe: Recipe, training: Data, held_out: Dataset | None) -> 
     return ReferenceOnDisk(model, keys, places)
 
 
-def _parts(training: Data, held_out: Dataset | None) -> dict[str, Dataset]:
-    assert isinstance(training, Dataset)  # a rule refuses streams
+def _parts(training: Dataset, held_out: Dataset | None) -> dict[str, Dataset]:
     return {"train": training.once(), **({"eval": held_out} if held_out else {})}
 
 
@@ -109,12 +106,11 @@ def _check_same_reference(recipe: Recipe, own: Path, now: Dependencies) -> None:
 class ReferenceColumns:
     """The reference's log-probabilities of a run's data: found on the disk, or computed. Collective."""
 
-    def __init__(self, recipe: Recipe, engine: Engine, training: Data, held_out: Dataset | None, console: Console):
+    def __init__(self, recipe: Recipe, engine: Engine, training: RowSource, held_out: Dataset | None, console: Console):
         """Looks for them. Raises UserError as `find_reference`."""
         self._recipe, self._engine, self._console = recipe, engine, console
-        assert isinstance(training, Dataset)  # a rule refuses streams
-        self._training = training
-        self._folder, self._parts = run_folder(recipe) / "reference", _parts(training, held_out)
+        self._training = training.on_disk()
+        self._folder, self._parts = run_folder(recipe) / "reference", _parts(self._training, held_out)
         self._disk: ReferenceOnDisk = on_main(engine, partial(find_reference, recipe, training, held_out))
         self._sources = {
             part: f"from {place}" if place == self._folder / part else f"from the cache, {place}"
@@ -202,8 +198,7 @@ def _count(data: Dataset) -> int:
 
 def _places(loader: Loader, step: int, data: Dataset) -> list[NDArray[np.int64]]:
     """Returns where the sequences of each micro-batch of a step, over all ranks, are among all sequences."""
-    assert isinstance(loader.rows, OrderedRows)  # of a stream nothing is computed beforehand
-    offsets, members = data.examples.sizes.offsets, loader.rows.members
+    offsets, members = data.examples.sizes.offsets, data.members
     return [
         np.concatenate([np.arange(offsets[i], offsets[i + 1]) for position in positions for i in members(position)])
         for positions in loader.row_positions(step)

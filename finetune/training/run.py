@@ -15,7 +15,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from finetune.data.dataset import Dataset
 from finetune.data.examples import check_same_images
 from finetune.engine.base import Engine
 from finetune.engine.launch import read_launch
@@ -88,8 +87,7 @@ def compute_teacher(
     of_teacher = recipe_of_teacher(recipe)
     check_same_images("objective.teacher", recipe.objective.teacher, recipe, load_tokenizer(recipe.model))
     with started(of_teacher, recipe_file, stop, console, config_file) as trainer:
-        assert isinstance(trainer.data, Dataset)  # a rule refuses streams
-        done = compute_predictions(TeacherPass(recipe, trainer.data, vocabulary), trainer)
+        done = compute_predictions(TeacherPass(recipe, trainer.data.on_disk(), vocabulary), trainer)
         trainer.say(f"teacher of {escape(recipe_file)}: {done}")
 
 

@@ -15,8 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from finetune.data.dataset import Dataset, Stream
+from finetune.data.dataset import Dataset
 from finetune.data.packing import pack
+from finetune.data.row_source import EpochSize, RowSource
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.utils import write_atomically
@@ -75,6 +76,11 @@ def run_length(recipe: Recipe, rows_per_epoch: int | None, run_rows: int | None 
     return math.ceil(rows / recipe.batch.rows), int(rows)
 
 
+def training_length(recipe: Recipe, size: EpochSize | None) -> tuple[int, int]:
+    """Returns `run_length` on data of a size; None: not known before the run."""
+    return run_length(recipe, size.rows, size.run_rows) if size else run_length(recipe, None)
+
+
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of installed packages that can change numbers."""
     installed = {"python": platform.python_version()}
@@ -108,15 +114,15 @@ def git_commit() -> str | None:
 FEW_STEPS = 50  # shorter runs hardly learn: they are mostly warm-up and decay
 
 
-def length_notes(recipe: Recipe, data: Dataset | Stream, processes: int = 1) -> list[str]:
+def length_notes(recipe: Recipe, data: RowSource, processes: int = 1) -> list[str]:
     """Returns notes on a run of few steps. processes: number that divides a step's sequences.
 
     Raises UserError if the data end before the warm-up; with `train.max_steps` (a smoke test) this is a note.
     """
     size = data.size(recipe.data.max_length)
-    steps, total_rows = run_length(recipe, size.rows, size.run_rows) if size else run_length(recipe, None)
+    steps, total_rows = training_length(recipe, size)
     warmup, notes = recipe.schedule.warmup(steps), []
-    more = _more_steps(recipe, data, steps, total_rows, processes) if isinstance(data, Dataset) else ""
+    more = _more_steps(recipe, data.on_disk(), steps, total_rows, processes) if size else ""
     if warmup >= steps > 0:
         highest = f"the rate reaches {steps / (warmup + 1):.0%} of optimizer.lr at most"
         if steps != recipe.train.max_steps:

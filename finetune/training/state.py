@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from finetune.checkpoints.inputs import Inputs
 from finetune.checkpoints.resume import check_finished, chosen, newest_good, resume, set_newer_aside
-from finetune.data.dataset import Dataset, Stream
+from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
 from finetune.recipe import Recipe
 from finetune.training.run_dir import run_folder
@@ -31,7 +31,7 @@ class TrainingState:
 def resumed_state(
     recipe: Recipe,
     engine: Engine,
-    training: Dataset | Stream,
+    training: RowSource,
     inputs: Inputs,
     steps: int,
     say: Callable[[str], None],

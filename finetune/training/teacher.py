@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from finetune.data.dataset import Dataset, Stream
+from finetune.data.dataset import Dataset
 from finetune.data.examples import check_same_images
 from finetune.data.predictions import (
     CODE_VERSION,
@@ -20,6 +20,7 @@ from finetune.data.predictions import (
     check_complete,
     load_predictions,
 )
+from finetune.data.row_source import RowSource
 from finetune.data.teacher_file import file_predictions, is_teacher_file
 from finetune.errors import UserError
 from finetune.models.config import model_config
@@ -30,16 +31,16 @@ from finetune.training.reference_files import image_states, model_dependencies
 
 
 def with_teacher(
-    recipe: Recipe, data: Dataset | Stream, tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig
-) -> Dataset | Stream:
+    recipe: Recipe, training: RowSource, tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig
+) -> RowSource:
     """Returns the data with a teacher's predictions, if the objective has a teacher. config: of the model that learns.
 
     Raises UserError where there are none, or none for some of the examples.
     """
     teacher = recipe.objective.teacher
     if teacher is None:
-        return data
-    assert isinstance(data, Dataset)  # a rule refuses streams
+        return training
+    data = training.on_disk()
     vocabulary = config.get_text_config().vocab_size
     if is_teacher_file(teacher):
         predictions = file_predictions(recipe.objective, tokenizer, vocabulary)

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from finetune.data.batch import Batch, TokenShare
-from finetune.data.loader import Loader, OrderedRows
+from finetune.data.loader import Loader
 from finetune.data.predictions import (
     PredictionsWriter,
     example_key,
@@ -51,8 +51,7 @@ def compute_predictions(teacher: TeacherPass, trainer: Trainer) -> str:
     examples = data.examples
     if settings.samples:
         examples = examples.with_predictions(Draws(settings.samples))
-    in_order = OrderedRows(examples, data.rows)
-    loader = replace(trainer.loader, rows=in_order, total_rows=len(data.rows), alike=0)
+    loader = replace(trainer.loader, rows=replace(data, examples=examples), total_rows=len(data.rows), alike=0)
     rows = _rows(engine, forward, loader, trainer.console)
     if not engine.is_main:
         for _ in rows:

@@ -28,7 +28,6 @@ from finetune.checkpoints.inputs import read_inputs
 from finetune.checkpoints.resume import resume_own
 from finetune.checkpoints.saver import Saver
 from finetune.data.batch import Batch
-from finetune.data.dataset import Stream
 from finetune.data.examples import image_reader
 from finetune.data.loader import StepBatches
 from finetune.data.prefetch import Feed, fed_steps
@@ -439,11 +438,8 @@ class Trainer:
 
     def _save_checkpoint(self, measured: dict[str, float]) -> None:
         self.log.flush()
-        progress = asdict(self.state)
-        if isinstance(self.data, Stream):
-            windows = self.data.rows.num_consumed(self.state.step * self.recipe.batch.rows)
-            progress["consumed"] = {"windows": windows, "content": self.data.rows.consumed(windows)}
-        size = self.saver.save(progress, measured)
+        extra = self.data.extra_state(self.state.step * self.recipe.batch.rows)
+        size = self.saver.save(asdict(self.state) | extra, measured)
         self.saved_at = time.monotonic()
         if not self.saved_before:
             how = ", copied to CPU memory and written while training continues" if self.saver.asynchronous else ""

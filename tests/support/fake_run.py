@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from finetune.checkpoints.shards import part_tensors
 from finetune.data.loader import Loader, StepBatches
+from finetune.data.row_source import RunRows
 from finetune.data.samples import Example, ExampleSizes
 from finetune.engine.base import Engine
 from finetune.engine.launch import CONFIG_VARIABLES, Launch, read_config_file, read_launch
@@ -35,7 +36,7 @@ from finetune.models import quantized
 from finetune.models.attention import attention_for
 from finetune.models.base_config import without_weights
 from finetune.models.weights import Placement
-from finetune.objectives.table import OF_TOKENS_ALONE
+from finetune.objectives.table import OBJECTIVES
 from finetune.plan.meter import BLOCK
 from finetune.plan.micro_batch import HeaviestBatch, examples_of
 from finetune.recipe import Recipe
@@ -43,32 +44,32 @@ from finetune.recipe import Recipe
 STEPS = 2  # the second one begins with an optimizer that has its state
 
 
-class HeaviestRows:
-    """Rows of a run (`loader.RunRows`) whose every micro-batch is the largest that `plan` reckons with. Documents of no
+class HeaviestRows(RunRows):
+    """Rows of a run (`RunRows`) whose every micro-batch is the largest that `plan` reckons with. Documents of no
     content; for objectives that read more than the tokens of a batch there are none."""
 
     def __init__(self, recipe: Recipe, batch: HeaviestBatch):
         self._rows = [[example] for example in examples_of(recipe, batch)]
 
     def lengths(self, position: int) -> NDArray[np.int64]:
-        return np.array([len(example.sequences[0].input_ids) for example in self.examples(position)])
+        return np.array([len(example.sequences[0].input_ids) for example in self.row(position)])
 
     def counts(self, position: int) -> dict[str, int]:
         lengths = self.lengths(position)
-        targets = np.array([example.num_targets for example in self.examples(position)])
+        targets = np.array([example.num_targets for example in self.row(position)])
         return ExampleSizes(np.arange(len(lengths) + 1), lengths, targets, np.zeros_like(lengths)).counts()
 
-    def examples(self, position: int) -> list[Example]:
+    def row(self, position: int) -> list[Example]:
         return self._rows[position % len(self._rows)]
 
-    def epochs(self, _position: int) -> float:
+    def epoch_at(self, position: int) -> float:
         return 0.0
 
 
 def with_heaviest(loader: Loader, recipe: Recipe) -> Loader:
     """Returns a loader of rows of one document, as long as they can be, if the objective reads tokens alone; or the
     same."""
-    if recipe.objective.name not in OF_TOKENS_ALONE or loader.image_inputs:
+    if not OBJECTIVES[recipe.objective.name].reads_tokens_alone or loader.image_inputs:
         return loader
     batch = HeaviestBatch.of_rows(loader.rows_per_device, recipe.data.max_length)
     return replace(loader, rows=HeaviestRows(recipe, batch))

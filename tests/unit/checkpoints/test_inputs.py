@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoTokenizer
 
-from finetune.data.dataset import Stream, build_training
+from finetune.data.dataset import build_training
 from finetune.data.examples import prepare_examples
+from finetune.data.streaming import Stream
 from finetune.models.fingerprint import READ_WHOLE, base_content, base_enters_steps
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Model
@@ -93,18 +94,21 @@ def test_a_stream_by_what_was_consumed(made: Path, tmp_path: Path) -> None:
 
     tiny.write_rows(path, rows[:60])
     first = stream()
-    before = [first.rows.consumed(windows) for windows in (0, 1, 2, 3)]
+    before = [first.consumed(windows) for windows in (0, 1, 2, 3)]
     assert len({*before}) == 4
-    ends = [first.rows.window(i).end_row for i in (0, 1)]
-    assert [first.rows.num_consumed(row) for row in (0, ends[0] - 1, ends[0], ends[1] - 1, ends[1])] == [0, 0, 1, 1, 2]
-    assert stream().rows.consumed(3) == before[3]
+    ends = [first.window(i).end_row for i in (0, 1)]
+    assert [first.num_consumed(row) for row in (0, ends[0] - 1, ends[0], ends[1] - 1, ends[1])] == [0, 0, 1, 1, 2]
+    assert stream().consumed(3) == before[3]
+    saved = first.extra_state(ends[1])
+    assert saved == {"consumed": {"windows": 2, "content": before[2]}}
+    assert (stream().same_state(saved), stream().same_state({})) == (saved, {})  # without: of an earlier version
 
     tiny.write_rows(path, rows)  # it has grown
     assert stream().content() != first.content()
-    assert [stream().rows.consumed(windows) for windows in (0, 1, 2, 3)] == before
+    assert [stream().consumed(windows) for windows in (0, 1, 2, 3)] == before
     rows[20]["messages"][-1]["content"] += "!"
     tiny.write_rows(path, rows)
-    changed = [stream().rows.consumed(windows) for windows in (0, 1, 2, 3)]
+    changed = [stream().consumed(windows) for windows in (0, 1, 2, 3)]
     assert [a == b for a, b in zip(before, changed, strict=True)] == [True, True, False, False]
 
 

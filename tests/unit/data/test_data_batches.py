@@ -12,8 +12,8 @@ import torch
 from data_helpers import document, labelled, prepare, recipe, text_tokenizer, write_jsonl
 
 from finetune.data.batch import Batch, TokenShare, collate, dummy_batch, token_shard
-from finetune.data.dataset import build_dataset
-from finetune.data.loader import Loader, OrderedRows, assign_micro_batches
+from finetune.data.dataset import Dataset, build_dataset
+from finetune.data.loader import Loader, assign_micro_batches
 from finetune.data.packing import RowOrder, group_rows, one_per_row, pack, row_work
 from finetune.data.samples import Example
 from finetune.errors import UserError
@@ -283,7 +283,7 @@ def loaders(
 ) -> list[Loader]:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "hello world " * (1 + i % 5)} for i in range(rows)])
     examples = prepare(path)
-    ordered = OrderedRows(examples, one_per_row(examples.lengths), RowOrder(rows, 1, examples.lengths**2, 4))
+    ordered = Dataset(examples, one_per_row(examples.lengths), order=RowOrder(rows, 1, examples.lengths**2, 4))
     return [Loader(ordered, 24, 2, rank, world_size, total_rows, tokens) for rank in range(world_size)]
 
 
@@ -330,13 +330,13 @@ def test_who_runs_a_micro_batch(work, dealt):
 
 def test_processes_work_equally_long_at_the_same_time(tmp_path):
     (plain,) = loaders(tmp_path, 1, rows=240)
-    examples = plain.rows.data
+    examples = plain.rows.examples
     rows = one_per_row(examples.lengths)
 
     def waits(group: int) -> float:
         """Share of the attention work that the slower of two processes has more than their mean."""
         order = RowOrder(len(rows), 1, examples.lengths**2, group)
-        ranks = [Loader(OrderedRows(examples, rows, order), 4, 2, rank, 2, 240) for rank in range(2)]
+        ranks = [Loader(Dataset(examples, rows, order=order), 4, 2, rank, 2, 240) for rank in range(2)]
         slots = [[loader.step(step).batches[0] for loader in ranks] for step in range(60)]
         work = np.array([[sum(n * n for n in batch.sequence_lengths) for batch in slot] for slot in slots])
         return work.max(1).sum() / work.mean(1).sum() - 1
@@ -359,7 +359,7 @@ def test_the_last_step_is_short(tmp_path, world_size):
     assert sorted(batch.index for batch in dealt) == list(range(-(-3 // world_size) * world_size))
     dummies = [batch for batch in dealt if batch.index >= 3]
     real = [ranks[0].rows.order.row_at(position) for position in range(24, 29)]
-    lengths = ranks[0].rows.data.lengths[real]
+    lengths = ranks[0].rows.examples.lengths[real]
     for dummy in dummies:
         assert (targets(dummy), set(dummy.counts.values()), dummy.origins) == ([[], [], []], {0}, ())
         assert dummy.example_of_sequence.tolist() == []
@@ -374,8 +374,8 @@ def test_the_last_step_is_short(tmp_path, world_size):
 @pytest.mark.parametrize("tokens", [None, 64])
 def test_evaluation_sees_every_row_once(tmp_path, world_size, rows, tokens):
     (plain, *_) = loaders(tmp_path, 1, rows=rows)
-    examples = plain.rows.data
-    everything = OrderedRows(examples, one_per_row(examples.lengths))
+    examples = plain.rows.examples
+    everything = Dataset(examples, one_per_row(examples.lengths))
     ranks = [Loader(everything, 24, 2, rank, world_size, rows, tokens) for rank in range(world_size)]
     dealt = [list(loader.all_batches()) for loader in ranks]
     assert len({len(batches) for batches in dealt}) == 1
@@ -387,9 +387,9 @@ def test_evaluation_sees_every_row_once(tmp_path, world_size, rows, tokens):
 
 def test_packed_rows_of_a_step(tmp_path):
     (plain,) = loaders(tmp_path, 1)
-    examples = plain.rows.data
+    examples = plain.rows.examples
     rows = pack(examples.lengths, 64)
-    loader = Loader(OrderedRows(examples, rows, RowOrder(len(rows), 1)), 2, 1, 0, 1, len(rows))
+    loader = Loader(Dataset(examples, rows, order=RowOrder(len(rows), 1)), 2, 1, 0, 1, len(rows))
     (batch,) = [batch for batch in loader.step(0).batches if batch.index == 0]
     assert len(batch.origins) == len(batch.sequence_lengths) == len(rows[loader.rows.order.row_at(0)])
     assert sum(batch.sequence_lengths) == input_ids(batch).shape[1] <= 64
@@ -397,9 +397,9 @@ def test_packed_rows_of_a_step(tmp_path):
 
 def test_rows_longer_than_all_documents_together(tmp_path):
     (plain,) = loaders(tmp_path, 1)
-    examples = plain.rows.data
+    examples = plain.rows.examples
     rows = pack(examples.lengths, 10**6)
-    loader = Loader(OrderedRows(examples, rows, RowOrder(len(rows), 1)), 4, 1, 0, 1, len(rows))
+    loader = Loader(Dataset(examples, rows, order=RowOrder(len(rows), 1)), 4, 1, 0, 1, len(rows))
     (batch,) = loader.step(0).batches
     assert batch.counts["tokens"] == examples.lengths.sum()
 
@@ -456,9 +456,9 @@ def test_the_recipe_s_order_does_not_depend_on_micro_batches(tmp_path):
 def test_every_rank_knows_what_all_ranks_count_in_a_step(tmp_path, world_size, tokens, packed, padded_to):
     """From the lengths alone what adding up over ranks and micro-batches gives; the last step is short."""
     (plain,) = loaders(tmp_path, 1)
-    examples = plain.rows.data
+    examples = plain.rows.examples
     rows = pack(examples.lengths, 32) if packed else one_per_row(examples.lengths)
-    ordered = OrderedRows(examples, rows, RowOrder(len(rows), 1))
+    ordered = Dataset(examples, rows, order=RowOrder(len(rows), 1))
     ranks = [Loader(ordered, 12, 1, rank, world_size, 12 + 5, tokens, padded_to) for rank in range(world_size)]
     for step in range(2):
         made = [loader.step(step) for loader in ranks]

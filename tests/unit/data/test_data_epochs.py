@@ -15,7 +15,7 @@ from data_helpers import text_tokenizer, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.dataset import Dataset, Stream, build_held_out, build_training
+from finetune.data.dataset import Dataset, build_held_out, build_training
 from finetune.data.epochs import (
     UNBOUNDED,
     EpochOrder,
@@ -25,6 +25,7 @@ from finetune.data.epochs import (
     epochs_differ,
     source_order,
 )
+from finetune.data.streaming import Stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.training.run_plan import run_length
@@ -71,7 +72,7 @@ def order_of(recipe: Recipe, data: Dataset) -> list[list[tuple[int, int]]]:
     """(source, row) of the examples in each packed sequence of the run, in its order."""
     size, rows = data.size(recipe.data.max_length), data.in_order(recipe)
     _, total_rows = run_length(recipe, size.rows, size.run_rows)
-    return [[(one.source, one.row) for one in rows.examples(position)] for position in range(total_rows)]
+    return [[(one.source, one.row) for one in rows.row(position)] for position in range(total_rows)]
 
 
 def exposure(order: list[list[tuple[int, int]]], source: int, count: int) -> list[int]:
@@ -183,13 +184,13 @@ def test_the_last_of_two_and_a_half_epochs_is_half_as_long(sources, packing):
     order = order_of(recipe, data)
     assert exposure(order, 0, 20) == [1] * 20
     assert exposure(order, 1, 33) == [3] * 33
-    assert data.in_order(recipe).epochs(len(order)) == 2.5
+    assert data.in_order(recipe).epoch_at(len(order)) == 2.5
 
 
 def test_weights_cut_a_source_into_consecutive_parts(sources):
     recipe, data = training(sources, "a weight=0.3", "b", train={"epochs": 10})
     order, rows = order_of(recipe, data), data.in_order(recipe)
-    ends = [next(i for i in range(len(order) + 1) if rows.epochs(i) >= epoch) for epoch in range(11)]
+    ends = [next(i for i in range(len(order) + 1) if rows.epoch_at(i) >= epoch) for epoch in range(11)]
     for epoch, end in enumerate(ends):
         counts = exposure(order[:end], 0, 20)
         assert max(counts) - min(counts) <= 1
@@ -290,6 +291,6 @@ def test_a_stream_shows_every_row_as_often_as_its_passes(sources):
     assert isinstance(data, Stream)
     rows, order = data.in_order(recipe), []
     with contextlib.suppress(UserError):  # at its end
-        order.extend([(one.source, one.row) for one in rows.examples(position)] for position in range(400))
+        order.extend([(one.source, one.row) for one in rows.row(position)] for position in range(400))
     assert exposure(order, 0, 20) == [2] * 20
     assert exposure(order, 1, 33) == [1] * 33

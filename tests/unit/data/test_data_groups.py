@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from finetune.data.batch import Batch, TokenShare
 from finetune.data.dataset import Dataset
 from finetune.data.examples import Examples, prepare_examples
-from finetune.data.loader import Loader, OrderedRows
+from finetune.data.loader import Loader
 from finetune.data.packing import RowOrder, group_rows, one_per_row, pack, row_work
 from finetune.data.samples import ExampleSizes, concatenate_sizes
-from finetune.data.streaming import StreamedRows, open_stream
+from finetune.data.streaming import open_stream
 from finetune.recipe import Recipe
 
 PAIRS = 40
@@ -94,7 +94,7 @@ def test_batches_of_any_world_size_have_both_answers_next_to_each_other(pairs, s
     per_device, total = shape["rows_per_device"], shape["total_rows"]
     ranks = [
         Loader(
-            OrderedRows(pairs, rows, order),
+            Dataset(pairs, rows, order=order),
             shape["rows_per_step"],
             per_device,
             rank,
@@ -119,10 +119,10 @@ def test_batches_of_any_world_size_have_both_answers_next_to_each_other(pairs, s
 @pytest.mark.parametrize("alike", [0, 1])
 def test_shared_prompts_make_forwards_shorter_and_nothing_else(pairs, alike):
     """The same pairs in the same micro-batches; padding is what is computed in addition."""
-    rows = OrderedRows(pairs, pack(pairs.lengths, 150))
+    rows = Dataset(pairs, pack(pairs.lengths, 150))
     steps = [Loader(rows, 6, 2, 0, 1, 6, alike=alike, shares_prompts=shares).step(0) for shares in (True, False)]
     assert steps[0].counts == steps[1].counts
-    assert steps[0].counts["shared_tokens"] == sum(one.shared_tokens for i in range(6) for one in rows.examples(i)) > 0
+    assert steps[0].counts["shared_tokens"] == sum(one.shared_tokens for i in range(6) for one in rows.row(i)) > 0
     lengths = [[batch.inputs["input_ids"].shape[1] for batch in step.batches] for step in steps]
     for shared, whole in zip(*(step.batches for step in steps), strict=True):
         assert (shared.origins, shared.counts, shared.row_lengths) == (whole.origins, whole.counts, whole.row_lengths)
@@ -137,7 +137,7 @@ def test_shared_prompts_make_forwards_shorter_and_nothing_else(pairs, alike):
 def test_forwards_of_several_steps_are_alike_to_a_multiple(pairs):
     """A pipeline's stages agree anew on what they exchange for each new length."""
     packed = pack(pairs.lengths, 150)
-    loader = Loader(OrderedRows(pairs, packed), 3, 1, 0, 1, len(packed))
+    loader = Loader(Dataset(pairs, packed), 3, 1, 0, 1, len(packed))
 
     def lengths(alike: int) -> list[int]:
         steps = [replace(loader, alike=alike).step(number) for number in range(len(packed) // 3)]
@@ -190,14 +190,14 @@ def streaming(*paths: Path, window: int) -> Recipe:
 def test_a_stream_emits_pairs(tmp_path, window):
     first, second = write_pairs(tmp_path / "a.jsonl", 20), write_pairs(tmp_path / "b.jsonl", 10, seed=1)
     made = streaming(first, second, window=window)
-    rows = StreamedRows(made, open_stream(made, text_tokenizer()).streams)
+    rows = open_stream(made, text_tokenizer())
     expected = answers(
         [
             *prepare(first, "preference", tokenizer=text_tokenizer(), data__max_length=100),
             *prepare(second, "preference", tokenizer=text_tokenizer(), data__max_length=100),
         ]
     )
-    end = next(i for i in range(100) if rows.epochs(i) >= 1)
+    end = next(i for i in range(100) if rows.epoch_at(i) >= 1)
     ranks = [Loader(rows, 4, 1, rank, 2, 4 * -(-end // 4)) for rank in range(2)]
     batches = [batch for step in range(-(-end // 4)) for loader in ranks for batch in loader.step(step).batches]
     seen = Counter(origin for batch in batches for origin in check_pairs(batch, expected))
@@ -208,7 +208,7 @@ def test_a_stream_emits_pairs(tmp_path, window):
 def test_ranks_that_share_a_row_can_add_up_each_answer(pairs, sizes):
     """The log-probability of an answer whose tokens lie on several ranks is the sum of what each has."""
     shares = [TokenShare(*sizes, c, s) for c in range(sizes[0]) for s in range(sizes[1])]
-    rows = OrderedRows(pairs, pack(pairs.lengths, 150))
+    rows = Dataset(pairs, pack(pairs.lengths, 150))
     whole = Loader(rows, 4, 4, 0, 1, len(rows.rows)).step(0).batches[0]
     parts = [Loader(rows, 4, 4, 0, 1, len(rows.rows), share=share).step(0).batches[0] for share in shares]
     sums = [np.bincount(batch.targets.sequence, batch.targets.ids, len(batch.example_of_sequence)) for batch in parts]

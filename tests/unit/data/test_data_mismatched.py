@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data.mismatched import partners
-from finetune.data.streaming import StreamedRows, open_stream
+from finetune.data.streaming import open_stream
 from finetune.errors import UserError
 
 ROWS = [
@@ -67,8 +67,8 @@ def test_a_pair_gives_a_good_and_a_bad_answer_each_next_to_its_like(tmp_path: Pa
 def test_a_stream_pairs_within_its_window(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{**ROWS[0], "completion": f"answer {i}"} for i in range(4)])
     made = recipe(path, "unpaired", data__streaming=True, data__window=2)
-    rows = StreamedRows(made, open_stream(made, text_tokenizer()).streams)
-    found = {tuple(text.split()[-1] for text in texts(one)) for i in range(4) for one in rows.examples(i)}
+    rows = open_stream(made, text_tokenizer())
+    found = {tuple(text.split()[-1] for text in texts(one)) for i in range(4) for one in rows.row(i)}
     assert found == {("0", "1"), ("1", "0"), ("2", "3"), ("3", "2")}
 
 

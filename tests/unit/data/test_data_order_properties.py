@@ -12,8 +12,9 @@ from data_helpers import prepare, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.data.dataset import Dataset
 from finetune.data.examples import Examples
-from finetune.data.loader import Loader, OrderedRows, assign_micro_batches
+from finetune.data.loader import Loader, assign_micro_batches
 from finetune.data.packing import RowOrder, group_rows, pack, row_work
 
 quick = settings(derandomize=True, max_examples=60)
@@ -142,7 +143,7 @@ def seen(
     order = RowOrder(len(rows), shape["seed"], work, group_rows(shape["balance"], shape["rows_per_step"]))
     ranks = [
         Loader(
-            OrderedRows(examples, rows, order),
+            Dataset(examples, rows, order=order),
             shape["rows_per_step"],
             shape["rows_per_device"],
             rank,

@@ -11,7 +11,7 @@ from data_helpers import text_tokenizer, write_jsonl
 
 from finetune.data.dataset import build_training
 from finetune.data.loader import Loader
-from finetune.data.streaming import StreamedRows, open_stream
+from finetune.data.streaming import Stream, open_stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 
@@ -44,12 +44,12 @@ def streaming(*sources: dict, seed: int = 1, max_steps: int = 30, **data: object
     )
 
 
-def rows_of(recipe: Recipe) -> StreamedRows:
-    return StreamedRows(recipe, open_stream(recipe, text_tokenizer()).streams)
+def rows_of(recipe: Recipe) -> Stream:
+    return open_stream(recipe, text_tokenizer())
 
 
-def seen(rows: StreamedRows, positions: range) -> list[list[tuple[str, int]]]:
-    return [[(Path(one.path).name, one.row) for one in rows.examples(position)] for position in positions]
+def seen(rows: Stream, positions: range) -> list[list[tuple[str, int]]]:
+    return [[(Path(one.path).name, one.row) for one in rows.row(position)] for position in positions]
 
 
 def entries(cache: Path) -> set[Path]:
@@ -63,7 +63,12 @@ def test_a_pass_has_every_row_once_and_the_next_pass_again_in_another_order(text
     again = [place for row in seen(rows, range(ends[3], ends[7])) for place in row]
     assert sorted(first) == sorted(again) == [("texts.jsonl", number) for number in range(1, ROWS + 1)]
     assert first != again
-    assert (rows.epochs(0), rows.epochs(ends[3]), rows.epochs(ends[3] + 1), rows.epochs(ends[7] + 1)) == (0, 0, 1, 2)
+    assert (rows.epoch_at(0), rows.epoch_at(ends[3]), rows.epoch_at(ends[3] + 1), rows.epoch_at(ends[7] + 1)) == (
+        0,
+        0,
+        1,
+        2,
+    )
 
 
 def test_rows_are_packed_and_no_longer_than_a_row_may_be(texts):
@@ -72,7 +77,7 @@ def test_rows_are_packed_and_no_longer_than_a_row_may_be(texts):
     assert max(rows.lengths(position).sum() for position in range(end)) <= 32
     assert end < ROWS / 2
     for position in range(end):
-        assert rows.lengths(position).tolist() == [one.num_tokens for one in rows.examples(position)]
+        assert rows.lengths(position).tolist() == [one.num_tokens for one in rows.row(position)]
 
 
 def test_any_position_is_the_same_from_anywhere_and_tokenises_nothing_twice(texts, cache_folder):
@@ -106,7 +111,7 @@ def test_no_more_is_read_than_is_needed(tmp_path, cache_folder):
 def test_sources_are_mixed_by_weight(texts, others, by, expected):
     sources = ({"path": str(texts), "weight": 3.0}, {"path": str(others), "weight": 1.0})
     rows = rows_of(streaming(*sources, mixture={"by": by}))
-    documents = [one for position in range(rows.window(9).end_row) for one in rows.examples(position)]
+    documents = [one for position in range(rows.window(9).end_row) for one in rows.row(position)]
     counts: Counter[int] = Counter()
     for one in documents:
         counts[one.source] += one.num_tokens if by == "tokens" else 1
@@ -124,7 +129,7 @@ def test_changing_a_weight_tokenises_nothing_again(texts, others, cache_folder):
 def test_a_source_is_read_no_more_often_than_it_may_be(texts, others):
     sources = ({"path": str(texts)}, {"path": str(others), "max_epochs": 2.0})
     rows = rows_of(streaming(*sources))
-    documents = [one for position in range(rows.window(12).end_row) for one in rows.examples(position)]
+    documents = [one for position in range(rows.window(12).end_row) for one in rows.row(position)]
     times = Counter((one.source, one.row) for one in documents)
     assert {count for (source, _), count in times.items() if source == 1} == {2}
 
@@ -132,13 +137,13 @@ def test_a_source_is_read_no_more_often_than_it_may_be(texts, others):
 def test_a_stream_that_ends_says_when(texts):
     rows = rows_of(streaming({"path": str(texts), "max_epochs": 1.0}))
     with pytest.raises(UserError, match=r"the stream ends after \d+ steps: every source was read `max_epochs` times"):
-        rows.examples(1000)
+        rows.row(1000)
 
 
 def test_rows_that_fill_the_last_window_exactly(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"row {number}"} for number in range(2 * WINDOW)])
     rows = rows_of(streaming({"path": str(path), "format": "text"}))
-    documents = [one.row for position in range(rows.window(4).end_row) for one in rows.examples(position)]
+    documents = [one.row for position in range(rows.window(4).end_row) for one in rows.row(position)]
     assert Counter(Counter(documents).values()) == {2: 2 * WINDOW}  # windows 0, 1; none behind the end; 3, 4
 
 
@@ -147,7 +152,7 @@ def test_a_stream_of_nothing_is_an_error(texts, tmp_path, beside):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "much too long " * 50}] * 5)
     sources = ([{"path": str(texts)}] if beside else []) + [{"path": str(path), "format": "text"}]
     with pytest.raises(UserError, match=rf"data.train\[{int(beside)}\]: no row of it can be trained on"):
-        rows_of(streaming(*sources)).examples(0)
+        rows_of(streaming(*sources)).row(0)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

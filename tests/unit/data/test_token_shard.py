@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from finetune.data.batch import Batch, TokenShare, collate, token_shard
 from finetune.data.loader import Loader
+from finetune.data.row_source import RunRows
 from finetune.data.samples import Example
 
 CUTS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 4))
@@ -98,7 +99,7 @@ def test_a_row_that_cannot_be_cut_is_an_error() -> None:
         token_shard(collate([example(0, [-100, *[1] * 6])]), TokenShare(context=2))
 
 
-class FourRows:
+class FourRows(RunRows):
     """Of 5, 7, 3 and 6 tokens."""
 
     LENGTHS = (5, 7, 3, 6)
@@ -109,10 +110,10 @@ class FourRows:
     def counts(self, position: int) -> dict[str, int]:
         return {"target_tokens": self.LENGTHS[position] - 1, "tokens": self.LENGTHS[position]}
 
-    def examples(self, position: int) -> list[Example]:
+    def row(self, position: int) -> list[Example]:
         return [example(position, [-100, *range(1, self.LENGTHS[position])])]
 
-    def epochs(self, position: int) -> float:
+    def epoch_at(self, position: int) -> float:
         return position / 4
 
 

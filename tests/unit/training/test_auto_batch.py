@@ -135,7 +135,7 @@ class Started:
         self.said: list[str] = []
 
     def trials(self) -> Trials:
-        row = HeaviestRow(self.data.first_example(), *self.data.heaviest_row(self.recipe.data.max_length))
+        row = HeaviestRow(self.data.row(0)[0], *self.data.heaviest_row(self.recipe.data.max_length))
         return Trials(self.engine, HostMemory(), self.forward, row, 0)
 
     def find(self, limit: int | None = None) -> RowsPerDevice:
@@ -285,11 +285,11 @@ def test_the_heaviest_row_is_as_heavy_as_any(started: Started) -> None:
     tokens, supervised = data.heaviest_row(64)
     assert tokens == max(int(data.examples.lengths[row].sum()) for row in rows)
     assert supervised == max(int(data.examples.num_targets[row].sum()) for row in rows)
-    batch = HeaviestRow(data.first_example(), tokens, supervised).batch(3)
+    batch = HeaviestRow(data.row(0)[0], tokens, supervised).batch(3)
     assert (batch.counts["tokens"], batch.counts["target_tokens"]) == (3 * tokens, 3 * supervised)
     assert batch.sequence_lengths == (tokens,) * 3
-    assert HeaviestRow(data.first_example(), 2, 2).batch(HALF).counts["target_tokens"] == 0
-    (sequence,) = data.first_example().sequences
+    assert HeaviestRow(data.row(0)[0], 2, 2).batch(HALF).counts["target_tokens"] == 0
+    (sequence,) = data.row(0)[0].sequences
     input_ids = batch.inputs["input_ids"]
     assert input_ids[0, : len(sequence.input_ids)].tolist() == sequence.input_ids.tolist()
     assert input_ids.dtype == torch.int64
@@ -297,7 +297,7 @@ def test_the_heaviest_row_is_as_heavy_as_any(started: Started) -> None:
 
 
 def test_the_heaviest_row_of_pairs_is_made_of_pairs(started: Started) -> None:
-    example = started.data.first_example()
+    example = started.data.row(0)[0]
     pair = replace(example, sequences=example.sequences * 2, columns={"margin": 1.0})
     batch = HeaviestRow(pair, 20, 11).batch(2)
     assert batch.sequence_lengths == (10,) * 4
