@@ -160,7 +160,7 @@ def prepare(folder: Path, work: Work, trained: list[str]) -> Cell:
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     loaded = load_recipe(folder / "recipe.yaml")
     ordered = build_dataset(loaded, loaded.data.train, load_tokenizer(loaded.model)).in_order(loaded)
-    steps = [list(ordered.examples(step)) for step in range(work.steps)]
+    steps = [list(ordered.row(step)) for step in range(work.steps)]
     workload.write_rows(folder / "in_order.jsonl", [rows[one.row - 1] for step in steps for one in step])
     lengths = [[len(one.sequences[0].input_ids) for one in step] for step in steps]
     images = [[image for one in step for image in one.sequences[0].images] for step in steps]

@@ -93,7 +93,7 @@ def prepare(folder: Path, work: Work, path: Path | None) -> Cell:
     steps = [ordered.counts(step) for step in range(work.steps)]
     saved = sum(step["shared_tokens"] for step in steps) / sum(step["tokens"] for step in steps)
     pairs = [step["examples"] for step in steps]
-    indices = [one.row - 1 for step in range(work.steps) for one in ordered.examples(step)]
+    indices = [one.row - 1 for step in range(work.steps) for one in ordered.row(step)]
     workload.write_rows(folder / "in_order.jsonl", [rows[i] for i in indices])
     tokens = [step["tokens"] for step in steps]
     return {"parameters": parameters, "pairs": pairs, "tokens": tokens, "shared_token_share": saved}

@@ -168,7 +168,7 @@ def start_up(folder: Path) -> Point:
     dataset = build_dataset(recipe, recipe.data.train, tokenizer)
     packed = time.perf_counter()
     ordered = dataset.in_order(recipe)
-    ordered.examples(0)
+    ordered.row(0)
     return {
         "step_s": time.perf_counter() - began,
         "order_s": time.perf_counter() - packed,

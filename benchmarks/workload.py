@@ -243,7 +243,7 @@ def write_steps(folder: Path, work: Work) -> None:
     lengths, documents = [], []
     for step in range(work.steps):
         first = step * work.rows_per_step
-        examples = [one for i in range(work.rows_per_step) for one in ordered.examples(first + i)]
+        examples = [one for i in range(work.rows_per_step) for one in ordered.row(first + i)]
         (sequences,) = zip(*(one.sequences for one in examples), strict=True)
         arrays["ids"] += [one.input_ids.astype(np.int64) for one in sequences]
         arrays["labels"] += [labels_of(one.input_ids, one.loss_mask).astype(np.int64) for one in sequences]

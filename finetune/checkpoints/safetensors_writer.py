@@ -76,7 +76,9 @@ def write_safetensors(
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors that are in memory: the bytes that safetensors' own `save_file` writes for PyTorch."""
-    order = list(DTYPES)
+    """Write the bytes that safetensors' own `save_file` writes for PyTorch. Under another name first: tensors may be
+    mapped from the file that they replace."""
+    order, partial = list(DTYPES), path.with_name(f"{path.name}.partial")
     names = sorted(tensors, key=lambda name: (-order.index(_NAMES[tensors[name].dtype]), name))
-    write_safetensors(path, {name: tensors[name] for name in names}, tensors.__getitem__, {"format": "pt"})
+    write_safetensors(partial, {name: tensors[name] for name in names}, tensors.__getitem__, {"format": "pt"})
+    partial.replace(path)

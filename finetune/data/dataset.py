@@ -164,15 +164,19 @@ class Dataset(RowSource):
         epochs = self.epochs.unpacked()
         return Dataset(self.examples, epochs.epoch(0), epochs)
 
-    def on_disk(self) -> Dataset:
-        return self
-
     def once(self) -> Dataset:
         """Every example of the run, for what is computed of each beforehand."""
         if self.epochs is None:
             return self
         lengths, max_length = self.examples.lengths, self.epochs.max_length
         return Dataset(self.examples, one_per_row(lengths) if max_length is None else pack(lengths, max_length))
+
+
+def on_disk(source: RowSource) -> Dataset:
+    """Returns a source whose examples are all on the disk, as it is. Raises UserError for one that is streamed."""
+    if not isinstance(source, Dataset):
+        raise UserError("data.streaming: set it to false; every example must be on the disk before the run")
+    return source
 
 
 def build_training(
@@ -272,7 +276,7 @@ _CHANGED = {
 
 def data_notes(recipe: Recipe, opened: OpenedSources, training: RowSource, held_out: Dataset | None) -> list[str]:
     """Notes on rows that were dropped or changed, and on sources that are trained on and evaluated alike."""
-    parts = {"train": None if recipe.data.streaming else training.on_disk()}
+    parts = {"train": None if recipe.data.streaming else on_disk(training)}
     parts["eval"] = None if isinstance(recipe.data.eval, HeldOut) else held_out
     notes = []
     for name, data in parts.items():

@@ -5,16 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from finetune.data.samples import Example
 from finetune.recipe import Recipe
-
-if TYPE_CHECKING:
-    from finetune.data.dataset import Dataset
 
 
 class RunRows(ABC):
@@ -77,10 +74,6 @@ class RowSource(RunRows):
     @abstractmethod
     def unpacked(self) -> RowSource:
         """Returns the same examples, each in a row of its own. Raises UserError if that is not possible."""
-
-    @abstractmethod
-    def on_disk(self) -> Dataset:
-        """Returns the data, all of which is on the disk. Raises UserError if it is not."""
 
     @abstractmethod
     def size(self, max_length: int) -> EpochSize | None:

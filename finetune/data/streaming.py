@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +36,6 @@ from finetune.data.tokenizing import Item
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
-
-if TYPE_CHECKING:
-    from finetune.data.dataset import Dataset
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +118,6 @@ class Stream(RowSource):
         raise UserError(
             "data.streaming: set it to false; a stream is packed, and this architecture cannot keep documents apart"
         )
-
-    def on_disk(self) -> Dataset:
-        raise UserError("data.streaming: set it to false; every example must be on the disk before the run")
 
     def size(self, max_length: int) -> None:
         pass

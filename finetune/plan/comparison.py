@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from transformers import PretrainedConfig
 
+from finetune.data.dataset import on_disk
 from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
 from finetune.engine.costs.common import different_ranks
@@ -131,7 +132,7 @@ def _predicted(
 ) -> dict[str, Any]:
     rows = widest(recipe, "a stream", config)
     if training.size(recipe.data.max_length):
-        data = training.on_disk()
+        data = on_disk(training)
         token = None if recipe.data.image is None else cast(Any, config).image_token_id
         rows = facts_of(data.examples, data.rows, "the data of the run", len(data.rows), token)
     on_gpu = engine.device.type == "cuda"

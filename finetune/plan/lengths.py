@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from finetune.data.building import OpenedSources
-from finetune.data.dataset import build_training
+from finetune.data.dataset import build_training, on_disk
 from finetune.data.examples import Examples, entry_key, recipe_renderer, rendering_key, row_images
 from finetune.data.packing import Rows, one_per_row, pack
 from finetune.data.samples import ExampleSizes
@@ -169,7 +169,7 @@ def read_lengths(recipe: Recipe) -> Lengths | str:
 
 
 def _lengths(recipe: Recipe, tokenizer: Any, source: str, times: float | None) -> Lengths:
-    data = build_training(recipe, tokenizer).on_disk()
+    data = on_disk(build_training(recipe, tokenizer))
     images = row_images(recipe, tokenizer)
     return Lengths(source, data.examples, times, images.family.token_id if images else None)
 

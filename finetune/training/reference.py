@@ -28,7 +28,7 @@ from rich.console import Console
 from finetune.checkpoints.folder import list_checkpoints
 from finetune.checkpoints.inputs import on_main
 from finetune.data.batch import Batch
-from finetune.data.dataset import Dataset
+from finetune.data.dataset import Dataset, on_disk
 from finetune.data.loader import Loader
 from finetune.data.prefetch import fed_steps
 from finetune.data.row_source import RowSource
@@ -71,7 +71,7 @@ def find_reference(recipe: Recipe, training: RowSource, held_out: Dataset | None
     Raises UserError if another model's are missing, which a run does not compute, and if a run resumes that began with
     another reference.
     """
-    reference, parts = recipe_of_reference(recipe), _parts(training.on_disk(), held_out)
+    reference, parts = recipe_of_reference(recipe), _parts(on_disk(training), held_out)
     own, model = run_folder(recipe) / "reference", model_dependencies(reference, training_config(reference))
     _check_same_reference(recipe, own, model)
     keys = {part: key_of(model, data) for part, data in parts.items()}
@@ -109,7 +109,7 @@ class ReferenceColumns:
     def __init__(self, recipe: Recipe, engine: Engine, training: RowSource, held_out: Dataset | None, console: Console):
         """Looks for them. Raises UserError as `find_reference`."""
         self._recipe, self._engine, self._console = recipe, engine, console
-        self._training = training.on_disk()
+        self._training = on_disk(training)
         self._folder, self._parts = run_folder(recipe) / "reference", _parts(self._training, held_out)
         self._disk: ReferenceOnDisk = on_main(engine, partial(find_reference, recipe, training, held_out))
         self._sources = {

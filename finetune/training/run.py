@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from finetune.data.dataset import on_disk
 from finetune.data.examples import check_same_images
 from finetune.engine.base import Engine
 from finetune.engine.launch import read_launch
@@ -87,7 +88,7 @@ def compute_teacher(
     of_teacher = recipe_of_teacher(recipe)
     check_same_images("objective.teacher", recipe.objective.teacher, recipe, load_tokenizer(recipe.model))
     with started(of_teacher, recipe_file, stop, console, config_file) as trainer:
-        done = compute_predictions(TeacherPass(recipe, trainer.data.on_disk(), vocabulary), trainer)
+        done = compute_predictions(TeacherPass(recipe, on_disk(trainer.data), vocabulary), trainer)
         trainer.say(f"teacher of {escape(recipe_file)}: {done}")
 
 

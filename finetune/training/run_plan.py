@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from finetune.data.dataset import Dataset
+from finetune.data.dataset import Dataset, on_disk
 from finetune.data.packing import pack
 from finetune.data.row_source import EpochSize, RowSource
 from finetune.errors import UserError
@@ -122,7 +122,7 @@ def length_notes(recipe: Recipe, data: RowSource, processes: int = 1) -> list[st
     size = data.size(recipe.data.max_length)
     steps, total_rows = training_length(recipe, size)
     warmup, notes = recipe.schedule.warmup(steps), []
-    more = _more_steps(recipe, data.on_disk(), steps, total_rows, processes) if size else ""
+    more = _more_steps(recipe, on_disk(data), steps, total_rows, processes) if size else ""
     if warmup >= steps > 0:
         highest = f"the rate reaches {steps / (warmup + 1):.0%} of optimizer.lr at most"
         if steps != recipe.train.max_steps:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from finetune.data.dataset import Dataset
+from finetune.data.dataset import Dataset, on_disk
 from finetune.data.examples import check_same_images
 from finetune.data.predictions import (
     CODE_VERSION,
@@ -40,7 +40,7 @@ def with_teacher(
     teacher = recipe.objective.teacher
     if teacher is None:
         return training
-    data = training.on_disk()
+    data = on_disk(training)
     vocabulary = config.get_text_config().vocab_size
     if is_teacher_file(teacher):
         predictions = file_predictions(recipe.objective, tokenizer, vocabulary)
